@@ -1,0 +1,261 @@
+"""The configuration: one tree of dataclasses, the only home of every default.
+
+Settings arrive in this order, later ones winning: the dataclasses, a YAML file, `key=value` words.
+A field's metadata holds its help text and, where it has them, its choices or bounds; both the
+command line and the constructors check them. This module knows no other room of the package.
+"""
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.errors import ConfigError, nearest
+
+CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "configs"
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A dataclass field with its help text and its allowed values (bounds are inclusive)."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high}
+    return field(default=default, metadata=metadata)
+
+
+class Checked:
+    """Refuses field values outside the declared choices and bounds, when constructed."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            value, rule = getattr(self, item.name), item.metadata
+            if value is None or not rule:
+                continue
+            if rule["choices"] and value not in rule["choices"]:
+                raise ConfigError(
+                    f"{item.name}={value!r} is not one of {', '.join(rule['choices'])}"
+                    f"{nearest(str(value), rule['choices'])}"
+                )
+            low, high = rule["low"], rule["high"]
+            if (low is not None and not value >= low) or (high is not None and not value <= high):
+                bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise ConfigError(f"{item.name}={value} is out of range: it must be {bounds}")
+
+
+@dataclass
+class ModelConfig(Checked):
+    """Which denoiser, where it runs, and who sees whom."""
+
+    path: str | None = setting(None, "checkpoint: a Hugging Face style folder, or a hub id")
+    device: str = setting("auto", "cpu, cuda, cuda:1, mps; auto takes CUDA where there is one")
+    dtype: str = setting(
+        "auto",
+        "auto takes bfloat16 on CUDA and float32 elsewhere",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    attention: str = setting(
+        "auto",
+        "flash (flash-attn), varlen (torch's own kernels), sdpa; auto takes the first that works",
+        choices=("auto", "flash", "varlen", "sdpa"),
+    )
+    evidence_layout: str | None = setting(
+        None,
+        "who sees whom in the prompt; unset takes the checkpoint's own, joint for public ones",
+        choices=("joint", "prefix", "independent"),
+    )
+
+
+@dataclass
+class RetrievalConfig(Checked):
+    """Which passages can become evidence, and how they are found."""
+
+    corpus: str | None = setting(None, "JSON lines of passages, or an index folder built from it")
+    kind: str = setting("bm25", "how passages are found", choices=("bm25", "dense", "hybrid"))
+    top_k: int = setting(7, "passages in the evidence (K)", low=1)
+    index_folder: str | None = setting(
+        None, "where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"
+    )
+    dense_model: str = setting(
+        "sentence-transformers/all-MiniLM-L6-v2", "any sentence-transformers model, folder or hub id"
+    )
+    dense_batch_size: int = setting(64, "texts embedded at once", low=1)
+    query_prompt: str = setting("", "put before every dense query ('query: ' for E5)")
+    passage_prompt: str = setting("", "put before every dense passage ('passage: ' for E5)")
+    fusion_depth: int = setting(50, "ranks that a fused ranking reads of each of its parts", low=1)
+
+
+@dataclass
+class DecodeConfig(Checked):
+    """The denoising loop: what is committed, what is asked, when evidence is refreshed."""
+
+    canvas_length: int = setting(100, "response positions, all masked at first", low=1)
+    block_length: int | None = setting(
+        None, "commit within the first unfinished block of this many positions; unset: anywhere", low=1
+    )
+    commit_rule: str = setting(
+        "threshold",
+        "which masked positions are written down at a step",
+        choices=("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded"),
+    )
+    commit_threshold: float = setting(
+        0.9, "confidence at which a position is committed (tau_c): threshold, grounded", low=0, high=1
+    )
+    tokens_per_step: int | None = setting(
+        None,
+        "positions committed a step: exactly so many for top_k, entropy, margin (unset: 1), at most "
+        "so many for the other rules (unset: no bound)",
+        low=1,
+    )
+    entropy_bound: float = setting(0.1, "nats of joint entropy committed a step", low=0)
+    revision_threshold: float | None = setting(
+        None, "committed tokens below this probability are masked again, once; unset: never",
+        low=0, high=1,
+    )  # fmt: skip
+    query: str = setting(
+        "proxy",
+        "what becomes the search query",
+        choices=("proxy", "committed", "question", "feedback", "response"),
+    )
+    query_threshold: float = setting(
+        0.0, "confidence at which a guess may enter the query (tau_q); 1: committed only", low=0, high=1
+    )
+    retrieve_every: int = setting(1, "steps between two refreshes of the evidence", low=1)
+    retrieve_below: float | None = setting(
+        None, "refresh only when the lowest confidence is under this; unset: always", low=0, high=1
+    )
+    temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)
+    seed: int = setting(0, "of the sampling; every question has a generator of its own")
+    batch_size: int = setting(8, "questions denoised together", low=1)
+    stop_early: bool = setting(
+        True, "stop once an end token and all before it are committed: the text can't change"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_length and self.block_length > self.canvas_length:
+            raise ConfigError(
+                f"block_length={self.block_length} is longer than the canvas: set it to at most "
+                f"canvas_length={self.canvas_length}"
+            )
+        if self.query == "committed" and self.query_threshold not in (0.0, 1.0):
+            raise ConfigError(
+                f"query_threshold={self.query_threshold} has no effect with query=committed: "
+                "set query=proxy"
+            )
+
+
+@dataclass
+class Config:
+    """Everything a program of this project can be told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    questions: str | None = setting(None, "file of questions: JSON lines or parquet")
+    out: str | None = setting(None, "where the results go: a file (sample) or a folder (evaluate)")
+    trace: str | None = setting(None, "file for the decoding traces, one JSON line per question")
+
+
+def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of the tree, in order, with its dataclass field."""
+    keys: dict[str, Any] = {}
+    for item in fields(node):
+        if is_dataclass(item.type):
+            keys |= known_keys(item.type, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+        else:
+            keys[prefix + item.name] = item
+    return keys
+
+
+def find_config(name: str) -> Path:
+    """The YAML file called `name`: as given, with `.yaml`, or in `configs/`; else `ConfigError`."""
+    for folder in (Path(), CONFIG_FOLDER):
+        for path in (folder / name, folder / f"{name}.yaml"):
+            if path.is_file():
+                return path
+    there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
+    raise ConfigError(f"config '{name}' was not found, neither here nor in configs/{nearest(name, there)}")
+
+
+def load_config(name: str | None = None, overrides: list[str] | None = None) -> Config:
+    """The resolved tree: defaults, then the YAML file `name`, then `key=value` words.
+
+    Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    tree = OmegaConf.structured(Config)
+    sources = []
+    if name is not None:
+        path = find_config(name)
+        try:
+            sources.append((str(path), OmegaConf.load(path)))
+        except (YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid YAML: {fold_message(error)}") from None
+    for word in overrides or []:
+        key, _, value = word.partition("=")
+        if key not in known_keys():
+            raise _unknown_key(key, "the command line")
+        try:
+            sources.append((word, OmegaConf.from_dotlist([word])))
+        except YAMLError:
+            raise ConfigError(f"the value of {key}={value} cannot be read") from None
+    for origin, source in sources:
+        if not OmegaConf.is_dict(source):
+            raise ConfigError(f"{origin} holds no settings: write `section: {{key: value}}`")
+        _refuse_unknown(OmegaConf.to_container(source), "", origin)
+        try:
+            tree = OmegaConf.merge(tree, source)
+        except OmegaConfBaseException as error:
+            key = getattr(error, "full_key", None) or origin
+            raise ConfigError(f"{key} has the wrong type: {fold_message(error)}") from None
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved tree as YAML."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def as_tree(config: Config) -> dict[str, Any]:
+    """The resolved tree as plain nested dictionaries."""
+    return asdict(config)
+
+
+def fold_message(error: BaseException) -> str:
+    """The first line of an exception's text."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        return f"line {mark.line + 1}: {getattr(error, 'problem', lines[0])}"
+    return lines[0].rstrip(".")
+
+
+def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
+    keys = known_keys()
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if any(known.startswith(f"{key}.") for known in keys):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{key} is a section: set one of its keys, as in {key}.KEY=VALUE")
+            _refuse_unknown(value, f"{key}.", origin)
+        elif key not in keys:
+            raise _unknown_key(key, origin)
+
+
+def _unknown_key(key: str, origin: str) -> ConfigError:
+    keys = list(known_keys())
+    leaf = key.rpartition(".")[2]
+    same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
+    hint = f" (nearest: '{same_leaf[0]}')" if same_leaf else nearest(key, keys)
+    return ConfigError(f"unknown key '{key}' in {origin}{hint}")

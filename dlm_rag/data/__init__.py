@@ -1,0 +1,1 @@
+"""Questions, and (with training) the worlds and examples a denoiser learns from."""

@@ -1,0 +1,1 @@
+"""The denoising loop that retrieves, and its record."""

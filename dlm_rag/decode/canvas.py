@@ -1,0 +1,71 @@
+"""The canvas: the response positions, masked and committed, of one question."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlm_rag.diffusion.commit import Proposals
+
+
+@dataclass
+class Canvas:
+    """Token ids (n,) with `mask_id` where nothing is committed yet.
+
+    Invariant: a committed token changes only through `remask`, and a position at most once.
+    """
+
+    length: int
+    mask_id: int
+    ids: NDArray[np.int64] = field(init=False)
+    masked: NDArray[np.bool_] = field(init=False)
+    revised: NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = np.full(self.length, self.mask_id, dtype=np.int64)
+        self.masked = np.ones(self.length, dtype=bool)
+        self.revised = np.zeros(self.length, dtype=bool)
+
+    def candidates(self, block_length: int | None) -> NDArray[np.bool_]:
+        """Mask (n,) of the positions that may be committed: masked, in the first unfinished block."""
+        if block_length is None or not self.masked.any():
+            return self.masked.copy()
+        start = int(np.argmax(self.masked)) // block_length * block_length
+        within = np.zeros(self.length, dtype=bool)
+        within[start : start + block_length] = True
+        return self.masked & within
+
+    def commit(self, chosen: Proposals) -> None:
+        """Writes the chosen proposals down; raises `ValueError` if one of them is committed already."""
+        if not self.masked[chosen.positions].all():
+            raise ValueError("a committed position cannot be committed again")
+        self.ids[chosen.positions] = chosen.token_ids
+        self.masked[chosen.positions] = False
+
+    def remask(self, probability: NDArray[np.float64], bound: float) -> NDArray[np.int64]:
+        """Masks committed tokens whose probability (n,) is under `bound`, each position once.
+
+        Returns the positions masked again, ascending.
+        """
+        fallen = np.flatnonzero(~self.masked & ~self.revised & (probability < bound))
+        self.ids[fallen] = self.mask_id
+        self.masked[fallen] = self.revised[fallen] = True
+        return fallen
+
+    def with_guesses(self, guesses: Proposals, least_confidence: float) -> list[int]:
+        """Ids with the guesses of at least that confidence in the masked positions they are for."""
+        ids = self.ids.copy()
+        enter = guesses.at((guesses.confidence >= least_confidence) & self.masked[guesses.positions])
+        ids[enter.positions] = enter.token_ids
+        return ids.tolist()
+
+    def finished(self, end_ids: Collection[int]) -> bool:
+        """Whether the text is certain: nothing is masked, or nothing before a committed end token.
+
+        What stands behind the first end token is no part of the text.
+        """
+        if not self.masked.any():
+            return True
+        before = self.ids[: int(np.argmax(self.masked))]
+        return bool(np.isin(before, list(end_ids)).any())

@@ -1,0 +1,115 @@
+"""Which passages stand behind which words: citations, and the words the evidence holds."""
+
+import re
+import unicodedata
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from dlm_rag.text import FUNCTION_WORDS, answer_span, sentence_spans, words
+
+Span = tuple[int, int]
+_WORD = re.compile(r"\w+")
+
+
+def word_spans(text: str, start: int, stop: int) -> list[tuple[str, Span]]:
+    """The content words of text[start:stop], normalised as `text.words` does, with their ranges."""
+    found = []
+    for match in _WORD.finditer(text, start, stop):
+        word = unicodedata.normalize("NFKC", match.group()).casefold()
+        if word not in FUNCTION_WORDS:
+            found.append((word, match.span()))
+    return found
+
+
+def overlapping(spans: Sequence[Span], start: int, stop: int) -> list[int]:
+    """Indices of the spans that share a character with [start, stop)."""
+    return [n for n, (first, last) in enumerate(spans) if first < stop and last > start]
+
+
+def held_positions(text: str, token_spans: Sequence[Span], known_words: Collection[str]) -> list[bool]:
+    """For each token of `text` whether every content word it writes into is one of `known_words`.
+
+    Tokens of function words, punctuation and blanks are always held.
+    """
+    held = [True] * len(token_spans)
+    for word, (start, stop) in word_spans(text, 0, len(text)):
+        if word not in known_words:
+            for token in overlapping(token_spans, start, stop):
+                held[token] = False
+    return held
+
+
+def cite(
+    response: str,
+    token_spans: Sequence[Span],
+    commit_steps: Sequence[int],
+    evidence_at: Callable[[int], Sequence[str]],
+    texts: Mapping[str, str],
+    question: str,
+) -> list[dict[str, Any]]:
+    """For each sentence of the reasoning and for the answer, the passages that hold its words.
+
+    token_spans, commit_steps: per token of the response its character range and commit step.
+    evidence_at: ids of the passages in context at a step, in rank order; texts: by id.
+
+    A passage holds a word when it was in context at every step that committed a token of the word,
+    and contains it. Of the passages the fewest are taken: first the one that holds most words of
+    the sentence, then whichever adds most words that are not in the question, while one does. Each
+    is cited with the last step that committed one of its words. Words held by none are listed.
+    """
+    answer = answer_span(response)
+    units = [(span, "reasoning") for span in sentence_spans(response[: answer[0]])]
+    if answer[0] < answer[1]:
+        units.append((answer, "answer"))
+    passage_words = {name: frozenset(words(text)) for name, text in texts.items()}
+    asked = frozenset(words(question))
+    return [
+        {"text": response[start:stop].strip(), "kind": kind}
+        | _cover(
+            _holders(response, (start, stop), token_spans, commit_steps, evidence_at, passage_words),
+            asked,
+        )
+        for (start, stop), kind in units
+    ]
+
+
+def _holders(
+    response: str,
+    unit: Span,
+    token_spans: Sequence[Span],
+    commit_steps: Sequence[int],
+    evidence_at: Callable[[int], Sequence[str]],
+    passage_words: Mapping[str, Collection[str]],
+) -> list[tuple[str, int, list[str]]]:
+    """Each content word of a unit with its last commit step and the passages that hold it, by rank."""
+    found = []
+    for word, (start, stop) in word_spans(response, *unit):
+        steps = sorted({commit_steps[token] for token in overlapping(token_spans, start, stop)})
+        always = set.intersection(*(set(evidence_at(step)) for step in steps))
+        ranked = [name for name in evidence_at(steps[-1]) if name in always]
+        found.append((word, steps[-1], [name for name in ranked if word in passage_words[name]]))
+    return found
+
+
+def _cover(holders: list[tuple[str, int, list[str]]], asked: Collection[str]) -> dict[str, Any]:
+    passages: list[dict[str, Any]] = []
+    open_words = list(holders)
+    while open_words:
+        gains: dict[str, int] = {}
+        for word, _, names in open_words:
+            for name in names:
+                gains[name] = gains.get(name, 0) + (not passages or word not in asked)
+        best = max(gains, key=lambda name: gains[name], default=None)
+        if best is None or not gains[best]:
+            break
+        taken = [(word, step) for word, step, names in open_words if best in names]
+        passages.append(
+            {
+                "id": best,
+                "step": max(step for _, step in taken),
+                "words": list(dict.fromkeys(word for word, _ in taken)),
+            }
+        )
+        open_words = [item for item in open_words if best not in item[2]]
+    unheld = dict.fromkeys(word for word, _, names in holders if not names)
+    return {"passages": passages, "unsupported": list(unheld)}

@@ -1,0 +1,168 @@
+"""The decoding trajectory as data: it can be saved, loaded, replayed and scored without the model."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dlm_rag.text import answer_span
+
+
+@dataclass(frozen=True)
+class Committed:
+    """One token written down: its canvas position (from 0) and the confidence at that moment."""
+
+    position: int
+    token_id: int
+    token: str
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: what was committed, then what was asked and which passages are the evidence now.
+
+    Step 0 asks with the question alone and commits nothing. The tokens of step s were committed
+    with the evidence of step s - 1 in context. `query` is None when no refresh was due; `retrieved`
+    is False when the query equalled the last one. `remasked` lists positions masked again before
+    the commit (only with a revision threshold). `seconds` is this question's share of each stage.
+    """
+
+    step: int
+    query: str | None
+    passage_ids: tuple[str, ...]
+    retrieved: bool
+    committed: tuple[Committed, ...] = ()
+    remasked: tuple[int, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Rollout:
+    """The record of one question, complete once `finished`."""
+
+    id: str
+    question: str
+    prompt_layout: str
+    canvas_length: int
+    steps: list[Step] = field(default_factory=list)
+    response: str = ""
+    evidence_texts: dict[str, str] = field(default_factory=dict)  # of every passage ever in context
+    citations: list[dict[str, Any]] = field(default_factory=list)
+    cut: dict[str, int] = field(default_factory=dict)  # the largest cut of any step
+    finished: bool = False
+
+    @property
+    def answer(self) -> str:
+        """The answer in the response (see `text.answer_span`), empty when there is none."""
+        start, stop = answer_span(self.response)
+        return self.response[start:stop]
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """Ids of the passages in the evidence after the last step, in rank order."""
+        return self.steps[-1].passage_ids if self.steps else ()
+
+    @property
+    def forwards(self) -> int:
+        """Denoising passes; every step but step 0 makes one."""
+        return sum(1 for step in self.steps if step.step > 0)
+
+    @property
+    def retrievals(self) -> int:
+        """Searches made; an unchanged query makes none."""
+        return sum(step.retrieved for step in self.steps)
+
+    @property
+    def tokens_committed(self) -> int:
+        return sum(len(step.committed) for step in self.steps)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """This question's share of the seconds of each stage, over all steps."""
+        total: dict[str, float] = {}
+        for step in self.steps:
+            for name, value in step.seconds.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def replay(self) -> Iterator[dict[int, Committed]]:
+        """The committed tokens by position after each step, from step 0 (none) to the last."""
+        canvas: dict[int, Committed] = {}
+        for step in self.steps:
+            for position in step.remasked:
+                canvas.pop(position, None)
+            canvas.update({token.position: token for token in step.committed})
+            yield dict(canvas)
+
+    def commit_steps(self) -> dict[int, int]:
+        """For every committed position of the final canvas, the step that committed it."""
+        steps: dict[int, int] = {}
+        for step in self.steps:
+            steps.update({token.position: step.step for token in step.committed})
+        return steps
+
+    def evidence_at(self, step: int) -> tuple[str, ...]:
+        """Ids of the passages that were in context when the tokens of `step` were committed."""
+        if step < 1:
+            raise ValueError("step 0 commits nothing")
+        return next(s.passage_ids for s in reversed(self.steps) if s.step < step)
+
+    def answer_record(self) -> dict[str, Any]:
+        """The line of the answers file."""
+        record = {
+            "id": self.id,
+            "question": self.question,
+            "answer": self.answer,
+            "response": self.response,
+            "evidence": list(self.evidence),
+            "citations": self.citations,
+            "steps": len(self.steps) - 1,
+            "forwards": self.forwards,
+            "retrievals": self.retrievals,
+            "tokens": self.tokens_committed,
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+        }
+        return record | ({"cut": self.cut} if self.cut else {})
+
+    def trace_record(self) -> dict[str, Any]:
+        """The line of the trace file; `from_trace` reads it back."""
+        steps = []
+        for step in self.steps:
+            line = asdict(step)
+            line["seconds"] = {name: round(value, 6) for name, value in step.seconds.items()}
+            if not step.remasked:
+                del line["remasked"]
+            steps.append(line)
+        return {
+            "id": self.id,
+            "question": self.question,
+            "prompt_layout": self.prompt_layout,
+            "canvas_length": self.canvas_length,
+            "steps": steps,
+            "response": self.response,
+        }
+
+    @classmethod
+    def from_trace(cls, record: dict[str, Any]) -> "Rollout":
+        """The rollout in a line of a trace file; passage texts and citations are not kept there."""
+        steps = [
+            Step(
+                step=line["step"],
+                query=line["query"],
+                passage_ids=tuple(line["passage_ids"]),
+                retrieved=line["retrieved"],
+                committed=tuple(Committed(**token) for token in line["committed"]),
+                remasked=tuple(line.get("remasked", ())),
+                seconds=line["seconds"],
+            )
+            for line in record["steps"]
+        ]
+        return cls(
+            id=record["id"],
+            question=record["question"],
+            prompt_layout=record["prompt_layout"],
+            canvas_length=record["canvas_length"],
+            steps=steps,
+            response=record["response"],
+            finished=True,
+        )

@@ -1,0 +1,166 @@
+"""What a person sees in a terminal: the canvas filling in, the queries, the evidence, the answer."""
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.text import fold
+
+# From the first commits (cool) to the last (warm).
+STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
+QUERY_LINES = 3
+
+
+def colour_of(step: int, steps: int) -> str:
+    """The colour of a token committed at `step` (from 1) of `steps`."""
+    return STEP_COLOURS[min(len(STEP_COLOURS) - 1, (step - 1) * len(STEP_COLOURS) // max(steps, 1))]
+
+
+def canvas_text(rollout: Rollout) -> Text:
+    """The canvas, committed tokens coloured by their step, masked positions as dots."""
+    canvas: dict[int, str] = {}
+    for state in rollout.replay():
+        canvas = {position: token.token for position, token in state.items()}
+    when, steps = rollout.commit_steps(), len(rollout.steps) - 1
+    text = Text()
+    for position in range(rollout.canvas_length):
+        if position in canvas:
+            text.append(canvas[position], style=colour_of(when[position], steps))
+        else:
+            text.append("·", style="dim")
+    return text
+
+
+def evidence_table(rollout: Rollout) -> Table:
+    """The passages of the last step, new ones marked, then those that left with that step."""
+    now = rollout.steps[-1].passage_ids
+    before = rollout.steps[-2].passage_ids if len(rollout.steps) > 1 else ()
+    table = Table(box=None, show_header=False, padding=(0, 1), expand=True)
+    table.add_column(width=1)
+    table.add_column(no_wrap=True, max_width=16)
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for name in now:
+        fresh = name not in before
+        table.add_row("+" if fresh else " ", name, _title(rollout, name), style="green" if fresh else "")
+    for name in before:
+        if name not in now:
+            table.add_row("-", name, _title(rollout, name), style="dim strike")
+    return table
+
+
+def progress_panel(rollout: Rollout) -> Panel:
+    """One question while it is answered."""
+    step = rollout.steps[-1]
+    query = Text(f"query  {step.query or '(no refresh was due)'}", style="italic")
+    query.truncate(QUERY_LINES * 90, overflow="ellipsis")
+    searched = "searched" if step.retrieved else "unchanged, not searched"
+    tokens = f"{rollout.tokens_committed} of {rollout.canvas_length} tokens"
+    return Panel(
+        Group(canvas_text(rollout), Text(), query, evidence_table(rollout)),
+        title=_heading(rollout),
+        subtitle=f"step {step.step} · {tokens} · {searched}",
+        box=box.ROUNDED,
+        border_style="blue",
+    )
+
+
+def answer_panel(rollout: Rollout) -> Panel:
+    """A finished question: what was written and when, the answer, and where each sentence is from."""
+    answer = Text(rollout.answer, style="bold") if rollout.answer else Text("none was marked", style="dim")
+    parts: list[RenderableType] = [canvas_text(rollout), Text(), Text("answer  ").append(answer)]
+    sources = Table(box=None, show_header=False, padding=(0, 1))
+    sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
+    sources.add_column()
+    for unit in rollout.citations:
+        cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in unit["passages"]]
+        sources.add_row(unit["text"], "; ".join(cited) or "no passage holds these words")
+    parts += [Text("sources", style="dim"), sources] if rollout.citations else []
+    if rollout.cut:
+        parts.append(
+            Text(
+                f"cut to fit the context: {rollout.cut['tokens']} tokens of evidence, "
+                f"{rollout.cut['passages_shortened']} passages shortened, "
+                f"{rollout.cut['passages_dropped']} dropped",
+                style="yellow",
+            )
+        )
+    return Panel(
+        Group(*parts),
+        title=_heading(rollout),
+        subtitle=f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens · "
+        f"{rollout.retrievals} retrievals",
+        box=box.ROUNDED,
+        border_style="green",
+    )
+
+
+def figures_line(rollouts: Sequence[Rollout], seconds: float, backend: str) -> str:
+    """One line: answers/s, forwards per answer, tokens per forward, share of each stage, backend."""
+    forwards = sum(rollout.forwards for rollout in rollouts)
+    tokens = sum(rollout.tokens_committed for rollout in rollouts)
+    totals: dict[str, float] = {}
+    for rollout in rollouts:
+        for name, value in rollout.seconds.items():
+            if "/" not in name:
+                totals[name] = totals.get(name, 0.0) + value
+    whole = sum(totals.values()) or 1.0
+    shares = sorted(totals.items(), key=lambda item: -item[1])
+    return " · ".join(
+        [
+            f"{len(rollouts) / seconds:.2f} answers/s",
+            f"{forwards / len(rollouts):.1f} forwards/answer",
+            f"{tokens / max(forwards, 1):.2f} tokens/forward",
+            ", ".join(f"{name} {value / whole:.0%}" for name, value in shares if value / whole >= 0.005),
+            backend,
+        ]
+    )
+
+
+class LiveView:
+    """Shows the questions in flight, and prints each when it is finished."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._flying: dict[str, Rollout] = {}
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._shown = 0.0
+
+    def __enter__(self) -> "LiveView":
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.update(Text(), refresh=True)
+        self._live.__exit__(None, None, None)
+
+    def step(self, rollout: Rollout) -> None:
+        """Takes note of a step; draws at most 15 times a second."""
+        self._flying[rollout.id] = rollout
+        if perf_counter() - self._shown > 1 / 15:
+            self._draw()
+
+    def finish(self, rollout: Rollout) -> None:
+        """Prints a finished question above those in flight."""
+        self._flying.pop(rollout.id, None)
+        self._live.console.print(answer_panel(rollout))
+        self._draw()
+
+    def _draw(self) -> None:
+        panels = [progress_panel(rollout) for rollout in self._flying.values()]
+        self._live.update(Group(*panels), refresh=True)
+        self._shown = perf_counter()
+
+
+def _title(rollout: Rollout, name: str) -> str:
+    return rollout.evidence_texts.get(name, "").strip().partition("\n")[0].strip('"')
+
+
+def _heading(rollout: Rollout) -> Text:
+    return Text(fold(rollout.question)[:90], style="bold")

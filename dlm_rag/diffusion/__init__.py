@@ -1,0 +1,1 @@
+"""Masked diffusion as mathematics: commit rules (and, with training, schedules and the loss)."""

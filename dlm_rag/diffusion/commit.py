@@ -1,0 +1,101 @@
+"""Commit rules: which masked positions are written down at a step, as pure functions.
+
+Every rule takes one value per candidate position (n,), n at least 1, in canvas order, and returns
+the indices to commit, ascending and never empty. Ties go to the earlier position.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What the denoiser proposes at some canvas positions, in ascending order; arrays are (n,)."""
+
+    positions: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    confidence: Values  # probability of the proposed token
+    entropy: Values  # nats of the distribution at the position
+    margin: Values  # probability of the first minus that of the second token
+
+    def at(self, keep: NDArray[np.bool_] | Indices) -> "Proposals":
+        """The proposals at a mask or at indices."""
+        return Proposals(
+            self.positions[keep], self.token_ids[keep], self.confidence[keep], self.entropy[keep],
+            self.margin[keep],
+        )  # fmt: skip
+
+
+def threshold(confidence: Values, commit_threshold: float) -> Indices:
+    """All with confidence of at least `commit_threshold`; when there is none, the most confident.
+
+    Fast-dLLM (arXiv 2505.22618) and SARDI. A threshold above 1 commits one position a step.
+    """
+    clear = np.flatnonzero(confidence >= commit_threshold)
+    return clear if len(clear) else highest(confidence, 1)
+
+
+def highest(score: Values, count: int) -> Indices:
+    """The `count` highest scores: confidence for LLaDA, minus entropy or margin for Dream."""
+    return np.sort(np.argsort(-score, kind="stable")[:count])
+
+
+def entropy_bound(entropy: Values, bound: float) -> Indices:
+    """The largest set of lowest entropies whose sum without its largest is at most `bound` nats.
+
+    EB-Sampler (arXiv 2505.24857): this bounds the error of taking the positions as independent.
+    """
+    order = np.argsort(entropy, kind="stable")
+    error_bound = np.concatenate(([0.0], np.cumsum(entropy[order])[:-1]))
+    return np.sort(order[: max(1, int(np.searchsorted(error_bound, bound, side="right")))])
+
+
+def grounded(confidence: Values, held: Sequence[bool], commit_threshold: float) -> Indices:
+    """`threshold` among the positions that are `held`: free words, and words the evidence holds.
+
+    When no held position clears, the most confident held one; with none held, the most confident.
+    """
+    allowed = np.flatnonzero(np.asarray(held, dtype=bool))
+    if not len(allowed):
+        return highest(confidence, 1)
+    return allowed[threshold(confidence[allowed], commit_threshold)]
+
+
+def select(
+    rule: str,
+    proposals: Proposals,
+    *,
+    commit_threshold: float,
+    tokens_per_step: int | None,
+    bound: float,
+    held: Sequence[bool] = (),
+) -> Indices:
+    """The indices into `proposals` that the rule called `rule` commits (`DecodeConfig.commit_rule`).
+
+    `top_k`, `entropy` and `margin` commit `tokens_per_step` positions (None: 1); the other rules at
+    most that many, the most confident of their choice (None: all of it).
+    """
+    count = tokens_per_step or 1
+    if rule == "top_k":
+        return highest(proposals.confidence, count)
+    if rule == "entropy":
+        return highest(-proposals.entropy, count)
+    if rule == "margin":
+        return highest(proposals.margin, count)
+    if rule == "threshold":
+        chosen = threshold(proposals.confidence, commit_threshold)
+    elif rule == "entropy_bound":
+        chosen = entropy_bound(proposals.entropy, bound)
+    elif rule == "grounded":
+        chosen = grounded(proposals.confidence, held, commit_threshold)
+    else:
+        raise ValueError(f"'{rule}' is not a commit rule")
+    if tokens_per_step is None or len(chosen) <= tokens_per_step:
+        return chosen
+    return chosen[highest(proposals.confidence[chosen], tokens_per_step)]

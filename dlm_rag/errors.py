@@ -1,0 +1,30 @@
+"""What a user can get wrong. Command lines print these as one sentence and exit with code 2."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input: a setting, a file or a checkpoint. The message is one sentence with the remedy."""
+
+
+class ConfigError(UserError):
+    """An unknown key, a wrong type, a value out of range, or two settings that contradict."""
+
+
+class CorpusError(UserError):
+    """A corpus or an index that cannot be used; names the file and, where there is one, the line."""
+
+
+class QuestionError(UserError):
+    """A question, or a file of questions, that cannot be answered; names the file and line."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be loaded; names the tensor or file."""
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """` (nearest: 'x')` for the candidate most like `word`, or an empty string when none is."""
+    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f" (nearest: '{close[0]}')" if close else ""

@@ -1,0 +1,1 @@
+"""Scores of rollouts: answers against gold, evidence against support, work per answer."""

@@ -1,0 +1,62 @@
+"""Scores of one rollout against its question; everything is read from the record, no model needed."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from dlm_rag.data.questions import Question
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.text import normalize_answer
+
+
+def exact_match(prediction: str, golden_answers: Iterable[str]) -> float:
+    """1.0 if a golden answer equals the prediction after SQuAD's normalisation; empty never matches."""
+    wanted = normalize_answer(prediction)
+    return float(bool(wanted) and any(wanted == normalize_answer(answer) for answer in golden_answers))
+
+
+def f1(prediction: str, golden_answers: Iterable[str]) -> float:
+    """The best word-level F1 over the golden answers, after SQuAD's normalisation."""
+    return max((_f1(prediction, answer) for answer in golden_answers), default=0.0)
+
+
+def _f1(prediction: str, answer: str) -> float:
+    predicted, golden = normalize_answer(prediction).split(), normalize_answer(answer).split()
+    shared = sum((Counter(predicted) & Counter(golden)).values())
+    return 2 * shared / (len(predicted) + len(golden)) if shared else 0.0
+
+
+def evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float:
+    """Share of the supporting passages that are in the evidence; 1.0 when none is needed."""
+    needed = set(supporting_ids)
+    return len(needed & set(evidence)) / len(needed) if needed else 1.0
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one rollout achieved (0 to 1) and what it took."""
+
+    exact_match: float
+    f1: float
+    recall_first: float  # evidence recall after the search with the question alone
+    recall_last: float  # and after the last step
+    forwards: float
+    tokens_per_forward: float
+
+
+def score(rollout: Rollout, question: Question) -> Score:
+    """Scores a finished rollout, fresh or read back from a trace."""
+    return Score(
+        exact_match=exact_match(rollout.answer, question.golden_answers),
+        f1=f1(rollout.answer, question.golden_answers),
+        recall_first=evidence_recall(rollout.steps[0].passage_ids, question.supporting_ids),
+        recall_last=evidence_recall(rollout.evidence, question.supporting_ids),
+        forwards=rollout.forwards,
+        tokens_per_forward=rollout.tokens_committed / max(rollout.forwards, 1),
+    )
+
+
+def mean_score(scores: Sequence[Score]) -> Score:
+    """The mean of every field."""
+    return Score(*(fmean(values) for values in zip(*(vars(s).values() for s in scores), strict=True)))

@@ -1,0 +1,1 @@
+"""The denoiser, its attention, and the public checkpoints it reads."""

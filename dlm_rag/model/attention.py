@@ -1,0 +1,130 @@
+"""Attention over ragged rows, through one function with three interchangeable kernels.
+
+Rows are packed one behind another without padding, so a question gets the same arithmetic alone
+and in a batch. No kernel needs a mask: who sees whom is decided by which keys a row is given.
+
+Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads (H a multiple of Hk);
+D head width.
+"""
+
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlm_rag.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Where the rows of a packed tensor end: lengths in tokens, in order."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def cumulative(self) -> Tensor:
+        """(rows + 1,) int32 on the device: 0, then the end of each row."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.lengths)) == 1
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, backend: str, causal: bool = False
+) -> Tensor:
+    """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
+
+    `causal` asks for rows of equal query and key length. `backend` is one of `choose_backend`'s.
+    """
+    assert not causal or queries.lengths == keys.lengths, "causal rows see only themselves"
+    return _KERNELS[backend](q, k, v, queries, keys, causal)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool) -> Tensor:
+    if queries.even and keys.even:
+        rows = len(queries.lengths)
+        q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+    out_rows = []
+    pieces = (q.split(queries.lengths), k.split(keys.lengths), v.split(keys.lengths))
+    for row in zip(*pieces, strict=True):
+        one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in row)
+        out = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=causal, enable_gqa=True)
+        out_rows.append(out[0].transpose(0, 1))
+    return torch.cat(out_rows)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest,
+        window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest, causal=causal
+    )
+
+
+_KERNELS = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel to use: `requested`, or for "auto" the first of flash, varlen, sdpa that works here.
+
+    Raises `ConfigError` when a kernel is asked for by name and cannot run here.
+    """
+    if requested != "auto":
+        reason = _missing(requested, device, dtype)
+        if reason:
+            raise ConfigError(f"attention={requested} cannot be used here: {reason}")
+        return requested
+    return _first_working(device, dtype)
+
+
+@cache
+def _first_working(device: torch.device, dtype: torch.dtype) -> str:
+    chosen = next(name for name in ("flash", "varlen", "sdpa") if not _missing(name, device, dtype))
+    log.info("attention kernel: %s on %s in %s", chosen, device, dtype)
+    return chosen
+
+
+@cache
+def _missing(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    if backend == "sdpa":
+        return ""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return "it needs a CUDA device and dtype=bfloat16 or float16; set attention=sdpa"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0 or newer; set attention=sdpa"
+    if backend == "flash":
+        return "" if find_spec("flash_attn") else "install it with `pip install 'dlm_rag[flash]'`"
+    if not find_spec("torch.nn.attention.varlen"):
+        return "this torch has no variable-length kernel; install torch 2.12 or newer"
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    return "" if "enable_gqa" in known else "it needs torch 2.12 or newer"

@@ -1,0 +1,277 @@
+"""The denoiser p_theta: one bidirectional transformer for every checkpoint.
+
+RMSNorm, rotary positions, grouped-query attention, SwiGLU. Options cover LLaDA and Dream, our own
+models, and Qwen2, Qwen3 and Llama as starting weights.
+
+Shapes: B rows, L length, T packed tokens (rows behind one another), H heads, Hk key-value heads,
+D head width, V vocabulary, N layers.
+
+The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dtype=torch.long))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dlm_rag.model.attention import Ragged, attention, choose_backend
+
+if TYPE_CHECKING:
+    from dlm_rag.model.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class DenoiserConfig:
+    """The architecture, in Hugging Face's names where they exist; it travels in `config.json`."""
+
+    vocab_size: int
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 32
+    intermediate_size: int = 352
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tie_word_embeddings: bool = False
+    mask_token_id: int | None = None
+    # True where the network's row i predicts token i + 1 (autoregressive ancestry: Dream, Qwen).
+    # The denoiser un-shifts its output, so that logits[:, i] always predicts token i.
+    shifted: bool = False
+    evidence_layout: str = "joint"
+    # `independent` only: positions 0 to passage_length - 1 belong to each passage, the question
+    # follows. A longer passage is cut.
+    passage_length: int = 512
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        c = config
+        self.head_dim = c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, c.qkv_bias)
+        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rope: Rope, run: Run, layer: int) -> tuple[Tensor, Tensor]:
+        """x (T, hidden) -> the update (T, hidden) and this call's keys and values (2, T, Hk, D)."""
+        q, k, v = (
+            rearrange(project(x), "t (h d) -> t h d", d=self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        seen_k, seen_v = run.with_context(k, v, layer)
+        out = attention(q, seen_k, seen_v, run.queries, run.keys, run.backend, run.causal)
+        return self.o_proj(rearrange(out, "t h d -> t (h d)")), torch.stack((k, v))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, rope: Rope, run: Run, layer: int) -> tuple[Tensor, Tensor]:
+        update, keys_values = self.self_attn(self.input_layernorm(x), rope, run, layer)
+        x = x + update
+        return x + self.mlp(self.post_attention_layernorm(x)), keys_values
+
+
+Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D), float32
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary positions (Su et al. 2021) on x (T, H, D), the halves of D paired, in float32."""
+    cos, sin = rope
+    first, second = x.float().chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of the transformer over packed rows, each of which may see a context before it."""
+
+    queries: Ragged
+    keys: Ragged
+    context: Sequence[Tensor] | None  # per row (N, 2, n, Hk, D); n may be 0
+    backend: str
+    causal: bool
+
+    def with_context(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (Tk, Hk, D) that the rows see: of each row its context, then itself."""
+        if self.context is None:
+            return k, v
+        own_k, own_v = k.split(self.queries.lengths), v.split(self.queries.lengths)
+        rows = list(zip(self.context, own_k, own_v, strict=True))
+        seen_k = torch.cat([part for kept, own, _ in rows for part in (kept[layer, 0], own)])
+        seen_v = torch.cat([part for kept, _, own in rows for part in (kept[layer, 1], own)])
+        return seen_k, seen_v
+
+
+class Denoiser(nn.Module):
+    """ids -> logits; `logits[:, i]` always predicts token `i`.
+
+    `forward` is the plain rectangular call. The decoder uses its two halves: `encode` runs the
+    transformer over ragged rows, `read_out` gives logits at the positions that are asked for.
+    """
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.attention = "auto"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        frequencies, self.rope_gain = rope_frequencies(config)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path | Checkpoint,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attention: str = "auto",
+    ) -> Denoiser:
+        """The denoiser in a Hugging Face style folder or hub id (see `checkpoint.FAMILIES`).
+
+        Reads safetensors straight into `dtype` on `device`. Never runs code from a checkpoint and
+        never unpickles. Raises `CheckpointError` naming any missing, extra or misshapen tensor.
+        """
+        from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
+
+        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        device = torch.device(device)
+        choose_backend(attention, device, dtype)
+        with torch.device("meta"):
+            denoiser = cls(checkpoint.config)
+        checkpoint.load_into(denoiser, device, dtype)
+        denoiser.attention = attention
+        return denoiser.eval()
+
+    def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
+        """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `checkpoint.save`."""
+        from dlm_rag.model.checkpoint import save
+
+        save(self, Path(folder), extra)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def backend(self) -> str:
+        """The attention kernel in use, as stamped on results."""
+        return choose_backend(self.attention, self.device, self.dtype)
+
+    def forward(self, input_ids: Tensor, causal: bool = False) -> Tensor:
+        """(B, L) ids -> (B, L, V) logits; every position sees every other unless `causal`."""
+        rows, length = input_ids.shape
+        positions = torch.arange(length, device=input_ids.device).repeat(rows)
+        hidden, _ = self.encode(input_ids.flatten(), positions, [length] * rows, causal=causal)
+        source = torch.arange(rows * length, device=input_ids.device).view(rows, length)
+        if self.config.shifted:
+            source = torch.cat((source[:, :1], source[:, :-1]), dim=1)
+        return self.read_out(hidden, source.flatten()).view(rows, length, -1)
+
+    def encode(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        lengths: Sequence[int],
+        context: Sequence[Tensor] | None = None,
+        causal: bool = False,
+        keep: bool = False,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Runs the layers over packed rows; each row sees its `context` and itself.
+
+        ids, positions: (T,) rows of `lengths` behind one another. context: per row keys and values
+        (N, 2, n, Hk, D) of earlier calls. Returns hidden states (T, hidden) before the final norm
+        and, with `keep`, the keys and values of each row for use as context, else an empty list.
+        """
+        seen = [kept.shape[2] for kept in context] if context else [0] * len(lengths)
+        run = Run(
+            queries=Ragged(tuple(lengths), ids.device),
+            keys=Ragged(tuple(a + b for a, b in zip(seen, lengths, strict=True)), ids.device),
+            context=context if any(seen) else None,
+            backend=self.backend,
+            causal=causal,
+        )
+        angles = positions.float()[:, None, None] * self.inverse_frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)
+        x = self.embed_tokens(ids)
+        kept = []
+        for layer, block in enumerate(self.layers):
+            x, keys_values = block(x, rope, run, layer)
+            if keep:
+                kept.append(keys_values)
+        if not keep:
+            return x, []
+        return x, list(torch.stack(kept).split(list(lengths), dim=2))
+
+    def read_out(self, hidden: Tensor, source: Tensor) -> Tensor:
+        """Logits (n, V) from rows `source` (n,) of `hidden` (T, hidden), through norm and head.
+
+        The caller un-shifts: in a shifted model the row before a position predicts it.
+        """
+        return self.lm_head(self.norm(hidden[source]))
+
+
+def rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies (D / 2,) in float32 and the gain on cos and sin, on the CPU.
+
+    Plain rotary positions by formula; scaled ones (llama3, yarn, linear) by transformers' own code.
+    """
+    kind = (config.rope_scaling or {}).get("rope_type", "default")
+    if kind == "default":
+        steps = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
+        return 1.0 / config.rope_theta**steps, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    llama = LlamaConfig(
+        hidden_size=config.num_attention_heads * config.head_dim,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {})},
+    )
+    frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+    return frequencies.float(), float(gain)

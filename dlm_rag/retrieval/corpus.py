@@ -1,0 +1,159 @@
+"""Corpora: JSON lines of passages, read as a stream once, then row by row from the mapped file."""
+
+import json
+import logging
+import mmap
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from dlm_rag.errors import CorpusError, nearest
+from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "corpus.json"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One passage; `text` is what retrievers index and the denoiser reads."""
+
+    id: str
+    title: str
+    contents: str
+
+    @property
+    def text(self) -> str:
+        """The title, a line break, the contents; the contents alone where they begin with the title.
+
+        The FlashRAG form repeats the title, plain or in quotes, as the first line of the contents.
+        """
+        first_line = self.contents.partition("\n")[0].strip()
+        if not self.title or first_line in (self.title, f'"{self.title}"'):
+            return self.contents
+        return f"{self.title}\n{self.contents}"
+
+
+def parse_passage(line: bytes, place: str) -> Passage:
+    """A passage from one line of a corpus; raises `CorpusError` that begins with `place`."""
+    try:
+        raw = json.loads(line)
+    except UnicodeDecodeError:
+        raise CorpusError(f"{place}: the line is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise CorpusError(f"{place}: the line is not JSON ({error.msg})") from None
+    if not isinstance(raw, dict):
+        raise CorpusError(f"{place}: the line is not a JSON object")
+    contents = raw.get("contents", raw.get("text", _MISSING))
+    if contents is _MISSING:
+        raise CorpusError(f"{place}: the passage has no 'contents'{nearest('contents', raw)}")
+    if not isinstance(contents, str) or not contents.strip():
+        raise CorpusError(f"{place}: 'contents' must be a text that is not empty")
+    passage_id, title = raw.get("id"), raw.get("title") or ""
+    if isinstance(passage_id, int) and not isinstance(passage_id, bool):
+        passage_id = str(passage_id)
+    if not isinstance(passage_id, str) or not passage_id:
+        raise CorpusError(f"{place}: the passage has no 'id' of text")
+    if not isinstance(title, str):
+        raise CorpusError(f"{place}: 'title' must be a text")
+    return Passage(passage_id, title, contents)
+
+
+class Corpus(Sequence[Passage]):
+    """The passages of a file by row number; only their offsets are held in memory.
+
+    `folder` is where indexes over exactly these bytes are kept: its name holds the fingerprint.
+    """
+
+    def __init__(self, path: Path, folder: Path, fingerprint: str) -> None:
+        self.path, self.folder, self.fingerprint = path, folder, fingerprint
+        self._offsets = np.load(folder / "offsets" / "offsets.npy", mmap_mode="r")
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, row: int) -> Passage: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Passage]: ...
+    def __getitem__(self, row: int | slice) -> Passage | list[Passage]:
+        if isinstance(row, slice):
+            return [self[number] for number in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a corpus of {len(self)}")
+        start, stop = self._offsets[row % len(self)], self._offsets[row % len(self) + 1]
+        return parse_passage(self._bytes[start:stop], f"{self.path}, row {row}")
+
+    def __iter__(self) -> Iterator[Passage]:
+        return (self[row] for row in range(len(self)))
+
+
+def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Corpus:
+    """The corpus in a JSON lines file, or behind an index folder that was built from one.
+
+    The file is hashed at every start, so an index over other bytes is never used. The first start
+    also reads every line. Raises `CorpusError` naming file and line.
+    """
+    path = Path(path).expanduser()
+    expected = None
+    if path.is_dir():
+        path, expected = _read_manifest(path)
+    if not path.is_file():
+        raise CorpusError(f"corpus '{path}' was not found")
+    try:
+        fingerprint = fingerprint_file(path)
+    except OSError as error:
+        raise CorpusError(f"corpus '{path}' cannot be read ({error.strerror})") from None
+    if expected not in (None, fingerprint):
+        raise CorpusError(
+            f"{path} has changed since that index was built: give the file itself as corpus, and the "
+            "index is built anew"
+        )
+    root = Path(index_folder).expanduser() if index_folder else default_index_folder()
+    folder = root / slug(path.stem, fingerprint)
+
+    def build(scratch: Path) -> None:
+        offsets = _scan(path)
+        np.save(scratch / "offsets.npy", np.frombuffer(offsets, dtype=np.int64))
+
+    build_once(folder / "offsets", build)
+    manifest = {"corpus": str(path.resolve()), "fingerprint": fingerprint}
+    if not (folder / MANIFEST).is_file():
+        (folder / MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
+    return Corpus(path, folder, fingerprint)
+
+
+def _read_manifest(folder: Path) -> tuple[Path, str]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return Path(manifest["corpus"]), manifest["fingerprint"]
+    except (OSError, ValueError, KeyError):
+        raise CorpusError(f"{folder} is no index folder: it has no readable {MANIFEST}") from None
+
+
+def _scan(path: Path) -> "array[int]":
+    """Offsets (passages + 1,) of the lines, after checking every one; blank lines are refused."""
+    log.info("reading corpus %s", path)
+    offsets, lines_by_id, end = array("q", [0]), set[str](), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}, line {number}"
+            if not line.strip():
+                raise CorpusError(f"{place}: the line is blank")
+            passage = parse_passage(line, place)
+            if passage.id in lines_by_id:
+                raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
+            lines_by_id.add(passage.id)
+            end += len(line)
+            offsets.append(end)
+    if not lines_by_id:
+        raise CorpusError(f"{path} holds no passages")
+    return offsets

@@ -1,0 +1,167 @@
+"""Dense retrieval: any sentence-transformers model, exact search in torch."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlm_rag.errors import CheckpointError
+from dlm_rag.retrieval.base import Ranking, Retriever, fuse
+from dlm_rag.retrieval.corpus import Corpus
+from dlm_rag.retrieval.index import build_once, slug
+from dlm_rag.retrieval.query import Query
+from dlm_rag.stages import stage
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+log = logging.getLogger(__name__)
+
+Embed = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
+
+VECTORS = "vectors.npy"
+BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
+REMEMBERED_PARTS = 65536  # vectors of query parts kept: a sentence recurs from step to step
+
+
+class DenseRetriever(Retriever):
+    """Cosine similarity of each query part with every passage; the parts' rankings are fused.
+
+    Question and sentences are separate short queries (`Query.parts`): measured on 2WikiMultiHopQA,
+    a vector of all of them together finds the pages of the later hops far less often
+    (`profiling/bench_retrieval.py`).
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        top_k: int,
+        embed_query: Embed,
+        vectors: np.ndarray,
+        device: torch.device,
+        fusion_depth: int,
+    ) -> None:
+        super().__init__(corpus, top_k)
+        self._embed_query, self._fusion_depth = embed_query, fusion_depth
+        # On the CPU this is a view of the mapped file: the system reads and drops its pages.
+        mapped = torch.from_numpy(vectors)
+        self._vectors = mapped.to(device) if _fits(vectors.nbytes, device) else mapped
+        self._device = device
+        self._known: dict[str, Tensor] = {}
+
+    def key(self, query: Query) -> Hashable:
+        return query.parts
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        parts = list(dict.fromkeys(part for query in queries for part in query.parts))
+        if not parts:
+            return [[] for _ in queries]
+        with stage("retrieve/embed"):
+            vectors = self._embed(parts)
+        with stage("retrieve/search"):
+            rankings = dict(zip(parts, self._nearest(vectors, max(depth, self._fusion_depth)), strict=True))
+            return [fuse([rankings[part] for part in query.parts], depth) for query in queries]
+
+    def _embed(self, parts: list[str]) -> Tensor:
+        new = [part for part in parts if part not in self._known]
+        if len(self._known) + len(new) > REMEMBERED_PARTS:
+            self._known.clear()
+            new = parts
+        if new:
+            self._known.update(zip(new, self._embed_query(new), strict=True))
+        return torch.stack([self._known[part] for part in parts])
+
+    @torch.inference_mode()
+    def _nearest(self, vectors: Tensor, depth: int) -> list[Ranking]:
+        """Rows of the `depth` most similar passages per vector (n, width), block by block."""
+        depth = min(depth, len(self.corpus))
+        block = max(depth, BLOCK_BYTES // (4 * vectors.shape[1]))
+        vectors = vectors.to(self._device)
+        scores = torch.empty(len(vectors), 0, device=self._device)
+        rows = torch.empty(len(vectors), 0, dtype=torch.long, device=self._device)
+        for start in range(0, len(self.corpus), block):
+            part = self._vectors[start : start + block].to(self._device)
+            found = (vectors @ part.T).topk(min(depth, len(part)))
+            scores = torch.cat((scores, found.values), dim=1)
+            rows = torch.cat((rows, found.indices + start), dim=1)
+            order = scores.argsort(dim=1, descending=True, stable=True)[:, :depth]
+            scores, rows = scores.gather(1, order), rows.gather(1, order)
+        return rows.tolist()
+
+
+def open_dense(
+    corpus: Corpus,
+    top_k: int,
+    model: str,
+    *,
+    batch_size: int,
+    fusion_depth: int,
+    query_prompt: str = "",
+    passage_prompt: str = "",
+    device: str | None = None,
+) -> DenseRetriever:
+    """Dense retrieval with the sentence-transformers model `model` (a folder or hub id).
+
+    The passage vectors are computed once for these passages and these weights, and kept on disk.
+    Raises `CheckpointError` when the model cannot be loaded.
+    """
+    encoder = _load_encoder(model, device)
+
+    def embed(texts: list[str], prompt: str) -> Tensor:
+        return encoder.encode(
+            texts, prompt=prompt or None, batch_size=batch_size, convert_to_tensor=True,
+            normalize_embeddings=True, show_progress_bar=False,
+        ).float()  # fmt: skip
+
+    def build(scratch: Path) -> None:
+        log.info("embedding %d passages with %s", len(corpus), model)
+        width = embed(["width"], passage_prompt).shape[1]
+        vectors = np.lib.format.open_memmap(
+            scratch / VECTORS, mode="w+", dtype=np.float32, shape=(len(corpus), width)
+        )
+        # Many batches at a time, for the encoder sorts texts by length to waste less padding.
+        for start in range(0, len(corpus), 64 * batch_size):
+            texts = [passage.text for passage in corpus[start : start + 64 * batch_size]]
+            vectors[start : start + len(texts)] = embed(texts, passage_prompt).cpu().numpy()
+        vectors.flush()
+
+    name = slug("dense", Path(model).name, _fingerprint(encoder), passage_prompt)
+    folder = build_once(corpus.folder / name, build)
+    with np.errstate(all="ignore"):
+        vectors = np.load(folder / VECTORS, mmap_mode="c")
+    return DenseRetriever(
+        corpus, top_k, lambda texts: embed(texts, query_prompt), vectors, encoder.device, fusion_depth
+    )
+
+
+def _load_encoder(model: str, device: str | None) -> "SentenceTransformer":
+    from sentence_transformers import SentenceTransformer  # takes seconds to import
+
+    try:
+        return SentenceTransformer(
+            model, device=device, trust_remote_code=False, model_kwargs={"use_safetensors": True}
+        )
+    except Exception as error:  # the libraries below raise many unrelated types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"dense_model '{model}' could not be loaded: {reason}") from None
+
+
+def _fingerprint(encoder: "SentenceTransformer") -> str:
+    """Digest of the weights, so that vectors of other weights under the same name are not used."""
+    digest = hashlib.sha256()
+    for name, value in encoder.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _fits(size: int, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return size < free // 2

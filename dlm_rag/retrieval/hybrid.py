@@ -1,0 +1,22 @@
+"""Hybrid retrieval: several retrievers over one corpus, their rankings fused."""
+
+from collections.abc import Hashable, Sequence
+
+from dlm_rag.retrieval.base import Ranking, Retriever, fuse
+from dlm_rag.retrieval.query import Query
+
+
+class HybridRetriever(Retriever):
+    """Reciprocal rank fusion of the first `fusion_depth` ranks of each of `retrievers`."""
+
+    def __init__(self, retrievers: Sequence[Retriever], top_k: int, fusion_depth: int) -> None:
+        super().__init__(retrievers[0].corpus, top_k)
+        self._retrievers, self._fusion_depth = retrievers, fusion_depth
+
+    def key(self, query: Query) -> Hashable:
+        return tuple(retriever.key(query) for retriever in self._retrievers)
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        deep = max(depth, self._fusion_depth)
+        parts = [retriever.rank(queries, deep) for retriever in self._retrievers]
+        return [fuse(rankings, depth) for rankings in zip(*parts, strict=True)]

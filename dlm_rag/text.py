@@ -1,0 +1,86 @@
+"""Words and sentences: the few rules about text that several rooms share."""
+
+import re
+import string
+import unicodedata
+
+# Words that carry grammar rather than facts: they neither need evidence nor count as evidence.
+FUNCTION_WORDS = frozenset(
+    """a about after all also am an and any are as at be because been before being between both but
+    by can could did do does during each for from had has have he her hers him his how i if in into
+    is it its itself me more most my no nor not of off on once only or other our out over own same
+    she so some such than that the their them then there these they this those through to too under
+    until up was we were what when where which while who whom whose why will with would you your
+    s t d ll re ve m therefore thus since hence answer""".split()
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*#{3,}\s*|\s*\n+\s*")
+_WORD = re.compile(r"\w+")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLE = re.compile(r"\b(a|an|the)\b")
+
+
+def fold(text: str) -> str:
+    """White space folded to single blanks, none at the ends."""
+    return " ".join(text.split())
+
+
+def drop_repeated_words(text: str) -> str:
+    """Words (split at white space) in order of their first occurrence, each once (SARDI's query)."""
+    return " ".join(dict.fromkeys(text.split()))
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters and digits, case-folded and compatibility-normalised (NFKC), in order."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def content_words(text: str) -> list[str]:
+    """The words of `text` that are not function words."""
+    return [word for word in words(text) if word not in FUNCTION_WORDS]
+
+
+def sentence_spans(text: str) -> list[tuple[int, int]]:
+    """Character ranges of the sentences: split after . ! ? before white space, at line ends, at ###.
+
+    Ranges without a letter or digit are left out.
+    """
+    spans, start = [], 0
+    for end in [*_SENTENCE_END.finditer(text), None]:
+        stop = end.start() if end else len(text)
+        if _WORD.search(text, start, stop):
+            spans.append((start, stop))
+        start = end.end() if end else stop
+    return spans
+
+
+def sentences(text: str) -> list[str]:
+    """The texts of `sentence_spans`."""
+    return [text[start:stop].strip() for start, stop in sentence_spans(text)]
+
+
+def answer_span(response: str) -> tuple[int, int]:
+    r"""Character range of the answer in a response, empty at its end when there is none.
+
+    Read in this order: what follows the last `###`; the inside of the last `\boxed{}`; what follows
+    the last "answer is". Only the first line counts, without blanks around it and a final period.
+    """
+    marker = response.rfind("###")
+    if marker >= 0:
+        start, stop = marker + 3, len(response)
+    else:
+        found = [*re.finditer(r"\\boxed\{([^{}]*)\}", response)] or [
+            *re.finditer(r"answer is:?\s+([^\n]+)", response, re.IGNORECASE)
+        ]
+        if not found:
+            return len(response), len(response)
+        start, stop = found[-1].span(1)
+    inner = response[start:stop]
+    start += len(inner) - len(inner.lstrip())
+    answer = inner.strip().partition("\n")[0].rstrip().removesuffix(".").rstrip()
+    return (start, start + len(answer)) if answer else (len(response), len(response))
+
+
+def normalize_answer(text: str) -> str:
+    """SQuAD's rule (Rajpurkar et al. 2016): lower case, no punctuation, no articles, blanks folded."""
+    kept = text.lower().translate(_NO_PUNCTUATION)
+    return fold(_ARTICLE.sub(" ", kept))

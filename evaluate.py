@@ -1,0 +1,78 @@
+"""Score a denoiser on questions with known answers: decode into a folder, then score its traces.
+
+    python evaluate.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
+        --out runs/first
+
+The folder holds `answers.jsonl`, `trace.jsonl` and `scores.json`. A run that was stopped goes on when
+the same command is given again.
+"""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlm_rag.cli import decode_to_file, gather_questions, parse, run
+from dlm_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dlm_rag.data.questions import Question
+    from dlm_rag.evaluation.metrics import Score
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse(__doc__ or "", argv, typed=False)
+    if config.out is None or config.questions is None:
+        raise ConfigError("evaluation needs --questions FILE and --out FOLDER")
+    folder = Path(config.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+    questions = gather_questions(config, [])
+    if not all(question.golden_answers for question in questions):
+        raise ConfigError(f"{config.questions} has questions without golden_answers: nothing to score")
+    files = replace(config, out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl"))
+    decode_to_file(files, questions)
+    table = score_folder(folder, questions)
+    (folder / "scores.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    show(table)
+
+
+def score_folder(folder: Path, questions: "list[Question]") -> "dict[str, dict[str, float]]":
+    """Mean scores over the folder's traces, for all questions and for each number of hops."""
+    from dlm_rag.decode.rollout import Rollout
+    from dlm_rag.evaluation.metrics import mean_score, score
+
+    by_id = {question.id: question for question in questions}
+    groups: dict[str, list[Score]] = {}
+    with (folder / "trace.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            rollout = Rollout.from_trace(json.loads(line))
+            if rollout.id not in by_id:
+                continue
+            question = by_id[rollout.id]
+            groups.setdefault("all", []).append(score(rollout, question))
+            if question.hops is not None:
+                groups.setdefault(f"{question.hops} hops", []).append(score(rollout, question))
+    return {
+        name: {"questions": len(scores), **asdict(mean_score(scores))}
+        for name, scores in sorted(groups.items(), key=lambda item: (item[0] != "all", item[0]))
+    }
+
+
+def show(table: "dict[str, dict[str, float]]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table("", *(name.replace("_", " ") for name in table["all"]))
+    for name, row in table.items():
+        cells = (f"{value:g}" if value == int(value) else f"{value:.3f}" for value in row.values())
+        grid.add_row(name, *cells)
+            name, *(f"{value:g}" if value == int(value) else f"{value:.3f}" for value in row.values())
+        )
+    Console().print(grid)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,62 @@
+"""Answer questions: retrieve while denoising, many at once.
+
+    python sample.py "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
+    python sample.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
+        --out answers.jsonl decode.batch_size=16
+
+In a terminal the canvas fills in before your eyes. Piped or with --out: JSON lines only; a run that
+was stopped goes on when the same command is given again.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlm_rag.cli import check_writable, decode_to_file, figures, gather_questions, parse, prepare, run
+
+if TYPE_CHECKING:
+    from dlm_rag.config import Config
+    from dlm_rag.data.questions import Question
+    from dlm_rag.decode.rollout import Rollout
+
+
+def main(argv: list[str]) -> None:
+    config, typed = parse(__doc__ or "", argv)
+    if config.trace is not None:
+        check_writable(config.trace, "trace")
+    questions = gather_questions(config, typed)
+    if config.out is not None:
+        decode_to_file(config, questions)
+    else:
+        to_screen(config, questions)
+
+
+def to_screen(config: "Config", questions: "list[Question]") -> None:
+    """Answers to standard output: a live view in a terminal, JSON lines in a pipe."""
+    from rich.console import Console
+
+    from dlm_rag.decode.answers import write_line
+    from dlm_rag.decode.view import LiveView
+
+    decoder = prepare(config, questions).load()
+    rollouts: list[Rollout] = []
+    start = time.perf_counter()
+    if sys.stdout.isatty():
+        with LiveView(Console()) as view:
+            for rollout in decoder.stream(questions, view.step):
+                rollouts.append(rollout)
+                view.finish(rollout)
+    else:
+        for rollout in decoder.stream(questions):
+            rollouts.append(rollout)
+            write_line(sys.stdout, rollout.answer_record())
+    figures(rollouts, time.perf_counter() - start, decoder)
+    if config.trace is not None:
+        with Path(config.trace).open("w", encoding="utf-8") as file:
+            for rollout in rollouts:
+                write_line(file, rollout.trace_record())
+
+
+if __name__ == "__main__":
+    run(main)

