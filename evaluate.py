@@ -69,8 +69,6 @@ def show(table: "dict[str, dict[str, float]]") -> None:
     for name, row in table.items():
         cells = (f"{value:g}" if value == int(value) else f"{value:.3f}" for value in row.values())
         grid.add_row(name, *cells)
-            name, *(f"{value:g}" if value == int(value) else f"{value:.3f}" for value in row.values())
-        )
     Console().print(grid)
 
 
