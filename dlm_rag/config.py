@@ -85,7 +85,7 @@ class RetrievalConfig(Checked):
     dense_batch_size: int = setting(64, "texts embedded at once", low=1)
     query_prompt: str = setting("", "put before every dense query ('query: ' for E5)")
     passage_prompt: str = setting("", "put before every dense passage ('passage: ' for E5)")
-    fusion_depth: int = setting(50, "ranks that a fused ranking reads of each of its parts", low=1)
+    fusion_depth: int = setting(50, "ranks of BM25 and dense that hybrid fuses", low=1)
 
 
 @dataclass

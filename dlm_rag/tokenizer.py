@@ -107,7 +107,7 @@ class Tokenizer:
         turn_end = self._suffix[:1] if self._suffix and self._suffix[0] in self.special_ids else ()
         eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
         self.end_ids = frozenset({*end_ids, *eos, *turn_end})
-        self._special_texts = [inner.convert_ids_to_tokens(i) for i in sorted(self.special_ids)]
+        self._special_texts = [self._decode([i]) for i in sorted(self.special_ids)]
         self.encode = lru_cache(maxsize=65536)(self._encode)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
@@ -151,7 +151,11 @@ class Tokenizer:
         return tuple(self.inner.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def prompt(self, question: str, passages: list[str]) -> Prompt:
-        """The prompt for a question and its evidence, passages in rank order, each stripped."""
+        """The prompt for a question and its evidence, passages in rank order, each stripped.
+
+        A line break stands between numbered facts. Facts without a number all end with one, the
+        last too, so that the ids of a passage do not depend on its rank.
+        """
         facts = [
             self.template.fact.replace("{number}", str(number)).replace("{passage}", passage.strip())
             for number, passage in enumerate(passages, start=1)
@@ -159,7 +163,7 @@ class Tokenizer:
         return Prompt(
             head=self._prefix + self.encode(self.template.head.replace("{question}", question)),
             facts=tuple(
-                self.encode(fact if number == len(facts) else f"{fact}\n")
+                self.encode(fact if number == len(facts) and self.template.numbered else f"{fact}\n")
                 for number, fact in enumerate(facts, start=1)
             ),
             tail=self._suffix,

@@ -273,5 +273,6 @@ def rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {})},
     )
-    frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+    with torch.device("cpu"):  # the caller may be building on the meta device
+        frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
     return frequencies.float(), float(gain)

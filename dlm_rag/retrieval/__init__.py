@@ -59,7 +59,6 @@ def _dense(config: RetrievalConfig, corpus: "Corpus") -> "Retriever":
         config.top_k,
         config.dense_model,
         batch_size=config.dense_batch_size,
-        fusion_depth=config.fusion_depth,
         query_prompt=config.query_prompt,
         passage_prompt=config.passage_prompt,
     )

@@ -69,7 +69,8 @@ def _build(corpus: Corpus, scratch: Path) -> None:
     documents = [
         [vocabulary.setdefault(term, len(vocabulary)) for term in terms(passage.text)] for passage in corpus
     ]
+    if not vocabulary:  # a corpus of stop words alone; bm25s wants a term, which no query has
+        vocabulary, documents = {"": 0}, [[0] for _ in documents]
     index = bm25s.BM25()
-    # A corpus of stop words alone has no terms; bm25s wants at least one.
-    index.index((documents, vocabulary or {"": 0}), create_empty_token=False, show_progress=False)
+    index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
     index.save(scratch, show_progress=False)

@@ -3,6 +3,7 @@
 import json
 import logging
 import mmap
+import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -125,10 +126,18 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
         np.save(scratch / "offsets.npy", np.frombuffer(offsets, dtype=np.int64))
 
     build_once(folder / "offsets", build)
-    manifest = {"corpus": str(path.resolve()), "fingerprint": fingerprint}
-    if not (folder / MANIFEST).is_file():
-        (folder / MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
+    _write_manifest(folder, {"corpus": str(path.resolve()), "fingerprint": fingerprint})
     return Corpus(path, folder, fingerprint)
+
+
+def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
+    """Notes which file the folder was last used for, so that the folder can stand for the file."""
+    text = json.dumps(manifest) + "\n"
+    path = folder / MANIFEST
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        scratch = folder / f"{MANIFEST}.{os.getpid()}"
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
 
 
 def _read_manifest(folder: Path) -> tuple[Path, str]:

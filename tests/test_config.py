@@ -1,0 +1,84 @@
+"""The config tree: strict keys, types and bounds, defaults in one place."""
+
+import pytest
+
+from dlm_rag.config import CONFIG_FOLDER, Config, DecodeConfig, dump_config, load_config
+from dlm_rag.errors import ConfigError
+
+
+def test_overrides_reach_any_field_by_its_dotted_name():
+    config = load_config(
+        None, ["decode.commit_threshold=0.95", "retrieval.kind=hybrid", "model.evidence_layout=prefix"]
+    )
+    assert config.decode == DecodeConfig(commit_threshold=0.95)
+    assert (config.retrieval.kind, config.model.evidence_layout) == ("hybrid", "prefix")
+
+
+def test_nothing_given_is_the_defaults():
+    assert load_config() == Config()
+
+
+def test_later_sources_win(tmp_path):
+    (tmp_path / "a.yaml").write_text("decode: {seed: 1, canvas_length: 32}\nretrieval: {top_k: 3}\n")
+    config = load_config(str(tmp_path / "a.yaml"), ["decode.seed=2"])
+    assert (config.decode.seed, config.decode.canvas_length, config.retrieval.top_k) == (2, 32, 3)
+
+
+def test_dumped_tree_loads_to_the_same_config(tmp_path):
+    config = load_config(None, ["decode.block_length=32", "retrieval.corpus=x"])
+    (tmp_path / "dump.yaml").write_text(dump_config(config))
+    assert load_config(str(tmp_path / "dump.yaml")) == config
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_config_is_valid_and_holds_only_what_differs(path):
+    config = load_config(path.name)
+    assert config == load_config(path.stem)
+    assert config != Config()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("decode.comit_threshold=1", "nearest: 'decode.commit_threshold'"),
+        ("top_k=3", "nearest: 'retrieval.top_k'"),
+        ("decode.commit_threshold=1.5", "commit_threshold=1.5 is out of range"),
+        ("decode.commit_threshold=nan", "out of range"),
+        ("decode.commit_threshold=abc", "decode.commit_threshold has the wrong type"),
+        ("retrieval.top_k=2.5", "retrieval.top_k has the wrong type"),
+        ("retrieval.top_k=0", "at least 1"),
+        ("decode.query=proxi", "nearest: 'proxy'"),
+        ("decode=3", "unknown key 'decode'"),
+        ("decode.seed=", "decode.seed has the wrong type"),
+        ("decode.block_length=200", "block_length=200 is longer than the canvas"),
+        ("decode.seed=[1", "decode.seed"),
+    ],
+)
+def test_bad_setting_is_one_sentence_that_names_the_key(word, says):
+    with pytest.raises(ConfigError, match=says.replace("(", r"\(").replace("[", r"\[")):
+        load_config(None, [word])
+
+
+def test_settings_that_contradict_fail_at_once():
+    with pytest.raises(ConfigError, match="query_threshold=0.5 has no effect"):
+        DecodeConfig(query="committed", query_threshold=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("decode:\n  seed: [1\n", "line 3"),
+        ("decode:\n  sede: 1\n", "unknown key 'decode.sede'"),
+        ("decode: 3\n", "decode is a section"),
+        ("- 1\n", "holds no settings"),
+    ],
+)
+def test_bad_yaml_names_file_or_key(tmp_path, text, says):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_config(str(tmp_path / "bad.yaml"))
+
+
+def test_missing_config_names_the_nearest():
+    with pytest.raises(ConfigError, match="nearest: 'sardi.yaml'"):
+        load_config("sardy.yaml")

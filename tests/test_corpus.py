@@ -1,0 +1,88 @@
+"""Corpus files: what a passage is, and every bad line by file and line number."""
+
+import json
+
+import pytest
+from conftest import PASSAGES, write_lines
+
+from dlm_rag.errors import CorpusError
+from dlm_rag.retrieval.corpus import Passage, open_corpus
+
+GOOD = b'{"id": "a", "contents": "text"}\n'
+
+
+def test_rows_are_the_passages_in_order(corpus):
+    assert [passage.id for passage in corpus] == [name for name, _, _ in PASSAGES]
+    assert corpus[-1].title == "Frank Herbert" and len(corpus[1:3]) == 2
+    with pytest.raises(IndexError):
+        corpus[5]
+
+
+@pytest.mark.parametrize(
+    ("passage", "text"),
+    [
+        (Passage("1", "Emma", "A novel."), "Emma\nA novel."),
+        (Passage("1", "", "A novel."), "A novel."),
+        (Passage("1", "Emma", "Emma\nA novel."), "Emma\nA novel."),
+        (Passage("1", "Emma", '"Emma"\nA novel.'), '"Emma"\nA novel.'),
+    ],
+)
+def test_the_title_is_shown_once(passage, text):
+    assert passage.text == text
+
+
+def test_text_is_accepted_for_contents_and_a_number_for_an_id(tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", [{"id": 7, "text": "Zoë’s “name”\u2028is odd"}])
+    assert open_corpus(path)[0] == Passage("7", "", "Zoë’s “name”\u2028is odd")
+
+
+def test_a_last_line_without_its_end_counts(tmp_path):
+    (tmp_path / "c.jsonl").write_bytes(GOOD + GOOD.replace(b'"a"', b'"b"').rstrip())
+    assert [p.id for p in open_corpus(tmp_path / "c.jsonl")] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"{not json}\n", "line 2: the line is not JSON"),
+        (b"[1]\n", "line 2: the line is not a JSON object"),
+        (b'{"id": "b", "content": "x"}\n', "line 2: the passage has no 'contents' (nearest: 'content')"),
+        (b'{"id": "b", "contents": " "}\n', "line 2: 'contents' must be a text that is not empty"),
+        (b'{"id": "b", "contents": 3}\n', "line 2: 'contents' must be a text"),
+        (b'{"contents": "x"}\n', "line 2: the passage has no 'id'"),
+        (GOOD, "line 2: the id 'a' occurs a second time"),
+        (b'{"id": "b", "contents": "\xff"}\n', "line 2: the line is not UTF-8"),
+        (b"\n", "line 2: the line is blank"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, says):
+    (tmp_path / "c.jsonl").write_bytes(GOOD + line)
+    with pytest.raises(CorpusError) as error:
+        open_corpus(tmp_path / "c.jsonl")
+    assert str(error.value).startswith(f"{tmp_path / 'c.jsonl'}, {says}")
+
+
+def test_no_passages_and_no_file(tmp_path):
+    (tmp_path / "c.jsonl").touch()
+    with pytest.raises(CorpusError, match="holds no passages"):
+        open_corpus(tmp_path / "c.jsonl")
+    with pytest.raises(CorpusError, match="was not found"):
+        open_corpus(tmp_path / "d.jsonl")
+
+
+def test_an_index_folder_stands_for_its_corpus_until_the_file_changes(corpus_file):
+    corpus = open_corpus(corpus_file)
+    assert open_corpus(corpus.folder).fingerprint == corpus.fingerprint
+    with corpus_file.open("a") as file:
+        file.write(json.dumps({"id": "new", "contents": "new"}) + "\n")
+    with pytest.raises(CorpusError, match="has changed since that index was built"):
+        open_corpus(corpus.folder)
+    with pytest.raises(CorpusError, match="is no index folder"):
+        open_corpus(corpus_file.parent)
+
+
+def test_real_corpora_are_read_whole(real):
+    for name, passages in (("hotpotqa", 2960), ("2wikimultihopqa", 7005)):
+        corpus = open_corpus(real / name / "corpus.jsonl")
+        assert len(corpus) == passages == len({passage.id for passage in corpus})
+        assert all(passage.text.count(passage.title) >= 1 for passage in corpus)

@@ -1,0 +1,269 @@
+"""The loop: the same tokens alone and together, and what it promises about evidence and queries."""
+
+import math
+
+import pytest
+import torch
+from conftest import tiny_denoiser, tiny_tokenizer
+
+from dlm_rag import Decoder, load_retriever
+from dlm_rag.config import DecodeConfig
+from dlm_rag.data.questions import Question
+from dlm_rag.decode.decoder import question_generator, read_proposals
+from dlm_rag.errors import QuestionError
+from dlm_rag.retrieval.base import Retriever
+from dlm_rag.tokenizer import PromptTemplate
+
+QUESTIONS = ["Who wrote Emma?", "Where was the author of Dune born, and in which country is that?", "Dune?"]
+LAYOUTS = ["joint", "prefix", "independent"]
+
+
+def make_decoder(corpus_file, layout="joint", top_k=2, shifted=False, **settings):
+    template = PromptTemplate.read(None, layout)
+    tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact=template.fact))
+    config = DecodeConfig(**({"canvas_length": 12, "commit_threshold": 0.15} | settings))
+    denoiser = tiny_denoiser(shifted=shifted)
+    return Decoder(denoiser, load_retriever(corpus_file, top_k=top_k), tokenizer, config, layout)
+
+
+def tokens_of(rollout):
+    return [[(c.position, c.token_id) for c in step.committed] for step in rollout.steps]
+
+
+def whole_record(rollout):
+    return tokens_of(rollout), [(s.query, s.passage_ids, s.retrieved) for s in rollout.steps]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_ragged_batch_gives_the_same_tokens_as_one_at_a_time(corpus_file, layout, shifted):
+    together = make_decoder(corpus_file, layout, shifted=shifted, batch_size=3).decode(QUESTIONS)
+    decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=1)
+    alone = decoder.decode(QUESTIONS)
+    assert [whole_record(r) for r in together] == [whole_record(r) for r in alone]
+    assert len({r.forwards for r in alone}) > 1, "rows should finish at different steps"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_threads_give_the_tokens_of_one(corpus_file, layout):
+    before = torch.get_num_threads()
+    try:
+        records = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            rollouts = make_decoder(corpus_file, layout).decode(QUESTIONS)
+            records.append([whole_record(rollout) for rollout in rollouts])
+    finally:
+        torch.set_num_threads(before)
+    assert records[0] == records[1]
+
+
+def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
+    decoder = make_decoder(corpus_file, batch_size=2)
+    asked = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
+    assert [r.id for r in decoder.decode(asked)] == ["id0", "id1", "id2"]
+    seen = []
+    finished = [r.id for r in decoder.stream(asked, lambda r: seen.append((r.id, len(r.steps))))]
+    assert sorted(finished) == ["id0", "id1", "id2"]
+    assert seen[:2] == [("id0", 1), ("id1", 1)], "step 0 of the rows that joined"
+
+
+def test_step_zero_asks_with_the_question_alone_and_every_position_is_committed_once(corpus_file):
+    rollout = make_decoder(corpus_file, stop_early=False).decode(QUESTIONS[:1])[0]
+    first = rollout.steps[0]
+    assert (first.query, first.retrieved, first.committed) == (QUESTIONS[0], True, ())
+    positions = [c.position for step in rollout.steps for c in step.committed]
+    assert sorted(positions) == list(range(12))
+    assert all(step.committed for step in rollout.steps[1:]), "at least one position per step"
+
+
+class CountingRetriever(Retriever):
+    """Finds the same passages for everything and counts the queries."""
+
+    def __init__(self, corpus, top_k=2):
+        super().__init__(corpus, top_k)
+        self.asked = []
+
+    def rank(self, queries, depth):
+        self.asked += [query.text for query in queries]
+        return [list(range(min(depth, len(self.corpus)))) for _ in queries]
+
+    def key(self, query):
+        return query.text
+
+
+class RotatingRetriever(CountingRetriever):
+    """Finds other passages at every search."""
+
+    def rank(self, queries, depth):
+        self.asked += [query.text for query in queries]
+        return [[len(self.asked) % len(self.corpus)] for _ in queries]
+
+
+def test_new_evidence_never_changes_committed_tokens(corpus):
+    config = DecodeConfig(canvas_length=12, stop_early=False)
+    decoder = Decoder(tiny_denoiser(), RotatingRetriever(corpus), tiny_tokenizer(), config)
+    rollout = decoder.decode(["Dune?"])[0]
+    assert len({step.passage_ids for step in rollout.steps}) == len(corpus)
+    before = {}
+    for state in rollout.replay():
+        assert all(state[position] == token for position, token in before.items())
+        before = state
+
+
+def test_an_unchanged_query_costs_no_retrieval(corpus):
+    retriever = CountingRetriever(corpus)
+    decoder = Decoder(
+        tiny_denoiser(), retriever, tiny_tokenizer(), DecodeConfig(canvas_length=8, query="question")
+    )
+    rollout = decoder.decode(["Who wrote Emma?"])[0]
+    assert retriever.asked == ["Who wrote Emma?"] and rollout.retrievals == 1
+    assert [step.retrieved for step in rollout.steps] == [True] + [False] * rollout.forwards
+    assert all(step.query == "Who wrote Emma?" for step in rollout.steps)
+
+
+def test_no_query_is_written_where_no_refresh_was_due(corpus):
+    config = DecodeConfig(canvas_length=6, retrieve_every=3, commit_threshold=1.0, stop_early=False)
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus), tiny_tokenizer(), config)
+    steps = decoder.decode(["Dune?"])[0].steps
+    assert [step.query is None for step in steps] == [step.step % 3 != 0 for step in steps]
+
+
+def test_feedback_asks_once_more_with_the_best_passage_and_then_never(corpus_file):
+    rollout = make_decoder(corpus_file, query="feedback", stop_early=False).decode(["Who wrote Emma?"])[0]
+    assert rollout.steps[1].query.startswith("Who wrote Emma? Emma is a novel by Jane Austen,")
+    assert [step.retrieved for step in rollout.steps[:3]] == [True, True, False]
+
+
+def test_nothing_found_is_an_empty_evidence_set_and_the_loop_goes_on(corpus_file):
+    rollout = make_decoder(corpus_file, query="question").decode(["zzz?"])[0]
+    assert rollout.evidence == () and rollout.finished and rollout.steps[0].retrieved
+
+
+def test_a_failing_retriever_is_an_error(corpus):
+    class Broken(CountingRetriever):
+        def rank(self, queries, depth):
+            raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        Decoder(tiny_denoiser(), Broken(corpus), tiny_tokenizer()).decode(["Dune?"])
+
+
+def test_output_that_is_no_number_is_an_error(corpus_file):
+    decoder = make_decoder(corpus_file)
+    decoder.denoiser.lm_head.weight.data[0, 0] = math.nan
+    with pytest.raises(FloatingPointError):
+        decoder.decode(QUESTIONS[:1])
+
+
+def biased_to_end(decoder, bias):
+    """Makes the end token (257) so much more likely everywhere."""
+    plain = decoder.denoiser.read_out
+
+    def read_out(hidden, source):
+        logits = plain(hidden, source)
+        logits[:, 257] += bias
+        return logits
+
+    decoder.denoiser.read_out = read_out
+    return decoder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stopping_early_saves_forwards_and_changes_no_text(corpus_file, layout):
+    settings = {"canvas_length": 24, "commit_rule": "top_k", "block_length": 4, "query": "question"}
+    whole = biased_to_end(make_decoder(corpus_file, layout, stop_early=False, **settings), 6.0)
+    early = biased_to_end(make_decoder(corpus_file, layout, **settings), 6.0)
+    for long, short in zip(whole.decode(QUESTIONS), early.decode(QUESTIONS), strict=True):
+        assert short.response == long.response
+        assert tokens_of(short) == tokens_of(long)[: len(short.steps)]
+        assert short.forwards < long.forwards == 24
+
+
+def test_the_commit_rules_all_run_to_the_end(corpus_file):
+    for rule in ("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded"):
+        rollout = make_decoder(corpus_file, commit_rule=rule, stop_early=False).decode(QUESTIONS[:1])[0]
+        assert rollout.tokens_committed == 12, rule
+
+
+def test_grounded_writes_a_word_only_when_question_or_evidence_hold_it(corpus):
+    """One letter a token: "Emma" is held by the evidence, "Zelda" by nothing."""
+    config = DecodeConfig(canvas_length=10, commit_rule="grounded", commit_threshold=0.5)
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
+    script_logits(decoder, "Emma Zelda")
+    rollout = decoder.decode(["Who?"])[0]
+    assert [c.position for c in rollout.steps[1].committed] == [0, 1, 2, 3, 4]
+
+
+def script_logits(decoder, text, strength=9.0):
+    """The denoiser then proposes the bytes of `text`, whatever it reads."""
+    denoiser, length = decoder.denoiser, decoder.config.canvas_length
+
+    def read_out(hidden, source):
+        position = source - (hidden.shape[0] - length)
+        logits = torch.zeros(len(source), 258)
+        wanted = torch.tensor(list(text.encode()))[position]
+        return logits.scatter(1, wanted[:, None], strength)
+
+    denoiser.read_out = read_out
+
+
+def test_revision_masks_fallen_tokens_again_and_still_ends(corpus_file):
+    settings = {"revision_threshold": 0.9, "commit_threshold": 0.2, "canvas_length": 16}
+    rollout = make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])[0]
+    remasked = [position for step in rollout.steps for position in step.remasked]
+    assert remasked and len(remasked) == len(set(remasked)), "each position at most once"
+    *_, last = rollout.replay()
+    assert sorted(last) == list(range(16))
+
+
+def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
+    settings = {"temperature": 1.0, "stop_early": False}
+    batch = make_decoder(corpus_file, batch_size=3, **settings).decode(QUESTIONS)
+    single = make_decoder(corpus_file, batch_size=1, **settings)
+    asked = [Question(f"q{n}", text) for n, text in enumerate(QUESTIONS, start=1)]
+    assert [tokens_of(r) for r in single.stream(asked)] == [tokens_of(r) for r in batch]
+    other = make_decoder(corpus_file, seed=1, **settings).decode(QUESTIONS)
+    assert [tokens_of(r) for r in other] != [tokens_of(r) for r in batch]
+    assert question_generator(0, "a").initial_seed() != question_generator(0, "b").initial_seed()
+
+
+def test_proposals_by_hand():
+    """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
+    logits = torch.tensor([[0.3, 0.5, 0.2]]).log()
+    token, confidence, entropy, margin, old = read_proposals(logits, None, 0.0, torch.tensor([2]))
+    assert token == [1]
+    assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
+    assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
+    assert old == pytest.approx(0.2)
+
+
+def test_sampled_tokens_follow_the_tempered_distribution():
+    """At temperature 2 the probabilities are proportional to the square roots."""
+    logits = torch.tensor([0.64, 0.32, 0.04]).log().expand(30000, 3)
+    uniform = torch.rand(30000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    token, confidence, *_ = read_proposals(logits, uniform, 2.0, torch.zeros(30000, dtype=torch.long))
+    roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
+    shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000
+    torch.testing.assert_close(shares, roots / roots.sum(), atol=0.01, rtol=0)
+    assert confidence[token == 1] == pytest.approx(0.32), "confidence is the untempered probability"
+
+
+def test_blank_and_repeated_questions_are_refused(corpus_file):
+    decoder = make_decoder(corpus_file)
+    with pytest.raises(QuestionError, match="question 2 is blank"):
+        decoder.decode(["Dune?", " "])
+    with pytest.raises(QuestionError, match="same id"):
+        decoder.decode([Question("a", "x"), Question("a", "y")])
+
+
+def test_seconds_of_the_rollouts_add_up_to_the_stages(corpus_file):
+    import time
+
+    start = time.perf_counter()
+    rollouts = make_decoder(corpus_file, batch_size=2).decode(QUESTIONS)
+    wall = time.perf_counter() - start
+    seconds = [sum(v for k, v in r.seconds.items() if "/" not in k) for r in rollouts]
+    assert 0.3 * wall < sum(seconds) < wall, "most of the time is in a stage, none is counted twice"
+    assert {"tokenize", "retrieve", "denoise", "commit", "detokenize"} <= set(rollouts[0].seconds)
+    assert rollouts[0].seconds["retrieve/search"] <= rollouts[0].seconds["retrieve"]

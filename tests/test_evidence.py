@@ -1,0 +1,122 @@
+"""The three evidence layouts against one dense mask, and what is cut when it does not fit."""
+
+import pytest
+import torch
+from conftest import tiny_denoiser, tiny_tokenizer
+from test_denoiser import run_with_mask
+
+from dlm_rag.decode.evidence import Cut, Segment, arrange, encode_segments, fit, pack
+from dlm_rag.errors import QuestionError
+from dlm_rag.tokenizer import Prompt, PromptTemplate
+
+PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))
+CANVAS = (256, 7, 256)
+SPAN = 6
+
+
+def split_hidden(denoiser, layout, prompt=PROMPT):
+    """Hidden states of the canvas, the way the decoder gets them."""
+    laid = arrange(prompt, layout, denoiser.config.shifted, SPAN)
+    context = encode_segments(denoiser, laid.context)
+    run = Segment((*laid.lead.ids, *CANVAS), laid.lead.start)
+    ids, positions = pack([run], denoiser.device)
+    kept = [torch.cat(context, dim=2)] if context else None
+    with torch.no_grad():
+        hidden, _ = denoiser.encode(ids, positions, [len(run.ids)], kept)
+    return hidden[-len(CANVAS) :]
+
+
+def masked_hidden(denoiser, layout):
+    """The same from the definition of the layout: one sequence, one mask, one position list."""
+    pieces = [
+        ("f1", PROMPT.facts[0]),
+        ("f2", PROMPT.facts[1]),
+        ("q", PROMPT.head + PROMPT.tail),
+        ("c", CANVAS),
+    ]
+    if layout != "independent":
+        pieces = [("q", tuple(PROMPT.ids)), ("c", CANVAS)]
+    starts = {"f1": 0, "f2": 0, "q": SPAN, "c": SPAN + 5} if layout == "independent" else {"q": 0, "c": 10}
+    names = [name for name, ids in pieces for _ in ids]
+    ids = torch.tensor([token for _, piece in pieces for token in piece])
+    positions = torch.tensor([starts[name] + n for name, piece in pieces for n in range(len(piece))])
+    allowed = torch.tensor(
+        [[layout == "joint" or query == "c" or query == key for key in names] for query in names]
+    )
+    return run_with_mask(denoiser, ids, positions, allowed)[-len(CANVAS) :]
+
+
+@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+def test_layout_equals_its_definition_as_a_mask(layout):
+    denoiser = tiny_denoiser()
+    with torch.no_grad():
+        torch.testing.assert_close(split_hidden(denoiser, layout), masked_hidden(denoiser, layout))
+
+
+def test_the_three_layouts_differ():
+    denoiser = tiny_denoiser()
+    with torch.no_grad():
+        joint, prefix, independent = (
+            split_hidden(denoiser, layout) for layout in ("joint", "prefix", "independent")
+        )
+    assert not torch.allclose(joint, prefix) and not torch.allclose(prefix, independent)
+
+
+def test_independent_does_not_depend_on_rank():
+    denoiser = tiny_denoiser()
+    turned = Prompt(PROMPT.head, PROMPT.facts[::-1], PROMPT.tail)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            split_hidden(denoiser, "independent"), split_hidden(denoiser, "independent", turned)
+        )
+        joint, other = split_hidden(denoiser, "joint"), split_hidden(denoiser, "joint", turned)
+        assert not torch.allclose(joint, other)
+
+
+@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_segments_and_lead_hold_the_prompt_once_and_the_canvas_follows(layout, shifted):
+    laid = arrange(PROMPT, layout, shifted, SPAN)
+    segments = [*laid.context, laid.lead]
+    assert sorted(token for s in segments for token in s.ids) == sorted(PROMPT.ids)
+    expected = SPAN + 5 if layout == "independent" else 10
+    assert laid.canvas_start == expected
+    if layout != "joint":
+        assert len(laid.lead.ids) == shifted, "the row that predicts the first canvas token runs with it"
+
+
+def test_without_evidence_the_question_stands_alone():
+    laid = arrange(Prompt((1, 2), (), (3,)), "independent", False, SPAN)
+    assert [segment.ids for segment in laid.context] == [(1, 2, 3)]
+
+
+@pytest.mark.parametrize("layout", ["joint", "prefix"])
+def test_passages_keep_their_tokens_in_rank_order_until_the_context_is_full(layout):
+    prompt = Prompt((1,), ((2,) * 4, (3,) * 4, (4,) * 4), (5,))
+    fitted, cut = fit(prompt, layout, context_length=14, canvas_length=6, passage_length=1)
+    assert fitted.facts == ((2,) * 4, (3,) * 2)
+    assert cut == Cut(tokens=6, passages_shortened=1, passages_dropped=1)
+    assert len(fitted) + 6 == 14, "the context is used to the last token"
+
+
+def test_independent_shortens_each_passage_by_itself():
+    prompt = Prompt((1,), ((2,) * 4, (3,) * 9), (5,))
+    fitted, cut = fit(prompt, "independent", context_length=20, canvas_length=6, passage_length=5)
+    assert [len(fact) for fact in fitted.facts] == [4, 5]
+    assert cut == Cut(tokens=4, passages_shortened=1)
+
+
+def test_what_fits_is_not_touched():
+    assert fit(PROMPT, "joint", 100, 10, 50) == (PROMPT, Cut())
+
+
+def test_a_question_that_does_not_fit_says_by_how_much():
+    with pytest.raises(QuestionError, match="2 tokens too long: the context of 10"):
+        fit(Prompt((1,) * 6, (), ()), "joint", 10, 6, 0)
+
+
+def test_ids_of_a_passage_do_not_depend_on_its_rank_in_independent():
+    tokenizer = tiny_tokenizer(PromptTemplate.read(None, "independent"))
+    prompt, turned = (tokenizer.prompt("Who?", order) for order in (["one", "two"], ["two", "one"]))
+    assert [bytes(fact) for fact in prompt.facts] == [b"one\n", b"two\n"]
+    assert prompt.facts == turned.facts[::-1]

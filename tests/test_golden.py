@@ -1,0 +1,80 @@
+"""Step for step what the published systems did on the tiny checkpoints (see the golden README)."""
+
+import json
+
+import pytest
+import torch
+
+from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
+from dlm_rag.config import load_config
+from dlm_rag.data.questions import Question
+
+TRACES = {
+    "sardi": ("tiny-dream", "sardi", []),
+    "sardi-static": ("tiny-dream", "sardi", ["decode.query=question"]),
+    # Fast-dLLM's code for Dream bounds the tokens of a step where that for LLaDA has blocks.
+    "fast-dllm-dream-none": (
+        "tiny-dream", "fast_dllm", ["decode.block_length=null", "decode.tokens_per_step=32"],
+    ),
+    "fast-dllm-llada-none": ("tiny-llada", "fast_dllm", []),
+    "llada": ("tiny-llada", "llada", []),
+}  # fmt: skip
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_trace_is_identical(golden, name, threads):
+    """Queries, passages in rank order, committed positions and tokens; six questions in one batch."""
+    checkpoint, config_name, overrides = TRACES[name]
+    if threads == 2 and name != "sardi":
+        pytest.skip("one trace is enough to compare thread counts")
+    config = load_config(config_name, [*overrides, "decode.stop_early=false", "decode.batch_size=6"])
+    decoder = Decoder(
+        Denoiser.from_pretrained(golden / "checkpoints" / checkpoint),
+        load_retriever(golden / "corpus.jsonl"),
+        Tokenizer.from_pretrained(golden / "checkpoints" / checkpoint),
+        config.decode,
+        config.model.evidence_layout,
+    )
+    expected = json.loads((golden / "traces" / f"{name}.json").read_text())["questions"]
+    rollouts = decoder.decode([Question(q["id"], q["question"]) for q in expected])
+    for rollout, trace in zip(rollouts, expected, strict=True):
+        steps = rollout.steps[1:]
+        positions = [[token.position for token in step.committed] for step in steps]
+        tokens = [[token.token_id for token in step.committed] for step in steps]
+        assert positions == [step["pos"] for step in trace["steps"]]
+        assert tokens == [step["tok"] for step in trace["steps"]]
+        for step, reference in zip(steps, trace["steps"], strict=True):
+            assert [c.confidence for c in step.committed] == pytest.approx(reference["conf"], abs=1e-4)
+        asked = trace["retrievals"]
+        if len(asked) == 1:  # those systems retrieve once and have no queries afterwards
+            asked = asked * len(rollout.steps)
+            assert rollout.retrievals == 1
+        else:
+            assert [int(step.retrieved) for step in rollout.steps] == [r["searched"] for r in asked]
+        assert [step.query for step in rollout.steps] == [r["query"] for r in asked]
+        assert [list(step.passage_ids) for step in rollout.steps] == [r["passages"] for r in asked]
+        assert (rollout.response, rollout.answer) == (trace["text"], trace["answer"])
+        assert rollout.forwards == trace["nfe"]
+
+
+def test_one_at_a_time_is_the_batch(golden):
+    """The published system decodes one question at a time; ours does so with the same tokens."""
+    trace = json.loads((golden / "traces" / "sardi.json").read_text())["questions"][1]
+    folder = golden / "checkpoints" / "tiny-dream"
+    decoder = Decoder(
+        Denoiser.from_pretrained(folder),
+        load_retriever(golden / "corpus.jsonl"),
+        Tokenizer.from_pretrained(folder),
+        load_config("sardi").decode,
+    )
+    rollout = decoder.decode([trace["question"]])[0]
+    tokens = [[token.token_id for token in step.committed] for step in rollout.steps[1:]]
+    assert tokens == [step["tok"] for step in trace["steps"]]

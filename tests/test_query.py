@@ -1,0 +1,44 @@
+"""Query policies and the retrieval schedule: pure functions, each sentence of theirs a test."""
+
+import pytest
+
+from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ("proxy", "Who wrote it? Emma was written by Jane."),
+        ("committed", "Who wrote it? Emma was written by Jane."),
+        ("question", "Who wrote it?"),
+        ("feedback", "Who wrote it? Emma A novel."),
+        ("response", "Emma was written by Jane."),
+    ],
+)
+def test_what_each_policy_asks(policy, text):
+    response = " Emma  was was written\nby Jane. "
+    assert build_query(policy, " Who wrote  it?", response, "Emma\nA novel.").text == text
+
+
+def test_the_question_keeps_its_repeated_words_the_rest_does_not():
+    assert build_query("proxy", "was it was it", "it was it").text == "was it was it it was"
+
+
+def test_parts_are_the_question_and_each_sentence_once():
+    query = build_query("proxy", "Who?", "A wrote B. B was C. A wrote B. ### C")
+    assert query.parts == ("Who?", "A wrote B.", "B was C.", "C")
+
+
+def test_response_without_a_response_falls_back_to_the_question():
+    assert build_query("response", "Who?", "  ") == Query("Who?", ("Who?",))
+
+
+def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():
+    assert may_enter("proxy", 0.0) == 0.0 and may_enter("proxy", 0.4) == 0.4
+    assert may_enter("proxy", 1.0) > 1 and may_enter("committed", 0.0) > 1
+
+
+def test_refreshes_are_due_every_so_many_steps_and_only_when_unsure():
+    assert [retrieval_due(step, 2, None, 0.5) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert retrieval_due(1, 1, 0.3, 0.2) and not retrieval_due(1, 1, 0.3, 0.3)
+    assert not retrieval_due(1, 1, 0.3, None), "nothing masked, nothing unsure"

@@ -1,0 +1,230 @@
+"""Retrievers: a batch of queries in, ranked passages out; nothing found is not a failure."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_lines
+
+from dlm_rag import load_retriever
+from dlm_rag.data.questions import read_questions
+from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.evaluation.metrics import evidence_recall
+from dlm_rag.retrieval.base import fuse, take_turns
+from dlm_rag.retrieval.bm25 import terms
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.dense import DenseRetriever
+from dlm_rag.retrieval.hybrid import HybridRetriever
+from dlm_rag.retrieval.query import Query
+
+
+def ask(text, *parts):
+    return Query(text, parts or (text,))
+
+
+def ids(found):
+    return [[passage.id for passage in passages] for passages in found]
+
+
+def bm25_by_the_book(texts, query, k1=1.5, b=0.75):
+    """Lucene's BM25 (Robertson's, without the constant factor k1 + 1) straight from the formula."""
+    documents = [terms(text) for text in texts]
+    mean = sum(map(len, documents)) / len(documents)
+    scores = []
+    for document in documents:
+        score = 0.0
+        for term in terms(query):
+            df = sum(term in other for other in documents)
+            tf = document.count(term)
+            idf = math.log(1 + (len(documents) - df + 0.5) / (df + 0.5))
+            score += idf * tf / (tf + k1 * (1 - b + b * len(document) / mean))
+        scores.append(score)
+    return scores
+
+
+def test_bm25_ranks_by_the_formula(corpus_file):
+    retriever = load_retriever(corpus_file, top_k=3)
+    texts = [passage.text for passage in retriever.corpus]
+    for query in ("Where was Jane Austen born?", "village in Hampshire", "novel by Frank Herbert"):
+        scores = bm25_by_the_book(texts, query)
+        best = sorted((n for n in range(len(texts)) if scores[n] > 0), key=lambda n: -scores[n])[:3]
+        assert retriever.rank([ask(query)], 3)[0] == best
+
+
+def test_a_query_that_finds_nothing_is_an_empty_list_beside_full_ones(corpus_file):
+    retriever = load_retriever(corpus_file, top_k=3)
+    found = ids(retriever.search([ask("Dune"), ask("the of and"), ask("zzz"), ask("")]))
+    assert found[0][0] == "dune" and found[1:] == [[], [], []]
+
+
+def test_passages_without_a_word_of_the_query_are_no_evidence(corpus_file):
+    assert ids(load_retriever(corpus_file, top_k=4).search([ask("Tacoma")])) == [["herbert"]]
+
+
+def test_top_k_beyond_the_corpus_takes_all_of_it_with_a_warning(corpus_file, caplog):
+    retriever = load_retriever(corpus_file, top_k=50)
+    assert "top_k=50, but the corpus has 5 passages" in caplog.text
+    found = ids(retriever.search([ask("Tacoma")]))[0]
+    assert found[0] == "herbert" and len(found) == 5
+
+
+def test_a_changed_corpus_gets_a_new_index_even_at_the_same_size_and_time(tmp_path):
+    import os
+
+    path = write_lines(
+        tmp_path / "c.jsonl", [{"id": "1", "contents": "red"}, {"id": "2", "contents": "sky"}]
+    )
+    stat = path.stat()
+    assert ids(load_retriever(path, top_k=1).search([ask("red")])) == [["1"]]
+    path.write_text(path.read_text().replace("red", "sea").replace("sky", "red"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_size == stat.st_size
+    assert ids(load_retriever(path, top_k=1).search([ask("red")])) == [["2"]]
+
+
+def test_a_corpus_of_stop_words_alone_can_be_indexed(tmp_path):
+    path = write_lines(
+        tmp_path / "c.jsonl", [{"id": "1", "contents": "the of"}, {"id": "2", "contents": "and"}]
+    )
+    assert ids(load_retriever(path, top_k=1).search([ask("the dune")])) == [[]]
+
+
+def test_every_query_of_the_golden_traces_finds_the_same_passages(golden):
+    retriever = load_retriever(golden / "corpus.jsonl", top_k=7)
+    asked, expected = [], []
+    for path in sorted((golden / "traces").glob("*.json")):
+        for question in json.loads(path.read_text())["questions"]:
+            asked += [ask(r["query"]) for r in question["retrievals"]]
+            expected += [r["passages"] for r in question["retrievals"]]
+    assert len(asked) > 700
+    assert ids(retriever.search(asked)) == expected
+
+
+def letters(texts):
+    """A stand-in for an encoder: how often each letter occurs, as a unit vector."""
+    counts = torch.tensor([[float(text.lower().count(chr(97 + n))) for n in range(26)] for text in texts])
+    return torch.nn.functional.normalize(counts)
+
+
+def letter_retriever(corpus, top_k, embed=letters):
+    vectors = letters([passage.text for passage in corpus]).numpy()
+    return DenseRetriever(corpus, top_k, embed, vectors, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20], ids=["in blocks", "in one product"])
+def test_dense_search_is_exact(corpus, monkeypatch, block_bytes):
+    monkeypatch.setattr("dlm_rag.retrieval.dense.BLOCK_BYTES", block_bytes)
+    retriever = letter_retriever(corpus, 2)
+    queries = [ask("a village in Hampshire"), ask("Frank"), ask("zebra jazz")]
+    similarity = letters([q.text for q in queries]) @ letters([p.text for p in corpus]).T
+    expected = [np.argsort(-row, kind="stable")[:2].tolist() for row in similarity.numpy()]
+    assert retriever.rank(queries, 2) == expected
+
+
+def test_dense_asks_part_by_part_and_the_parts_take_turns(corpus):
+    retriever = letter_retriever(corpus, 3)
+    alone = retriever.rank([ask("Frank Herbert"), ask("Steventon")], 5)
+    both = retriever.rank([ask("x", "Frank Herbert", "Steventon")], 3)
+    assert both == [take_turns(alone, 3)]
+    assert retriever.rank([Query("", ())], 3) == [[]]
+
+
+def test_a_part_is_embedded_once_though_it_is_asked_at_every_step(corpus):
+    embedded = []
+
+    def embed(texts):
+        embedded.extend(texts)
+        return letters(texts)
+
+    retriever = letter_retriever(corpus, 2, embed)
+    retriever.search([ask("q", "one", "two")])
+    retriever.search([ask("q", "one", "three"), ask("q", "two", "one")])
+    assert embedded == ["one", "two", "three"]
+
+
+def test_a_failing_search_is_an_error_not_an_empty_result(corpus):
+    def broken(texts):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        letter_retriever(corpus, 2, broken).search([ask("Frank")])
+
+
+def test_reciprocal_rank_fusion_by_hand():
+    """1: 1/61 + 1/63; 2: 1/62 + 1/61; 3: 1/63; 4: 1/62. So 2, 1, 4, 3."""
+    assert fuse([[1, 2, 3], [2, 4, 1]], 4) == [2, 1, 4, 3]
+    assert fuse([[1, 2], [2, 1]], 2) == [1, 2], "ties go to the row that came first"
+    assert fuse([[], []], 3) == []
+
+
+def test_taking_turns_by_hand():
+    assert take_turns([[1, 2, 3], [2, 4], []], 9) == [1, 2, 4, 3]
+    assert take_turns([], 3) == []
+
+
+def test_hybrid_fuses_the_rankings_of_its_parts(corpus_file):
+    sparse = load_retriever(corpus_file, top_k=2)
+    dense = letter_retriever(sparse.corpus, 2)
+    hybrid = HybridRetriever([sparse, dense], 3, fusion_depth=5)
+    query = ask("born in Tacoma")
+    assert hybrid.rank([query], 3) == [fuse([sparse.rank([query], 5)[0], dense.rank([query], 5)[0]], 3)]
+    assert hybrid.key(query) == (query.text, query.parts)
+
+
+def test_no_corpus_and_no_such_dense_model(corpus_file, monkeypatch):
+    from dlm_rag.config import RetrievalConfig
+
+    with pytest.raises(ConfigError, match="no corpus"):
+        load_retriever(RetrievalConfig())
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError, match="dense_model 'nobody/nothing' could not be loaded"):
+        load_retriever(corpus_file, kind="dense", dense_model="nobody/nothing")
+
+
+def recall_of_question_alone(retriever, folder):
+    """Mean recall and share of questions with every supporting passage, in percent."""
+    questions = read_questions(folder / "questions.jsonl")
+    found = retriever.search([ask(question.question) for question in questions])
+    recalls = [
+        evidence_recall([p.id for p in passages], question.supporting_ids)
+        for passages, question in zip(found, questions, strict=True)
+    ]
+    whole = sum(recall == 1.0 for recall in recalls) / len(recalls)
+    return 100 * sum(recalls) / len(recalls), 100 * whole
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("hotpotqa", (82.8, 66.7)), ("2wikimultihopqa", (71.2, 41.5))]
+)
+def test_bm25_recall_on_real_questions(real, name, expected):
+    retriever = load_retriever(real / name / "corpus.jsonl", top_k=7)
+    assert recall_of_question_alone(retriever, real / name) == pytest.approx(expected, abs=1.0)
+
+
+def test_dense_and_hybrid_recall_on_real_questions(real, minilm):
+    folder = real / "hotpotqa"
+    dense = load_retriever(folder / "corpus.jsonl", kind="dense", dense_model=minilm, top_k=7)
+    assert recall_of_question_alone(dense, folder) == pytest.approx((82.5, 66.7), abs=1.0)
+    hybrid = load_retriever(folder / "corpus.jsonl", kind="hybrid", dense_model=minilm, top_k=7)
+    recall, _ = recall_of_question_alone(hybrid, folder)
+    assert recall > 83.5, "fused, the two find more than either alone"
+
+
+def test_vectors_of_other_weights_under_the_same_name_are_not_used(corpus_file, minilm, tmp_path):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(minilm, model)
+    load_retriever(corpus_file, kind="dense", dense_model=str(model))
+    folder = open_corpus(corpus_file).folder
+    before = {path.name for path in folder.glob("dense-*") if path.is_dir()}
+    weights = load_file(model / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][0] += 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    load_retriever(corpus_file, kind="dense", dense_model=str(model))
+    after = {path.name for path in folder.glob("dense-*") if path.is_dir()}
+    assert len(before) == 1 and len(after) == 2
