@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     show(table)
 
 
-def score_folder(folder: Path, questions: "list[Question]") -> "dict[str, dict[str, float]]":
+def score_folder(folder: Path, questions: "list[Question]") -> "dict[str, dict[str, float | None]]":
     """Mean scores over the folder's traces, for all questions and for each number of hops."""
     from dlm_rag.decode.rollout import Rollout
     from dlm_rag.evaluation.metrics import mean_score, score
@@ -61,13 +61,13 @@ def score_folder(folder: Path, questions: "list[Question]") -> "dict[str, dict[s
     }
 
 
-def show(table: "dict[str, dict[str, float]]") -> None:
+def show(table: "dict[str, dict[str, float | None]]") -> None:
     from rich.console import Console
     from rich.table import Table
 
     grid = Table("", *(name.replace("_", " ") for name in table["all"]))
     for name, row in table.items():
-        cells = (f"{value:g}" if value == int(value) else f"{value:.3f}" for value in row.values())
+        cells = ("-" if value is None else f"{value:.4g}" for value in row.values())
         grid.add_row(name, *cells)
     Console().print(grid)
 

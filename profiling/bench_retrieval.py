@@ -30,7 +30,7 @@ from dlm_rag.text import fold
 def recalls(rankings: Sequence[Ranking], retriever: Retriever, questions: Sequence[Question]) -> str:
     """`mean recall / share of questions with all supporting passages`, in percent."""
     found = [
-        evidence_recall([retriever.corpus[row].id for row in rows], question.supporting_ids)
+        evidence_recall([retriever.corpus[row].id for row in rows], question.supporting_ids) or 0.0
         for rows, question in zip(rankings, questions, strict=True)
     ]
     whole = sum(value == 1.0 for value in found)

@@ -114,5 +114,7 @@ def tiny_denoiser(seed: int = 0, **changes) -> Denoiser:
         denoiser = Denoiser(DenoiserConfig(**(settings | changes)))
         for name, value in denoiser.named_parameters():
             if value.dim() == 2:
-                torch.nn.init.normal_(value, std=0.2 if "embed" not in name else 1.0)
+                torch.nn.init.normal_(
+                    value, std={"lm_head.weight": 0.5, "embed_tokens.weight": 1.0}.get(name, 0.2)
+                )
     return denoiser.eval()

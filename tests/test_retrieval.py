@@ -188,7 +188,7 @@ def recall_of_question_alone(retriever, folder):
     questions = read_questions(folder / "questions.jsonl")
     found = retriever.search([ask(question.question) for question in questions])
     recalls = [
-        evidence_recall([p.id for p in passages], question.supporting_ids)
+        evidence_recall([p.id for p in passages], question.supporting_ids) or 0.0
         for passages, question in zip(found, questions, strict=True)
     ]
     whole = sum(recall == 1.0 for recall in recalls) / len(recalls)

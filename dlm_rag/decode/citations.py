@@ -54,8 +54,9 @@ def cite(
 
     A passage holds a word when it was in context at every step that committed a token of the word,
     and contains it. Of the passages the fewest are taken: first the one that holds most words of
-    the sentence, then whichever adds most words that are not in the question, while one does. Each
-    is cited with the last step that committed one of its words. Words held by none are listed.
+    the sentence, then whichever adds most words that are not in the question, while one does (of
+    equals the one whose word comes first). Each is cited with the last step that committed one of
+    its words. Words held by none are listed.
     """
     answer = answer_span(response)
     units = [(span, "reasoning") for span in sentence_spans(response[: answer[0]])]
@@ -95,12 +96,15 @@ def _cover(holders: list[tuple[str, int, list[str]]], asked: Collection[str]) ->
     passages: list[dict[str, Any]] = []
     open_words = list(holders)
     while open_words:
-        gains: dict[str, int] = {}
+        gains: dict[str, tuple[int, int]] = {}  # words it holds; of these, words not in the question
         for word, _, names in open_words:
             for name in names:
-                gains[name] = gains.get(name, 0) + (not passages or word not in asked)
-        best = max(gains, key=lambda name: gains[name], default=None)
-        if best is None or not gains[best]:
+                every, new = gains.get(name, (0, 0))
+                gains[name] = (every + 1, new + (word not in asked))
+        # The first may hold words of the question only; what is added must bring others.
+        rank = (lambda name: gains[name]) if not passages else (lambda name: gains[name][::-1])
+        best = max(gains, key=rank, default=None)
+        if best is None or (passages and not gains[best][1]):
             break
         taken = [(word, step) for word, step, names in open_words if best in names]
         passages.append(

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from dlm_rag.data.questions import Question
 from dlm_rag.decode.rollout import Rollout
@@ -27,10 +28,10 @@ def _f1(prediction: str, answer: str) -> float:
     return 2 * shared / (len(predicted) + len(golden)) if shared else 0.0
 
 
-def evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float:
-    """Share of the supporting passages that are in the evidence; 1.0 when none is needed."""
+def evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float | None:
+    """Share of the supporting passages that are in the evidence; None when none is known."""
     needed = set(supporting_ids)
-    return len(needed & set(evidence)) / len(needed) if needed else 1.0
+    return len(needed & set(evidence)) / len(needed) if needed else None
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Score:
 
     exact_match: float
     f1: float
-    recall_first: float  # evidence recall after the search with the question alone
-    recall_last: float  # and after the last step
+    recall_first: float | None  # evidence recall after the search with the question alone
+    recall_last: float | None  # and after the last step; None when no support is known
     forwards: float
     tokens_per_forward: float
 
@@ -58,5 +59,9 @@ def score(rollout: Rollout, question: Question) -> Score:
 
 
 def mean_score(scores: Sequence[Score]) -> Score:
-    """The mean of every field."""
-    return Score(*(fmean(values) for values in zip(*(vars(s).values() for s in scores), strict=True)))
+    """The mean of every field over the scores that have it."""
+    means: dict[str, Any] = {}
+    for name in Score.__dataclass_fields__:
+        values = [value for s in scores if (value := getattr(s, name)) is not None]
+        means[name] = fmean(values) if values else None
+    return Score(**means)

@@ -1,0 +1,124 @@
+"""The trajectory as data: saved, read back, replayed and scored without the model."""
+
+import json
+
+import pytest
+from test_decoder import QUESTIONS, make_decoder
+
+from dlm_rag.data.questions import Question
+from dlm_rag.decode.rollout import Committed, Rollout, Step
+from dlm_rag.evaluation.metrics import evidence_recall, exact_match, f1, mean_score, score
+from dlm_rag.text import answer_span, normalize_answer, sentences
+
+
+def hand_made():
+    """Two forwards; position 1 is committed, masked again, and committed to another token."""
+    return Rollout(
+        id="q1",
+        question="Who?",
+        prompt_layout="joint",
+        canvas_length=3,
+        steps=[
+            Step(0, "Who?", ("a", "b"), True, seconds={"retrieve": 0.5}),
+            Step(1, "Who? x", ("b", "c"), True, (Committed(0, 5, "x", 0.9), Committed(1, 6, "y", 0.8))),
+            Step(2, "Who? x", ("b", "c"), False, (Committed(1, 7, "z", 0.7),), remasked=(1,)),
+        ],
+        response="x ### z",
+        finished=True,
+    )
+
+
+def test_replay_shows_the_canvas_after_each_step():
+    states = [{p: t.token for p, t in state.items()} for state in hand_made().replay()]
+    assert states == [{}, {0: "x", 1: "y"}, {0: "x", 1: "z"}]
+
+
+def test_tokens_of_a_step_were_committed_with_the_evidence_of_the_step_before():
+    rollout = hand_made()
+    assert rollout.commit_steps() == {0: 1, 1: 2}
+    assert rollout.evidence_at(1) == ("a", "b") and rollout.evidence_at(2) == ("b", "c")
+    with pytest.raises(ValueError, match="step 0 commits nothing"):
+        rollout.evidence_at(0)
+
+
+def test_counts():
+    rollout = hand_made()
+    assert (rollout.forwards, rollout.retrievals, rollout.tokens_committed) == (2, 2, 3)
+    assert rollout.answer == "z" and rollout.evidence == ("b", "c") and rollout.seconds == {"retrieve": 0.5}
+
+
+def test_a_trace_read_back_is_the_rollout_and_scores_the_same(corpus_file):
+    question = Question(
+        "q1", QUESTIONS[0], golden_answers=("Jane Austen",), supporting_ids=("emma", "austen")
+    )
+    for rollout in (hand_made(), make_decoder(corpus_file).decode([question])[0]):
+        line = json.loads(json.dumps(rollout.trace_record()))
+        again = Rollout.from_trace(line)
+        assert list(again.replay()) == list(rollout.replay())
+        assert score(again, question) == score(rollout, question)
+        assert (again.response, again.answer, again.evidence) == (
+            rollout.response, rollout.answer, rollout.evidence,
+        )  # fmt: skip
+        assert again.trace_record() == line
+
+
+def test_trace_line_has_the_fields_of_the_contract():
+    line = hand_made().trace_record()
+    assert {"id", "prompt_layout", "steps"} <= set(line)
+    assert set(line["steps"][0]) == {"step", "query", "passage_ids", "retrieved", "committed", "seconds"}
+    assert line["steps"][1]["committed"][0] == {
+        "position": 0, "token_id": 5, "token": "x", "confidence": 0.9,
+    }  # fmt: skip
+
+
+def test_answer_line_has_the_fields_of_the_contract():
+    record = hand_made().answer_record()
+    assert {
+        "id", "question", "answer", "response", "evidence", "citations", "steps", "forwards", "retrievals",
+        "seconds",
+    } <= set(record)  # fmt: skip
+    assert record["steps"] == 2 and record["evidence"] == ["b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("A is B. ### C D", "C D"),
+        ("### a ### b.", "b"),
+        ("so \\boxed{Paris, France}.", "Paris, France"),
+        ("The answer is: Paris.", "Paris"),
+        ("The answer is Paris\nand more", "Paris"),
+        ("### Paris\nand more", "Paris"),
+        ("### ", ""),
+        ("nothing", ""),
+    ],
+)
+def test_where_the_answer_stands(response, answer):
+    start, stop = answer_span(response)
+    assert response[start:stop] == answer
+
+
+def test_sentences_end_at_stops_line_ends_and_the_marker():
+    assert sentences("A b. C d! \n E ### F ... ") == ["A b.", "C d!", "E", "F ..."]
+
+
+def test_exact_match_and_f1_by_squads_rule():
+    assert normalize_answer("The  Eiffel-Tower!") == "eiffeltower"
+    assert exact_match("the Beatles.", ["A", "Beatles"]) == 1.0
+    assert exact_match("", [""]) == 0.0, "no answer never matches"
+    assert f1("red big house", ["big house"]) == pytest.approx(0.8), "precision 2/3, recall 1"
+    assert f1("x", ["y", "x"]) == 1.0 and f1("x", []) == 0.0
+
+
+def test_evidence_recall_counts_supporting_passages():
+    assert evidence_recall(["a", "b"], ["b", "c"]) == 0.5
+    assert evidence_recall(["a"], []) is None, "nothing to find, nothing to score"
+
+
+def test_mean_score_leaves_out_what_could_not_be_scored():
+    scored = score(hand_made(), Question("q1", "Who?", ("z",), ("a", "c")))
+    blind = score(hand_made(), Question("q1", "Who?", ("y",)))
+    assert scored.recall_first == 0.5 and scored.recall_last == 0.5
+    mean = mean_score([scored, blind])
+    assert (mean.exact_match, mean.recall_first) == (0.5, 0.5)
+    assert mean_score([blind]).recall_first is None

@@ -1,0 +1,70 @@
+"""Stages: exception-safe, nested, silent when nobody listens; NVTX gets the same names."""
+
+import threading
+
+import pytest
+
+from dlm_rag import stages
+from dlm_rag.stages import STAGES, StageClock, stage
+
+
+def test_nested_stages_count_in_their_own_name_and_in_the_enclosing_one(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: float(next(now)))
+    with StageClock() as clock, stage("retrieve"), stage("retrieve/embed"):
+        pass
+    assert clock.take() == {"retrieve/embed": 1.0, "retrieve": 3.0}
+    assert clock.take() == {}
+
+
+def test_a_stage_that_fails_is_closed_and_counted():
+    with StageClock() as clock:
+        with pytest.raises(KeyError), stage("denoise"):
+            raise KeyError
+        with stage("commit"):
+            pass
+    assert set(clock.seconds) == {"denoise", "commit"}
+
+
+def test_nothing_is_kept_when_no_clock_is_open_or_on_another_thread():
+    with StageClock() as clock:
+        worker = threading.Thread(target=lambda: stage("commit").__enter__())
+        worker.start()
+        worker.join()
+    with stage("commit"):
+        pass
+    assert clock.seconds == {}
+
+
+def test_a_misspelt_stage_is_an_error():
+    with pytest.raises(ValueError, match="'denois' is not a stage"):
+        stage("denois")
+
+
+def test_every_stage_of_a_decode_reaches_nvtx_in_one_domain(corpus_file, monkeypatch):
+    from test_decoder import QUESTIONS, make_decoder
+
+    seen, open_ranges = [], []
+
+    class Recorder:
+        def __init__(self, message, domain):
+            assert domain == "dlm_rag"
+            self.message = message
+
+        def __enter__(self):
+            seen.append(self.message)
+            open_ranges.append(self.message)
+
+        def __exit__(self, *_):
+            assert open_ranges.pop() == self.message
+
+    monkeypatch.setattr(stages.nvtx, "annotate", Recorder)
+    stages._range.cache_clear()
+    try:
+        make_decoder(corpus_file, "prefix").decode(QUESTIONS)
+    finally:
+        stages._range.cache_clear()
+    assert open_ranges == []
+    decoding = [name for name in STAGES[: STAGES.index("data")] if name != "retrieve/embed"]
+    assert set(decoding) <= set(seen)
+    assert "step 0 rows 0" in seen and "step 1 rows 3" in seen
