@@ -102,9 +102,9 @@ def _cover(holders: list[tuple[str, int, list[str]]], asked: Collection[str]) ->
                 every, new = gains.get(name, (0, 0))
                 gains[name] = (every + 1, new + (word not in asked))
         # The first may hold words of the question only; what is added must bring others.
-        rank = (lambda name: gains[name]) if not passages else (lambda name: gains[name][::-1])
-        best = max(gains, key=rank, default=None)
-        if best is None or (passages and not gains[best][1]):
+        values = {name: gain[::-1] if passages else gain for name, gain in gains.items()}
+        best = max(values, key=values.__getitem__, default=None)
+        if best is None or not values[best][0]:
             break
         taken = [(word, step) for word, step, names in open_words if best in names]
         passages.append(

@@ -106,10 +106,9 @@ class Decoder:
         waiting, rows = deque(questions), list[Row]()
         turn = 0
         while waiting or rows:
-            with StageClock() as clock, step_range(turn, len(rows)):
-                joined: list[Row] = []
-                while waiting and len(rows) + len(joined) < self.config.batch_size:
-                    joined.append(self._start(waiting.popleft()))
+            joining = min(len(waiting), self.config.batch_size - len(rows))
+            with StageClock() as clock, step_range(turn, len(rows) + joining):
+                joined = [self._start(waiting.popleft()) for _ in range(joining)]
                 if joined:
                     self._refresh(joined, clock)
                     _record(joined, on_step)
