@@ -48,10 +48,11 @@ def evidence_table(rollout: Rollout) -> Table:
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for name in now:
         fresh = name not in before
-        table.add_row("+" if fresh else " ", name, _title(rollout, name), style="green" if fresh else "")
+        row = ("+" if fresh else " ", Text(name), _title(rollout, name))
+        table.add_row(*row, style="green" if fresh else "")
     for name in before:
         if name not in now:
-            table.add_row("-", name, _title(rollout, name), style="dim strike")
+            table.add_row("-", Text(name), _title(rollout, name), style="dim strike")
     return table
 
 
@@ -80,7 +81,7 @@ def answer_panel(rollout: Rollout) -> Panel:
     sources.add_column()
     for unit in rollout.citations:
         cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in unit["passages"]]
-        sources.add_row(unit["text"], "; ".join(cited) or "no passage holds these words")
+        sources.add_row(Text(unit["text"]), Text("; ".join(cited) or "no passage holds these words"))
     parts += [Text("sources", style="dim"), sources] if rollout.citations else []
     if rollout.cut:
         parts.append(
@@ -158,8 +159,9 @@ class LiveView:
         self._shown = perf_counter()
 
 
-def _title(rollout: Rollout, name: str) -> str:
-    return rollout.evidence_texts.get(name, "").strip().partition("\n")[0].strip('"')
+def _title(rollout: Rollout, name: str) -> Text:
+    """The first line of a passage; `Text`, for what stands in square brackets is no markup."""
+    return Text(rollout.evidence_texts.get(name, "").strip().partition("\n")[0].strip('"'))
 
 
 def _heading(rollout: Rollout) -> Text:

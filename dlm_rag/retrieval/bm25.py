@@ -41,6 +41,7 @@ class BM25Retriever(Retriever):
             corpus.folder / slug("bm25", bm25s.__version__), lambda scratch: _build(corpus, scratch)
         )
         self._index = bm25s.BM25.load(folder, mmap=True, backend="numba")
+        self._search([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def key(self, query: Query) -> Hashable:
         return query.text

@@ -1,0 +1,278 @@
+"""The command lines: bad input is one sentence and exit code 2, before any weight is read."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
+
+sys.path.insert(0, str(ROOT))
+import evaluate
+import sample
+import train
+from dlm_rag.cli import run
+from dlm_rag.decode.rollout import Rollout
+
+QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_denoiser().save_pretrained(folder, eos_token_id=257)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, model, corpus_file):
+    """Runs a program in this process: its exit code, standard output and standard error."""
+
+    def invoke(*words, program=sample, defaults=True):
+        given = [] if not defaults else ["decode.canvas_length=8"]
+        for flag, value in (("--model", model), ("--corpus", corpus_file)):
+            if defaults and flag not in words:
+                given += [flag, str(value)]
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, words), *given])
+        with pytest.raises(SystemExit) as stop:
+            run(program.main)
+        out = capsys.readouterr()
+        return stop.value.code, out.out, out.err
+
+    return invoke
+
+
+@pytest.fixture
+def questions_file(tmp_path):
+    return write_lines(tmp_path / "questions.jsonl", QUESTIONS)
+
+
+def records(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_piped_answer_is_one_json_line(call):
+    code, out, err = call("Who wrote Emma?")
+    assert code == 0
+    (record,) = records(out)
+    assert record["id"] == "q1" and record["question"] == "Who wrote Emma?" and record["forwards"] > 0
+    assert "emma" in record["evidence"]
+    figures = err.splitlines()[-1]
+    for part in ("answers/s", "forwards/answer", "tokens/forward", "denoise", "cpu float32 sdpa", "joint"):
+        assert part in figures
+
+
+def bad_corpus(line):
+    def make(folder):
+        path = folder / "bad.jsonl"
+        path.write_bytes(b'{"id": "a", "contents": "x"}\n' + line)
+        return ["Who?", "--corpus", path]
+
+    return make
+
+
+def empty_file(flag):
+    def make(folder):
+        (folder / "empty.jsonl").touch()
+        return ["Who?", flag, folder / "empty.jsonl"]
+
+    return make
+
+
+def bad_checkpoint(change):
+    def make(folder):
+        tiny_denoiser().save_pretrained(folder / "m")
+        byte_tokenizer().save_pretrained(folder / "m")
+        change(folder / "m")
+        return ["Who?", "--model", folder / "m"]
+
+    return make
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def remote_code(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "secret", "auto_map": {"AutoModel": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('executed')")
+
+
+def wrong_shape(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
+
+
+def missing_shard(folder):
+    index = {"weight_map": {"norm.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+BAD = {
+    "corpus line that is not JSON": (bad_corpus(b"{oops\n"), "bad.jsonl, line 2: the line is not JSON"),
+    "corpus line without contents": (bad_corpus(b'{"id": "b"}\n'), "line 2: the passage has no 'contents'"),
+    "corpus with a duplicate id": (bad_corpus(b'{"id": "a", "contents": "y"}\n'), "line 2: the id 'a'"),
+    "corpus that is not UTF-8": (bad_corpus(b'{"id": "b", "contents": "\xe9"}\n'), "line 2: .* not UTF-8"),
+    "empty corpus": (empty_file("--corpus"), "holds no passages"),
+    "no corpus file": (["Who?", "--corpus", "nowhere.jsonl"], "corpus 'nowhere.jsonl' was not found"),
+    "blank question": (["  "], "question 1 is blank"),
+    "no question": ([], "no question"),
+    "no questions file": (["--questions", "nowhere.jsonl"], "'nowhere.jsonl' was not found"),
+    "long question": (["why " * 25_000], "question 'q1': the question is .* tokens too long"),
+    "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
+    "unknown flag": (["Who?", "--modle", "x"], "--modle"),
+    "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k has the wrong type"),
+    "out of range": (["Who?", "decode.commit_threshold=1.5"], "commit_threshold=1.5 is out of range"),
+    "missing config": (["Who?", "--config", "sadri.yaml"], "nearest: 'sardi.yaml'"),
+    "out is a folder": (["Who?", "--out", "."], "out=. cannot be written: Is a directory"),
+    "out in no folder": (["Who?", "--out", "no/such/a.jsonl"], "cannot be written: No such file"),
+    "trace that cannot be written": (["Who?", "--trace", "."], "trace=. cannot be written"),
+    "no such model": (["Who?", "--model", "./nowhere"], "neither a folder nor a hub id"),
+    "no such device": (["Who?", "model.device=cuda:99"], "device=cuda:99 is not available"),
+    "no such device name": (["Who?", "model.device=gpu"], "device=gpu is not available"),
+    "kernel that cannot run": (["Who?", "model.attention=flash"], "attention=flash cannot be used here"),
+    "pickled weights only": (bad_checkpoint(pickled), "pickled weights only"),
+    "remote code only": (bad_checkpoint(remote_code), "code of its own, which is never executed"),
+    "wrong shape": (bad_checkpoint(wrong_shape), r"has shape \[64, 32\], its config asks for \[65, 32\]"),
+    "missing shard": (bad_checkpoint(missing_shard), "lacks the shard model-00002-of-00002"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence(call, tmp_path, monkeypatch, name):
+    words, says = BAD[name]
+    monkeypatch.setattr("dlm_rag.model.denoiser.Denoiser.from_pretrained", None)  # must not be reached
+    code, out, err = call(*(words(tmp_path) if callable(words) else words))
+    assert code == 2 and out == ""
+    (line,) = [line for line in err.splitlines() if not line.startswith("reading corpus")]
+    assert line.startswith("error: ") and re.search(says, line), line
+
+
+def test_without_a_model_or_a_corpus_one_sentence_says_so(call, corpus_file, model):
+    code, _, err = call("Who?", "--corpus", corpus_file, defaults=False)
+    assert code == 2 and err.startswith("error: no model: give --model")
+    code, _, err = call("Who?", "--model", model, defaults=False)
+    assert code == 2 and err.startswith("error: no corpus: give --corpus")
+
+
+def test_more_passages_wanted_than_there_are_is_a_warning(call, caplog):
+    code, out, _ = call("Tacoma?", "retrieval.top_k=50")
+    assert code == 0 and "top_k=50, but the corpus has 5 passages: all are used" in caplog.text
+    assert len(records(out)[0]["evidence"]) == 5
+
+
+def test_config_can_be_printed(call):
+    code, out, _ = call("--config", "sardi.yaml", "retrieval.top_k=3", "--print-config", defaults=False)
+    assert code == 0 and "top_k: 3" in out and "stop_early: false" in out
+
+
+def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file):
+    out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
+    words = ("--questions", questions_file, "--out", out, "--trace", trace)
+    assert call(*words)[0] == 0
+    whole, whole_trace = out.read_text(), trace.read_text()
+    assert [record["id"] for record in records(whole)] == [q["id"] for q in QUESTIONS]
+
+    lines, traces = whole.splitlines(keepends=True), whole_trace.splitlines(keepends=True)
+    out.write_text("".join(lines[:3]) + lines[3][:40])  # killed while writing the fourth answer,
+    trace.write_text("".join(traces[:4]) + traces[4][:9])  # whose trace was there already
+    code, _, err = call(*words)
+    assert code == 0 and "3 of 6 questions are answered already" in err
+
+    def timeless(text):
+        return [
+            {k: v for k, v in record.items() if k not in ("seconds", "steps")} for record in records(text)
+        ]
+
+    assert out.read_text().splitlines(keepends=True)[:3] == lines[:3], "what was there is untouched"
+    assert timeless(out.read_text()) == timeless(whole)
+    assert timeless(trace.read_text()) == timeless(whole_trace)
+    assert Rollout.from_trace(records(trace.read_text())[5]).id == "n5"
+
+    code, _, err = call(*words)
+    assert code == 0 and "6 of 6 questions are answered already" in err
+
+
+def test_answers_of_other_settings_are_not_mixed(call, tmp_path, questions_file, model):
+    out = tmp_path / "answers.jsonl"
+    words = ("--questions", questions_file, "--out", out)
+    assert call(*words)[0] == 0
+    code, _, err = call(*words, "decode.commit_threshold=0.5")
+    assert code == 2 and "answers with decode.commit_threshold=0.9, this run asks for 0.5" in err
+    assert call(*words, "decode.batch_size=2")[0] == 0, "the batch size changes no answer"
+    code, _, err = call(*words, "--corpus", write_lines(tmp_path / "c.jsonl", [{"id": "1", "text": "x"}]))
+    assert code == 2 and "answers over another corpus" in err
+    other = write_lines(tmp_path / "b.jsonl", [{"id": "q1", "question": "x"}])
+    code, _, err = call("Another question?", "--out", other)
+    assert code == 2 and "answer to another question with the id 'q1'" in err
+    code, _, err = call("Who?", "--out", write_lines(tmp_path / "d.jsonl", [{"no": "id"}]))
+    assert code == 2 and "line 1 is no line of this program's" in err
+
+
+def test_results_are_stamped(call, tmp_path, questions_file):
+    out = tmp_path / "answers.jsonl"
+    call("--questions", questions_file, "--out", out)
+    stamp = json.loads((tmp_path / "answers.jsonl.run.json").read_text())
+    assert stamp["attention"] == "sdpa" and stamp["dtype"] == "float32" and stamp["seed"] == 0
+    assert stamp["config"]["decode"]["canvas_length"] == 8 and stamp["versions"]["torch"]
+    assert len(stamp["corpus_fingerprint"]) == 64
+
+
+def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corpus_file):
+    """A real process is interrupted after its first answers; the same command then finishes."""
+    questions = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(40)]
+    path, out = write_lines(tmp_path / "q.jsonl", questions), tmp_path / "answers.jsonl"
+    command = [
+        sys.executable, "sample.py", "--questions", str(path), "--out", str(out), "--model", str(model),
+        "--corpus", str(corpus_file), "decode.batch_size=1", "decode.canvas_length=24",
+        "decode.stop_early=false", "decode.commit_rule=top_k",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ)
+    deadline = time.monotonic() + 120
+    while not (out.exists() and out.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "the same command goes on" in err
+    first = out.read_text()
+    done = first.count("\n")
+    assert 2 <= done < 40
+
+    again = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert again.returncode == 0 and f"{done} of 40 questions are answered already" in again.stderr
+    assert out.read_text().startswith(first)
+    assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in questions]
+
+
+def test_evaluate_scores_what_it_decoded(call, tmp_path):
+    path = write_lines(
+        tmp_path / "q.jsonl",
+        [
+            {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
+             "supporting_ids": ["emma"], "hops": 1},
+            {"id": "2", "question": "Where was Frank Herbert born?", "golden_answers": ["Tacoma"],
+             "supporting_ids": ["dune", "steventon"], "hops": 2},
+        ],
+    )  # fmt: skip
+    words = ("--questions", path, "--out", tmp_path / "runs", "retrieval.top_k=1", "decode.query=question")
+    code, out, _ = call(*words, program=evaluate)
+    assert code == 0 and "2 hops" in out
+    table = json.loads((tmp_path / "runs" / "scores.json").read_text())
+    assert table["1 hops"]["recall_first"] == 1.0 and table["2 hops"]["recall_last"] == 0.0
+    assert table["all"]["questions"] == 2 and table["all"]["recall_last"] == 0.5
+    code, _, err = call("--questions", path, program=evaluate)
+    assert code == 2 and "--out FOLDER" in err
+
+
+def test_train_says_that_it_cannot_yet(call):
+    code, _, err = call(program=train)
+    assert code == 2 and "cannot train yet" in err

@@ -1,0 +1,68 @@
+"""What the terminal shows, rendered to plain text."""
+
+import pytest
+from rich.console import Console
+from test_decoder import QUESTIONS, make_decoder
+from test_rollout import hand_made
+
+from dlm_rag.decode.view import LiveView, answer_panel, colour_of, figures_line, progress_panel
+
+
+def render(thing, width=100):
+    console = Console(width=width, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
+    console.print(thing)
+    return console.export_text()
+
+
+def test_progress_shows_canvas_query_and_the_passages_that_came_and_went():
+    rollout = hand_made()
+    rollout.steps = rollout.steps[:2]
+    text = render(progress_panel(rollout))
+    assert "Who?" in text and "xy·" in text and "query  Who? x" in text
+    marks = [line.strip("│ ").split() for line in text.splitlines() if line.strip("│ ")[:1] in ("+", "-")]
+    assert marks == [["+", "c"], ["-", "a"]]
+    assert "step 1 · 2 of 3 tokens · searched" in text
+
+
+def test_answer_shows_sources_and_what_was_cut():
+    rollout = hand_made()
+    rollout.evidence_texts = {"b": "Title [b]\ntext"}
+    source = {"id": "b", "step": 2, "words": ["z"]}
+    rollout.citations = [{"text": "z", "kind": "answer", "passages": [source], "unsupported": []}]
+    rollout.cut = {"tokens": 9, "passages_shortened": 1, "passages_dropped": 2}
+    text = render(answer_panel(rollout))
+    assert "answer  z" in text and "b Title [b] (step 2)" in text
+    assert "9 tokens of evidence, 1 passages shortened, 2 dropped" in text
+
+
+def test_brackets_in_a_question_are_no_markup():
+    rollout = hand_made()
+    rollout.question = "What is [bold]this[/]?"
+    assert "What is [bold]this[/]?" in render(progress_panel(rollout))
+
+
+def test_colours_run_from_the_first_step_to_the_last():
+    assert colour_of(1, 10) != colour_of(10, 10)
+    assert len({colour_of(step, 1000) for step in range(1, 1001)}) == 7
+
+
+def test_figures_line_by_hand():
+    line = figures_line([hand_made()], 2.0, "cpu")
+    assert line == "0.50 answers/s · 2.0 forwards/answer · 1.50 tokens/forward · retrieve 100% · cpu"
+
+
+def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
+    console = Console(width=100, height=40, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
+    decoder = make_decoder(corpus_file, batch_size=2)
+    from dlm_rag.decode.decoder import as_questions
+
+    with LiveView(console) as view:
+        for rollout in decoder.stream(as_questions(QUESTIONS), view.step):
+            view.finish(rollout)
+    text = console.export_text()
+    assert all(question[:40] in text for question in QUESTIONS)
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_any_width_will_do(width):
+    assert render(progress_panel(hand_made()), width)
