@@ -36,6 +36,14 @@ def test_text_is_accepted_for_contents_and_a_number_for_an_id(tmp_path):
     assert open_corpus(path)[0] == Passage("7", "", "Zoë’s “name”\u2028is odd")
 
 
+def test_blank_lines_windows_line_ends_and_a_byte_order_mark_do_no_harm(tmp_path):
+    text = (
+        b"\n\xef\xbb\xbf" + GOOD.replace(b"\n", b"\r\n") + b"  \n\n" + GOOD.replace(b'"a"', b'"b"') + b"\n"
+    )
+    (tmp_path / "c.jsonl").write_bytes(text)
+    assert [p.id for p in open_corpus(tmp_path / "c.jsonl")] == ["a", "b"]
+
+
 def test_a_last_line_without_its_end_counts(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(GOOD + GOOD.replace(b'"a"', b'"b"').rstrip())
     assert [p.id for p in open_corpus(tmp_path / "c.jsonl")] == ["a", "b"]
@@ -52,7 +60,6 @@ def test_a_last_line_without_its_end_counts(tmp_path):
         (b'{"contents": "x"}\n', "line 2: the passage has no 'id'"),
         (GOOD, "line 2: the id 'a' occurs a second time"),
         (b'{"id": "b", "contents": "\xff"}\n', "line 2: the line is not UTF-8"),
-        (b"\n", "line 2: the line is blank"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, says):

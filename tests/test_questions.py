@@ -52,6 +52,11 @@ def test_a_bad_line_is_named(tmp_path, line, says):
     assert says in str(error.value)
 
 
+def test_blank_lines_and_a_byte_order_mark_do_no_harm(tmp_path):
+    (tmp_path / "q.jsonl").write_bytes(b'\xef\xbb\xbf{"id": "a", "question": "x"}\r\n\n')
+    assert read_questions(tmp_path / "q.jsonl") == [Question("a", "x")]
+
+
 def test_no_file_and_no_questions(tmp_path):
     with pytest.raises(QuestionError, match="was not found"):
         read_questions(tmp_path / "q.jsonl")

@@ -1,12 +1,12 @@
 """Files of questions: JSON lines, or the parquet of the SARDI data set."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dlm_rag.errors import QuestionError, nearest
+from dlm_rag.jsonl import parse_object
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,9 @@ def typed_questions(texts: list[str]) -> list[Question]:
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError:
-                raise QuestionError(f"{place}: the line is not UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise QuestionError(f"{place}: the line is not JSON ({error.msg})") from None
-            if not isinstance(row, dict):
-                raise QuestionError(f"{place}: the line is not a JSON object")
-            yield place, row
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield place, parse_object(line, place, QuestionError)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

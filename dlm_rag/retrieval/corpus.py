@@ -13,6 +13,7 @@ from typing import overload
 import numpy as np
 
 from dlm_rag.errors import CorpusError, nearest
+from dlm_rag.jsonl import parse_object
 from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
 
 log = logging.getLogger(__name__)
@@ -43,14 +44,7 @@ class Passage:
 
 def parse_passage(line: bytes, place: str) -> Passage:
     """A passage from one line of a corpus; raises `CorpusError` that begins with `place`."""
-    try:
-        raw = json.loads(line)
-    except UnicodeDecodeError:
-        raise CorpusError(f"{place}: the line is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise CorpusError(f"{place}: the line is not JSON ({error.msg})") from None
-    if not isinstance(raw, dict):
-        raise CorpusError(f"{place}: the line is not a JSON object")
+    raw = parse_object(line, place, CorpusError)
     contents = raw.get("contents", raw.get("text", _MISSING))
     if contents is _MISSING:
         raise CorpusError(f"{place}: the passage has no 'contents'{nearest('contents', raw)}")
@@ -149,20 +143,23 @@ def _read_manifest(folder: Path) -> tuple[Path, str]:
 
 
 def _scan(path: Path) -> "array[int]":
-    """Offsets (passages + 1,) of the lines, after checking every one; blank lines are refused."""
+    """Where each passage begins, and the end of the file, after checking every line.
+
+    Blank lines belong to the passage before them, as white space that JSON ignores.
+    """
     log.info("reading corpus %s", path)
-    offsets, lines_by_id, end = array("q", [0]), set[str](), 0
+    offsets, ids, start = array("q"), set[str](), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            if not line.strip():
-                raise CorpusError(f"{place}: the line is blank")
-            passage = parse_passage(line, place)
-            if passage.id in lines_by_id:
-                raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
-            lines_by_id.add(passage.id)
-            end += len(line)
-            offsets.append(end)
-    if not lines_by_id:
+            if line.strip():
+                place = f"{path}, line {number}"
+                passage = parse_passage(line, place)
+                if passage.id in ids:
+                    raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
+                ids.add(passage.id)
+                offsets.append(start)
+            start += len(line)
+    if not ids:
         raise CorpusError(f"{path} holds no passages")
+    offsets.append(start)
     return offsets
