@@ -10,6 +10,7 @@ was stopped goes on when the same command is given again.
 
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,20 +43,18 @@ def to_screen(config: "Config", questions: "list[Question]") -> None:
     decoder = prepare(config, questions).load()
     rollouts: list[Rollout] = []
     start = time.perf_counter()
-    if sys.stdout.isatty():
-        with LiveView(Console()) as view:
-            for rollout in decoder.stream(questions, view.step):
-                rollouts.append(rollout)
-                view.finish(rollout)
-    else:
-        for rollout in decoder.stream(questions):
+    with ExitStack() as stack:
+        trace = config.trace and stack.enter_context(Path(config.trace).open("w", encoding="utf-8"))
+        view = stack.enter_context(LiveView(Console())) if sys.stdout.isatty() else None
+        for rollout in decoder.stream(questions, view.step if view else None):
             rollouts.append(rollout)
-            write_line(sys.stdout, rollout.answer_record())
+            if trace:
+                write_line(trace, rollout.trace_record())
+            if view:
+                view.finish(rollout)
+            else:
+                write_line(sys.stdout, rollout.answer_record())
     figures(rollouts, time.perf_counter() - start, decoder)
-    if config.trace is not None:
-        with Path(config.trace).open("w", encoding="utf-8") as file:
-            for rollout in rollouts:
-                write_line(file, rollout.trace_record())
 
 
 if __name__ == "__main__":

@@ -135,6 +135,21 @@ def test_a_bad_folder_is_refused_by_name(folder, harm, says):
         open_checkpoint(folder)
 
 
+def test_from_the_hub_only_data_is_fetched_never_code_or_pickles(monkeypatch, folder):
+    from fnmatch import fnmatch
+
+    def download(name, allow_patterns):
+        assert name == "owner/model"
+        fetched = ["config.json", "model-00001-of-00002.safetensors", "merges.txt", "chat_template.jinja"]
+        left = ["modeling_dream.py", "pytorch_model.bin", "model.pt", "tokenizer.model"]
+        assert all(any(fnmatch(file, p) for p in allow_patterns) for file in fetched)
+        assert not any(fnmatch(file, p) for p in allow_patterns for file in left)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert open_checkpoint("owner/model").folder == folder
+
+
 def test_a_hub_id_out_of_reach_says_so(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError, match="could not be fetched from the hub"):
