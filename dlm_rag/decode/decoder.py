@@ -10,7 +10,6 @@ Questions join as others finish, up to `batch_size` at a time. Rows are packed w
 share nothing but the call, so a question gets the same tokens alone and in a batch.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +28,7 @@ from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.diffusion.commit import Proposals, select
 from dlm_rag.errors import QuestionError
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query, may_enter, retrieval_due
@@ -129,7 +129,7 @@ class Decoder:
         return Row(
             question=question,
             canvas=Canvas(config.canvas_length, self.tokenizer.mask_id),
-            generator=question_generator(config.seed, question.id),
+            generator=keyed_generator(config.seed, question.id),
             rollout=Rollout(question.id, question.question, self.evidence_layout, config.canvas_length),
         )
 
@@ -323,12 +323,6 @@ def as_questions(questions: Sequence[str | Question]) -> list[Question]:
     if len({question.id for question in asked}) < len(asked):
         raise QuestionError("two questions have the same id")
     return asked
-
-
-def question_generator(seed: int, question_id: str) -> torch.Generator:
-    """The generator of one question: it depends on nothing but the seed and the question's id."""
-    digest = hashlib.sha256(f"{seed}/{question_id}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def read_proposals(

@@ -1,0 +1,442 @@
+"""Invented worlds: passages about people, places, works and companies, and questions that hop between.
+
+    python -m dlm_rag.data.world --seed 1 --out world/
+
+writes `corpus.jsonl` (about 2,000 passages) and `questions.jsonl` (1 to 4 hops, with `supporting_ids`
+and the `reasoning` that answers them). One passage tells of one entity, mostly without naming it
+again; the answer to a hop stands in the passage of that hop's subject and nowhere in the question, so
+later hops can only be found by what was read before.
+
+Words of names belong to a split, training or test, by a hash of the word: a test world shares no
+invented word with any training world, whatever the seeds. Question wordings and relation paths that
+training never shows are marked `held_out_wording` and `held_out_path`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.errors import ConfigError
+
+ONSETS = "b br d dr f fl g gr h j k kl l m n p pr r s sh sk st t th tr v w z".split()
+VOWELS = "a e i o u ai ea ou".split()
+CODAS = ["", "", *"n l r s m th nd lk rt sk".split()]
+
+OCCUPATIONS = "painter printer composer chemist pilot poet surgeon farmer judge sailor architect".split()
+PRODUCTS = "clocks glass wool paper salt tiles knives bells candles honey ropes lenses".split()
+GENRES = {
+    "book": ("novel", "memoir", "play"),
+    "film": ("comedy", "drama", "thriller"),
+    "album": ("folk album", "jazz album", "choral album"),
+}
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A fact with all its wordings; {s} is the subject, {o} the object.
+
+    told: sentences of a passage, {s} there is a pronoun. named: noun phrases that stand for the
+    object. asked: questions for the object. The last of `named` and of `asked` is held out from
+    training. trace: the sentence of the reasoning.
+    """
+
+    name: str
+    subject: str
+    object: str
+    told: tuple[str, ...]
+    named: tuple[str, ...]
+    asked: tuple[str, ...]
+    trace: str
+
+
+RELATIONS = (
+    Relation("author", "book", "person",
+             ("It was written by {o}.", "{o} wrote it.", "Its author is {o}."),
+             ("the author of {s}", "the person who wrote {s}", "the writer behind {s}"),
+             ("Who wrote {s}?", "Who is the author of {s}?", "By whom was {s} written?"),
+             "{s} was written by {o}."),
+    Relation("publisher", "book", "company",
+             ("{o} published it.", "It came out with {o}."),
+             ("the publisher of {s}", "the company that published {s}", "the house that brought out {s}"),
+             ("Which company published {s}?", "Who is the publisher of {s}?", "Who brought out {s}?"),
+             "{s} was published by {o}."),
+    Relation("director", "film", "person",
+             ("It was directed by {o}.", "{o} directed it.", "Its director was {o}."),
+             ("the director of {s}", "the person who directed {s}", "the one in charge of filming {s}"),
+             ("Who directed {s}?", "Who was the director of {s}?", "By whom was {s} directed?"),
+             "{s} was directed by {o}."),
+    Relation("lead", "film", "person",
+             ("{o} played the main role.", "The main role was given to {o}."),
+             ("the star of {s}", "the person who played the main role in {s}", "the lead of {s}"),
+             ("Who played the main role in {s}?", "Who starred in {s}?", "Whose was the main role in {s}?"),
+             "The main role in {s} was played by {o}."),
+    Relation("performer", "album", "person",
+             ("It was recorded by {o}.", "{o} recorded it.", "The voice on it is that of {o}."),
+             ("the performer of {s}", "the person who recorded {s}", "the voice on {s}"),
+             ("Who recorded {s}?", "Who is the performer of {s}?", "Whose voice is on {s}?"),
+             "{s} was recorded by {o}."),
+    Relation("label", "album", "company",
+             ("It was released by {o}.", "{o} released it."),
+             ("the label of {s}", "the company that released {s}", "the firm behind the release of {s}"),
+             ("Which company released {s}?", "What is the label of {s}?", "Who put out {s}?"),
+             "{s} was released by {o}."),
+    Relation("founder", "company", "person",
+             ("It was founded by {o}.", "{o} founded it.", "The founder was {o}."),
+             ("the founder of {s}", "the person who founded {s}", "whoever started {s}"),
+             ("Who founded {s}?", "Who was the founder of {s}?", "By whom was {s} started?"),
+             "{s} was founded by {o}."),
+    Relation("seat", "company", "city",
+             ("Its main office is in {o}.", "It has its seat in {o}.", "The firm is based in {o}."),
+             ("the city where {s} is based", "the seat of {s}", "the home town of {s}"),
+             ("Where is {s} based?", "In which city is the main office of {s}?", "Where does {s} sit?"),
+             "{s} is based in {o}."),
+    Relation("birthplace", "person", "city",
+             ("{s} was born in {o}.", "{s} came from {o}.", "The city of birth was {o}."),
+             ("the birthplace of {s}", "the city where {s} was born", "the place {s} came from"),
+             ("Where was {s} born?", "In which city was {s} born?", "From which city did {s} come?"),
+             "{s} was born in {o}."),
+    Relation("spouse", "person", "person",
+             ("{s} was married to {o}.", "{s} married {o}.", "There was a marriage with {o}."),
+             ("the spouse of {s}", "the person married to {s}", "the one who shared a home with {s}"),
+             ("Who was married to {s}?", "Who was the spouse of {s}?", "To whom was {s} married?"),
+             "{s} was married to {o}."),
+    Relation("school", "person", "school",
+             ("{s} studied at {o}.", "{s} went to {o}.", "The years of study were spent at {o}."),
+             ("the school of {s}", "the school where {s} studied", "the place where {s} was taught"),
+             ("Where did {s} study?", "Which school did {s} go to?", "At which school was {s} taught?"),
+             "{s} studied at {o}."),
+    Relation("site", "school", "city",
+             ("It stands in {o}.", "Its halls are in {o}.", "It is a school in {o}."),
+             ("the city of {s}", "the city where {s} stands", "the town around {s}"),
+             ("In which city is {s}?", "Where does {s} stand?", "Which city is home to {s}?"),
+             "{s} stands in {o}."),
+    Relation("country", "city", "country",
+             ("It lies in {o}.", "It is a city in {o}.", "It belongs to {o}."),
+             ("the country of {s}", "the country where {s} lies", "the land around {s}"),
+             ("In which country is {s}?", "Which country does {s} belong to?", "In what land is {s}?"),
+             "{s} lies in {o}."),
+    Relation("capital", "country", "city",
+             ("Its capital is {o}.", "It is governed from {o}.", "The capital is {o}."),
+             ("the capital of {s}", "the city from which {s} is governed", "the first city of {s}"),
+             ("What is the capital of {s}?", "From which city is {s} governed?",
+              "Which is the first city of {s}?"),
+             "The capital of {s} is {o}."),
+    Relation("leader", "country", "person",
+             ("It is led by {o}.", "{o} leads it.", "Its leader is {o}."),
+             ("the leader of {s}", "the person who leads {s}", "the head of {s}"),
+             ("Who leads {s}?", "Who is the leader of {s}?", "Who stands at the head of {s}?"),
+             "{s} is led by {o}."),
+    Relation("occupation", "person", "literal",
+             ("{s} was a {o}.", "{s} worked as a {o}."),
+             ("the occupation of {s}",),
+             ("What was the occupation of {s}?", "What did {s} work as?", "How did {s} earn a living?"),
+             "{s} was a {o}."),
+    Relation("year", "company", "literal",
+             ("That was in {o}.", "It dates from {o}."),
+             ("the year of {s}",),
+             ("When was {s} founded?", "In which year was {s} founded?", "How old is {s}?"),
+             "{s} was founded in {o}."),
+    Relation("product", "city", "literal",
+             ("It is known for its {o}.", "Its {o} are sold everywhere."),
+             ("the product of {s}",),
+             ("What is {s} known for?", "Which goods is {s} known for?", "What is sold from {s}?"),
+             "{s} is known for its {o}."),
+)  # fmt: skip
+NOVEL_WORDINGS = 0.2
+BY_NAME = {relation.name: relation for relation in RELATIONS}
+SHARES = {
+    "person": 0.36, "city": 0.14, "country": 0.02, "school": 0.05,
+    "book": 0.13, "film": 0.11, "album": 0.08, "company": 0.11,
+}  # fmt: skip
+# Facts that no question needs; {p} and {w} are a person and a work from elsewhere in the world.
+ASIDES = {
+    "person": ("A street bears the name.", "{p} wrote a letter about it.", "The portrait is by {p}."),
+    "city": ("{p} once stayed there.", "It has a bridge of iron.", "{w} mentions it."),
+    "country": ("Its flag is green.", "{w} is read in its schools."),
+    "school": ("{p} taught there.", "Its library is small.", "{w} has a chapter on it."),
+    "book": ("{p} disliked it.", "It was printed in {n} copies.", "{w} borrows a scene from it."),
+    "film": ("{p} praised it.", "It was shown for {n} days.", "{w} is often shown with it."),
+    "album": ("{p} owned a copy.", "It sold {n} copies.", "{w} has the same cover."),
+    "company": ("{p} once worked there.", "It has {n} workers.", "{w} was paid for by it."),
+}  # fmt: skip
+
+
+@dataclass
+class Entity:
+    """One entity: its facts by relation name, the objects being entities or literal texts."""
+
+    id: str
+    kind: str
+    name: str
+    facts: dict[str, Entity | str] = field(default_factory=dict)
+
+
+@dataclass
+class World:
+    """The entities of a world and the text of each one's passage, by id."""
+
+    split: str
+    entities: list[Entity]
+    contents: dict[str, str]
+
+
+@dataclass(frozen=True)
+class WorldQuestion:
+    """A question with the way to its answer: subjects[i] relates to the next by relations[i]."""
+
+    question: str
+    answer: str
+    reasoning: str
+    subjects: tuple[Entity, ...]
+    relations: tuple[str, ...]
+    held_out_path: bool
+    held_out_wording: bool
+
+    @property
+    def hops(self) -> int:
+        return len(self.relations)
+
+
+def split_of(word: str) -> str:
+    """The split that an invented word belongs to: a fifth of all words are for tests."""
+    return "test" if hashlib.sha256(word.encode()).digest()[0] % 5 == 0 else "train"
+
+
+def path_is_held_out(relations: Sequence[str]) -> bool:
+    """Whether training never asks along this path; an eighth of the paths of two hops and more."""
+    digest = hashlib.sha256("/".join(relations).encode()).digest()
+    return len(relations) > 1 and digest[0] % 8 == 0
+
+
+def make_word(rng: random.Random, split: str) -> str:
+    """A pronounceable word of two or three syllables that belongs to `split`."""
+    while True:
+        syllables = rng.choice((2, 2, 2, 3))
+        parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables)]
+        word = ("".join(parts) + rng.choice(CODAS)).capitalize()
+        if split_of(word) == split:
+            return word
+
+
+def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
+    """A world with `passages` entities; the same for the same arguments."""
+    rng = random.Random(f"{split}/{seed}")
+    # Few enough words that names share them: what distinguishes a name is the whole of it.
+    pool = [make_word(rng, split) for _ in range(max(24, passages // 4))]
+    entities = _make_entities(rng, pool, passages)
+    by_kind: dict[str, list[Entity]] = {}
+    for entity in entities:
+        by_kind.setdefault(entity.kind, []).append(entity)
+    _relate(rng, by_kind)
+    contents = {entity.id: _describe(rng, entity, by_kind) for entity in entities}
+    return World(split, entities, contents)
+
+
+def _make_entities(rng: random.Random, pool: list[str], count: int) -> list[Entity]:
+    kinds = [kind for kind, share in SHARES.items() for _ in range(max(2, round(share * count)))]
+    rng.shuffle(kinds)
+    entities, names = [], set[str]()
+    for number, kind in enumerate(kinds):
+        while (name := _make_name(rng, kind, pool)) in names:
+            pass
+        names.add(name)
+        entities.append(Entity(f"e{number}", kind, name))
+    return entities
+
+
+def _make_name(rng: random.Random, kind: str, pool: list[str]) -> str:
+    one, two = rng.sample(pool, 2)
+    patterns = {
+        "person": ("{} {}",) * 5 + ("{} van {}", "{} {} the Younger"),
+        "city": ("{}", "{}", "{}", "Port {}", "{} Falls", "New {}"),
+        "country": ("{}ia", "{}land", "Upper {}"),
+        "school": ("{} Academy", "{} College", "{} and {} School"),
+        "book": ("{} under {}", "The {} House", "A Letter to {}", "{} and {}"),
+        "film": ("The {} Road", "Leaving {}", "{} meets {}", "Nights in {}"),
+        "album": ("Songs of {}", "{} Blues", "{} after {}"),
+        "company": ("{} Works", "{} and {}", "{} Brothers", "{} Mills"),
+    }[kind]
+    return rng.choice(patterns).format(one, two)
+
+
+def _relate(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
+    for relation in RELATIONS:
+        for subject in by_kind[relation.subject]:
+            if relation.name in subject.facts:
+                continue
+            if relation.object == "literal":
+                subject.facts[relation.name] = {
+                    "occupation": rng.choice(OCCUPATIONS),
+                    "product": rng.choice(PRODUCTS),
+                    "year": str(rng.randrange(1800, 2000)),
+                }[relation.name]
+                continue
+            other = rng.choice([e for e in by_kind[relation.object] if e is not subject])
+            subject.facts[relation.name] = other
+            if relation.name == "spouse" and "spouse" not in other.facts:
+                other.facts["spouse"] = subject
+    for country in by_kind["country"]:  # a capital lies in its country
+        capital = country.facts["capital"]
+        assert isinstance(capital, Entity)
+        capital.facts["country"] = country
+
+
+def text_of(value: Entity | str) -> str:
+    """The name of an entity, or the literal itself."""
+    return value.name if isinstance(value, Entity) else value
+
+
+def _describe(rng: random.Random, entity: Entity, by_kind: dict[str, list[Entity]]) -> str:
+    sentences = []
+    for name, value in entity.facts.items():
+        told = rng.choice(BY_NAME[name].told)
+        sentences.append(told.format(s="{s}", o=text_of(value)))
+    rng.shuffle(sentences)
+    if rng.random() < 0.7:
+        aside = rng.choice(ASIDES[entity.kind])
+        work = rng.choice(by_kind[rng.choice(("book", "film", "album"))])
+        aside = aside.format(p=rng.choice(by_kind["person"]).name, w=work.name, n=rng.randrange(20, 9000))
+        sentences.insert(rng.randrange(len(sentences) + 1), aside)
+    # The name opens the text now and then; elsewhere a pronoun stands for it.
+    opening = entity.kind == "person" and rng.random() < 0.5
+    pronoun = rng.choice(("He", "She")) if entity.kind == "person" else "It"
+    text = " ".join(s.format(s=pronoun) for s in sentences)
+    if opening:
+        text = " ".join(
+            s.format(s=entity.name if first else pronoun)
+            for s, first in zip(sentences, [True] + [False] * len(sentences), strict=False)
+        )
+    kind = GENRES.get(entity.kind)
+    lead = f"It is a {rng.choice(kind)}. " if kind else ""
+    return lead + text
+
+
+def make_question(rng: random.Random, world: World, hops: int, *, training: bool = False) -> WorldQuestion:
+    """A question along a random path of `hops` relations; with `training` nothing held out is used.
+
+    Otherwise a share of `NOVEL_WORDINGS` has one wording that training never shows.
+    """
+    while True:
+        path = _walk(rng, world, hops)
+        if path is None:
+            continue
+        subjects, relations = path
+        held_path = path_is_held_out(relations)
+        if training and held_path:
+            continue
+        kind = subjects[0].kind
+        phrase = f"the {kind} {subjects[0].name}" if kind in GENRES else subjects[0].name
+        wordings = [BY_NAME[name].named for name in relations[:-1]] + [BY_NAME[relations[-1]].asked]
+        held_wording = not training and rng.random() < NOVEL_WORDINGS
+        held_at = rng.randrange(hops) if held_wording else None
+        for hop, known in enumerate(wordings):
+            phrase = (known[-1] if hop == held_at else rng.choice(known[:-1])).format(s=phrase)
+        objects = [*subjects[1:], subjects[-1].facts[relations[-1]]]
+        sentences = [
+            BY_NAME[name].trace.format(s=subject.name, o=text_of(value))
+            for name, subject, value in zip(relations, subjects, objects, strict=True)
+        ]
+        answer = text_of(objects[-1])
+        return WorldQuestion(
+            question=phrase,
+            answer=answer,
+            reasoning=f"{' '.join(sentences)} ### {answer}",
+            subjects=tuple(subjects),
+            relations=tuple(relations),
+            held_out_path=held_path,
+            held_out_wording=held_wording,
+        )
+
+
+def _walk(rng: random.Random, world: World, hops: int) -> tuple[list[Entity], list[str]] | None:
+    """A path that visits no entity twice and ends anywhere; literals end a path."""
+    subject = rng.choice(world.entities)
+    subjects, relations = [subject], list[str]()
+    while True:
+        last = len(relations) == hops - 1
+        names = [n for n, v in subject.facts.items() if last or isinstance(v, Entity)]
+        if not names:
+            return None
+        name = rng.choice(names)
+        relations.append(name)
+        value = subject.facts[name]
+        if isinstance(value, Entity) and value in subjects:
+            return None
+        if last:
+            return subjects, relations
+        assert isinstance(value, Entity)
+        subject = value
+        subjects.append(subject)
+
+
+def make_questions(world: World, seed: int, per_hop: int = 100) -> list[WorldQuestion]:
+    """`per_hop` different questions for each of 1 to 4 hops."""
+    rng = random.Random(f"questions/{seed}")
+    found: dict[str, WorldQuestion] = {}
+    for hops in (1, 2, 3, 4):
+        wanted = len(found) + per_hop
+        while len(found) < wanted:
+            question = make_question(rng, world, hops)
+            found.setdefault(question.question, question)
+    return list(found.values())
+
+
+def passage_record(world: World, entity: Entity) -> dict[str, str]:
+    """The line of `corpus.jsonl`."""
+    return {"id": entity.id, "title": entity.name, "contents": world.contents[entity.id]}
+
+
+def question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
+    """The line of `questions.jsonl`."""
+    return {
+        "id": f"q{number}",
+        "question": question.question,
+        "golden_answers": [question.answer],
+        "supporting_ids": [subject.id for subject in question.subjects],
+        "hops": question.hops,
+        "reasoning": question.reasoning,
+        "path": list(question.relations),
+        "held_out_path": question.held_out_path,
+        "held_out_wording": question.held_out_wording,
+    }
+
+
+def write_world(folder: Path, seed: int, split: str, passages: int, per_hop: int) -> None:
+    """Writes `corpus.jsonl` and `questions.jsonl` into `folder`."""
+    world = make_world(seed, split, passages)
+    folder.mkdir(parents=True, exist_ok=True)
+    questions = make_questions(world, seed, per_hop)
+    files = {
+        "corpus.jsonl": [passage_record(world, entity) for entity in world.entities],
+        "questions.jsonl": [question_record(n, q) for n, q in enumerate(questions)],
+    }
+    for name, records in files.items():
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dlm_rag.data.world", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder")
+    parser.add_argument("--split", choices=("test", "train"), default="test", help="whose words")
+    parser.add_argument("--passages", type=int, default=2000)
+    parser.add_argument("--per-hop", type=int, default=100, help="questions for each of 1 to 4 hops")
+    given = parser.parse_args(argv)
+    if given.passages < 100:
+        raise ConfigError("passages: a world needs at least 100")
+    write_world(given.out, given.seed, given.split, given.passages, given.per_hop)
+
+
+if __name__ == "__main__":
+    from dlm_rag.cli import run
+
+    run(main)

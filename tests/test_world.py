@@ -1,0 +1,120 @@
+"""Invented worlds: answers are where they should be and nowhere else, splits share no word."""
+
+import json
+import random
+import re
+
+import pytest
+
+from dlm_rag.data.questions import read_questions
+from dlm_rag.data.world import (
+    BY_NAME,
+    RELATIONS,
+    make_question,
+    make_questions,
+    make_world,
+    passage_record,
+    path_is_held_out,
+    text_of,
+    write_world,
+)
+from dlm_rag.retrieval.corpus import open_corpus
+
+# The words of names that are English, shared by all worlds.
+ENGLISH = frozenset(
+    "the van younger port falls new upper land ia academy college school and under house a letter to road "
+    "leaving meets nights in songs of blues after works brothers mills".split()
+)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(1, "test", 400)
+
+
+def invented_words(world):
+    found = set()
+    for entity in world.entities:
+        name = re.sub(r"(ia|land)$", "", entity.name) if entity.kind == "country" else entity.name
+        found |= {word for word in name.split() if word.lower() not in ENGLISH}
+    return found
+
+
+def test_test_worlds_share_no_word_with_training_worlds():
+    test = set().union(*(invented_words(make_world(seed, "test", 300)) for seed in range(5)))
+    train = set().union(*(invented_words(make_world(seed, "train", 300)) for seed in range(20)))
+    assert len(test) > 100 and len(train) > 1000
+    assert not test & train
+
+
+def test_the_same_seed_gives_the_same_files(tmp_path):
+    for name in ("a", "b"):
+        write_world(tmp_path / name, seed=3, split="test", passages=200, per_hop=5)
+    for file in ("corpus.jsonl", "questions.jsonl"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert make_world(3).contents != make_world(4).contents
+
+
+def test_each_hop_is_told_in_the_passage_of_its_subject(world):
+    for question in make_questions(world, 1, 50):
+        objects = [*question.subjects[1:], question.subjects[-1].facts[question.relations[-1]]]
+        for subject, value in zip(question.subjects, objects, strict=True):
+            assert text_of(value) in world.contents[subject.id]
+        assert question.reasoning.endswith(f"### {question.answer}")
+        assert question.answer == text_of(objects[-1])
+
+
+def test_later_hops_cannot_be_found_from_the_question(world):
+    """The question names its first subject and none of those behind it."""
+    for question in make_questions(world, 1, 50):
+        first, *later = question.subjects
+        assert first.name in question.question
+        assert not any(subject.name in question.question.replace(first.name, "") for subject in later)
+
+
+def test_names_are_unique_and_share_words(world):
+    names = [entity.name for entity in world.entities]
+    assert len(set(names)) == len(names)
+    words = [word for name in names for word in name.split()]
+    assert len(words) > 2 * len(set(words)), "a word alone does not tell which entity is meant"
+
+
+def longest_piece(template):
+    return max(template.split("{s}"), key=len)
+
+
+def test_training_questions_use_nothing_that_is_held_out(world):
+    shown = [w for relation in RELATIONS for w in (*relation.named[:-1], *relation.asked[:-1])]
+    held = [longest_piece(w) for relation in RELATIONS for w in (relation.named[-1], relation.asked[-1])]
+    held = [piece for piece in held if not any(piece in wording for wording in shown)]
+    assert len(held) > len(RELATIONS)
+    rng = random.Random(0)
+    for hops in (1, 2, 3, 4):
+        for _ in range(200):
+            question = make_question(rng, world, hops, training=True)
+            assert not path_is_held_out(question.relations)
+            assert not any(piece in question.question for piece in held), question.question
+
+
+def test_test_questions_hold_some_of_everything(world):
+    questions = make_questions(world, 1, 100)
+    assert [sum(q.hops == hops for q in questions) for hops in (1, 2, 3, 4)] == [100] * 4
+    novel = sum(q.held_out_wording for q in questions) / 400
+    assert 0.1 < novel < 0.3 and any(q.held_out_path for q in questions)
+    assert {q.relations[-1] for q in questions} == set(BY_NAME)
+
+
+def test_files_are_what_the_programs_read(tmp_path, world):
+    write_world(tmp_path, seed=5, split="test", passages=200, per_hop=5)
+    corpus = open_corpus(tmp_path / "corpus.jsonl")
+    questions = read_questions(tmp_path / "questions.jsonl")
+    ids = {passage.id for passage in corpus}
+    assert len(questions) == 20 and all(set(q.supporting_ids) <= ids for q in questions)
+    assert all(len(q.supporting_ids) == q.hops for q in questions)
+    line = json.loads((tmp_path / "questions.jsonl").read_text().splitlines()[0])
+    assert {"reasoning", "path", "held_out_path", "held_out_wording"} <= set(line)
+    assert set(passage_record(world, world.entities[0])) == {"id", "title", "contents"}
+
+
+def test_a_default_world_has_about_two_thousand_passages():
+    assert 1900 <= len(make_world(0).entities) <= 2100
