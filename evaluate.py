@@ -24,14 +24,16 @@ def main(argv: list[str]) -> None:
     config, _ = parse(__doc__ or "", argv, typed=False)
     if config.out is None or config.questions is None:
         raise ConfigError("evaluation needs --questions FILE and --out FOLDER")
+    if config.trace is not None:
+        raise ConfigError("evaluation keeps its traces in the folder of --out: leave --trace out")
+    questions = gather_questions(config, [])
+    if not all(question.golden_answers for question in questions):
+        raise ConfigError(f"{config.questions} has questions without golden_answers: nothing to score")
     folder = Path(config.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
-    questions = gather_questions(config, [])
-    if not all(question.golden_answers for question in questions):
-        raise ConfigError(f"{config.questions} has questions without golden_answers: nothing to score")
     files = replace(config, out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl"))
     decode_to_file(files, questions)
     table = score_folder(folder, questions)
@@ -44,17 +46,14 @@ def score_folder(folder: Path, questions: "list[Question]") -> "dict[str, dict[s
     from dlm_rag.decode.rollout import Rollout
     from dlm_rag.evaluation.metrics import mean_score, score
 
-    by_id = {question.id: question for question in questions}
-    groups: dict[str, list[Score]] = {}
     with (folder / "trace.jsonl").open(encoding="utf-8") as file:
-        for line in file:
-            rollout = Rollout.from_trace(json.loads(line))
-            if rollout.id not in by_id:
-                continue
-            question = by_id[rollout.id]
-            groups.setdefault("all", []).append(score(rollout, question))
-            if question.hops is not None:
-                groups.setdefault(f"{question.hops} hops", []).append(score(rollout, question))
+        rollouts = {rollout.id: rollout for rollout in map(Rollout.from_trace, map(json.loads, file))}
+    groups: dict[str, list[Score]] = {"all": []}
+    for question in questions:
+        scored = score(rollouts[question.id], question)
+        groups["all"].append(scored)
+        if question.hops is not None:
+            groups.setdefault(f"{question.hops} hops", []).append(scored)
     return {
         name: {"questions": len(scores), **asdict(mean_score(scores))}
         for name, scores in sorted(groups.items(), key=lambda item: (item[0] != "all", item[0]))

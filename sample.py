@@ -14,47 +14,47 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.cli import check_writable, decode_to_file, figures, gather_questions, parse, prepare, run
+from dlm_rag.cli import check_files, decode_to_file, gather_questions, note, parse, prepare, run
+from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
     from dlm_rag.data.questions import Question
-    from dlm_rag.decode.rollout import Rollout
 
 
 def main(argv: list[str]) -> None:
     config, typed = parse(__doc__ or "", argv)
-    if config.trace is not None:
-        check_writable(config.trace, "trace")
     questions = gather_questions(config, typed)
     if config.out is not None:
         decode_to_file(config, questions)
     else:
-        to_screen(config, questions)
+        decode_to_screen(config, questions)
 
 
-def to_screen(config: "Config", questions: "list[Question]") -> None:
+def decode_to_screen(config: "Config", questions: "list[Question]") -> None:
     """Answers to standard output: a live view in a terminal, JSON lines in a pipe."""
     from rich.console import Console
 
     from dlm_rag.decode.answers import write_line
-    from dlm_rag.decode.view import LiveView
+    from dlm_rag.decode.view import LiveView, Tally
 
+    check_files(config)
+    if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
+        raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
     decoder = prepare(config, questions).load()
-    rollouts: list[Rollout] = []
-    start = time.perf_counter()
+    tally, start = Tally(), time.perf_counter()
     with ExitStack() as stack:
-        trace = config.trace and stack.enter_context(Path(config.trace).open("w", encoding="utf-8"))
+        trace = config.trace and stack.enter_context(Path(config.trace).open("a", encoding="utf-8"))
         view = stack.enter_context(LiveView(Console())) if sys.stdout.isatty() else None
         for rollout in decoder.stream(questions, view.step if view else None):
-            rollouts.append(rollout)
+            tally.add(rollout)
             if trace:
                 write_line(trace, rollout.trace_record())
             if view:
                 view.finish(rollout)
             else:
                 write_line(sys.stdout, rollout.answer_record())
-    figures(rollouts, time.perf_counter() - start, decoder)
+    note(tally.line(time.perf_counter() - start, decoder.describe()))
 
 
 if __name__ == "__main__":

@@ -7,27 +7,34 @@ question lengths, corpus and index; the weights are read last.
 from __future__ import annotations
 
 import argparse
+import datetime
 import logging
 import os
+import platform
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dlm_rag.config import Config, as_tree, dump_config, known_keys, load_config
-from dlm_rag.errors import ConfigError, UserError
+from dlm_rag import __version__
+from dlm_rag.config import Config, dump_config, known_keys, load_config
+from dlm_rag.errors import ConfigError, QuestionError, UserError
 
 if TYPE_CHECKING:
     import torch
 
     from dlm_rag.data.questions import Question
     from dlm_rag.decode.decoder import Decoder
-    from dlm_rag.decode.rollout import Rollout
+    from dlm_rag.model.checkpoint import Checkpoint
+    from dlm_rag.retrieval.base import Retriever
+    from dlm_rag.tokenizer import Tokenizer
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+_SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 FLAGS = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
     f"--{name}": name for name in ("questions", "out", "trace")
 }
@@ -58,8 +65,8 @@ def parse(description: str, argv: list[str], *, typed: bool = True) -> tuple[Con
         parser.add_argument(flag, metavar="PATH", help=f"{keys[key].metadata['help']} ({key})")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config")
     given = parser.parse_intermixed_args(argv)
-    overrides = [word for word in given.words if _OVERRIDE.match(word)]
-    questions = [word for word in given.words if not _OVERRIDE.match(word)]
+    overrides = [word for word in given.words if is_setting(word)]
+    questions = [word for word in given.words if not is_setting(word)]
     if questions and not typed:
         raise ConfigError(f"'{questions[0]}' is neither a flag nor KEY=VALUE")
     config = load_config(given.config, overrides)
@@ -72,6 +79,13 @@ def parse(description: str, argv: list[str], *, typed: bool = True) -> tuple[Con
         print(dump_config(config), end="")
         raise SystemExit(0)
     return config, questions
+
+
+def is_setting(word: str) -> bool:
+    """Whether a word of the command line is KEY=VALUE and not a question that holds an equals sign."""
+    found = _SETTING.match(word)
+    key = found[1] if found else ""
+    return bool(key) and ("." in key or key in known_keys() or not re.search(r"\s", word))
 
 
 def _list_keys() -> str:
@@ -94,7 +108,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
         # The reader went away (`| head`); nothing more can be said on this stream.
@@ -107,27 +121,95 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
 class Prepared:
     """Everything that was checked, and how to load the rest."""
 
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    retriever: Retriever
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+    evidence_layout: str
     config: Config
-    questions: list[Question]
-    corpus_fingerprint: str
-    load: Callable[[], Decoder]
+
+    def load(self) -> Decoder:
+        """Reads the weights."""
+        from dlm_rag.decode.decoder import Decoder
+        from dlm_rag.model.denoiser import Denoiser
+
+        denoiser = Denoiser.from_pretrained(self.checkpoint, self.device, self.dtype, self.attention)
+        return Decoder(denoiser, self.retriever, self.tokenizer, self.config.decode, self.evidence_layout)
+
+    def answers_depend_on(self) -> dict[str, Any]:
+        """All that can change an answer; batch size, device and file names cannot."""
+        free = {"batch_size", "corpus", "index_folder", "dense_batch_size"}
+        settings = {
+            f"{section}.{key}": value
+            for section in ("retrieval", "decode")
+            for key, value in asdict(getattr(self.config, section)).items()
+            if key not in free
+        }
+        return settings | {
+            "model": self.checkpoint.fingerprint,
+            "corpus": self.retriever.corpus.fingerprint,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "evidence_layout": self.evidence_layout,
+        }
+
+    def stamp(self) -> dict[str, Any]:
+        """What a result must carry to be understood later: code, settings, versions, machine."""
+        import torch
+
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else platform.machine()
+        packages = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
+        return {
+            "commit": _commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version(), "dlm_rag": __version__}
+            | {package: version(package) for package in packages},
+            "device": f"{self.device.type} {name}",
+            "threads": torch.get_num_threads(),
+            "attention": self.attention,
+            "seed": self.config.decode.seed,
+            "answers_depend_on": self.answers_depend_on(),
+            "config": asdict(self.config),
+        }
+
+
+def _commit() -> str | None:
+    """The commit of the code, with `-dirty` for local changes; None outside a git checkout."""
+    here = str(Path(__file__).resolve().parent)
+    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def gather_questions(config: Config, typed: list[str]) -> list[Question]:
-    """The questions of the file and of the command line; at least one. Raises `QuestionError`."""
+    """The questions of the file and of the command line; at least one, ids all different.
+
+    Raises `QuestionError`.
+    """
     from dlm_rag.data.questions import read_questions, typed_questions
 
     questions = read_questions(config.questions) if config.questions else []
-    questions += typed_questions(typed)
+    taken = {question.id for question in questions}
+    for question in typed_questions(typed):
+        if question.id in taken:
+            raise QuestionError(
+                f"the id '{question.id}' of a typed question is taken in {config.questions}: put the "
+                "question into the file"
+            )
+        questions.append(question)
     if not questions:
         raise ConfigError('no question: type one, as in `sample.py "Who ...?"`, or give --questions')
     return questions
 
 
 def prepare(config: Config, questions: list[Question]) -> Prepared:
-    """Checks checkpoint, questions, corpus and index; `load` then reads the weights.
+    """Checks checkpoint, questions, corpus and index, before any weight is read.
 
-    Raises `UserError` for what is wrong, before any weight is read.
+    Raises `UserError` for what is wrong.
     """
     if config.model.path is None:
         raise ConfigError(
@@ -135,7 +217,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
         )
     if config.retrieval.corpus is None:
         raise ConfigError("no corpus: give --corpus a file of JSON lines")
-    # A corpus that is not there, or whose first lines are bad, is found before torch is imported.
+    # A corpus that is not there, or has a bad line, is found before torch is imported.
     from dlm_rag.retrieval.corpus import open_corpus
 
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
@@ -147,11 +229,10 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.model.attention import choose_backend
     from dlm_rag.tokenizer import Tokenizer
 
-    choose_backend(config.model.attention, device, dtype)
+    attention = choose_backend(config.model.attention, device, dtype)
     layout = config.model.evidence_layout or checkpoint.config.evidence_layout
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     from dlm_rag.decode.evidence import fit
-    from dlm_rag.errors import QuestionError
 
     for question in questions:
         try:
@@ -165,15 +246,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.retrieval import load_retriever
 
     retriever = load_retriever(config.retrieval, corpus)
-
-    def load() -> Decoder:
-        from dlm_rag.decode.decoder import Decoder
-        from dlm_rag.model.denoiser import Denoiser
-
-        denoiser = Denoiser.from_pretrained(checkpoint, device, dtype, config.model.attention)
-        return Decoder(denoiser, retriever, tokenizer, config.decode, layout)
-
-    return Prepared(config, questions, corpus.fingerprint, load)
+    return Prepared(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
 
 
 def decode_to_file(config: Config, questions: list[Question]) -> None:
@@ -183,36 +256,53 @@ def decode_to_file(config: Config, questions: list[Question]) -> None:
     answers of another setting.
     """
     from dlm_rag.decode.answers import AnswersFile
+    from dlm_rag.decode.view import Tally
 
     assert config.out is not None
-    check_writable(config.out, "out")
-    if config.trace is not None:
-        check_writable(config.trace, "trace")
+    check_files(config)
     file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)
     remaining = file.remaining(questions)
     prepared = prepare(config, questions)
-    file.check_settings(as_tree(config), prepared.corpus_fingerprint)
+    file.check_same(prepared.answers_depend_on())
     if len(remaining) < len(questions):
         note(f"{len(questions) - len(remaining)} of {len(questions)} questions are answered already")
     if not remaining:
         return
+    stamp = prepared.stamp()
     decoder = prepared.load()
-    file.begin(stamp(prepared, decoder))
-    rollouts: list[Rollout] = []
-    start = time.perf_counter()
-    for rollout in decoder.stream(remaining):
-        file.append(rollout)
-        rollouts.append(rollout)
-        if sys.stderr.isatty():
-            note(f"{len(rollouts)} of {len(remaining)}", end="\r")
-    figures(rollouts, time.perf_counter() - start, decoder)
+    file.begin(stamp)
+    tally, start = Tally(), time.perf_counter()
+    try:
+        for rollout in decoder.stream(remaining):
+            file.append(rollout)
+            tally.add(rollout)
+            if sys.stderr.isatty():
+                note(f"{tally.answers} of {len(remaining)}", end="\r")
+    except KeyboardInterrupt:
+        note(f"{tally.answers} of {len(remaining)} answered; the same command goes on from here")
+        raise
+    finally:
+        file.close()
+    note(tally.line(time.perf_counter() - start, decoder.describe()))
 
 
-def figures(rollouts: list[Rollout], seconds: float, decoder: Decoder) -> None:
-    """The one line of figures of a run."""
-    from dlm_rag.decode.view import figures_line
-
-    note(figures_line(rollouts, seconds, decoder.describe()))
+def check_files(config: Config) -> None:
+    """Raises `ConfigError` when a file cannot be written, or is named for two purposes."""
+    named = {
+        "out": config.out,
+        "trace": config.trace,
+        "questions": config.questions,
+        "corpus": config.retrieval.corpus,
+    }
+    seen: dict[Path, str] = {}
+    for key, path in named.items():
+        if path is not None:
+            other = seen.setdefault(Path(path).resolve(), key)
+            if other != key:
+                raise ConfigError(f"{other} and {key} are the same file, {path}: name another for {other}")
+    for key in ("out", "trace"):
+        if named[key] is not None:
+            check_writable(str(named[key]), key)
 
 
 def note(text: str, end: str = "\n") -> None:
@@ -254,33 +344,3 @@ def check_writable(path: str, key: str) -> None:
         raise ConfigError(f"{key}={path} cannot be written: {error.strerror}") from None
     if not existed:
         target.unlink()
-
-
-def stamp(prepared: Prepared, decoder: Decoder) -> dict[str, Any]:
-    """What a result must carry to be understood later: code, settings, versions, machine."""
-    import datetime
-    import platform
-    import subprocess
-    from importlib.metadata import version
-
-    import torch
-
-    here = Path(__file__).resolve().parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    device = decoder.denoiser.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    packages = ("dlm_rag", "torch", "transformers", "sentence-transformers", "bm25s", "numpy")
-    return {
-        "commit": commit or None,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
-        "device": f"{device.type} {name or platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "dtype": str(decoder.denoiser.dtype).removeprefix("torch."),
-        "attention": decoder.denoiser.backend,
-        "evidence_layout": decoder.evidence_layout,
-        "corpus_fingerprint": prepared.corpus_fingerprint,
-        "seed": prepared.config.decode.seed,
-        "config": as_tree(prepared.config),
-    }

@@ -5,7 +5,7 @@ A field's metadata holds its help text and, where it has them, its choices or bo
 command line and the constructors check them. This module knows no other room of the package.
 """
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -203,19 +203,28 @@ def load_config(name: str | None = None, overrides: list[str] | None = None) -> 
         if key not in known_keys():
             raise _unknown_key(key, "the command line")
         try:
-            sources.append((word, OmegaConf.from_dotlist([word])))
-        except YAMLError:
+            if known_keys()[key].type in (str, str | None) and value not in ("null", "None"):
+                # Texts are taken as they are typed: no YAML, no interpolation.
+                parsed = OmegaConf.create()
+                OmegaConf.update(parsed, key, value.replace("${", "\\${"))
+            else:
+                parsed = OmegaConf.from_dotlist([word])
+        except (YAMLError, OmegaConfBaseException):
             raise ConfigError(f"the value of {key}={value} cannot be read") from None
+        sources.append((word, parsed))
     for origin, source in sources:
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{origin} holds no settings: write `section: {{key: value}}`")
-        _refuse_unknown(OmegaConf.to_container(source), "", origin)
+        _refuse_unknown(OmegaConf.to_container(source, resolve=False), "", origin)
         try:
             tree = OmegaConf.merge(tree, source)
         except OmegaConfBaseException as error:
             key = getattr(error, "full_key", None) or origin
             raise ConfigError(f"{key} has the wrong type: {fold_message(error)}") from None
-    config = OmegaConf.to_object(tree)
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{getattr(error, 'full_key', '')}: {fold_message(error)}") from None
     assert isinstance(config, Config)
     return config
 
@@ -225,11 +234,6 @@ def dump_config(config: Config) -> str:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def as_tree(config: Config) -> dict[str, Any]:
-    """The resolved tree as plain nested dictionaries."""
-    return asdict(config)
 
 
 def fold_message(error: BaseException) -> str:

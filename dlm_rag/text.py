@@ -14,7 +14,7 @@ FUNCTION_WORDS = frozenset(
     s t d ll re ve m therefore thus since hence answer""".split()
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*#{3,}\s*|\s*\n+\s*")
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"[\w\u0300-\u036f]+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
@@ -29,14 +29,20 @@ def drop_repeated_words(text: str) -> str:
     return " ".join(dict.fromkeys(text.split()))
 
 
+def word_spans(text: str) -> list[tuple[str, tuple[int, int]]]:
+    """Runs of letters, digits and combining marks with their character ranges, in order.
+
+    Words are case-folded and compatibility-normalised (NFKC), ranges are those of the text as it is.
+    """
+    return [
+        (unicodedata.normalize("NFKC", match.group()).casefold(), match.span())
+        for match in _WORD.finditer(text)
+    ]
+
+
 def words(text: str) -> list[str]:
-    """Runs of letters and digits, case-folded and compatibility-normalised (NFKC), in order."""
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-
-
-def content_words(text: str) -> list[str]:
-    """The words of `text` that are not function words."""
-    return [word for word in words(text) if word not in FUNCTION_WORDS]
+    """The words of `word_spans`."""
+    return [word for word, _ in word_spans(text)]
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:

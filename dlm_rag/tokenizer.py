@@ -8,7 +8,6 @@ where the tokenizers of the public checkpoints break too, so the ids equal those
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -52,6 +51,8 @@ class PromptTemplate:
         """
         if raw is None:
             return cls() if layout != "independent" else cls(fact="{passage}")
+        if not isinstance(raw, dict) or not all(isinstance(text, str) for text in raw.values()):
+            raise CheckpointError("the prompt template must hold texts: head, fact, tail")
         unknown = set(raw) - {item.name for item in fields(cls)}
         if unknown:
             raise CheckpointError(f"the prompt template has an unknown key '{min(unknown)}'")
@@ -107,7 +108,8 @@ class Tokenizer:
         turn_end = self._suffix[:1] if self._suffix and self._suffix[0] in self.special_ids else ()
         eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
         self.end_ids = frozenset({*end_ids, *eos, *turn_end})
-        self._special_texts = [self._decode([i]) for i in sorted(self.special_ids)]
+        texts = (self._decode([token]) for token in sorted(self.special_ids))
+        self._special_texts = [text for text in texts if text]
         self.encode = lru_cache(maxsize=65536)(self._encode)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
@@ -135,9 +137,12 @@ class Tokenizer:
     def _chat(self) -> tuple[str, str]:
         if not self.inner.chat_template:
             return self.inner.bos_token or "", ""
-        text = self.inner.apply_chat_template(
-            [{"role": "user", "content": _CONTENT}], tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self.inner.apply_chat_template(
+                [{"role": "user", "content": _CONTENT}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # whatever a template of the checkpoint may raise
+            raise CheckpointError(f"the chat template cannot be rendered: {error}") from None
         prefix, found, suffix = str(text).partition(_CONTENT)
         if not found:
             raise CheckpointError("the chat template does not show the user's message")
@@ -168,12 +173,6 @@ class Tokenizer:
             ),
             tail=self._suffix,
         )
-
-    def text(self, ids: list[int]) -> str:
-        """Text of ids up to the first end token, special tokens left out, stripped."""
-        end = next((n for n, token in enumerate(ids) if token in self.end_ids), len(ids))
-        kept = [token for token in ids[:end] if token not in self.special_ids]
-        return self._decode(kept).strip()
 
     def query_text(self, ids: list[int]) -> str:
         """Text of ids with each special token, masks included, as a blank (SARDI's proxy response)."""
@@ -214,6 +213,6 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(folder)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             return Qwen2Tokenizer.from_pretrained(folder)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
+    except Exception as error:  # the loader raises many unrelated types, some of them bare
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from None
     raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")

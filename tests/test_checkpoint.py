@@ -111,6 +111,15 @@ def length_dependent_rope(folder):
     )
 
 
+def test_fingerprint_tells_weights_and_config_apart(folder):
+    first = open_checkpoint(folder).fingerprint
+    assert open_checkpoint(folder).fingerprint == first
+    edit_tensors(folder, lambda t: t.update({k: v + 1 for k, v in t.items()}))
+    second = open_checkpoint(folder).fingerprint
+    edit_config(folder, rms_norm_eps=1e-5)
+    assert len({first, second, open_checkpoint(folder).fingerprint}) == 3
+
+
 @pytest.mark.parametrize(
     ("harm", "says"),
     [
@@ -124,6 +133,10 @@ def length_dependent_rope(folder):
         (truncated, "not a whole safetensors file"),
         (unsupported_option, "alibi=True is not supported"),
         (length_dependent_rope, "'dynamic' depends on the length"),
+        (lambda folder: edit_config(folder, mask_token_id=9999), "mask_token_id=9999 is outside"),
+        (lambda folder: edit_config(folder, rms_norm_eps="x"), "rms_norm_eps='x' must be a number"),
+        (lambda folder: edit_config(folder, num_attention_heads=0), "num_attention_heads=0 must be"),
+        (lambda folder: edit_config(folder, evidence_layout="jiont"), "evidence_layout='jiont'"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
         (shutil.rmtree, "neither a folder nor a hub id"),

@@ -62,3 +62,12 @@ def test_tokens_are_held_by_whole_words():
     text, spans = tokenizer.spans(list(b"Emma, the Bath"))
     held = held_positions(text, spans, {"emma"})
     assert held == [True] * 10 + [False] * 4, "comma, blanks and function words are free"
+
+
+def test_words_compare_alike_however_their_accents_are_encoded():
+    import unicodedata
+
+    response, passage = (unicodedata.normalize(form, "Amélie") for form in ("NFD", "NFC"))
+    spans = [(n, n + 1) for n in range(len(response))]
+    cited = cite(response, spans, [1] * len(response), lambda _: ["a"], {"a": passage}, "Who?")
+    assert cited[0]["passages"][0]["words"] == ["amélie"] and cited[0]["unsupported"] == []

@@ -24,6 +24,12 @@ def test_later_sources_win(tmp_path):
     assert (config.decode.seed, config.decode.canvas_length, config.retrieval.top_k) == (2, 32, 3)
 
 
+@pytest.mark.parametrize("text", ["query: ", "007", "1e5", "a #b", "${x}", "", "x=y"])
+def test_texts_are_taken_as_they_are_typed(text):
+    assert load_config(None, [f"retrieval.query_prompt={text}"]).retrieval.query_prompt == text
+    assert load_config(None, ["model.path=null"]).model.path is None
+
+
 def test_dumped_tree_loads_to_the_same_config(tmp_path):
     config = load_config(None, ["decode.block_length=32", "retrieval.corpus=x"])
     (tmp_path / "dump.yaml").write_text(dump_config(config))
@@ -71,6 +77,7 @@ def test_settings_that_contradict_fail_at_once():
         ("decode:\n  sede: 1\n", "unknown key 'decode.sede'"),
         ("decode: 3\n", "decode is a section"),
         ("- 1\n", "holds no settings"),
+        ("model: {path: '${x}'}\n", "model.path"),
     ],
 )
 def test_bad_yaml_names_file_or_key(tmp_path, text, says):

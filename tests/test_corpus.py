@@ -79,7 +79,8 @@ def test_no_passages_and_no_file(tmp_path):
 
 def test_an_index_folder_stands_for_its_corpus_until_the_file_changes(corpus_file):
     corpus = open_corpus(corpus_file)
-    assert open_corpus(corpus.folder).fingerprint == corpus.fingerprint
+    again = open_corpus(corpus.folder)
+    assert (again.fingerprint, again.folder) == (corpus.fingerprint, corpus.folder)
     with corpus_file.open("a") as file:
         file.write(json.dumps({"id": "new", "contents": "new"}) + "\n")
     with pytest.raises(CorpusError, match="has changed since that index was built"):

@@ -229,8 +229,8 @@ def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
 
 def test_proposals_by_hand():
     """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
-    logits = torch.tensor([[0.3, 0.5, 0.2]]).log()
-    token, confidence, entropy, margin, old = read_proposals(logits, None, 0.0, torch.tensor([2]))
+    logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
+    token, confidence, entropy, margin, old = read_proposals(logits, None, 0.0, torch.tensor([2]), 3)
     assert token == [1]
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
@@ -239,9 +239,9 @@ def test_proposals_by_hand():
 
 def test_sampled_tokens_follow_the_tempered_distribution():
     """At temperature 2 the probabilities are proportional to the square roots."""
-    logits = torch.tensor([0.64, 0.32, 0.04]).log().expand(30000, 3)
+    logits = torch.tensor([0.64, 0.32, 0.04, 1e-30]).log().expand(30000, 4)
     uniform = torch.rand(30000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    token, confidence, *_ = read_proposals(logits, uniform, 2.0, torch.zeros(30000, dtype=torch.long))
+    token, confidence, *_ = read_proposals(logits, uniform, 2.0, torch.zeros(30000, dtype=torch.long), 3)
     roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
     shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000
     torch.testing.assert_close(shares, roots / roots.sum(), atol=0.01, rtol=0)
@@ -266,3 +266,123 @@ def test_seconds_of_the_rollouts_add_up_to_the_stages(corpus_file):
     assert 0.3 * wall < sum(seconds) < wall, "most of the time is in a stage, none is counted twice"
     assert {"tokenize", "retrieve", "denoise", "commit", "detokenize"} <= set(rollouts[0].seconds)
     assert rollouts[0].seconds["retrieve/search"] <= rollouts[0].seconds["retrieve"]
+
+
+def scripted_run(decoder, steps):
+    """Commits the bytes of `steps[n]` (position -> character) at step n + 1, whatever is read."""
+    denoiser, length, turn = decoder.denoiser, decoder.config.canvas_length, [0]
+
+    def read_out(hidden, source):
+        position = (source - (hidden.shape[0] - length)).tolist()
+        now = steps[min(turn[0], len(steps) - 1)]
+        turn[0] += 1
+        logits = torch.zeros(len(source), 258)
+        for row, place in enumerate(position):
+            if place in now:
+                logits[row, ord(now[place])] = 20.0
+        return logits
+
+    denoiser.read_out = read_out
+
+
+class PlannedRetriever(CountingRetriever):
+    """Finds the rows of a plan, search by search."""
+
+    def __init__(self, corpus, plan):
+        super().__init__(corpus)
+        self.plan = iter(plan)
+
+    def rank(self, queries, depth):
+        return [next(self.plan) for _ in queries]
+
+    def key(self, query):
+        return object()
+
+
+def test_a_decoded_rollout_is_cited_from_what_was_in_context_at_each_word(corpus):
+    """ "Emma " at step 1 with Emma's passage in context, "Dune" at step 2 with Steventon's instead."""
+    config = DecodeConfig(canvas_length=10, commit_threshold=0.9, stop_early=False)
+    decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0], [2], [3]]), tiny_tokenizer(), config)
+    text = " Emma Dune"
+    scripted_run(decoder, [dict(enumerate(text[:6])), {n: text[n] for n in range(6, 10)}])
+    rollout = decoder.decode(["Which books?"])[0]
+    assert rollout.response == "Emma Dune" and [s.passage_ids[0] for s in rollout.steps] == [
+        "emma", "steventon", "dune",
+    ]  # fmt: skip
+    (unit,) = rollout.citations
+    assert unit["passages"] == [{"id": "emma", "step": 1, "words": ["emma"]}]
+    assert unit["unsupported"] == ["dune"], "its passage was found only after the word was written"
+
+
+def test_what_was_cut_from_the_prompt_is_no_evidence(corpus):
+    """With room for 12 tokens of a passage, "Jane" and all behind it was never read."""
+    denoiser = tiny_denoiser(passage_length=12)
+    config = DecodeConfig(canvas_length=9, commit_rule="grounded", commit_threshold=0.5)
+    tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact="{passage}"))
+    decoder = Decoder(denoiser, CountingRetriever(corpus, 1), tokenizer, config, "independent")
+    scripted_run(decoder, [dict(enumerate("Emma Jane"))])
+    rollout = decoder.decode(["Who?"])[0]
+    assert rollout.evidence_texts["emma"] == "Emma\nEmma is"
+    assert [c.position for c in rollout.steps[1].committed] == [0, 1, 2, 3, 4], "Jane is not held"
+    assert rollout.citations[0]["unsupported"] == ["jane"]
+
+
+def test_a_passage_that_was_dropped_is_not_in_the_evidence(corpus_file):
+    decoder = make_decoder(corpus_file, top_k=3, query="question")
+    decoder.denoiser = tiny_denoiser(max_position_embeddings=100)
+    rollout = decoder.decode(["novel by Frank Herbert"])[0]
+    assert rollout.cut["passages_dropped"] >= 1
+    assert len(rollout.evidence) == 3 - rollout.cut["passages_dropped"]
+
+
+def test_grounded_counts_words_of_the_question_as_held(corpus):
+    config = DecodeConfig(canvas_length=5, commit_rule="grounded", commit_threshold=0.5)
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
+    script_logits(decoder, "Zelda")
+    assert len(decoder.decode(["Who is Zelda?"])[0].steps[1].committed) == 5
+
+
+def test_retrieval_can_wait_until_the_denoiser_is_unsure(corpus):
+    """Confidence of the scripted logits is near 1, so nothing falls under 0.5; under 1.0 it does."""
+    for bound, retrievals in ((0.5, 1), (1.0, 6)):
+        config = DecodeConfig(canvas_length=6, commit_rule="top_k", retrieve_below=bound)
+        decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0]] * 9), tiny_tokenizer(), config)
+        script_logits(decoder, "abcdef")
+        assert decoder.decode(["Who?"])[0].retrievals == retrievals
+
+
+def test_revision_looks_at_the_token_that_was_written(corpus):
+    """Step 1 writes "a" and "b"; then the denoiser is sure of "a" and, at the second place, of "c"."""
+    config = DecodeConfig(canvas_length=3, commit_threshold=0.9, revision_threshold=0.5)
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
+    scripted_run(decoder, [{0: "a", 1: "b"}, {0: "a", 1: "c", 2: "d"}])
+    rollout = decoder.decode(["Who?"])[0]
+    assert rollout.steps[2].remasked == (1,) and rollout.response == "acd"
+
+
+def test_with_revision_an_end_token_is_not_yet_the_end(corpus):
+    config = {"canvas_length": 4, "commit_rule": "top_k", "block_length": 1}
+    for revision, forwards in ((None, 1), (0.0, 4)):
+        settings = DecodeConfig(**config, revision_threshold=revision)
+        decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), settings)
+        biased_to_end(decoder, 50.0)
+        assert decoder.decode(["Who?"])[0].forwards == forwards
+
+
+def test_the_mask_is_never_written(corpus_file):
+    decoder = make_decoder(corpus_file, stop_early=False)
+    plain = decoder.denoiser.read_out
+    mask = torch.nn.functional.one_hot(torch.tensor(256), 258) * 50.0
+    decoder.denoiser.read_out = lambda hidden, source: plain(hidden, source) + mask
+    for settings in ({}, {"temperature": 1.0}):
+        decoder.config = DecodeConfig(canvas_length=6, stop_early=False, **settings)
+        tokens = [c.token_id for s in decoder.decode(["Dune?"])[0].steps for c in s.committed]
+        assert len(tokens) == 6 and 256 not in tokens
+
+
+def test_a_tiny_temperature_is_the_most_probable_token():
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * 9
+    uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    written = torch.zeros(50, dtype=torch.long)
+    sampled = read_proposals(logits, uniform, 1e-40, written, 19)
+    assert (sampled[0] == read_proposals(logits, None, 0.0, written, 19)[0]).all()

@@ -212,7 +212,9 @@ def test_dense_and_hybrid_recall_on_real_questions(real, minilm):
     assert recall > 83.5, "fused, the two find more than either alone"
 
 
-def test_vectors_of_other_weights_under_the_same_name_are_not_used(corpus_file, minilm, tmp_path):
+def test_vectors_of_other_weights_or_settings_under_the_same_name_are_not_used(
+    corpus_file, minilm, tmp_path
+):
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -226,5 +228,12 @@ def test_vectors_of_other_weights_under_the_same_name_are_not_used(corpus_file, 
     weights["embeddings.word_embeddings.weight"][0] += 1
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     load_retriever(corpus_file, kind="dense", dense_model=str(model))
+    pooling = model / "1_Pooling" / "config.json"
+    text = pooling.read_text()
+    changed = text.replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
+    changed = changed.replace('"pooling_mode_mean_tokens": true', '"pooling_mode_mean_tokens": false')
+    assert changed != text
+    pooling.write_text(changed)
+    load_retriever(corpus_file, kind="dense", dense_model=str(model))
     after = {path.name for path in folder.glob("dense-*") if path.is_dir()}
-    assert len(before) == 1 and len(after) == 2
+    assert len(before) == 1 and len(after) == 3

@@ -43,7 +43,7 @@ def test_tokens_of_a_step_were_committed_with_the_evidence_of_the_step_before():
 
 def test_counts():
     rollout = hand_made()
-    assert (rollout.forwards, rollout.retrievals, rollout.tokens_committed) == (2, 2, 3)
+    assert (rollout.forwards, rollout.retrievals, rollout.tokens_committed) == (2, 2, 2)
     assert rollout.answer == "z" and rollout.evidence == ("b", "c") and rollout.seconds == {"retrieve": 0.5}
 
 

@@ -26,6 +26,24 @@ def test_a_stage_that_fails_is_closed_and_counted():
     assert set(clock.seconds) == {"denoise", "commit"}
 
 
+def test_clock_and_nvtx_range_are_closed_by_an_error(monkeypatch):
+    closed = []
+
+    class Range:
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            closed.append(True)
+
+    monkeypatch.setattr(stages, "_range", lambda name: Range())
+    with pytest.raises(KeyError), StageClock() as clock, stage("denoise"):
+        raise KeyError
+    with stage("commit"):
+        pass
+    assert closed == [True, True] and set(clock.seconds) == {"denoise"}, "the clock no longer listens"
+
+
 def test_nothing_is_kept_when_no_clock_is_open_or_on_another_thread():
     with StageClock() as clock:
         worker = threading.Thread(target=lambda: stage("commit").__enter__())

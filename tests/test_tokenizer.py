@@ -63,11 +63,8 @@ def test_a_folder_with_vocab_and_merges_reads_like_one_with_tokenizer_json(golde
     assert ours.prompt("a", ["b"]).ids == theirs.prompt("a", ["b"]).ids
 
 
-def test_text_ends_at_the_first_end_token_and_queries_show_masks_as_blanks():
-    tokenizer = tiny_tokenizer()
-    ids = [*b"ab", 256, *b"cd", 257, *b"ef"]
-    assert tokenizer.text(ids) == "abcd"
-    assert tokenizer.query_text(ids) == "ab cd ef"
+def test_queries_show_special_tokens_as_blanks():
+    assert tiny_tokenizer().query_text([*b"ab", 256, *b"cd", 257, *b"ef"]) == "ab cd ef"
 
 
 def test_spans_cover_the_text_also_where_a_character_has_several_tokens():
@@ -92,7 +89,7 @@ def test_template_is_data_of_the_checkpoint_and_is_checked():
 def test_braces_in_a_question_are_only_braces():
     tokenizer = tiny_tokenizer(PromptTemplate(head="Q {question} {json}\n", fact="{passage}"))
     prompt = tokenizer.prompt("{number} {0}", ["{question}"])
-    assert bytes(prompt.ids) == b"Q {number} {0} {json}\n{question}"
+    assert bytes(prompt.ids) == b"Q {number} {0} {json}\n{question}\n"
 
 
 def test_an_autoregressive_checkpoint_is_no_denoiser_yet(tmp_path):
@@ -102,3 +99,21 @@ def test_an_autoregressive_checkpoint_is_no_denoiser_yet(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="no mask_token_id"):
         Tokenizer.from_pretrained(open_checkpoint(tmp_path))
+
+
+def test_a_broken_tokenizer_or_template_is_named(tmp_path):
+    from conftest import tiny_denoiser
+
+    tiny_denoiser().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        Tokenizer.from_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    inner = byte_tokenizer()
+    inner.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(CheckpointError, match="chat template cannot be rendered"):
+        Tokenizer(inner, 256)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="must hold texts"):
+        PromptTemplate.read({"head": 3}, "joint")

@@ -1,11 +1,10 @@
 """What the terminal shows, rendered to plain text."""
 
-import pytest
 from rich.console import Console
 from test_decoder import QUESTIONS, make_decoder
 from test_rollout import hand_made
 
-from dlm_rag.decode.view import LiveView, answer_panel, colour_of, figures_line, progress_panel
+from dlm_rag.decode.view import LiveView, Tally, answer_panel, colour_of, progress_panel
 
 
 def render(thing, width=100):
@@ -47,8 +46,11 @@ def test_colours_run_from_the_first_step_to_the_last():
 
 
 def test_figures_line_by_hand():
-    line = figures_line([hand_made()], 2.0, "cpu")
-    assert line == "0.50 answers/s · 2.0 forwards/answer · 1.50 tokens/forward · retrieve 100% · cpu"
+    tally = Tally()
+    for _ in range(2):
+        tally.add(hand_made())
+    expected = "1.00 answers/s · 2.0 forwards/answer · 1.00 tokens/forward · retrieve 100% · cpu"
+    assert tally.line(2.0, "cpu") == expected
 
 
 def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
@@ -63,6 +65,9 @@ def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
     assert all(question[:40] in text for question in QUESTIONS)
 
 
-@pytest.mark.parametrize("width", [40, 200])
-def test_any_width_will_do(width):
-    assert render(progress_panel(hand_made()), width)
+def test_control_characters_of_a_passage_do_not_reach_the_terminal():
+    rollout = hand_made()
+    rollout.question = "a\x1b[2Jb"
+    rollout.evidence_texts = {"b": "evil\x1b]0;title\x07"}
+    shown = render(progress_panel(rollout)) + render(answer_panel(rollout))
+    assert "evil" in shown and "\x1b" not in shown and "\x07" not in shown

@@ -2,13 +2,13 @@
 
 import json
 import random
-import re
 
 import pytest
 
 from dlm_rag.data.questions import read_questions
 from dlm_rag.data.world import (
     BY_NAME,
+    ENGLISH_WORDS,
     RELATIONS,
     make_question,
     make_questions,
@@ -20,12 +20,6 @@ from dlm_rag.data.world import (
 )
 from dlm_rag.retrieval.corpus import open_corpus
 
-# The words of names that are English, shared by all worlds.
-ENGLISH = frozenset(
-    "the van younger port falls new upper land ia academy college school and under house a letter to road "
-    "leaving meets nights in songs of blues after works brothers mills".split()
-)
-
 
 @pytest.fixture(scope="module")
 def world():
@@ -33,11 +27,8 @@ def world():
 
 
 def invented_words(world):
-    found = set()
-    for entity in world.entities:
-        name = re.sub(r"(ia|land)$", "", entity.name) if entity.kind == "country" else entity.name
-        found |= {word for word in name.split() if word.lower() not in ENGLISH}
-    return found
+    names = [entity.name for entity in world.entities]
+    return {word for name in names for word in name.split() if word not in ENGLISH_WORDS}
 
 
 def test_test_worlds_share_no_word_with_training_worlds():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.errors import QuestionError, nearest
-from dlm_rag.jsonl import parse_object
+from dlm_rag.jsonl import is_blank, is_text, parse_object
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,15 @@ def typed_questions(texts: list[str]) -> list[Question]:
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             raise QuestionError(f"question {number} is blank")
+        if not is_text(text):
+            raise QuestionError(f"question {number} is not UTF-8")
     return [Question(f"q{number}", text) for number, text in enumerate(texts, start=1)]
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
+            if not is_blank(line):
                 place = f"{path}, line {number}"
                 yield place, parse_object(line, place, QuestionError)
 

@@ -155,6 +155,20 @@ SHARES = {
     "person": 0.36, "city": 0.14, "country": 0.02, "school": 0.05,
     "book": 0.13, "film": 0.11, "album": 0.08, "company": 0.11,
 }  # fmt: skip
+NAMES = {
+    "person": ("{} {}",) * 5 + ("{} van {}", "{} {} the Younger"),
+    "city": ("{}", "{}", "{}", "Port {}", "{} Falls", "New {}"),
+    "country": ("{}ia", "{}land", "Upper {}"),
+    "school": ("{} Academy", "{} College", "{} and {} School"),
+    "book": ("{} under {}", "The {} House", "A Letter to {}", "{} and {}"),
+    "film": ("The {} Road", "Leaving {}", "{} meets {}", "Nights in {}"),
+    "album": ("Songs of {}", "{} Blues", "{} after {}"),
+    "company": ("{} Works", "{} and {}", "{} Brothers", "{} Mills"),
+}
+# The only words that names of all worlds share.
+ENGLISH_WORDS = frozenset(
+    word for patterns in NAMES.values() for name in patterns for word in name.split() if "{" not in word
+)
 # Facts that no question needs; {p} and {w} are a person and a work from elsewhere in the world.
 ASIDES = {
     "person": ("A street bears the name.", "{p} wrote a letter about it.", "The portrait is by {p}."),
@@ -230,7 +244,7 @@ def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
     rng = random.Random(f"{split}/{seed}")
     # Few enough words that names share them: what distinguishes a name is the whole of it.
     pool = [make_word(rng, split) for _ in range(max(24, passages // 4))]
-    entities = _make_entities(rng, pool, passages)
+    entities = _make_entities(rng, pool, passages, split)
     by_kind: dict[str, list[Entity]] = {}
     for entity in entities:
         by_kind.setdefault(entity.kind, []).append(entity)
@@ -239,31 +253,26 @@ def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
     return World(split, entities, contents)
 
 
-def _make_entities(rng: random.Random, pool: list[str], count: int) -> list[Entity]:
+def _make_entities(rng: random.Random, pool: list[str], count: int, split: str) -> list[Entity]:
     kinds = [kind for kind, share in SHARES.items() for _ in range(max(2, round(share * count)))]
     rng.shuffle(kinds)
     entities, names = [], set[str]()
     for number, kind in enumerate(kinds):
-        while (name := _make_name(rng, kind, pool)) in names:
+        while (name := _make_name(rng, kind, pool)) in names or not in_split(name, split):
             pass
         names.add(name)
         entities.append(Entity(f"e{number}", kind, name))
     return entities
 
 
+def in_split(name: str, split: str) -> bool:
+    """Whether every invented word of a name belongs to the split ("Mabesland" is a word of its own)."""
+    return all(split_of(word) == split for word in name.split() if word not in ENGLISH_WORDS)
+
+
 def _make_name(rng: random.Random, kind: str, pool: list[str]) -> str:
     one, two = rng.sample(pool, 2)
-    patterns = {
-        "person": ("{} {}",) * 5 + ("{} van {}", "{} {} the Younger"),
-        "city": ("{}", "{}", "{}", "Port {}", "{} Falls", "New {}"),
-        "country": ("{}ia", "{}land", "Upper {}"),
-        "school": ("{} Academy", "{} College", "{} and {} School"),
-        "book": ("{} under {}", "The {} House", "A Letter to {}", "{} and {}"),
-        "film": ("The {} Road", "Leaving {}", "{} meets {}", "Nights in {}"),
-        "album": ("Songs of {}", "{} Blues", "{} after {}"),
-        "company": ("{} Works", "{} and {}", "{} Brothers", "{} Mills"),
-    }[kind]
-    return rng.choice(patterns).format(one, two)
+    return rng.choice(NAMES[kind]).format(one, two)
 
 
 def _relate(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
@@ -377,14 +386,21 @@ def _walk(rng: random.Random, world: World, hops: int) -> tuple[list[Entity], li
 
 
 def make_questions(world: World, seed: int, per_hop: int = 100) -> list[WorldQuestion]:
-    """`per_hop` different questions for each of 1 to 4 hops."""
+    """`per_hop` different questions for each of 1 to 4 hops.
+
+    Raises `ConfigError` when the world has not that many.
+    """
     rng = random.Random(f"questions/{seed}")
     found: dict[str, WorldQuestion] = {}
     for hops in (1, 2, 3, 4):
         wanted = len(found) + per_hop
-        while len(found) < wanted:
+        for _ in range(50 * per_hop):
+            if len(found) == wanted:
+                break
             question = make_question(rng, world, hops)
             found.setdefault(question.question, question)
+        if len(found) < wanted:
+            raise ConfigError(f"a world of {len(world.entities)} has no {per_hop} questions of {hops} hops")
     return list(found.values())
 
 

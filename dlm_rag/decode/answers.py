@@ -6,32 +6,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from filelock import FileLock, Timeout
+
 from dlm_rag.data.questions import Question
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError
 
-# Settings that cannot change an answer.
-_FREE = set("questions out trace device attention batch_size index_folder dense_batch_size".split())
-
 
 class AnswersFile:
-    """Answers (and traces) on disk. `done` holds the ids that earlier runs of the command answered.
+    """Answers (and traces) on disk, each with a stamp beside it: `<name>.run.json`.
 
-    A line that was cut off by a kill is taken away. Beside the answers lies `<name>.run.json` with
-    the stamp of the run that began the file.
+    The constructor only reads; `begin` is the first to write. Raises `ConfigError` for files that
+    are not this program's, or answers and traces that do not belong together.
     """
 
     def __init__(self, out: Path, trace: Path | None = None) -> None:
         self._out, self._trace = out, trace
-        records = _complete_lines(out)
-        self._answered = {record["id"]: record.get("question") for record in records}
+        self._lock = FileLock(f"{out}.lock", timeout=0)
+        self._stamp_path = out.with_name(f"{out.name}.run.json")
+        self._stamp = self._read_stamp()
+        records = _whole_lines(out)
+        self._answered = {record["id"]: record["question"] for record in records}
         if trace is not None:
-            kept = [record for record in _complete_lines(trace) if record["id"] in self._answered]
-            _rewrite(trace, kept)
+            self._check_trace(trace, [record["id"] for record in records])
 
-    @property
-    def done(self) -> set[str]:
-        return set(self._answered)
+    def _read_stamp(self) -> dict[str, Any] | None:
+        if not self._out.is_file() or not self._out.stat().st_size:
+            return None
+        try:
+            stamp = json.loads(self._stamp_path.read_text(encoding="utf-8"))
+            stamp["answers_depend_on"]
+            return stamp
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"out={self._out} holds something without a readable {self._stamp_path.name} beside it, "
+                "so it is not known what answered: choose another --out"
+            ) from None
+
+    def _check_trace(self, trace: Path, answered: list[str]) -> None:
+        traced = [record["id"] for record in _whole_lines(trace)]
+        # A trace is written before its answer: a kill in between leaves one more of them.
+        if traced[: len(answered)] != answered or len(traced) > len(answered) + 1:
+            raise ConfigError(
+                f"trace={trace} does not hold the traces of out={self._out}, one for each answer: choose "
+                "other files for both"
+            )
 
     def remaining(self, questions: Sequence[Question]) -> list[Question]:
         """The questions without an answer here; raises `ConfigError` if an id has another question's."""
@@ -43,38 +62,40 @@ class AnswersFile:
                 )
         return [question for question in questions if question.id not in self._answered]
 
-    def check_settings(self, config: dict[str, Any], fingerprint: str) -> None:
-        """Raises `ConfigError` naming the setting in which this run differs from the file's."""
-        path = self._stamp_path
-        if not self._answered or not path.is_file():
-            return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if before["corpus_fingerprint"] != fingerprint:
-            raise ConfigError(f"out={self._out} holds answers over another corpus: choose another --out")
-        then, now = _flatten(before["config"]), _flatten(config)
-        for key, value in now.items():
-            if key.rpartition(".")[2] not in _FREE and then.get(key) != value:
+    def check_same(self, depends_on: dict[str, Any]) -> None:
+        """Raises `ConfigError` naming what this run does otherwise than the one that began the file."""
+        then = self._stamp["answers_depend_on"] if self._stamp else depends_on
+        for key in sorted({*then, *depends_on}):
+            if then.get(key) != depends_on.get(key):
                 raise ConfigError(
-                    f"out={self._out} holds answers with {key}={then.get(key)}, this run asks for "
-                    f"{value}: choose another --out"
+                    f"out={self._out} holds answers with {key}={then.get(key)}, this run has "
+                    f"{depends_on.get(key)}: choose another --out"
                 )
 
     def begin(self, stamp: dict[str, Any]) -> None:
-        """Writes the stamp, unless it continues a file that has one."""
-        if not (self._answered and self._stamp_path.is_file()):
-            text = json.dumps(stamp, indent=2, ensure_ascii=False)
-            self._stamp_path.write_text(f"{text}\n", encoding="utf-8")
+        """Takes the file for this process, takes away what a kill left half-written, writes the stamp."""
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ConfigError(f"out={self._out} is being written by another process") from None
+        _cut_after_lines(self._out, len(self._answered))
+        if self._trace is not None:
+            _cut_after_lines(self._trace, len(self._answered))
+        if self._stamp is None:
+            scratch = self._stamp_path.with_name(f"{self._stamp_path.name}.part")
+            scratch.write_text(json.dumps(stamp, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            scratch.replace(self._stamp_path)
 
     def append(self, rollout: Rollout) -> None:
         """Adds a finished rollout: first its trace, then its answer, which marks it as done."""
         if self._trace is not None:
             _append(self._trace, rollout.trace_record())
         _append(self._out, rollout.answer_record())
-        self._answered[rollout.id] = rollout.question
 
-    @property
-    def _stamp_path(self) -> Path:
-        return self._out.with_name(f"{self._out.name}.run.json")
+    def close(self) -> None:
+        """Gives the file back."""
+        self._lock.release()
+        Path(self._lock.lock_file).unlink(missing_ok=True)
 
 
 def write_line(stream: IO[str], record: dict[str, Any]) -> None:
@@ -88,18 +109,16 @@ def _append(path: Path, record: dict[str, Any]) -> None:
         write_line(file, record)
 
 
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file, after cutting off a last line that has no end."""
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of ours, without a last line that has no end."""
     if not path.is_file():
         return []
-    whole, _, rest = path.read_bytes().rpartition(b"\n")
-    if rest:
-        os.truncate(path, len(whole) + 1 if whole else 0)
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
     records = []
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
         try:
             record = json.loads(line)
-            record["id"]
+            record["id"], record["question"], record["response"]
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
                 f"{path}, line {number} is no line of this program's: choose another file"
@@ -108,19 +127,9 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _rewrite(path: Path, records: list[dict[str, Any]]) -> None:
-    scratch = path.with_name(f"{path.name}.part")
-    with scratch.open("w", encoding="utf-8") as file:
-        for record in records:
-            write_line(file, record)
-    scratch.replace(path)
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+def _cut_after_lines(path: Path, count: int) -> None:
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        end = sum(len(file.readline()) for _ in range(count))
+    os.truncate(path, end)

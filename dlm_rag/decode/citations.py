@@ -1,24 +1,20 @@
 """Which passages stand behind which words: citations, and the words the evidence holds."""
 
-import re
-import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from dlm_rag.text import FUNCTION_WORDS, answer_span, sentence_spans, words
+from dlm_rag.text import FUNCTION_WORDS, answer_span, sentence_spans, word_spans, words
 
 Span = tuple[int, int]
-_WORD = re.compile(r"\w+")
 
 
-def word_spans(text: str, start: int, stop: int) -> list[tuple[str, Span]]:
-    """The content words of text[start:stop], normalised as `text.words` does, with their ranges."""
-    found = []
-    for match in _WORD.finditer(text, start, stop):
-        word = unicodedata.normalize("NFKC", match.group()).casefold()
-        if word not in FUNCTION_WORDS:
-            found.append((word, match.span()))
-    return found
+def content_words(text: str, start: int, stop: int) -> list[tuple[str, Span]]:
+    """The words within text[start:stop] that are no function words, with their ranges."""
+    return [
+        (word, span)
+        for word, span in word_spans(text)
+        if start <= span[0] and span[1] <= stop and word not in FUNCTION_WORDS
+    ]
 
 
 def overlapping(spans: Sequence[Span], start: int, stop: int) -> list[int]:
@@ -32,7 +28,7 @@ def held_positions(text: str, token_spans: Sequence[Span], known_words: Collecti
     Tokens of function words, punctuation and blanks are always held.
     """
     held = [True] * len(token_spans)
-    for word, (start, stop) in word_spans(text, 0, len(text)):
+    for word, (start, stop) in content_words(text, 0, len(text)):
         if word not in known_words:
             for token in overlapping(token_spans, start, stop):
                 held[token] = False
@@ -84,7 +80,7 @@ def _holders(
 ) -> list[tuple[str, int, list[str]]]:
     """Each content word of a unit with its last commit step and the passages that hold it, by rank."""
     found = []
-    for word, (start, stop) in word_spans(response, *unit):
+    for word, (start, stop) in content_words(response, *unit):
         steps = sorted({commit_steps[token] for token in overlapping(token_spans, start, stop)})
         always = set.intersection(*(set(evidence_at(step)) for step in steps))
         ranked = [name for name in evidence_at(steps[-1]) if name in always]

@@ -10,6 +10,7 @@ Questions join as others finish, up to `batch_size` at a time. Rows are packed w
 share nothing but the call, so a question gets the same tokens alone and in a batch.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,8 +48,9 @@ class Row:
     canvas: Canvas
     generator: torch.Generator
     rollout: Rollout
-    evidence: list[Passage] = field(default_factory=list)
-    arrangement: Arrangement | None = None  # of the evidence; None when the evidence is new
+    evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
+    found: list[Passage] | None = None  # by the last search; what fits of it is the evidence
+    arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
     first_passage: str = ""  # the best passage of step 0, for query=feedback
     guesses: Proposals | None = None
@@ -133,25 +135,33 @@ class Decoder:
             rollout=Rollout(question.id, question.question, self.evidence_layout, config.canvas_length),
         )
 
-    def _arrange(self, row: Row) -> Arrangement:
-        """The prompt of the row's evidence, laid out; kept until the evidence changes."""
-        if row.arrangement is None:
-            model = self.denoiser.config
-            prompt = self.tokenizer.prompt(row.question.question, [p.text for p in row.evidence])
-            fitted, cut = fit(
-                prompt, self.evidence_layout, model.max_position_embeddings,
-                self.config.canvas_length, model.passage_length,
-            )  # fmt: skip
-            if cut.tokens > row.rollout.cut.get("tokens", 0):
-                row.rollout.cut = asdict(cut)
-            row.arrangement = arrange(fitted, self.evidence_layout, model.shifted, model.passage_length)
-        return row.arrangement
+    def _take(self, row: Row, passages: list[Passage]) -> None:
+        """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
+        if passages == row.found:
+            return
+        row.found = passages
+        model = self.denoiser.config
+        prompt = self.tokenizer.prompt(row.question.question, [passage.text for passage in passages])
+        fitted, cut = fit(
+            prompt, self.evidence_layout, model.max_position_embeddings, self.config.canvas_length,
+            model.passage_length,
+        )  # fmt: skip
+        if cut.tokens > row.rollout.cut.get("tokens", 0):
+            row.rollout.cut = asdict(cut)
+        row.evidence = {
+            passage.id: passage.text if kept == whole else self.tokenizer.spans(list(kept))[0]
+            for passage, whole, kept in zip(passages, prompt.facts, fitted.facts, strict=True)
+            if kept
+        }
+        seen = row.rollout.evidence_texts
+        for name, text in row.evidence.items():  # of a passage cut twice, the shorter: a safe citation
+            seen[name] = min(seen.get(name, text), text, key=len)
+        row.arrangement = arrange(fitted, self.evidence_layout, model.shifted, model.passage_length)
 
     @torch.inference_mode()
     def _denoise(self, rows: list[Row]) -> None:
         """One pass of the denoiser over all rows; leaves the proposals of each row in `guesses`."""
-        with stage("tokenize"):
-            laid = [self._arrange(row) for row in rows]
+        laid = [row.arrangement for row in rows if row.arrangement is not None]
         contexts: list[Tensor] | None = None
         if any(arrangement.context for arrangement in laid):
             with stage("encode_evidence"):
@@ -184,7 +194,9 @@ class Decoder:
         logits = self.denoiser.read_out(hidden, index).float()
         sampled = self._uniform(rows, positions)
         written = np.concatenate([row.canvas.ids[at] for row, at in zip(rows, positions, strict=True)])
-        values = read_proposals(logits, sampled, self.config.temperature, torch.from_numpy(written))
+        values = read_proposals(
+            logits, sampled, self.config.temperature, torch.from_numpy(written), self.tokenizer.mask_id
+        )
         if not np.isfinite(values).all():
             raise FloatingPointError("the denoiser's output is not a number")
         at = 0
@@ -237,8 +249,8 @@ class Decoder:
         """Whether question or evidence hold the words that each candidate would write."""
         assert row.guesses is not None
         known = set(words(row.question.question))
-        for passage in row.evidence:
-            known.update(words(passage.text))
+        for passage in row.evidence.values():
+            known.update(words(passage))
         text, spans = self.tokenizer.spans(row.canvas.with_guesses(row.guesses, 0.0))
         held = held_positions(text, spans, known)
         return [held[position] for position in candidates.positions]
@@ -269,13 +281,12 @@ class Decoder:
                     searched.append((number, query))
         with stage("retrieve"):
             found = self.retriever.search([query for _, query in searched]) if searched else []
-        for (number, _), passages in zip(searched, found, strict=True):
-            row = rows[number]
-            if [p.id for p in passages] != [p.id for p in row.evidence]:
-                row.evidence, row.arrangement = passages, None
-            if not row.step:
-                row.first_passage = passages[0].text if passages else ""
-            row.rollout.evidence_texts |= {passage.id: passage.text for passage in passages}
+        with stage("tokenize"):
+            for (number, _), passages in zip(searched, found, strict=True):
+                row = rows[number]
+                self._take(row, passages)
+                if not row.step:
+                    row.first_passage = passages[0].text if passages else ""
         _charge(clock, [row.seconds for row in rows])
         fresh = {number for number, _ in searched}
         for number, row in enumerate(rows):
@@ -283,7 +294,7 @@ class Decoder:
                 Step(
                     step=row.step,
                     query=asked.get(number),
-                    passage_ids=tuple(passage.id for passage in row.evidence),
+                    passage_ids=tuple(row.evidence),
                     retrieved=number in fresh,
                     committed=row.committed,
                     remasked=row.remasked,
@@ -326,20 +337,22 @@ def as_questions(questions: Sequence[str | Question]) -> list[Question]:
 
 
 def read_proposals(
-    logits: Tensor, uniform: Tensor | None, temperature: float, written: Tensor
+    logits: Tensor, uniform: Tensor | None, temperature: float, written: Tensor, mask_id: int
 ) -> NDArray[np.float64]:
     """(5, n) on the host: token, confidence, entropy, margin, and the probability of `written`.
 
     logits: (n, V) float32. The token is the most probable one, or with `temperature` the one at the
-    quantile `uniform` (n,) of softmax(logits / temperature); its confidence is its probability at
-    temperature 1.
+    quantile `uniform` (n,) of softmax(logits / temperature); the mask itself is never proposed. Its
+    confidence is its probability at temperature 1.
     """
     probability = logits.softmax(-1)
     entropy = torch.special.entr(probability).sum(-1)
     best = probability.topk(2, dim=-1)
-    token = logits.argmax(-1)
+    allowed = logits.index_fill(1, torch.tensor([mask_id], device=logits.device), -math.inf)
+    token = allowed.argmax(-1)
     if uniform is not None:
-        cumulative = (logits / temperature).double().softmax(-1).cumsum(-1)
+        above = allowed.double() - allowed.amax(-1, keepdim=True)
+        cumulative = (above / temperature).softmax(-1).cumsum(-1)
         quantile = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
         token = torch.searchsorted(cumulative, quantile).squeeze(1).clamp(max=logits.shape[1] - 1)
     confidence, old = (

@@ -40,11 +40,6 @@ class Arrangement:
     context: tuple[Segment, ...]
     lead: Segment
 
-    @property
-    def canvas_start(self) -> int:
-        """The position of the first canvas token."""
-        return self.lead.end
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -68,7 +63,7 @@ def arrange(prompt: Prompt, layout: str, shifted: bool, passage_length: int) -> 
         passages: tuple[Segment, ...] = ()
         question = Segment(tuple(prompt.ids), 0)
     elif layout == "independent":
-        passages = tuple(Segment(fact, 0) for fact in prompt.facts)
+        passages = tuple(Segment(fact, 0) for fact in prompt.facts if fact)
         question = Segment(prompt.head + prompt.tail, passage_length)
     else:
         raise ValueError(f"'{layout}' is not an evidence layout")
@@ -84,7 +79,8 @@ def fit(
 
     `joint` and `prefix`: passages keep their tokens in rank order until the context is full; the one
     that crosses the end is shortened, later ones are dropped. `independent`: each passage is
-    shortened to `passage_length`. Raises `QuestionError` when the question alone does not fit.
+    shortened to `passage_length`. What is dropped leaves an empty fact. Raises `QuestionError` when
+    the question alone does not fit.
     """
     fixed = len(prompt.head) + len(prompt.tail) + canvas_length
     if layout == "independent":
@@ -105,7 +101,7 @@ def fit(
         passages_shortened=sum(1 for kept, n in zip(facts, lost, strict=True) if n and kept),
         passages_dropped=sum(1 for kept in facts if not kept),
     )
-    return Prompt(prompt.head, tuple(fact for fact in facts if fact), prompt.tail), cut
+    return Prompt(prompt.head, tuple(facts), prompt.tail), cut
 
 
 def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:

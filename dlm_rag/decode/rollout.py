@@ -74,7 +74,8 @@ class Rollout:
 
     @property
     def tokens_committed(self) -> int:
-        return sum(len(step.committed) for step in self.steps)
+        """Positions that hold a token after the last step."""
+        return len(self.commit_steps())
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -95,9 +96,11 @@ class Rollout:
             yield dict(canvas)
 
     def commit_steps(self) -> dict[int, int]:
-        """For every committed position of the final canvas, the step that committed it."""
+        """For every position that holds a token after the last step, the step that committed it."""
         steps: dict[int, int] = {}
         for step in self.steps:
+            for position in step.remasked:
+                steps.pop(position, None)
             steps.update({token.position: step.step for token in step.committed})
         return steps
 

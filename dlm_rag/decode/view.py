@@ -1,6 +1,7 @@
 """What a person sees in a terminal: the canvas filling in, the queries, the evidence, the answer."""
 
-from collections.abc import Sequence
+import re
+from collections import Counter
 from time import perf_counter
 
 from rich import box
@@ -16,6 +17,12 @@ from dlm_rag.text import fold
 # From the first commits (cool) to the last (warm).
 STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
 QUERY_LINES = 3
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Foreign text as it is: no markup, no control characters that move the cursor or ring the bell."""
+    return Text(_CONTROL.sub(" ", text), style=style)
 
 
 def colour_of(step: int, steps: int) -> str:
@@ -32,7 +39,7 @@ def canvas_text(rollout: Rollout) -> Text:
     text = Text()
     for position in range(rollout.canvas_length):
         if position in canvas:
-            text.append(canvas[position], style=colour_of(when[position], steps))
+            text.append(plain(canvas[position], colour_of(when[position], steps)))
         else:
             text.append("·", style="dim")
     return text
@@ -48,18 +55,18 @@ def evidence_table(rollout: Rollout) -> Table:
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for name in now:
         fresh = name not in before
-        row = ("+" if fresh else " ", Text(name), _title(rollout, name))
+        row = ("+" if fresh else " ", plain(name), _title(rollout, name))
         table.add_row(*row, style="green" if fresh else "")
     for name in before:
         if name not in now:
-            table.add_row("-", Text(name), _title(rollout, name), style="dim strike")
+            table.add_row("-", plain(name), _title(rollout, name), style="dim strike")
     return table
 
 
 def progress_panel(rollout: Rollout) -> Panel:
     """One question while it is answered."""
     step = rollout.steps[-1]
-    query = Text(f"query  {step.query or '(no refresh was due)'}", style="italic")
+    query = plain(f"query  {step.query or '(no refresh was due)'}", "italic")
     query.truncate(QUERY_LINES * 90, overflow="ellipsis")
     searched = "searched" if step.retrieved else "unchanged, not searched"
     tokens = f"{rollout.tokens_committed} of {rollout.canvas_length} tokens"
@@ -74,14 +81,14 @@ def progress_panel(rollout: Rollout) -> Panel:
 
 def answer_panel(rollout: Rollout) -> Panel:
     """A finished question: what was written and when, the answer, and where each sentence is from."""
-    answer = Text(rollout.answer, style="bold") if rollout.answer else Text("none was marked", style="dim")
+    answer = plain(rollout.answer, "bold") if rollout.answer else plain("none was marked", "dim")
     parts: list[RenderableType] = [canvas_text(rollout), Text(), Text("answer  ").append(answer)]
     sources = Table(box=None, show_header=False, padding=(0, 1))
     sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
     sources.add_column()
     for unit in rollout.citations:
         cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in unit["passages"]]
-        sources.add_row(Text(unit["text"]), Text("; ".join(cited) or "no passage holds these words"))
+        sources.add_row(plain(unit["text"]), plain("; ".join(cited) or "no passage holds these words"))
     parts += [Text("sources", style="dim"), sources] if rollout.citations else []
     if rollout.cut:
         parts.append(
@@ -102,26 +109,32 @@ def answer_panel(rollout: Rollout) -> Panel:
     )
 
 
-def figures_line(rollouts: Sequence[Rollout], seconds: float, backend: str) -> str:
-    """One line: answers/s, forwards per answer, tokens per forward, share of each stage, backend."""
-    forwards = sum(rollout.forwards for rollout in rollouts)
-    tokens = sum(rollout.tokens_committed for rollout in rollouts)
-    totals: dict[str, float] = {}
-    for rollout in rollouts:
-        for name, value in rollout.seconds.items():
-            if "/" not in name:
-                totals[name] = totals.get(name, 0.0) + value
-    whole = sum(totals.values()) or 1.0
-    shares = sorted(totals.items(), key=lambda item: -item[1])
-    return " · ".join(
-        [
-            f"{len(rollouts) / seconds:.2f} answers/s",
-            f"{forwards / len(rollouts):.1f} forwards/answer",
-            f"{tokens / max(forwards, 1):.2f} tokens/forward",
-            ", ".join(f"{name} {value / whole:.0%}" for name, value in shares if value / whole >= 0.005),
-            backend,
-        ]
-    )
+class Tally:
+    """Running totals of a run: it may answer more questions than fit into memory with their records."""
+
+    def __init__(self) -> None:
+        self.answers = self.forwards = self.tokens = 0
+        self.seconds: Counter[str] = Counter()
+
+    def add(self, rollout: Rollout) -> None:
+        self.answers += 1
+        self.forwards += rollout.forwards
+        self.tokens += rollout.tokens_committed
+        self.seconds.update({k: v for k, v in rollout.seconds.items() if "/" not in k})
+
+    def line(self, wall_seconds: float, backend: str) -> str:
+        """Answers/s, forwards per answer, tokens per forward, share of each stage, backend."""
+        whole = sum(self.seconds.values()) or 1.0
+        shares = [(name, value / whole) for name, value in self.seconds.most_common()]
+        return " · ".join(
+            [
+                f"{self.answers / wall_seconds:.2f} answers/s",
+                f"{self.forwards / max(self.answers, 1):.1f} forwards/answer",
+                f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
+                ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005),
+                backend,
+            ]
+        )
 
 
 class LiveView:
@@ -161,8 +174,8 @@ class LiveView:
 
 def _title(rollout: Rollout, name: str) -> Text:
     """The first line of a passage; `Text`, for what stands in square brackets is no markup."""
-    return Text(rollout.evidence_texts.get(name, "").strip().partition("\n")[0].strip('"'))
+    return plain(rollout.evidence_texts.get(name, "").strip().partition("\n")[0].strip('"'))
 
 
 def _heading(rollout: Rollout) -> Text:
-    return Text(fold(rollout.question)[:90], style="bold")
+    return plain(fold(rollout.question)[:90], "bold")

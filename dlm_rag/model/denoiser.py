@@ -12,7 +12,7 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ from dlm_rag.model.attention import Ragged, attention, choose_backend
 
 if TYPE_CHECKING:
     from dlm_rag.model.checkpoint import Checkpoint
+
+
+EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,20 @@ class DenoiserConfig:
     # `independent` only: positions 0 to passage_length - 1 belong to each passage, the question
     # follows. A longer passage is cut.
     passage_length: int = 512
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type == "int" and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{item.name}={value!r} must be a whole number of at least 1")
+            if item.type == "float" and (not isinstance(value, int | float) or not value > 0):
+                raise ValueError(f"{item.name}={value!r} must be a number above 0")
+        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
+            raise ValueError("key-value heads must divide the heads, and head_dim must be even")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
+        if self.evidence_layout not in EVIDENCE_LAYOUTS:
+            raise ValueError(f"evidence_layout={self.evidence_layout!r} is unknown")
 
 
 class Linear(nn.Linear):

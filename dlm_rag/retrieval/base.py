@@ -27,8 +27,16 @@ class Retriever(ABC):
         """What the result depends on: queries with equal keys find the same."""
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        """The evidence for each query, in rank order, each passage once."""
-        return [[self.corpus[row] for row in rows] for rows in self.rank(queries, self.top_k)]
+        """The evidence for each query, in rank order, each passage once.
+
+        Where the whole corpus fits into `top_k` there is nothing to choose: once a query finds
+        anything, the passages it did not find follow in corpus order.
+        """
+        rankings = self.rank(queries, self.top_k)
+        if self.top_k == len(self.corpus):
+            everything = range(len(self.corpus))
+            rankings = [list(dict.fromkeys((*rows, *everything))) if rows else [] for rows in rankings]
+        return [[self.corpus[row] for row in rows] for rows in rankings]
 
 
 def fuse(rankings: Sequence[Ranking], depth: int, constant: int = 60) -> Ranking:

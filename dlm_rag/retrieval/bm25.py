@@ -31,8 +31,7 @@ class BM25Retriever(Retriever):
     """BM25 in Lucene's form (k1 1.5, b 0.75); all scores are computed when the index is built.
 
     Ties are broken by bm25s's heap, a fixed function of the scores in corpus order, as in the
-    published traces. A passage that shares no term with the query has score 0 and is no evidence,
-    unless the whole corpus fits into `depth`: then there is nothing to choose and all is returned.
+    published traces. A passage that shares no term with the query has score 0 and is not ranked.
     """
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
@@ -58,9 +57,8 @@ class BM25Retriever(Retriever):
         results = self._index.retrieve(
             asked, k=depth, n_threads=1, show_progress=False, backend_selection="numba"
         )
-        everything = depth == len(self.corpus)
         return [
-            [row for row, score in zip(rows, scores, strict=True) if score > 0 or everything]
+            [row for row, score in zip(rows, scores, strict=True) if score > 0]
             for rows, scores in zip(results.documents.tolist(), results.scores.tolist(), strict=True)
         ]
 

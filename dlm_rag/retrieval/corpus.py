@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 
 from dlm_rag.errors import CorpusError, nearest
-from dlm_rag.jsonl import parse_object
+from dlm_rag.jsonl import is_blank, parse_object
 from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
 
 log = logging.getLogger(__name__)
@@ -97,10 +97,10 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
     The file is hashed at every start, so an index over other bytes is never used. The first start
     also reads every line. Raises `CorpusError` naming file and line.
     """
-    path = Path(path).expanduser()
-    expected = None
+    path, folder, expected = Path(path).expanduser(), None, None
     if path.is_dir():
-        path, expected = _read_manifest(path)
+        folder = path
+        path, expected = _read_manifest(folder)
     if not path.is_file():
         raise CorpusError(f"corpus '{path}' was not found")
     try:
@@ -112,8 +112,9 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
             f"{path} has changed since that index was built: give the file itself as corpus, and the "
             "index is built anew"
         )
-    root = Path(index_folder).expanduser() if index_folder else default_index_folder()
-    folder = root / slug(path.stem, fingerprint)
+    if folder is None:
+        root = Path(index_folder).expanduser() if index_folder else default_index_folder()
+        folder = root / slug(path.stem, fingerprint)
 
     def build(scratch: Path) -> None:
         offsets = _scan(path)
@@ -128,10 +129,14 @@ def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
     """Notes which file the folder was last used for, so that the folder can stand for the file."""
     text = json.dumps(manifest) + "\n"
     path = folder / MANIFEST
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    try:
         scratch = folder / f"{MANIFEST}.{os.getpid()}"
         scratch.write_text(text, encoding="utf-8")
         scratch.replace(path)
+    except OSError as error:  # a shared index that may only be read serves all the same
+        log.info("%s cannot be written (%s)", path, error.strerror)
 
 
 def _read_manifest(folder: Path) -> tuple[Path, str]:
@@ -151,7 +156,7 @@ def _scan(path: Path) -> "array[int]":
     offsets, ids, start = array("q"), set[str](), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
+            if not is_blank(line):
                 place = f"{path}, line {number}"
                 passage = parse_passage(line, place)
                 if passage.id in ids:

@@ -152,8 +152,10 @@ def _load_encoder(model: str, device: str | None) -> "SentenceTransformer":
 
 
 def _fingerprint(encoder: "SentenceTransformer") -> str:
-    """Digest of the weights, so that vectors of other weights under the same name are not used."""
-    digest = hashlib.sha256()
+    """Digest of weights, modules and tokenizer: vectors of another encoder of that name are not used."""
+    digest = hashlib.sha256(str(encoder).encode())  # lists the modules with their settings
+    backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
+    digest.update((backend.to_str() if backend else repr(encoder.tokenizer)).encode())
     for name, value in encoder.state_dict().items():
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

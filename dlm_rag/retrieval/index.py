@@ -11,6 +11,9 @@ from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
 
+# Raise it when what is put into indexes changes: terms, passage texts, vectors.
+INDEX_VERSION = 1
+
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """`folder`, after `build(scratch)` has filled it, unless it is there already.
@@ -30,7 +33,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 scratch.mkdir()
                 build(scratch)
                 scratch.rename(folder)
-    except PermissionError as error:
+    except OSError as error:
         raise CorpusError(
             f"no index can be written in {folder.parent} ({error.strerror}): set "
             "retrieval.index_folder to a folder of yours"
@@ -51,6 +54,6 @@ def fingerprint_file(path: Path) -> str:
 
 def slug(*parts: object) -> str:
     """A folder name that tells `parts` apart: readable words, then a digest of all of them."""
-    text = "\n".join(map(str, parts))
+    text = "\n".join(map(str, (INDEX_VERSION, *parts)))
     readable = re.sub(r"[^\w.-]+", "-", str(parts[0]))[-40:].strip("-")
     return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
