@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    config, _ = parse(__doc__ or "", argv, typed=False)
+    config = parse(__doc__ or "", argv, typed=False).config
     if config.out is None or config.questions is None:
         raise ConfigError("evaluation needs --questions FILE and --out FOLDER")
     if config.trace is not None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    config, typed = parse(__doc__ or "", argv)
-    questions = gather_questions(config, typed)
+    words = parse(__doc__ or "", argv)
+    config, questions = words.config, gather_questions(words.config, words.questions)
     if config.out is not None:
         decode_to_file(config, questions)
     else:

@@ -1,12 +1,66 @@
-"""Train a denoiser. Not part of this version: it arrives with the first model of our own."""
+"""Train a denoiser from scratch on invented worlds, to answer by reading what it retrieves.
+
+    python train.py --config tiny.yaml             # minutes on a laptop
+    python train.py --config tiny.yaml --resume    # goes on where a run was stopped, however it was
+
+The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, which sample.py reads:
+
+    python sample.py --model runs/tiny/model --corpus runs/tiny/validation/corpus.jsonl "Who ...?"
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import parse, run
 from dlm_rag.errors import ConfigError
 
+if TYPE_CHECKING:
+    from dlm_rag.config import Config
+    from dlm_rag.training.trainer import Trainer
+
 
 def main(argv: list[str]) -> None:
-    parse(__doc__ or "", argv, typed=False)
-    raise ConfigError("this version cannot train yet; sample.py and evaluate.py decode public checkpoints")
+    words = parse(__doc__ or "", argv, typed=False, switches={"resume": "go on from the last checkpoint"})
+    config = words.config
+    folder = Path(config.out or "runs/train")
+    if (folder / "checkpoints").exists() and "resume" not in words.switches:
+        raise ConfigError(f"{folder} holds a run already: add --resume to go on, or name another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+    from dlm_rag.training.trainer import Trainer
+
+    trainer = Trainer(config, folder)
+    if "resume" in words.switches and trainer.restore():
+        print(f"going on from step {trainer.state.step}", file=sys.stderr)
+    train(trainer, config, folder)
+
+
+def train(trainer: "Trainer", config: "Config", folder: Path) -> None:
+    """The loop, in plain steps."""
+    from dlm_rag.training.report import Report
+    from dlm_rag.training.validation import Validation
+
+    settings, state = config.train, trainer.state
+    validation = Validation(config, folder / "validation")
+    with Report(folder, config, from_step=state.step) as report:
+        while state.step < settings.steps:
+            start = time.perf_counter()
+            metrics: dict[str, Any] = trainer.step()
+            metrics["seconds"] = time.perf_counter() - start
+            if state.step % settings.validate_every == 0 or state.step == settings.steps:
+                metrics |= validation.scores(trainer.denoiser, trainer.tokenizer)
+            report.add(metrics)
+            if state.step % settings.save_every == 0 or state.step == settings.steps:
+                trainer.save()
+    trainer.export(folder / "model")
+    (folder / "model" / "training.json").write_text(
+        json.dumps(report.card(), indent=2) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

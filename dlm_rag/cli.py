@@ -45,8 +45,23 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
 
 
-def parse(description: str, argv: list[str], *, typed: bool = True) -> tuple[Config, list[str]]:
-    """The resolved config and the questions typed on the command line.
+@dataclass(frozen=True)
+class Words:
+    """A command line, read: the resolved config, the questions typed, the switches that are on."""
+
+    config: Config
+    questions: list[str]
+    switches: set[str]
+
+
+def parse(
+    description: str,
+    argv: list[str],
+    *,
+    typed: bool = True,
+    switches: dict[str, str] | None = None,
+) -> Words:
+    """Reads a command line; `switches` are flags without a value, with their help texts.
 
     `--help` and `--print-config` print and exit. Raises `ConfigError`.
     """
@@ -63,7 +78,9 @@ def parse(description: str, argv: list[str], *, typed: bool = True) -> tuple[Con
     keys = known_keys()
     for flag, key in FLAGS.items():
         parser.add_argument(flag, metavar="PATH", help=f"{keys[key].metadata['help']} ({key})")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config")
+    offered = {"print-config": "print the resolved config"} | (switches or {})
+    for name, help_text in offered.items():
+        parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
     given = parser.parse_intermixed_args(argv)
     overrides = [word for word in given.words if is_setting(word)]
     questions = [word for word in given.words if not is_setting(word)]
@@ -75,10 +92,11 @@ def parse(description: str, argv: list[str], *, typed: bool = True) -> tuple[Con
         if value is not None:
             section, _, name = key.rpartition(".")
             setattr(getattr(config, section) if section else config, name, value)
-    if given.print_config:
+    on = {name for name in offered if getattr(given, name)}
+    if "print-config" in on:
         print(dump_config(config), end="")
         raise SystemExit(0)
-    return config, questions
+    return Words(config, questions, on)
 
 
 def is_setting(word: str) -> bool:
@@ -162,7 +180,7 @@ class Prepared:
         name = torch.cuda.get_device_name(self.device) if cuda else platform.machine()
         packages = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
         return {
-            "commit": _commit(),
+            "commit": commit_of_code(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "dlm_rag": __version__}
             | {package: version(package) for package in packages},
@@ -175,7 +193,7 @@ class Prepared:
         }
 
 
-def _commit() -> str | None:
+def commit_of_code() -> str | None:
     """The commit of the code, with `-dirty` for local changes; None outside a git checkout."""
     here = str(Path(__file__).resolve().parent)
     command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]

@@ -46,7 +46,7 @@ def by_parts(retriever: Retriever, parts: list[list[str]], turns: bool) -> list[
 
 
 def main(argv: list[str]) -> None:
-    config, _ = parse(__doc__ or "", argv, typed=False)
+    config = parse(__doc__ or "", argv, typed=False).config
     if config.questions is None or config.retrieval.corpus is None:
         raise ConfigError("give --questions and --corpus")
     questions = read_questions(config.questions)

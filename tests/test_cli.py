@@ -15,7 +15,6 @@ from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
 sys.path.insert(0, str(ROOT))
 import evaluate
 import sample
-import train
 from dlm_rag.cli import run
 from dlm_rag.decode.rollout import Rollout
 
@@ -300,10 +299,10 @@ def test_a_question_may_hold_an_equals_sign(call):
 
 
 def test_without_git_the_stamp_has_no_commit(monkeypatch):
-    from dlm_rag.cli import _commit
+    from dlm_rag.cli import commit_of_code
 
     monkeypatch.setenv("PATH", "")
-    assert _commit() is None
+    assert commit_of_code() is None
 
 
 def test_results_are_stamped(call, tmp_path, questions_file):
@@ -364,8 +363,3 @@ def test_evaluate_scores_what_it_decoded(call, tmp_path):
     assert table["all"]["questions"] == 2 and table["all"]["recall_last"] == 0.5
     code, _, err = call("--questions", path, program=evaluate)
     assert code == 2 and "--out FOLDER" in err
-
-
-def test_train_says_that_it_cannot_yet(call):
-    code, _, err = call(program=train)
-    assert code == 2 and "cannot train yet" in err

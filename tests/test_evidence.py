@@ -5,7 +5,7 @@ import torch
 from conftest import tiny_denoiser, tiny_tokenizer
 from test_denoiser import run_with_mask
 
-from dlm_rag.decode.evidence import Cut, Segment, arrange, encode_segments, fit, pack
+from dlm_rag.decode.evidence import Cut, arrange, encode_canvases, encode_contexts, fit
 from dlm_rag.errors import QuestionError
 from dlm_rag.tokenizer import Prompt, PromptTemplate
 
@@ -16,14 +16,9 @@ SPAN = 6
 
 def split_hidden(denoiser, layout, prompt=PROMPT):
     """Hidden states of the canvas, the way the decoder gets them."""
-    laid = arrange(prompt, layout, denoiser.config.shifted, SPAN)
-    context = encode_segments(denoiser, laid.context)
-    run = Segment((*laid.lead.ids, *CANVAS), laid.lead.start)
-    ids, positions = pack([run], denoiser.device)
-    kept = [torch.cat(context, dim=2)] if context else None
-    with torch.no_grad():
-        hidden, _ = denoiser.encode(ids, positions, [len(run.ids)], kept)
-    return hidden[-len(CANVAS) :]
+    laid = [arrange(prompt, layout, denoiser.config.shifted, SPAN)]
+    hidden, (start,) = encode_canvases(denoiser, laid, [CANVAS], encode_contexts(denoiser, laid))
+    return hidden[start : start + len(CANVAS)]
 
 
 def masked_hidden(denoiser, layout):

@@ -173,12 +173,11 @@ def test_hybrid_fuses_the_rankings_of_its_parts(corpus_file):
     assert hybrid.key(query) == (query.text, query.parts)
 
 
-def test_no_corpus_and_no_such_dense_model(corpus_file, monkeypatch):
+def test_no_corpus_and_no_such_dense_model(corpus_file):
     from dlm_rag.config import RetrievalConfig
 
     with pytest.raises(ConfigError, match="no corpus"):
         load_retriever(RetrievalConfig())
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError, match="dense_model 'nobody/nothing' could not be loaded"):
         load_retriever(corpus_file, kind="dense", dense_model="nobody/nothing")
 

@@ -48,11 +48,19 @@ def test_the_same_seed_gives_the_same_files(tmp_path):
 
 def test_each_hop_is_told_in_the_passage_of_its_subject(world):
     for question in make_questions(world, 1, 50):
-        objects = [*question.subjects[1:], question.subjects[-1].facts[question.relations[-1]]]
-        for subject, value in zip(question.subjects, objects, strict=True):
-            assert text_of(value) in world.contents[subject.id]
-        assert question.reasoning.endswith(f"### {question.answer}")
-        assert question.answer == text_of(objects[-1])
+        for subject, relation, found in zip(
+            question.subjects, question.relations, question.objects, strict=True
+        ):
+            assert found == text_of(subject.facts[relation]) and found in world.contents[subject.id]
+        assert question.reasoning.endswith(f". ### {question.answer}")
+
+
+def test_mentions_are_where_the_reasoning_names_what_was_found(world):
+    for question in make_questions(world, 2, 20):
+        mentions = question.mentions()
+        assert [hop for hop, _, _ in mentions] == [*range(question.hops), question.hops - 1]
+        for hop, start, end in mentions:
+            assert question.reasoning[start:end] == question.objects[hop]
 
 
 def test_later_hops_cannot_be_found_from_the_question(world):
@@ -83,6 +91,8 @@ def test_training_questions_use_nothing_that_is_held_out(world):
     for hops in (1, 2, 3, 4):
         for _ in range(200):
             question = make_question(rng, world, hops, training=True)
+            if question is None:
+                continue
             assert not path_is_held_out(question.relations)
             assert not any(piece in question.question for piece in held), question.question
 

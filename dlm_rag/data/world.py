@@ -150,6 +150,7 @@ RELATIONS = (
              "{s} is known for its {o}."),
 )  # fmt: skip
 NOVEL_WORDINGS = 0.2
+ANSWER_MARK = "### "
 BY_NAME = {relation.name: relation for relation in RELATIONS}
 SHARES = {
     "person": 0.36, "city": 0.14, "country": 0.02, "school": 0.05,
@@ -182,7 +183,7 @@ ASIDES = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)
 class Entity:
     """One entity: its facts by relation name, the objects being entities or literal texts."""
 
@@ -206,8 +207,7 @@ class WorldQuestion:
     """A question with the way to its answer: subjects[i] relates to the next by relations[i]."""
 
     question: str
-    answer: str
-    reasoning: str
+    objects: tuple[str, ...]  # what each hop finds; the last is the answer
     subjects: tuple[Entity, ...]
     relations: tuple[str, ...]
     held_out_path: bool
@@ -216,6 +216,33 @@ class WorldQuestion:
     @property
     def hops(self) -> int:
         return len(self.relations)
+
+    @property
+    def answer(self) -> str:
+        return self.objects[-1]
+
+    @property
+    def sentences(self) -> list[str]:
+        """The reasoning, one sentence a hop."""
+        return [
+            BY_NAME[name].trace.format(s=subject.name, o=found)
+            for name, subject, found in zip(self.relations, self.subjects, self.objects, strict=True)
+        ]
+
+    @property
+    def reasoning(self) -> str:
+        """The response that answers the question: the sentences, the marker, the answer."""
+        return f"{' '.join(self.sentences)} {ANSWER_MARK}{self.answer}"
+
+    def mentions(self) -> list[tuple[int, int, int]]:
+        """Where `reasoning` names what a hop found: (hop, start, end) in characters, in order."""
+        found, at = [], 0
+        for hop, (name, subject) in enumerate(zip(self.relations, self.subjects, strict=True)):
+            before = BY_NAME[name].trace.partition("{o}")[0].format(s=subject.name)
+            found.append((hop, at + len(before), at + len(before) + len(self.objects[hop])))
+            at += len(self.sentences[hop]) + 1
+        start = at + len(ANSWER_MARK)
+        return [*found, (self.hops - 1, start, start + len(self.answer))]
 
 
 def split_of(word: str) -> str:
@@ -327,46 +354,46 @@ def _describe(rng: random.Random, entity: Entity, by_kind: dict[str, list[Entity
     return lead + text
 
 
-def make_question(rng: random.Random, world: World, hops: int, *, training: bool = False) -> WorldQuestion:
-    """A question along a random path of `hops` relations; with `training` nothing held out is used.
+def make_question(
+    rng: random.Random,
+    world: World,
+    hops: int,
+    *,
+    training: bool = False,
+    start: Entity | None = None,
+) -> WorldQuestion | None:
+    """A question along a random path of `hops` relations, from `start` where it is given.
 
-    Otherwise a share of `NOVEL_WORDINGS` has one wording that training never shows.
+    With `training` nothing held out is used; otherwise a share of `NOVEL_WORDINGS` has one wording
+    that training never shows. None when the path ran into a dead end: try again.
     """
-    while True:
-        path = _walk(rng, world, hops)
-        if path is None:
-            continue
-        subjects, relations = path
-        held_path = path_is_held_out(relations)
-        if training and held_path:
-            continue
-        kind = subjects[0].kind
-        phrase = f"the {kind} {subjects[0].name}" if kind in GENRES else subjects[0].name
-        wordings = [BY_NAME[name].named for name in relations[:-1]] + [BY_NAME[relations[-1]].asked]
-        held_wording = not training and rng.random() < NOVEL_WORDINGS
-        held_at = rng.randrange(hops) if held_wording else None
-        for hop, known in enumerate(wordings):
-            phrase = (known[-1] if hop == held_at else rng.choice(known[:-1])).format(s=phrase)
-        objects = [*subjects[1:], subjects[-1].facts[relations[-1]]]
-        sentences = [
-            BY_NAME[name].trace.format(s=subject.name, o=text_of(value))
-            for name, subject, value in zip(relations, subjects, objects, strict=True)
-        ]
-        answer = text_of(objects[-1])
-        return WorldQuestion(
-            question=phrase,
-            answer=answer,
-            reasoning=f"{' '.join(sentences)} ### {answer}",
-            subjects=tuple(subjects),
-            relations=tuple(relations),
-            held_out_path=held_path,
-            held_out_wording=held_wording,
-        )
+    path = _walk(rng, start or rng.choice(world.entities), hops)
+    if path is None:
+        return None
+    subjects, relations = path
+    held_path = path_is_held_out(relations)
+    if training and held_path:
+        return None
+    kind = subjects[0].kind
+    phrase = f"the {kind} {subjects[0].name}" if kind in GENRES else subjects[0].name
+    wordings = [BY_NAME[name].named for name in relations[:-1]] + [BY_NAME[relations[-1]].asked]
+    held_wording = not training and rng.random() < NOVEL_WORDINGS
+    held_at = rng.randrange(hops) if held_wording else None
+    for hop, known in enumerate(wordings):
+        phrase = (known[-1] if hop == held_at else rng.choice(known[:-1])).format(s=phrase)
+    objects = [*subjects[1:], subjects[-1].facts[relations[-1]]]
+    return WorldQuestion(
+        question=phrase,
+        objects=tuple(map(text_of, objects)),
+        subjects=tuple(subjects),
+        relations=tuple(relations),
+        held_out_path=held_path,
+        held_out_wording=held_wording,
+    )
 
 
-def _walk(rng: random.Random, world: World, hops: int) -> tuple[list[Entity], list[str]] | None:
-    """A path that visits no entity twice and ends anywhere; literals end a path."""
-    subject = rng.choice(world.entities)
+def _walk(rng: random.Random, subject: Entity, hops: int) -> tuple[list[Entity], list[str]] | None:
+    """A path that visits no entity twice; literals end a path."""
     subjects, relations = [subject], list[str]()
     while True:
         last = len(relations) == hops - 1
@@ -398,7 +425,8 @@ def make_questions(world: World, seed: int, per_hop: int = 100) -> list[WorldQue
             if len(found) == wanted:
                 break
             question = make_question(rng, world, hops)
-            found.setdefault(question.question, question)
+            if question is not None:
+                found.setdefault(question.question, question)
         if len(found) < wanted:
             raise ConfigError(f"a world of {len(world.entities)} has no {per_hop} questions of {hops} hops")
     return list(found.values())

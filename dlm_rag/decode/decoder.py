@@ -24,7 +24,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.data.questions import Question, typed_questions
 from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.citations import cite, held_positions
-from dlm_rag.decode.evidence import Arrangement, Segment, arrange, encode_segments, fit, pack
+from dlm_rag.decode.evidence import Arrangement, arrange, encode_canvases, encode_contexts, fit
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.diffusion.commit import Proposals, select
 from dlm_rag.errors import QuestionError
@@ -162,34 +162,21 @@ class Decoder:
     def _denoise(self, rows: list[Row]) -> None:
         """One pass of the denoiser over all rows; leaves the proposals of each row in `guesses`."""
         laid = [row.arrangement for row in rows if row.arrangement is not None]
-        contexts: list[Tensor] | None = None
-        if any(arrangement.context for arrangement in laid):
-            with stage("encode_evidence"):
-                segments = [segment for arrangement in laid for segment in arrangement.context]
-                kept = iter(encode_segments(self.denoiser, segments))
-                contexts = [torch.cat([next(kept) for _ in a.context], dim=2) for a in laid]
+        with stage("encode_evidence"):
+            contexts = encode_contexts(self.denoiser, laid)
         with stage("denoise"):
-            runs = [
-                Segment((*a.lead.ids, *row.canvas.ids.tolist()), a.lead.start)
-                for a, row in zip(laid, rows, strict=True)
-            ]
-            ids, positions = pack(runs, self.denoiser.device)
-            lengths = [len(run.ids) for run in runs]
-            hidden, _ = self.denoiser.encode(ids, positions, lengths, contexts)
-            self._propose(rows, laid, lengths, hidden)
+            canvases = [row.canvas.ids.tolist() for row in rows]
+            hidden, starts = encode_canvases(self.denoiser, laid, canvases, contexts)
+            self._propose(rows, hidden, starts)
 
-    def _propose(
-        self, rows: list[Row], laid: list[Arrangement], lengths: list[int], hidden: Tensor
-    ) -> None:
+    def _propose(self, rows: list[Row], hidden: Tensor, starts: list[int]) -> None:
         """Reads the proposals of the masked positions; the one wait for the device in a step."""
         revising = self.config.revision_threshold is not None
-        shift = int(self.denoiser.config.shifted)
-        positions, source, start = [], [], 0
-        for row, arrangement, length in zip(rows, laid, lengths, strict=True):
+        positions, source = [], []
+        for row, start in zip(rows, starts, strict=True):
             where = np.arange(row.canvas.length) if revising else np.flatnonzero(row.canvas.masked)
             positions.append(where)
-            source.append(start + len(arrangement.lead.ids) + where - shift)
-            start += length
+            source.append(start + where)
         index = torch.from_numpy(np.concatenate(source)).to(hidden.device)
         logits = self.denoiser.read_out(hidden, index).float()
         sampled = self._uniform(rows, positions)

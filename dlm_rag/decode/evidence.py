@@ -12,12 +12,13 @@ the segment, which is what may be kept between steps and questions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dlm_rag.errors import QuestionError
-from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser import Denoiser, Watch
 from dlm_rag.tokenizer import Prompt
 
 
@@ -104,16 +105,40 @@ def fit(
     return Prompt(prompt.head, tuple(facts), prompt.tail), cut
 
 
-def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:
-    """Keys and values (layers, 2, n, kv_heads, head_dim) of segments that see only themselves.
+def encode_contexts(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[Tensor] | None:
+    """Per row the keys and values (layers, 2, n, kv_heads, head_dim) of its context, or None.
 
-    One packed call. This is the seam where a pool keeps them between steps and questions.
+    Segments that several rows share are encoded once, all in one packed call. This is the seam where
+    a pool keeps them between steps and questions.
     """
+    segments = list(dict.fromkeys(segment for row in laid for segment in row.context))
     if not segments:
-        return []
+        return None
     ids, positions = pack(segments, denoiser.device)
     _, kept = denoiser.encode(ids, positions, [len(s.ids) for s in segments], keep=True)
-    return kept
+    by_segment = dict(zip(segments, kept, strict=True))
+    return [torch.cat([by_segment[segment] for segment in row.context], dim=2) for row in laid]
+
+
+def encode_canvases(
+    denoiser: Denoiser,
+    laid: Sequence[Arrangement],
+    canvases: Sequence[Sequence[int]],
+    contexts: Sequence[Tensor] | None,
+    watch: Watch | None = None,
+) -> tuple[Tensor, list[int]]:
+    """Hidden states (T, hidden) of each row's lead and canvas, and the row of T that predicts each
+    canvas's first position; the one after it predicts the second, and so on.
+    """
+    runs = [
+        Segment((*row.lead.ids, *canvas), row.lead.start)
+        for row, canvas in zip(laid, canvases, strict=True)
+    ]
+    ids, positions = pack(runs, denoiser.device)
+    hidden, _ = denoiser.encode(ids, positions, [len(run.ids) for run in runs], contexts, watch=watch)
+    ends = list(accumulate(len(run.ids) for run in runs))
+    shift = int(denoiser.config.shifted)
+    return hidden, [end - len(canvas) - shift for end, canvas in zip(ends, canvases, strict=True)]
 
 
 def pack(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -109,6 +109,8 @@ class Attention(nn.Module):
         )
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         seen_k, seen_v = run.with_context(k, v, layer)
+        if run.watch is not None and run.watch.layer == layer:
+            run.watch.queries, run.watch.keys, run.watch.lengths = q, seen_k, run.keys.lengths
         out = attention(q, seen_k, seen_v, run.queries, run.keys, run.backend, run.causal)
         return self.o_proj(rearrange(out, "t h d -> t (h d)")), torch.stack((k, v))
 
@@ -148,6 +150,16 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
+@dataclass
+class Watch:
+    """Queries (Tq, H, D) and keys (Tk, Hk, D) of one layer in a call, for losses on its attention."""
+
+    layer: int
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    lengths: tuple[int, ...] = ()  # keys of each row
+
+
 @dataclass(frozen=True)
 class Run:
     """One call of the transformer over packed rows, each of which may see a context before it."""
@@ -157,6 +169,7 @@ class Run:
     context: Sequence[Tensor] | None  # per row (N, 2, n, Hk, D); n may be 0
     backend: str
     causal: bool
+    watch: Watch | None
 
     def with_context(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values (Tk, Hk, D) that the rows see: of each row its context, then itself."""
@@ -263,12 +276,14 @@ class Denoiser(nn.Module):
         context: Sequence[Tensor] | None = None,
         causal: bool = False,
         keep: bool = False,
+        watch: Watch | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the layers over packed rows; each row sees its `context` and itself.
 
         ids, positions: (T,) rows of `lengths` behind one another. context: per row keys and values
         (N, 2, n, Hk, D) of earlier calls. Returns hidden states (T, hidden) before the final norm
         and, with `keep`, the keys and values of each row for use as context, else an empty list.
+        `watch` is filled with the queries and keys of its layer.
         """
         seen = [kept.shape[2] for kept in context] if context else [0] * len(lengths)
         run = Run(
@@ -277,6 +292,7 @@ class Denoiser(nn.Module):
             context=context if any(seen) else None,
             backend=self.backend,
             causal=causal,
+            watch=watch,
         )
         angles = positions.float()[:, None, None] * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)

@@ -1,0 +1,206 @@
+"""Training examples from invented worlds: prompts as they occur while decoding.
+
+A group is one set of passages and several (question, mask) rows on it. The passages are what our own
+BM25 finds for a question at a moment of its decoding: some hops written, the next one guessed wrongly
+now and then, evidence of later hops missing. Everything follows from (seed, step): nothing has to be
+saved to go on.
+"""
+
+import json
+import random
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlm_rag.data.world import Entity, World, WorldQuestion, make_question, make_world, passage_record
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import build_query
+from dlm_rag.tokenizer import Prompt, Tokenizer
+
+HOPS = (1, 2, 2, 3, 3, 4)  # of the questions that evidence is retrieved for
+SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
+WRONG_GUESS = 0.4  # share of states whose next hop is guessed wrongly in the query
+FULL_CANVAS = 0.2  # share of rows with the whole canvas; others end soon after their response
+UNIFORM_MASKS = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A token of the response that can be copied: its canvas position and where it stands."""
+
+    position: int
+    fact: int  # index of the passage in the prompt
+    token: int  # index of the token in that fact
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: a prompt, the true canvas, which of it is masked, and where its names stand."""
+
+    prompt: Prompt
+    target: tuple[int, ...]
+    masked: tuple[bool, ...]
+    pointers: tuple[Pointer, ...]
+
+
+class IndexedWorld:
+    """A training world with its passages in our own BM25."""
+
+    def __init__(self, seed: int, passages: int, top_k: int) -> None:
+        self.world: World = make_world(seed, "train", passages)
+        self.by_id = {entity.id: entity for entity in self.world.entities}
+        with tempfile.TemporaryDirectory() as folder:  # mapped files live on after they are unlinked
+            path = Path(folder, "corpus.jsonl")
+            lines = (json.dumps(passage_record(self.world, entity)) for entity in self.world.entities)
+            path.write_text("\n".join(lines), encoding="utf-8")
+            self.retriever = load_retriever(path, top_k=top_k, index_folder=f"{folder}/index")
+        self.passages = {passage.id: passage for passage in self.retriever.corpus}
+
+    def search(self, question: str, response: str) -> list[Passage]:
+        """What the decoder would find at that moment."""
+        return self.retriever.search([build_query("proxy", question, response)])[0]
+
+
+class ExampleStream:
+    """Batches of examples for every step; the worlds change as training goes on."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seed: int,
+        *,
+        canvas_length: int,
+        top_k: int,
+        groups: int,
+        rows: int,
+        world_passages: int,
+        steps_per_world: int,
+        worlds: int,
+    ) -> None:
+        self._tokenizer, self._seed = tokenizer, seed
+        self._canvas_length, self._top_k = canvas_length, top_k
+        self._groups, self._rows = groups, rows
+        self._world_passages, self._steps_per_world, self._worlds = world_passages, steps_per_world, worlds
+        self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
+
+    def batch(self, step: int, passages: tuple[int, int]) -> list[Example]:
+        """The examples of a step, with between passages[0] and passages[1] passages in each prompt."""
+        rng = random.Random(f"examples/{self._seed}/{step}")
+        newest = step // self._steps_per_world
+        examples: list[Example] = []
+        for _ in range(self._groups):
+            world = self._world(rng.randrange(max(0, newest - self._worlds + 1), newest + 1))
+            examples.extend(self._group(rng, world, rng.randint(*passages)))
+        return examples
+
+    def _world(self, number: int) -> IndexedWorld:
+        if number not in self._open:
+            while len(self._open) >= self._worlds:
+                self._open.popitem(last=False)
+            self._open[number] = IndexedWorld(
+                self._seed * 1_000_003 + number, self._world_passages, self._top_k
+            )
+        return self._open[number]
+
+    def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
+        question = self._ask(rng, indexed, rng.choice(HOPS))
+        written = rng.randrange(question.hops + 1)
+        evidence = self._evidence(rng, indexed, question, written, count)
+        for row in range(self._rows):
+            if row < 3:
+                yield self._example(rng, question, evidence, written)
+            else:
+                start = indexed.by_id[rng.choice(evidence).id]
+                side = self._ask(rng, indexed, rng.choice(SIDE_HOPS), start)
+                yield self._example(rng, side, evidence, rng.randrange(side.hops + 1))
+
+    @staticmethod
+    def _ask(
+        rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None
+    ) -> WorldQuestion:
+        while True:
+            question = make_question(rng, indexed.world, hops, training=True, start=start)
+            if question is not None:
+                return question
+            hops = 1 + rng.randrange(hops)  # some starts have no long way to go
+
+    @staticmethod
+    def _evidence(
+        rng: random.Random, indexed: IndexedWorld, question: WorldQuestion, written: int, count: int
+    ) -> list[Passage]:
+        """`count` passages of what is found with `written` hops in the response, in any order."""
+        response = " ".join(question.sentences[:written])
+        if written < question.hops and rng.random() < WRONG_GUESS:
+            guess = rng.choice(indexed.world.entities).name
+            response = f"{response} {question.sentences[written].partition(' ')[0]} {guess}."
+        found = indexed.search(question.question, response)
+        needed = {subject.id for subject in question.subjects[: written + 1]}
+        kept = [passage for passage in found if passage.id in needed][-count:]
+        if len(kept) < count and not kept:
+            kept = [indexed.passages[question.subjects[0].id]]
+        others = [passage for passage in found if passage not in kept]
+        rng.shuffle(others)
+        evidence = kept + others[: count - len(kept)]
+        rng.shuffle(evidence)
+        return evidence
+
+    def _example(
+        self, rng: random.Random, question: WorldQuestion, evidence: list[Passage], written: int
+    ) -> Example:
+        tokenizer = self._tokenizer
+        ids = list(tokenizer.encode(question.reasoning))
+        length = self._canvas_length
+        if rng.random() >= FULL_CANVAS:
+            length = min(length, len(ids) + rng.randint(1, 10))
+        (end,) = tokenizer.end_ids
+        target = (ids + [end] * length)[:length]
+        prompt = tokenizer.prompt(question.question, [passage.text for passage in evidence])
+        mentions = self._mentions(question, ids)
+        rows = {passage.id: row for row, passage in enumerate(evidence)}
+        pointers = []
+        for hop, positions in mentions:
+            row = rows.get(question.subjects[hop].id)
+            at = None if row is None else find(prompt.facts[row], [ids[p] for p in positions])
+            if row is not None and at is not None:
+                pointers += [
+                    Pointer(p, row, at + n) for n, p in enumerate(positions) if p < length
+                ]  # fmt: skip
+        masked = self._mask(rng, len(ids), length, mentions, written)
+        return Example(prompt, tuple(target), masked, tuple(pointers))
+
+    def _mentions(self, question: WorldQuestion, ids: list[int]) -> list[tuple[int, list[int]]]:
+        """The token positions of each mention of what a hop found."""
+        text, spans = self._tokenizer.spans(ids)
+        shift = len(text) - len(question.reasoning)  # a leading blank, where the tokenizer adds one
+        return [
+            (hop, [n for n, (a, b) in enumerate(spans) if a < stop + shift and b > start + shift])
+            for hop, start, stop in question.mentions()
+        ]
+
+    @staticmethod
+    def _mask(
+        rng: random.Random, used: int, length: int, mentions: list[tuple[int, list[int]]], written: int
+    ) -> tuple[bool, ...]:
+        """Which positions are masked: each with the same probability, or all after a cut."""
+        if rng.random() < UNIFORM_MASKS:
+            time = rng.random()
+            masked = [rng.random() < time for _ in range(length)]
+        else:
+            cut = rng.choice((0, rng.randrange(used)))
+            if written and rng.random() < 0.6:  # as many hops stand as the evidence was found with
+                cut = (
+                    max(position for hop, where in mentions[:-1] if hop < written for position in where) + 1
+                )
+            masked = [position >= cut or rng.random() < 0.05 for position in range(length)]
+        if not any(masked):
+            masked[rng.randrange(length)] = True
+        return tuple(masked)
+
+
+def find(tokens: tuple[int, ...], part: list[int]) -> int | None:
+    """Where `part` begins in `tokens` for the first time, or None."""
+    last = len(tokens) - len(part)
+    return next((n for n in range(last + 1) if list(tokens[n : n + len(part)]) == part), None)

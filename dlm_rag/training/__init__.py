@@ -1,0 +1,1 @@
+"""Training a denoiser of our own: tokenizer, objective, loop."""

@@ -1,0 +1,99 @@
+"""Metrics of a run: JSON lines always, a line on the screen, W&B when asked for."""
+
+import json
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dlm_rag.cli import commit_of_code
+from dlm_rag.config import Config
+
+WINDOW = 50  # steps that the figures on the screen are means of
+SHOWN = ("loss", "name_accuracy", "pointer_mass")
+
+
+class Report:
+    """Writes `metrics.jsonl` in `folder`; a resumed run rewrites what it computes again."""
+
+    def __init__(self, folder: Path, config: Config, from_step: int) -> None:
+        self._path, self._config = folder / "metrics.jsonl", config
+        kept = []
+        if self._path.is_file():
+            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < from_step]
+        self._path.write_text("".join(kept), encoding="utf-8")
+        self.seconds = sum(json.loads(line)["seconds"] for line in kept)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
+        self._validated: dict[str, float] = {}
+        self._wandb = start_wandb(config, folder)
+        self._progress = Progress(
+            TextColumn("step {task.completed:,}/{task.total:,}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        steps = config.train.steps
+        self._task = self._progress.add_task("train", total=steps, completed=from_step, figures="")
+
+    def __enter__(self) -> "Report":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """The metrics of one step."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=metrics["step"])
+        self.seconds += metrics["seconds"]
+        self._recent.append(metrics)
+        self._validated |= {k: v for k, v in metrics.items() if k.startswith(("exact_match", "forwards"))}
+        tokens = sum(m["supervised_tokens"] for m in self._recent)
+        figures = [f"{name.replace('_', ' ')} {self._mean(name):.3f}" for name in SHOWN]
+        figures.append(f"{tokens / sum(m['seconds'] for m in self._recent):,.0f} tokens/s")
+        if "exact_match" in self._validated:
+            figures.append(f"EM {self._validated['exact_match']:.1%}")
+        self._progress.update(self._task, completed=metrics["step"] + 1, figures=" · ".join(figures))
+
+    def _mean(self, name: str) -> float:
+        values = [m[name] for m in self._recent if m[name] == m[name]]  # without NaN
+        return sum(values) / len(values) if values else 0.0
+
+    def card(self) -> dict[str, Any]:
+        """What a model must carry to be understood later."""
+        return {
+            "commit": commit_of_code(),
+            "seconds": round(self.seconds, 1),
+            "config": asdict(self._config),
+            "validation": self._validated,
+            "last_steps": {name: round(self._mean(name), 4) for name in SHOWN},
+        }
+
+
+def start_wandb(config: Config, folder: Path) -> Any:
+    """A W&B run, or None when metrics go to JSON lines alone; `offline` needs no account."""
+    if config.train.wandb == "off":
+        return None
+    import wandb
+
+    mode: Any = config.train.wandb
+    return wandb.init(
+        project="dlm_rag", name=folder.name, dir=str(folder), mode=mode, config=asdict(config)
+    )

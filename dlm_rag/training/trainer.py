@@ -1,0 +1,238 @@
+"""A training run: everything it needs to go on is in `TrainState`, the weights and the optimizers.
+
+Examples follow from (seed, step), so a run that was killed and resumed is the run that was not: on a
+CPU the weights are equal bit for bit.
+"""
+
+import json
+import math
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dlm_rag.config import Config
+from dlm_rag.data.examples import ExampleStream
+from dlm_rag.errors import CheckpointError
+from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.randomness import keyed_generator
+from dlm_rag.stages import stage
+from dlm_rag.tokenizer import PromptTemplate, Tokenizer
+from dlm_rag.training.objective import step_loss
+from dlm_rag.training.vocabulary import learn_tokenizer
+
+HEAD_WIDTH = 32
+QUESTION_LENGTH = 64  # positions that the longest question of a world needs
+TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass
+class TrainState:
+    """Where a run stands, beside its weights and optimizers."""
+
+    step: int = 0
+    stage: int = 0  # of the curriculum: 2 passages, 2 to 4, 4 to top_k
+    name_accuracy: float = 0.0  # running mean
+
+
+class Trainer:
+    """Trains a fresh denoiser, or goes on from the newest checkpoint in `folder`."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        train = config.train
+        self.tokenizer = Tokenizer(learn_tokenizer(train.seed, train.vocabulary), 0, TEMPLATE, (1,))
+        self.denoiser = fresh_denoiser(config)
+        self.optimizers = make_optimizers(self.denoiser, train.matrix_learning_rate, train.learning_rate)
+        self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
+        self.state = TrainState()
+        self.stream = ExampleStream(
+            self.tokenizer,
+            train.seed,
+            canvas_length=config.decode.canvas_length,
+            top_k=config.retrieval.top_k,
+            groups=train.groups,
+            rows=train.rows,
+            world_passages=train.world_passages,
+            steps_per_world=train.steps_per_world,
+            worlds=train.worlds,
+        )
+
+    @property
+    def passages(self) -> tuple[int, int]:
+        """How many passages the prompts of this stage have: at least, at most."""
+        most = self.config.retrieval.top_k
+        lowest, highest = ((2, 2), (2, 4), (4, most))[self.state.stage]
+        return min(lowest, most), min(highest, most)
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step; returns its metrics."""
+        train, state = self.config.train, self.state
+        rate = learning_rate_share(state.step, train.steps, train.warmup_steps, train.decay_share)
+        for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
+            for group, full in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = full * rate
+        with stage("data"):
+            examples = self.stream.batch(state.step, self.passages)
+        with stage("forward"):
+            losses = step_loss(
+                self.denoiser, examples, train.evidence_layout, end_id=1,
+                end_weight=train.end_weight, pointer_weight=train.pointer_weight,
+            )  # fmt: skip
+        with stage("backward"):
+            losses.total.backward()
+        with stage("optimizer"):
+            norm = torch.nn.utils.clip_grad_norm_(self.denoiser.parameters(), 1.0)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        metrics = {
+            "step": state.step,
+            "loss": float(losses.tokens),
+            "pointer_loss": float(losses.pointers),
+            "pointer_mass": losses.pointer_mass,
+            "name_accuracy": losses.name_accuracy,
+            "passages": self.passages[1],
+            "learning_rate_share": rate,
+            "gradient_norm": float(norm),
+            "rows": len(examples),
+            "supervised_tokens": sum(sum(example.masked) for example in examples),
+        }
+        if not math.isfinite(metrics["loss"]):
+            raise FloatingPointError(f"the loss of step {state.step} is not a number")
+        self._advance(losses.name_accuracy)
+        return metrics
+
+    def _advance(self, name_accuracy: float) -> None:
+        state = self.state
+        state.step += 1
+        if not math.isnan(name_accuracy):
+            state.name_accuracy = 0.97 * state.name_accuracy + 0.03 * name_accuracy
+        if state.name_accuracy > self.config.train.next_stage_accuracy and state.stage < 2:
+            state.stage, state.name_accuracy = state.stage + 1, 0.3
+
+    def save(self) -> Path:
+        """Writes a checkpoint that is whole or not there, and drops the oldest beyond two."""
+        with stage("checkpoint"):
+            target = self._checkpoints / f"step-{self.state.step:08d}"
+            scratch = target.with_suffix(".part")
+            shutil.rmtree(scratch, ignore_errors=True)
+            self.export(scratch)
+            tensors = {
+                f"{number}.{parameter}.{name}": value
+                for number, optimizer in enumerate(self.optimizers)
+                for parameter, values in optimizer.state_dict()["state"].items()
+                for name, value in values.items()
+            }
+            save_file(tensors, scratch / "optimizer.safetensors")
+            (scratch / "state.json").write_text(json.dumps(asdict(self.state)), encoding="utf-8")
+            shutil.rmtree(target, ignore_errors=True)
+            scratch.rename(target)
+            for old in self._saved()[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old)
+        return target
+
+    def restore(self) -> bool:
+        """Goes on from the newest checkpoint; False where there is none."""
+        saved = self._saved()
+        if not saved:
+            return False
+        try:
+            self.denoiser.load_state_dict(load_file(saved[-1] / "model.safetensors"), strict=False)
+            found = load_file(saved[-1] / "optimizer.safetensors")
+            self.state = TrainState(**json.loads((saved[-1] / "state.json").read_text()))
+            for number, optimizer in enumerate(self.optimizers):
+                whole = optimizer.state_dict()
+                for key, value in found.items():
+                    owner, parameter, name = key.split(".")
+                    if int(owner) == number:
+                        whole["state"].setdefault(int(parameter), {})[name] = value
+                optimizer.load_state_dict(whole)
+        except (OSError, ValueError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{saved[-1]} does not belong to this run: {error}") from None
+        return True
+
+    def export(self, folder: Path) -> None:
+        """A folder that `sample.py --model` reads: weights, config, prompt template, tokenizer."""
+        prompt = {"head": TEMPLATE.head, "fact": TEMPLATE.fact}
+        self.denoiser.save_pretrained(folder, prompt=prompt, eos_token_id=1)
+        self.tokenizer.inner.save_pretrained(folder)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def _saved(self) -> list[Path]:
+        return sorted(p for p in self._checkpoints.glob("step-*") if p.suffix != ".part")
+
+
+def fresh_denoiser(config: Config) -> Denoiser:
+    """A denoiser of the configured shape with fresh weights that depend on the seed alone.
+
+    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by
+    the square root of their number; QK gains start at 1.5.
+    """
+    train = config.train
+    heads = train.hidden_size // HEAD_WIDTH
+    denoiser = Denoiser(
+        DenoiserConfig(
+            vocab_size=train.vocabulary,
+            hidden_size=train.hidden_size,
+            num_hidden_layers=train.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=HEAD_WIDTH,
+            intermediate_size=round(train.hidden_size * 8 / 3 / 32) * 32,
+            max_position_embeddings=_context_length(config),
+            qk_norm=True,
+            tie_word_embeddings=True,
+            mask_token_id=0,
+            evidence_layout=train.evidence_layout,
+            passage_length=train.passage_length,
+        )
+    )
+    generator = keyed_generator("weights", train.seed)
+    with torch.no_grad():
+        for name, value in denoiser.named_parameters():
+            if value.dim() == 2:
+                value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                value.mul_((2 * train.num_hidden_layers) ** -0.5)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                value.fill_(1.5)
+    return denoiser
+
+
+def _context_length(config: Config) -> int:
+    """Positions for the question, the canvas, and all passages where they stand behind one another."""
+    passages = 1 if config.train.evidence_layout == "independent" else config.retrieval.top_k
+    return passages * config.train.passage_length + QUESTION_LENGTH + config.decode.canvas_length
+
+
+def make_optimizers(
+    denoiser: Denoiser, matrix_learning_rate: float, learning_rate: float
+) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices of the layers, AdamW on the rest, four times as fast on the QK gains."""
+    matrices, gains, rest = [], [], []
+    for name, value in denoiser.named_parameters():
+        if value.dim() == 2 and name.startswith("layers."):
+            matrices.append(value)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            gains.append(value)
+        else:
+            rest.append(value)
+    groups = [{"params": rest, "lr": learning_rate}, {"params": gains, "lr": 4 * learning_rate}]
+    return [
+        torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def learning_rate_share(step: int, steps: int, warmup_steps: int, decay_share: float) -> float:
+    """Share of the full rate: a linear rise, flat, a linear fall to 0 at the end."""
+    rise = (step + 1) / (warmup_steps + 1)
+    fall = (steps - step) / max(1.0, decay_share * steps)
+    return min(1.0, rise, fall)

@@ -1,0 +1,51 @@
+"""The tokenizer of our own models: byte-level BPE learned on training worlds.
+
+A blank is put before every text and after every line break, so that a name has the same tokens at the
+head of a passage and in the middle of a sentence: it can be copied token by token.
+"""
+
+import random
+from collections.abc import Iterator
+
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from dlm_rag.data.world import make_question, make_world
+
+MASK, END = "<mask>", "<end>"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+
+
+def learn_tokenizer(seed: int, vocabulary: int, worlds: int = 60) -> PreTrainedTokenizerFast:
+    """Ids 0 and 1 are the mask and the end token; the rest is learned from `worlds` small worlds."""
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(" "), normalizers.Replace("\n", "\n ")])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[MASK, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_texts(seed, worlds), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token=MASK, eos_token=END)
+
+
+def _texts(seed: int, worlds: int) -> Iterator[str]:
+    for number in range(worlds):
+        world = make_world(seed * 1_000_003 - 1 - number, "train", 150)
+        rng = random.Random(f"vocabulary/{seed}/{number}")
+        for entity in world.entities:
+            yield f"{entity.name}\n{world.contents[entity.id]}"
+        for _ in range(150):
+            question = make_question(rng, world, rng.choice((1, 2, 3, 4)), training=True)
+            if question is not None:
+                yield question.question
+                yield question.reasoning

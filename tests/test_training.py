@@ -1,0 +1,240 @@
+"""Training: examples that follow from (seed, step), the objective by hand, runs that can be killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from safetensors.torch import load_file
+
+from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.config import load_config
+from dlm_rag.data.examples import ExampleStream, find
+from dlm_rag.data.world import make_question, make_world
+from dlm_rag.decode.evidence import arrange, encode_canvases, encode_contexts
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser import Watch
+from dlm_rag.training.objective import pointer_loss, step_loss
+from dlm_rag.training.report import Report
+from dlm_rag.training.trainer import TEMPLATE, Trainer, learning_rate_share
+from dlm_rag.training.vocabulary import learn_tokenizer
+
+MICRO = [
+    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=400", "train.groups=2",
+    "train.rows=4", "train.world_passages=100", "train.steps=8", "train.save_every=2", "train.worlds=2",
+    "train.steps_per_world=2", "train.validate_every=100", "train.validation_questions=1",
+    "decode.canvas_length=120", "retrieval.top_k=3",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(learn_tokenizer(0, 1024, worlds=20), 0, TEMPLATE, (1,))
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer):
+    return make_stream(tokenizer).batch(7, (3, 5))
+
+
+def make_stream(tokenizer, seed=0):
+    return ExampleStream(
+        tokenizer, seed, canvas_length=120, top_k=5, groups=6, rows=6, world_passages=150,
+        steps_per_world=3, worlds=2,
+    )  # fmt: skip
+
+
+def test_a_name_has_the_same_tokens_wherever_it_stands(tokenizer):
+    rng = random.Random(0)
+    for entity in rng.sample(make_world(1, "test", 200).entities, 50):
+        name = tokenizer.encode(entity.name)
+        assert find(tokenizer.encode(f"It was written by {entity.name}."), list(name)) is not None
+        assert find(tokenizer.encode(f"Title\n{entity.name} was born."), list(name)) is not None
+
+
+def test_the_tokenizer_reads_back_what_it_wrote(tokenizer):
+    world = make_world(3, "test", 200)
+    rng = random.Random(0)
+    questions = [q for _ in range(100) if (q := make_question(rng, world, 3))]
+    for text in [q.reasoning for q in questions] + ["Zoë’s “naïve” 東京 = 1,234\u2028x"]:
+        assert tokenizer.spans(list(tokenizer.encode(text)))[0].strip() == text
+
+
+def test_examples_follow_from_seed_and_step_alone(tokenizer, examples):
+    fresh, used = make_stream(tokenizer), make_stream(tokenizer)
+    for step in (0, 3, 6):
+        used.batch(step, (2, 2))
+    assert fresh.batch(7, (3, 5)) == used.batch(7, (3, 5)) == examples
+    assert fresh.batch(8, (3, 5)) != examples and make_stream(tokenizer, 1).batch(7, (3, 5)) != examples
+
+
+def test_examples_are_what_they_say(tokenizer, examples):
+    assert len(examples) == 36
+    for example in examples:
+        assert 3 <= len(example.prompt.facts) <= 5 and any(example.masked)
+        assert len(example.masked) == len(example.target) <= 120
+        text, _ = tokenizer.spans(list(example.target))
+        assert " ### " in text or len(example.target) == 120
+        for pointer in example.pointers:
+            assert example.prompt.facts[pointer.fact][pointer.token] == example.target[pointer.position]
+    pointed = sum(bool(example.pointers) for example in examples) / len(examples)
+    assert pointed > 0.8, "nearly every row has something to copy"
+    missing = sum("### " in tokenizer.spans(list(e.target))[0] and not e.pointers for e in examples)
+    assert missing < len(examples) / 3
+
+
+def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
+    """The loss equals the textbook one: full logits, cross-entropy, mean over masked by weight."""
+    config = load_config(None, [*MICRO, "train.vocabulary=1024"])
+    denoiser = Trainer(config, ROOT / "nowhere").denoiser
+    few = examples[:5]
+    found = step_loss(denoiser, few, "independent", end_id=1, end_weight=0.15, pointer_weight=0.0)
+    total = weight = 0.0
+    for example in few:
+        laid = [arrange(example.prompt, "independent", False, denoiser.config.passage_length)]
+        canvas = [0 if hide else t for t, hide in zip(example.target, example.masked, strict=True)]
+        hidden, (start,) = encode_canvases(denoiser, laid, [canvas], encode_contexts(denoiser, laid))
+        logits = denoiser.lm_head(denoiser.norm(hidden[start : start + len(canvas)]))
+        losses = F.cross_entropy(logits, torch.tensor(example.target), reduction="none")
+        weights = torch.tensor([0.15 if t == 1 else 1.0 for t in example.target])
+        weights = weights * torch.tensor(example.masked)
+        total, weight = total + float((losses * weights).sum()), weight + float(weights.sum())
+    assert float(found.total) == pytest.approx(total / weight, rel=1e-5)
+
+
+def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples):
+    """Against the softmax over all keys of the row, written out for one pointer."""
+    config = load_config(None, [*MICRO, "train.vocabulary=1024"])
+    denoiser = Trainer(config, ROOT / "nowhere").denoiser
+    example = next(e for e in examples if any(e.masked[p.position] for p in e.pointers))
+    laid = [arrange(example.prompt, "independent", False, denoiser.config.passage_length)]
+    watch = Watch(0)
+    contexts = encode_contexts(denoiser, laid)
+    _, starts = encode_canvases(denoiser, laid, [example.target], contexts, watch)
+    loss, mass = pointer_loss([example], laid, starts, watch)
+    expected, masses = [], []
+    for p in (p for p in example.pointers if example.masked[p.position]):
+        first = sum(map(len, example.prompt.facts[: p.fact]))
+        inside = slice(first, first + len(example.prompt.facts[p.fact]))
+        attention = [
+            ((watch.keys[:, head] @ watch.queries[starts[0] + p.position, head]) / 32**0.5).softmax(0)
+            for head in (0, 1)
+        ]
+        masses.append(attention[0][inside].sum())
+        expected.append(-(masses[-1].log() + attention[1][first + p.token].log()))
+    torch.testing.assert_close(loss, torch.stack(expected).mean())
+    assert mass == pytest.approx(float(torch.stack(masses).mean()), rel=1e-5)
+
+
+def weights_of(trainer):
+    return {name: value.clone() for name, value in trainer.denoiser.state_dict().items()}
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
+    config = load_config(None, MICRO)
+    whole = Trainer(config, tmp_path / "whole")
+    for _ in range(8):
+        whole.step()
+    first = Trainer(config, tmp_path / "stopped")
+    for _ in range(5):
+        first.step()
+        if first.state.step in (2, 4):
+            first.save()
+    second = Trainer(config, tmp_path / "stopped")
+    assert second.restore() and second.state.step == 4
+    while second.state.step < 8:
+        second.step()
+    assert second.state == whole.state
+    ours, theirs = weights_of(second), weights_of(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
+    """Real processes: one runs through, one is killed three times while it trains or saves."""
+
+    def command(folder, *more):
+        return [sys.executable, "train.py", "--out", str(tmp_path / folder), *MICRO, *more]
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command("whole"), cwd=ROOT, env=environment, check=True, capture_output=True)
+    rng = random.Random(0)
+    for attempt in range(3):
+        process = subprocess.Popen(
+            command("killed", "--resume"), cwd=ROOT, env=environment, stderr=subprocess.DEVNULL
+        )
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        deadline = time.monotonic() + 90
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2 * attempt):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run(
+        command("killed", "--resume"), cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "going on from step" in done.stderr, done.stderr
+    ours, theirs = (
+        load_file(tmp_path / run / "model" / "model.safetensors") for run in ("killed", "whole")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(8)), "each step is in the metrics once"
+    assert "exact_match_4_hops" in lines[-1]
+    model = tmp_path / "whole" / "model"
+    Tokenizer.from_pretrained(model)
+    assert Denoiser.from_pretrained(model).config.evidence_layout == "independent"
+    assert json.loads((model / "training.json").read_text())["config"]["train"]["steps"] == 8
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    command = [sys.executable, "train.py", "--out", str(tmp_path), *MICRO]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "holds a run already: add --resume" in done.stderr
+
+
+def test_loss_falls(tmp_path):
+    config = load_config(None, [*MICRO, "train.steps=40", "train.warmup_steps=5"])
+    trainer = Trainer(config, tmp_path)
+    losses = [trainer.step()["loss"] for _ in range(40)]
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+
+
+def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
+    trainer = Trainer(load_config(None, [*MICRO, "retrieval.top_k=7"]), tmp_path)
+    assert trainer.passages == (2, 2)
+    for _ in range(200):
+        trainer._advance(1.0)
+        if trainer.state.stage == 1:
+            break
+    assert trainer.passages == (2, 4) and trainer.state.name_accuracy == 0.3
+    for _ in range(200):
+        trainer._advance(1.0)
+    assert trainer.passages == (4, 7), "and stays there"
+
+
+def test_learning_rate_by_hand():
+    shares = [learning_rate_share(step, 10, 1, 0.4) for step in range(10)]
+    assert shares == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "seconds": 1}\n{"step": 1, "seconds": 1}\n{"step": 2, "se'
+    )
+    report = Report(tmp_path, load_config(None, MICRO), from_step=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "seconds": 1}\n'
+    assert report.seconds == 1
+
+
+def test_pointer_supervision_needs_passages_apart():
+    with pytest.raises(ConfigError, match="pointer_weight needs evidence_layout=independent"):
+        load_config(None, ["train.evidence_layout=joint"])
