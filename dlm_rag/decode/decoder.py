@@ -161,7 +161,7 @@ class Decoder:
     @torch.inference_mode()
     def _denoise(self, rows: list[Row]) -> None:
         """One pass of the denoiser over all rows; leaves the proposals of each row in `guesses`."""
-        laid = [row.arrangement for row in rows if row.arrangement is not None]
+        laid = [row.arrangement for row in rows if row.arrangement is not None]  # set by the first search
         with stage("encode_evidence"):
             contexts = encode_contexts(self.denoiser, laid)
         with stage("denoise"):
@@ -346,7 +346,9 @@ def read_proposals(
         probability.gather(1, ids[:, None]).squeeze(1) for ids in (token, written.to(logits.device))
     )
     margin = best.values[:, 0] - best.values[:, 1]
-    return torch.stack([x.double() for x in (token, confidence, entropy, margin, old)]).cpu().numpy()
+    # Token ids are exact in float32 below 2 ** 24; not every device has float64.
+    found = torch.stack([x.float() for x in (token, confidence, entropy, margin, old)])
+    return found.cpu().numpy().astype(np.float64)
 
 
 def _charge(clock: StageClock, shares: list[dict[str, float]]) -> None:
