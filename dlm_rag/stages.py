@@ -9,7 +9,6 @@ import time
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from functools import cache
-from types import TracebackType
 
 import nvtx
 
@@ -38,12 +37,7 @@ class StageClock(AbstractContextManager["StageClock"]):
         self._token = _clock.set(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         assert self._token is not None
         _clock.reset(self._token)
 
