@@ -2,6 +2,7 @@
 
     python train.py --config tiny.yaml             # minutes on a laptop
     python train.py --config tiny.yaml --resume    # goes on where a run was stopped, however it was
+    torchrun --nproc-per-node 2 train.py --config world.yaml    # on two processes
 
 The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, which sample.py reads:
 
@@ -32,12 +33,19 @@ def main(argv: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+    from dlm_rag.training.parallel import Processes
     from dlm_rag.training.trainer import Trainer
 
-    trainer = Trainer(config, folder)
-    if "resume" in words.switches and trainer.restore():
+    processes = Processes.join()
+    trainer = Trainer(config, folder, processes)
+    if "resume" in words.switches and trainer.restore() and processes.first:
         print(f"going on from step {trainer.state.step}", file=sys.stderr)
-    train(trainer, config, folder)
+    if processes.first:
+        train(trainer, config, folder)
+    else:
+        while trainer.state.step < config.train.steps:
+            trainer.step()
+    processes.leave()
 
 
 def train(trainer: "Trainer", config: "Config", folder: Path) -> None:

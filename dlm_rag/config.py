@@ -152,7 +152,8 @@ class DecodeConfig(Checked):
 class TrainConfig(Checked):
     """A denoiser trained from scratch on invented worlds; what is not here is derived."""
 
-    hidden_size: int = setting(192, "width; heads are 32 wide, the feed-forward 8/3 of it", low=64)
+    hidden_size: int = setting(192, "width; heads are 32 wide", low=64)
+    intermediate_size: int = setting(256, "width of the feed-forward layers", low=32)
     num_hidden_layers: int = setting(5, "depth", low=1)
     vocabulary: int = setting(1024, "tokens of the tokenizer, learned on training worlds", low=300)
     evidence_layout: str = setting(
@@ -161,9 +162,9 @@ class TrainConfig(Checked):
         choices=("joint", "prefix", "independent"),
     )
     passage_length: int = setting(96, "positions of a passage", low=16)
-    steps: int = setting(2000, "optimizer steps", low=1)
-    groups: int = setting(8, "sets of passages a step", low=1)
-    rows: int = setting(8, "questions and masks on each set", low=4)
+    steps: int = setting(2000, "optimizer steps; may be raised on --resume", low=1)
+    groups: int = setting(6, "sets of passages a step, over all processes", low=1)
+    rows: int = setting(12, "questions and masks on each set", low=4)
     matrix_learning_rate: float = setting(0.02, "of Muon, on the matrices of the layers", low=0)
     learning_rate: float = setting(8e-3, "of AdamW, on embeddings and gains; four-fold on QK gains", low=0)
     warmup_steps: int = setting(50, "steps until the full rate", low=0)
@@ -174,10 +175,12 @@ class TrainConfig(Checked):
         0.62, "running accuracy on names at which prompts get more passages: 2, 2-4, 4 to top_k", low=0
     )
     end_weight: float = setting(0.15, "what an end token counts in the loss", low=0)
-    pointer_weight: float = setting(0.3, "of pointer supervision (independent layout only)", low=0)
+    late_end_weight: float = setting(0.4, "the same at the end, reached as the rate falls", low=0)
+    pointer_weight: float = setting(0.3, "of pointer supervision", low=0)
+    late_pointer_weight: float = setting(0.08, "the same at the end, reached as the rate falls", low=0)
     world_passages: int = setting(700, "passages of a training world", low=100)
     worlds: int = setting(6, "worlds that examples are drawn from at a time", low=1)
-    steps_per_world: int = setting(25, "steps after which the oldest world is replaced", low=1)
+    steps_per_world: int = setting(50, "steps after which the oldest world is replaced", low=1)
     save_every: int = setting(200, "steps between checkpoints", low=1)
     validate_every: int = setting(500, "steps between validations by the decoder", low=1)
     validation_questions: int = setting(25, "for each of 1 to 4 hops, about a world of its own", low=1)
@@ -188,11 +191,6 @@ class TrainConfig(Checked):
         super().__post_init__()
         if self.hidden_size % 32:
             raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of 32")
-        if self.pointer_weight and self.evidence_layout != "independent":
-            raise ConfigError(
-                "pointer_weight needs evidence_layout=independent, whose passages are segments of their "
-                "own: set pointer_weight=0"
-            )
 
 
 @dataclass

@@ -2,15 +2,15 @@
 
 A group is one set of passages and several (question, mask) rows on it. The passages are what our own
 BM25 finds for a question at a moment of its decoding: some hops written, the next one guessed wrongly
-now and then, evidence of later hops missing. Everything follows from (seed, step): nothing has to be
-saved to go on.
+now and then, evidence of later hops missing. Everything follows from (seed, step, group): nothing
+has to be saved to go on, and any process can make any group.
 """
 
 import json
 import random
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,12 +86,17 @@ class ExampleStream:
         self._world_passages, self._steps_per_world, self._worlds = world_passages, steps_per_world, worlds
         self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
 
-    def batch(self, step: int, passages: tuple[int, int]) -> list[Example]:
-        """The examples of a step, with between passages[0] and passages[1] passages in each prompt."""
-        rng = random.Random(f"examples/{self._seed}/{step}")
+    def batch(
+        self, step: int, passages: tuple[int, int], groups: Iterable[int] | None = None
+    ) -> list[Example]:
+        """The examples of a step, with between passages[0] and passages[1] passages in each prompt.
+
+        `groups`: which of them; all where none are named.
+        """
         newest = step // self._steps_per_world
         examples: list[Example] = []
-        for _ in range(self._groups):
+        for group in range(self._groups) if groups is None else groups:
+            rng = random.Random(f"examples/{self._seed}/{step}/{group}")
             world = self._world(rng.randrange(max(0, newest - self._worlds + 1), newest + 1))
             examples.extend(self._group(rng, world, rng.randint(*passages)))
         return examples

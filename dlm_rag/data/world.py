@@ -452,8 +452,8 @@ def question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
     }
 
 
-def write_world(folder: Path, seed: int, split: str, passages: int, per_hop: int) -> None:
-    """Writes `corpus.jsonl` and `questions.jsonl` into `folder`."""
+def write_world(folder: Path, seed: int, split: str, passages: int, per_hop: int) -> list[WorldQuestion]:
+    """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions."""
     world = make_world(seed, split, passages)
     folder.mkdir(parents=True, exist_ok=True)
     questions = make_questions(world, seed, per_hop)
@@ -464,6 +464,7 @@ def write_world(folder: Path, seed: int, split: str, passages: int, per_hop: int
     for name, records in files.items():
         text = "".join(json.dumps(record) + "\n" for record in records)
         (folder / name).write_text(text, encoding="utf-8")
+    return questions
 
 
 def main(argv: list[str]) -> None:

@@ -7,41 +7,68 @@ the right subject among passages of one type forward; decoding knows nothing of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from dlm_rag.data.examples import Example
-from dlm_rag.decode.evidence import Arrangement, arrange, encode_canvases, encode_contexts
+from dlm_rag.decode.evidence import arrange, encode_canvases, encode_contexts
 from dlm_rag.diffusion.nelbo import token_losses
 from dlm_rag.model.denoiser import Denoiser, Watch
 from dlm_rag.stages import stage
+from dlm_rag.training.parallel import Processes
 
 PASSAGE_HEAD, TOKEN_HEAD = 0, 1
 
 
 @dataclass(frozen=True)
-class StepLoss:
-    """Losses in nats and rates of one batch; `total` is what is minimised."""
+class Sums:
+    """Sums over the rows of a batch, in nats and counts."""
 
-    total: Tensor
-    tokens: Tensor  # mean cross-entropy of masked tokens, end tokens by their weight
-    pointers: Tensor  # mean of -log of the two heads' mass where it belongs; 0 without pointers
-    name_accuracy: float  # share of masked name tokens with a source in the prompt that are right
-    pointer_mass: float  # mean mass of the passage head on the right passage
+    count: float  # masked tokens
+    weight: float  # of masked tokens, an end token counting `end_weight`
+    tokens: float  # weighted cross-entropies of masked tokens
+    names: float  # masked name tokens that a passage in the prompt spells out
+    names_right: float  # how many of them the most probable token is
+    pointers: float  # -log of the two heads' mass where it belongs, over `names`
+    passage_mass: float  # mass of the passage head on the right passage, over `names`
+
+    def over(self, processes: Processes) -> Self:
+        """The same sums over the batch of all processes."""
+        return type(self)(*processes.sum([getattr(self, field.name) for field in fields(self)]))
 
 
-def step_loss(
-    denoiser: Denoiser,
-    examples: Sequence[Example],
-    layout: str,
-    *,
-    end_id: int,
-    end_weight: float,
-    pointer_weight: float,
-) -> StepLoss:
-    """The losses of a batch; logits are computed at masked positions only."""
+@dataclass(frozen=True)
+class BatchLoss:
+    """The two losses of a batch, as differentiable sums, and what they are sums of."""
+
+    tokens: Tensor
+    pointers: Tensor
+    sums: Sums
+
+    def total(self, over: Sums, pointer_weight: float) -> Tensor:
+        """What is minimised: the mean over masked tokens plus the mean over pointers, of all processes."""
+        loss = self.tokens / over.weight
+        return loss + self.pointers * (pointer_weight / over.names) if over.names else loss
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A batch as the denoiser sees it, at masked positions: n of them, in order of the rows."""
+
+    logits: Tensor  # (n, V)
+    targets: Tensor  # (n,)
+    rows: Tensor  # (n,) index of the example
+    starts: list[int]  # where each canvas begins in the packed rows
+
+
+def run_masked(
+    denoiser: Denoiser, examples: Sequence[Example], layout: str, watch: Watch | None = None
+) -> Masked:
+    """Runs a batch with its masked tokens hidden; logits are computed at masked positions only."""
     config = denoiser.config
     assert config.mask_token_id is not None
     laid = [arrange(e.prompt, layout, config.shifted, config.passage_length) for e in examples]
@@ -49,67 +76,76 @@ def step_loss(
         [config.mask_token_id if hide else token for token, hide in zip(e.target, e.masked, strict=True)]
         for e in examples
     ]
-    watch = Watch(max(0, config.num_hidden_layers - 2))
     hidden, starts = encode_canvases(denoiser, laid, canvases, encode_contexts(denoiser, laid), watch)
-    source, target, named = [], [], []
-    for example, start in zip(examples, starts, strict=True):
-        copied = {pointer.position for pointer in example.pointers}
-        for position, hide in enumerate(example.masked):
-            if hide:
-                source.append(start + position)
-                target.append(example.target[position])
-                named.append(position in copied)
+    at = [
+        (row, start + position, example.target[position])
+        for row, (example, start) in enumerate(zip(examples, starts, strict=True))
+        for position, hide in enumerate(example.masked)
+        if hide
+    ]
+    rows, source, targets = torch.tensor(at, device=hidden.device).unbind(-1)
+    return Masked(denoiser.read_out(hidden, source), targets, rows, starts)
+
+
+def batch_loss(
+    denoiser: Denoiser, examples: Sequence[Example], layout: str, *, end_id: int, end_weight: float
+) -> BatchLoss:
+    """The losses of a batch."""
+    watch = Watch(max(0, denoiser.config.num_hidden_layers - 2))
+    masked = run_masked(denoiser, examples, layout, watch)
     with stage("loss"):
-        wanted = torch.tensor(target, device=hidden.device)
-        logits = denoiser.read_out(hidden, torch.tensor(source, device=hidden.device))
-        losses = token_losses(logits, wanted)
-        weights = torch.where(wanted == end_id, end_weight, 1.0)
-        tokens = (losses * weights).sum() / weights.sum()
-        right = (logits.detach().argmax(-1) == wanted)[torch.tensor(named, device=hidden.device)]
-        pointers, mass = tokens.new_zeros(()), 0.0
-        if pointer_weight:
-            pointers, mass = pointer_loss(examples, laid, starts, watch)
-    return StepLoss(
-        total=tokens + pointer_weight * pointers,
-        tokens=tokens.detach(),
-        pointers=pointers.detach(),
-        name_accuracy=float(right.float().mean()) if len(right) else math.nan,
-        pointer_mass=mass,
+        weights = torch.where(masked.targets == end_id, end_weight, 1.0)
+        tokens = (token_losses(masked.logits, masked.targets) * weights).sum()
+        named = torch.tensor(
+            [
+                position in copied
+                for example in examples
+                for copied in [{pointer.position for pointer in example.pointers}]
+                for position, hide in enumerate(example.masked)
+                if hide
+            ],
+            device=tokens.device,
+        )
+        right = (masked.logits.detach().argmax(-1) == masked.targets)[named]
+        pointers, mass = pointer_loss(examples, layout, masked.starts, watch)
+    sums = Sums(
+        count=len(weights),
+        weight=float(weights.sum()),
+        tokens=float(tokens.detach()),
+        names=len(right),
+        names_right=int(right.sum()),
+        pointers=float(pointers.detach()),
+        passage_mass=mass,
     )
+    return BatchLoss(tokens, pointers, sums)
 
 
 def pointer_loss(
-    examples: Sequence[Example], laid: Sequence[Arrangement], starts: Sequence[int], watch: Watch
+    examples: Sequence[Example], layout: str, starts: Sequence[int], watch: Watch
 ) -> tuple[Tensor, float]:
-    """Mean of -log(mass on the passage) - log(mass on the token), and the mean mass on the passage.
-
-    Only for contexts that hold the passages as segments of their own, in prompt order
-    (`independent`).
-    """
+    """Sum of -log(mass on the passage) - log(mass on the token), and the sum of masses on the passage."""
     assert watch.queries is not None and watch.keys is not None
     queries, keys = watch.queries[:, :2], watch.keys
     group = watch.queries.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)[:, :2] if group > 1 else keys[:, :2]
     scale = 1 / math.sqrt(queries.shape[-1])
-    losses, masses = [], []
-    rows = zip(examples, laid, starts, keys.split(watch.lengths), strict=True)
-    for example, arrangement, start, row_keys in rows:
+    losses, mass = queries.new_zeros(()), 0.0
+    for example, start, row_keys in zip(examples, starts, keys.split(watch.lengths), strict=True):
         pointed = [pointer for pointer in example.pointers if example.masked[pointer.position]]
         if not pointed:
             continue
-        ends = torch.tensor([len(segment.ids) for segment in arrangement.context]).cumsum(0)
+        # `independent` keeps the question behind the passages, the others before them.
+        ahead = 0 if layout == "independent" else len(example.prompt.head)
+        bounds = torch.tensor([*accumulate(map(len, example.prompt.facts), initial=ahead)])
         fact = torch.tensor([pointer.fact for pointer in pointed])
-        last, first = ends[fact], ends[fact] - torch.tensor([len(s.ids) for s in arrangement.context])[fact]
+        first, last = bounds[fact], bounds[fact + 1]
         at = queries[[start + pointer.position for pointer in pointed]]
-        scores = torch.einsum("nhd,khd->hnk", at, row_keys) * scale
-        log_mass = scores.log_softmax(-1)
+        log_mass = (torch.einsum("nhd,khd->hnk", at, row_keys) * scale).log_softmax(-1)
         place = torch.arange(len(row_keys))
-        outside = (place < first[:, None]) | (place >= last[:, None])
-        on_passage = log_mass[PASSAGE_HEAD].masked_fill(outside.to(scores.device), -math.inf).logsumexp(-1)
-        token = (first + torch.tensor([pointer.token for pointer in pointed])).to(scores.device)
+        outside = ((place < first[:, None]) | (place >= last[:, None])).to(log_mass.device)
+        on_passage = log_mass[PASSAGE_HEAD].masked_fill(outside, -math.inf).logsumexp(-1)
+        token = (first + torch.tensor([pointer.token for pointer in pointed])).to(log_mass.device)
         on_token = log_mass[TOKEN_HEAD].gather(1, token[:, None]).squeeze(1)
-        losses.append(-(on_passage + on_token))
-        masses.append(on_passage.detach().exp())
-    if not losses:
-        return queries.new_zeros(()), 0.0
-    return torch.cat(losses).mean(), float(torch.cat(masses).mean())
+        losses = losses - (on_passage + on_token).sum()
+        mass += float(on_passage.detach().exp().sum())
+    return losses, mass

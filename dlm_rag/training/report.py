@@ -13,6 +13,7 @@ from dlm_rag.cli import commit_of_code
 from dlm_rag.config import Config
 
 WINDOW = 50  # steps that the figures on the screen are means of
+VALIDATED = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
 SHOWN = ("loss", "name_accuracy", "pointer_mass")
 
 
@@ -58,7 +59,9 @@ class Report:
             self._wandb.log(metrics, step=metrics["step"])
         self.seconds += metrics["seconds"]
         self._recent.append(metrics)
-        self._validated |= {k: v for k, v in metrics.items() if k.startswith(("exact_match", "forwards"))}
+        self._validated |= {
+            k: v for k, v in metrics.items() if k.startswith(("exact_match", "forwards", "nelbo"))
+        }
         tokens = sum(m["supervised_tokens"] for m in self._recent)
         figures = [f"{name.replace('_', ' ')} {self._mean(name):.3f}" for name in SHOWN]
         figures.append(f"{tokens / sum(m['seconds'] for m in self._recent):,.0f} tokens/s")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from dlm_rag.cli import choose_device
 from dlm_rag.config import Config
 from dlm_rag.data.examples import ExampleStream
 from dlm_rag.errors import CheckpointError
@@ -20,7 +21,8 @@ from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.stages import stage
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer
-from dlm_rag.training.objective import step_loss
+from dlm_rag.training.objective import batch_loss
+from dlm_rag.training.parallel import Processes
 from dlm_rag.training.vocabulary import learn_tokenizer
 
 HEAD_WIDTH = 32
@@ -41,11 +43,15 @@ class TrainState:
 class Trainer:
     """Trains a fresh denoiser, or goes on from the newest checkpoint in `folder`."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, processes: Processes | None = None) -> None:
         self.config, self.folder = config, folder
+        self.processes = processes or Processes(0, 1, 0)
         train = config.train
         self.tokenizer = Tokenizer(learn_tokenizer(train.seed, train.vocabulary), 0, TEMPLATE, (1,))
-        self.denoiser = fresh_denoiser(config)
+        device = choose_device(config.model.device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", self.processes.local_rank)
+        self.denoiser = fresh_denoiser(config).to(device)
         self.optimizers = make_optimizers(self.denoiser, train.matrix_learning_rate, train.learning_rate)
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.state = TrainState()
@@ -71,19 +77,26 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
         train, state = self.config.train, self.state
-        rate = learning_rate_share(state.step, train.steps, train.warmup_steps, train.decay_share)
+        left = share_left(state.step, train.steps, train.decay_share)
+        rate = min(left, (state.step + 1) / (train.warmup_steps + 1))
+        end_weight = train.late_end_weight + left * (train.end_weight - train.late_end_weight)
+        pointer_weight = train.late_pointer_weight + left * (
+            train.pointer_weight - train.late_pointer_weight
+        )
         for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
             for group, full in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = full * rate
         with stage("data"):
-            examples = self.stream.batch(state.step, self.passages)
+            groups = self.processes.share(train.groups)
+            examples = self.stream.batch(state.step, self.passages, groups)
         with stage("forward"):
-            losses = step_loss(
-                self.denoiser, examples, train.evidence_layout, end_id=1,
-                end_weight=train.end_weight, pointer_weight=train.pointer_weight,
-            )  # fmt: skip
+            loss = batch_loss(
+                self.denoiser, examples, train.evidence_layout, end_id=1, end_weight=end_weight
+            )
+        sums = loss.sums.over(self.processes)
         with stage("backward"):
-            losses.total.backward()
+            loss.total(sums, pointer_weight).backward()
+            self.processes.sum_gradients(self.denoiser.parameters())
         with stage("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(self.denoiser.parameters(), 1.0)
             for optimizer in self.optimizers:
@@ -91,26 +104,25 @@ class Trainer:
                 optimizer.zero_grad(set_to_none=True)
         metrics = {
             "step": state.step,
-            "loss": float(losses.tokens),
-            "pointer_loss": float(losses.pointers),
-            "pointer_mass": losses.pointer_mass,
-            "name_accuracy": losses.name_accuracy,
+            "loss": sums.tokens / sums.weight,
+            "pointer_loss": sums.pointers / max(1, sums.names),
+            "pointer_mass": sums.passage_mass / max(1, sums.names),
+            "name_accuracy": sums.names_right / max(1, sums.names),
             "passages": self.passages[1],
             "learning_rate_share": rate,
             "gradient_norm": float(norm),
-            "rows": len(examples),
-            "supervised_tokens": sum(sum(example.masked) for example in examples),
+            "rows": train.groups * train.rows,
+            "supervised_tokens": round(sums.count),
         }
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the loss of step {state.step} is not a number")
-        self._advance(losses.name_accuracy)
+        self._advance(metrics["name_accuracy"])
         return metrics
 
     def _advance(self, name_accuracy: float) -> None:
         state = self.state
         state.step += 1
-        if not math.isnan(name_accuracy):
-            state.name_accuracy = 0.97 * state.name_accuracy + 0.03 * name_accuracy
+        state.name_accuracy = 0.97 * state.name_accuracy + 0.03 * name_accuracy
         if state.name_accuracy > self.config.train.next_stage_accuracy and state.stage < 2:
             state.stage, state.name_accuracy = state.stage + 1, 0.3
 
@@ -185,7 +197,7 @@ def fresh_denoiser(config: Config) -> Denoiser:
             num_attention_heads=heads,
             num_key_value_heads=heads,
             head_dim=HEAD_WIDTH,
-            intermediate_size=round(train.hidden_size * 8 / 3 / 32) * 32,
+            intermediate_size=train.intermediate_size,
             max_position_embeddings=_context_length(config),
             qk_norm=True,
             tie_word_embeddings=True,
@@ -231,8 +243,6 @@ def make_optimizers(
     ]
 
 
-def learning_rate_share(step: int, steps: int, warmup_steps: int, decay_share: float) -> float:
-    """Share of the full rate: a linear rise, flat, a linear fall to 0 at the end."""
-    rise = (step + 1) / (warmup_steps + 1)
-    fall = (steps - step) / max(1.0, decay_share * steps)
-    return min(1.0, rise, fall)
+def share_left(step: int, steps: int, decay_share: float) -> float:
+    """What is left of the full rate: 1, then a linear fall to 0 over the last `decay_share` of steps."""
+    return min(1.0, (steps - step) / max(1.0, decay_share * steps))
