@@ -1,74 +1,113 @@
-"""Score a denoiser on questions with known answers: decode into a folder, then score its traces.
+"""Score a denoiser on questions with known answers, under one setting or several.
 
+    python evaluate.py --out runs/shipped --compare all      # the shipped model on its invented world
     python evaluate.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out runs/first
+    python evaluate.py ... --out runs/all --compare all
+    python evaluate.py ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
 
-The folder holds `answers.jsonl`, `trace.jsonl` and `scores.json`. A run that was stopped goes on when
-the same command is given again.
+--compare all: interleaved retrieval (decode.query=proxy), committed tokens only, static retrieval,
+static with a second round from the top passage (feedback), none, and oracle evidence. The folder gets
+scores.json, scores.md, scores.png and the answers and traces of every setting. A run that was stopped
+goes on when the same command is given again.
 """
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.cli import decode_to_file, gather_questions, parse, run
+from dlm_rag.cli import Words, gather_questions, note, parse, plan, run, with_shipped
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dlm_rag.config import Config
     from dlm_rag.data.questions import Question
     from dlm_rag.evaluation.metrics import Score
 
 
 def main(argv: list[str]) -> None:
-    config = parse(__doc__ or "", argv, typed=False).config
-    if config.out is None or config.questions is None:
-        raise ConfigError("evaluation needs --questions FILE and --out FOLDER")
+    words = parse(__doc__ or "", argv, typed=False)
+    config = with_shipped(words.config, [])
+    if config.out is None:
+        raise ConfigError("evaluation needs --out FOLDER")
+    if config.questions is None:
+        raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
     if config.trace is not None:
         raise ConfigError("evaluation keeps its traces in the folder of --out: leave --trace out")
     questions = gather_questions(config, [])
     if not all(question.golden_answers for question in questions):
         raise ConfigError(f"{config.questions} has questions without golden_answers: nothing to score")
-    folder = Path(config.out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
-    files = replace(config, out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl"))
-    decode_to_file(files, questions)
-    table = score_folder(folder, questions)
-    (folder / "scores.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    show(table)
+    out = Path(config.out)
+    settings = {name: with_shipped(setting, []) for name, setting in settings_of(words).items()}
+    folders = {name: out / name.replace("/", "_") if config.compare else out for name in settings}
+    jobs = {}  # all are checked before the first one runs
+    for name, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+        jobs[name] = plan(
+            replace(settings[name], out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl")),
+            questions,
+        )
+    denoiser, model = None, None
+    for name, job in jobs.items():
+        if len(jobs) > 1:
+            note(f"{name}:")
+        denoiser = job.run(denoiser if settings[name].model == model else None)
+        model = settings[name].model
+    report(out, questions, folders)
 
 
-def score_folder(folder: Path, questions: "list[Question]") -> "dict[str, dict[str, float | None]]":
-    """Mean scores over the folder's traces, for all questions and for each number of hops."""
+def settings_of(words: Words) -> "dict[str, Config]":
+    """The config of every setting by its name."""
+    from dlm_rag.evaluation.compare import read_settings
+
+    config = words.config
+    if config.compare is None:
+        return {f"{config.decode.query} {config.retrieval.kind}": config}
+    return {name: words.config_with(more) for name, more in read_settings(config.compare).items()}
+
+
+def report(out: Path, questions: "list[Question]", folders: dict[str, Path]) -> None:
+    """Scores the traces in the folders: a table on the screen; JSON, Markdown and a picture in `out`."""
+    from rich.console import Console
+
+    from dlm_rag.evaluation.compare import as_record, compare_to_first, group_questions, summarise
+    from dlm_rag.evaluation.report import grids, markdown, plot, show
+
+    groups = group_questions(questions)
+    scores = {name: score_folder(folder, questions) for name, folder in folders.items()}
+    stamps = {
+        name: json.loads((folder / "answers.jsonl.run.json").read_text(encoding="utf-8"))
+        for name, folder in folders.items()
+    }
+    summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
+    against = compare_to_first(scores, groups)
+    record = {
+        "questions": {group: len(places) for group, places in groups.items()},
+        "settings": {
+            name: {"groups": as_record(summary), "stamp": stamps[name]}
+            for name, summary in summaries.items()
+        },
+        "first_minus": {name: as_record(summary) for name, summary in against.items()},
+    }
+    found = grids(groups, summaries, against)
+    (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (out / "scores.md").write_text(markdown(found, next(iter(stamps.values()))), encoding="utf-8")
+    plot(out / "scores.png", groups, summaries)
+    show(Console(), found)
+
+
+def score_folder(folder: Path, questions: "list[Question]") -> "list[Score]":
+    """The score of each question, from the folder's traces."""
     from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.evaluation.metrics import mean_score, score
+    from dlm_rag.evaluation.metrics import score
 
     with (folder / "trace.jsonl").open(encoding="utf-8") as file:
         rollouts = {rollout.id: rollout for rollout in map(Rollout.from_trace, map(json.loads, file))}
-    groups: dict[str, list[Score]] = {"all": []}
-    for question in questions:
-        scored = score(rollouts[question.id], question)
-        groups["all"].append(scored)
-        if question.hops is not None:
-            groups.setdefault(f"{question.hops} hops", []).append(scored)
-    return {
-        name: {"questions": len(scores), **asdict(mean_score(scores))}
-        for name, scores in sorted(groups.items(), key=lambda item: (item[0] != "all", item[0]))
-    }
-
-
-def show(table: "dict[str, dict[str, float | None]]") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    grid = Table("", *(name.replace("_", " ") for name in table["all"]))
-    for name, row in table.items():
-        cells = ("-" if value is None else f"{value:.4g}" for value in row.values())
-        grid.add_row(name, *cells)
-    Console().print(grid)
+    return [score(rollouts[question.id], question) for question in questions]
 
 
 if __name__ == "__main__":

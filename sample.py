@@ -1,5 +1,6 @@
 """Answer questions: retrieve while denoising, many at once.
 
+    python sample.py                               # the shipped model on its invented world
     python sample.py "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
     python sample.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out answers.jsonl decode.batch_size=16
@@ -10,11 +11,12 @@ was stopped goes on when the same command is given again.
 
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.cli import check_files, decode_to_file, gather_questions, note, parse, prepare, run
+from dlm_rag.cli import check_files, gather_questions, note, parse, plan, prepare, run, with_shipped
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,11 +26,25 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv)
-    config, questions = words.config, gather_questions(words.config, words.questions)
+    config = with_shipped(words.config, words.questions)
+    questions = gather_questions(config, words.questions)
+    if words.config.questions is None and not words.questions:
+        questions = a_few(questions)
     if config.out is not None:
-        decode_to_file(config, questions)
+        plan(config, questions).run()
     else:
         decode_to_screen(config, questions)
+
+
+def a_few(questions: "list[Question]", each: int = 2) -> "list[Question]":
+    """The first questions of every number of hops."""
+    seen: Counter[int | None] = Counter()
+    kept = []
+    for question in questions:
+        seen[question.hops] += 1
+        if seen[question.hops] <= each:
+            kept.append(question)
+    return kept
 
 
 def decode_to_screen(config: "Config", questions: "list[Question]") -> None:

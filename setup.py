@@ -17,6 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["dlm_rag", "dlm_rag.*"]),
+    package_data={"dlm_rag": ["shipped/*/*"]},
     # Ranges end at the newest version that was tested. The closed end on torch also matters where a
     # CPU wheel of 2.13.0 is at hand: "2.13.0+cpu" satisfies it and ranks above the CUDA build.
     install_requires=[
@@ -27,6 +28,8 @@ setup(
         "bm25s>=0.3.16,<0.4",
         "numba>=0.61,<1",
         "numpy>=2,<3",
+        "scipy>=1.15,<2",
+        "matplotlib>=3.9,<4",
         "einops>=0.8,<1",
         "filelock>=3.13,<5",
         "omegaconf>=2.3,<2.5",

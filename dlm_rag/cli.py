@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,14 +29,17 @@ if TYPE_CHECKING:
     import torch
 
     from dlm_rag.data.questions import Question
+    from dlm_rag.decode.answers import AnswersFile
     from dlm_rag.decode.decoder import Decoder
     from dlm_rag.model.checkpoint import Checkpoint
+    from dlm_rag.model.denoiser import Denoiser
     from dlm_rag.retrieval.base import Retriever
     from dlm_rag.tokenizer import Tokenizer
 
+SHIPPED = Path(__file__).parent / "shipped"
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 FLAGS = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
-    f"--{name}": name for name in ("questions", "out", "trace")
+    f"--{name}": name for name in ("questions", "out", "trace", "compare")
 }
 
 
@@ -52,6 +55,12 @@ class Words:
     config: Config
     questions: list[str]
     switches: set[str]
+    file: str | None  # of --config
+    settings: list[str]  # KEY=VALUE, of words and flags
+
+    def config_with(self, more: list[str]) -> Config:
+        """The config with more settings on top; raises `ConfigError`."""
+        return load_config(self.file, self.settings + more)
 
 
 def parse(
@@ -77,26 +86,26 @@ def parse(
     parser.add_argument("--config", metavar="NAME", help="YAML file, as given or in configs/")
     keys = known_keys()
     for flag, key in FLAGS.items():
-        parser.add_argument(flag, metavar="PATH", help=f"{keys[key].metadata['help']} ({key})")
+        metavar = "SETTINGS" if key == "compare" else "PATH"
+        parser.add_argument(flag, metavar=metavar, help=f"{keys[key].metadata['help']} ({key})")
     offered = {"print-config": "print the resolved config"} | (switches or {})
     for name, help_text in offered.items():
         parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
     given = parser.parse_intermixed_args(argv)
-    overrides = [word for word in given.words if is_setting(word)]
+    settings = [word for word in given.words if is_setting(word)]
     questions = [word for word in given.words if not is_setting(word)]
     if questions and not typed:
         raise ConfigError(f"'{questions[0]}' is neither a flag nor KEY=VALUE")
-    config = load_config(given.config, overrides)
     for flag, key in FLAGS.items():
         value = getattr(given, flag.strip("-"))
         if value is not None:
-            section, _, name = key.rpartition(".")
-            setattr(getattr(config, section) if section else config, name, value)
+            settings.append(f"{key}={value}")
+    config = load_config(given.config, settings)
     on = {name for name in offered if getattr(given, name)}
     if "print-config" in on:
         print(dump_config(config), end="")
         raise SystemExit(0)
-    return Words(config, questions, on)
+    return Words(config, questions, on, given.config, settings)
 
 
 def is_setting(word: str) -> bool:
@@ -148,12 +157,13 @@ class Prepared:
     evidence_layout: str
     config: Config
 
-    def load(self) -> Decoder:
-        """Reads the weights."""
+    def load(self, denoiser: Denoiser | None = None) -> Decoder:
+        """Reads the weights, where they are not given."""
         from dlm_rag.decode.decoder import Decoder
         from dlm_rag.model.denoiser import Denoiser
 
-        denoiser = Denoiser.from_pretrained(self.checkpoint, self.device, self.dtype, self.attention)
+        if denoiser is None:
+            denoiser = Denoiser.from_pretrained(self.checkpoint, self.device, self.dtype, self.attention)
         return Decoder(denoiser, self.retriever, self.tokenizer, self.config.decode, self.evidence_layout)
 
     def answers_depend_on(self) -> dict[str, Any]:
@@ -224,15 +234,27 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
     return questions
 
 
+def with_shipped(config: Config, typed: list[str]) -> Config:
+    """The config with what ships with the package where nothing is named.
+
+    The model by itself, its world for no other model, the world's questions for no other corpus.
+    """
+    model, retrieval, questions = config.model, config.retrieval, config.questions
+    if model.path is None and retrieval.corpus is None:
+        retrieval = replace(retrieval, corpus=str(SHIPPED / "world" / "corpus.jsonl"))
+        if questions is None and not typed:
+            questions = str(SHIPPED / "world" / "questions.jsonl")
+    if model.path is None:
+        model = replace(model, path=str(SHIPPED / "model"))
+    return replace(config, model=model, retrieval=retrieval, questions=questions)
+
+
 def prepare(config: Config, questions: list[Question]) -> Prepared:
     """Checks checkpoint, questions, corpus and index, before any weight is read.
 
     Raises `UserError` for what is wrong.
     """
-    if config.model.path is None:
-        raise ConfigError(
-            "no model: give --model a checkpoint folder or hub id (a model of our own is not shipped yet)"
-        )
+    assert config.model.path is not None, "see with_shipped"
     if config.retrieval.corpus is None:
         raise ConfigError("no corpus: give --corpus a file of JSON lines")
     # A corpus that is not there, or has a bad line, is found before torch is imported.
@@ -242,6 +264,8 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(config.model.path)
+    length = config.decode.canvas_length or checkpoint.config.canvas_length
+    config = replace(config, decode=replace(config.decode, canvas_length=length))
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     from dlm_rag.model.attention import choose_backend
@@ -256,7 +280,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
         try:
             fit(
                 tokenizer.prompt(question.question, []), layout,
-                checkpoint.config.max_position_embeddings, config.decode.canvas_length,
+                checkpoint.config.max_position_embeddings, length,
                 checkpoint.config.passage_length,
             )  # fmt: skip
         except QuestionError as error:
@@ -264,17 +288,68 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.retrieval import load_retriever
 
     retriever = load_retriever(config.retrieval, corpus)
+    if config.retrieval.oracle:
+        retriever = _oracle(retriever, questions, config.decode.query)
     return Prepared(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
 
 
-def decode_to_file(config: Config, questions: list[Question]) -> None:
-    """Answers into the files `out` and `trace`; questions that are answered there are skipped.
+def _oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:
+    from dlm_rag.retrieval.fixed import OracleRetriever
+    from dlm_rag.retrieval.query import build_query
+
+    if query != "question":
+        raise ConfigError("retrieval.oracle=true needs decode.query=question: its evidence never changes")
+    for question in questions:
+        if not question.supporting_ids:
+            raise ConfigError(f"retrieval.oracle=true: question '{question.id}' has no supporting_ids")
+    support = {build_query(query, q.question).parts[0]: q.supporting_ids for q in questions}
+    return OracleRetriever(inner, support)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Questions to be answered into files; everything but the weights has been checked."""
+
+    questions: list[Question]
+    remaining: list[Question]  # without an answer yet
+    file: AnswersFile
+    prepared: Prepared
+
+    def run(self, denoiser: Denoiser | None = None) -> Denoiser | None:
+        """Answers what remains; `denoiser`, here and returned, saves reading the same weights twice."""
+        from dlm_rag.decode.view import Tally
+
+        remaining, answered = self.remaining, len(self.questions) - len(self.remaining)
+        if answered:
+            note(f"{answered} of {len(self.questions)} questions are answered already")
+        if not remaining:
+            return denoiser
+        stamp = self.prepared.stamp()
+        decoder = self.prepared.load(denoiser)
+        self.file.begin(stamp)
+        tally, start = Tally(), time.perf_counter()
+        try:
+            for rollout in decoder.stream(remaining):
+                self.file.append(rollout)
+                tally.add(rollout)
+                if sys.stderr.isatty():
+                    note(f"{tally.answers} of {len(remaining)}", end="\r")
+        except KeyboardInterrupt:
+            note(f"{tally.answers} of {len(remaining)} answered; the same command goes on from here")
+            raise
+        finally:
+            self.file.close()
+        note(tally.line(time.perf_counter() - start, decoder.describe()))
+        return decoder.denoiser
+
+
+def plan(config: Config, questions: list[Question]) -> Job:
+    """The job of answering into the files `out` and `trace`; questions answered there are skipped.
 
     Raises `UserError` for bad input, for files that cannot be written, and for files that hold
     answers of another setting.
     """
     from dlm_rag.decode.answers import AnswersFile
-    from dlm_rag.decode.view import Tally
 
     assert config.out is not None
     check_files(config)
@@ -282,26 +357,7 @@ def decode_to_file(config: Config, questions: list[Question]) -> None:
     remaining = file.remaining(questions)
     prepared = prepare(config, questions)
     file.check_same(prepared.answers_depend_on())
-    if len(remaining) < len(questions):
-        note(f"{len(questions) - len(remaining)} of {len(questions)} questions are answered already")
-    if not remaining:
-        return
-    stamp = prepared.stamp()
-    decoder = prepared.load()
-    file.begin(stamp)
-    tally, start = Tally(), time.perf_counter()
-    try:
-        for rollout in decoder.stream(remaining):
-            file.append(rollout)
-            tally.add(rollout)
-            if sys.stderr.isatty():
-                note(f"{tally.answers} of {len(remaining)}", end="\r")
-    except KeyboardInterrupt:
-        note(f"{tally.answers} of {len(remaining)} answered; the same command goes on from here")
-        raise
-    finally:
-        file.close()
-    note(tally.line(time.perf_counter() - start, decoder.describe()))
+    return Job(questions, remaining, file, prepared)
 
 
 def check_files(config: Config) -> None:

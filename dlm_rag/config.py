@@ -74,8 +74,9 @@ class RetrievalConfig(Checked):
     """Which passages can become evidence, and how they are found."""
 
     corpus: str | None = setting(None, "JSON lines of passages, or an index folder built from it")
-    kind: str = setting("bm25", "how passages are found", choices=("bm25", "dense", "hybrid"))
+    kind: str = setting("bm25", "how passages are found", choices=("bm25", "dense", "hybrid", "none"))
     top_k: int = setting(7, "passages in the evidence (K)", low=1)
+    oracle: bool = setting(False, "the passages that support a question come first (needs supporting_ids)")
     index_folder: str | None = setting(
         None, "where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"
     )
@@ -92,7 +93,9 @@ class RetrievalConfig(Checked):
 class DecodeConfig(Checked):
     """The denoising loop: what is committed, what is asked, when evidence is refreshed."""
 
-    canvas_length: int = setting(100, "response positions, all masked at first", low=1)
+    canvas_length: int | None = setting(
+        None, "response positions, all masked at first; unset takes the checkpoint's own, 100", low=1
+    )
     block_length: int | None = setting(
         None, "commit within the first unfinished block of this many positions; unset: anywhere", low=1
     )
@@ -136,7 +139,7 @@ class DecodeConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_length and self.block_length > self.canvas_length:
+        if self.block_length and self.canvas_length and self.block_length > self.canvas_length:
             raise ConfigError(
                 f"block_length={self.block_length} is longer than the canvas: set it to at most "
                 f"canvas_length={self.canvas_length}"
@@ -203,6 +206,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     questions: str | None = setting(None, "file of questions: JSON lines or parquet")
     out: str | None = setting(None, "where the results go: a file (sample) or a folder (evaluate, train)")
+    compare: str | None = setting(
+        None, "settings for evaluate: all, or a list such as interleaved,static,oracle+retrieval.kind=dense"
+    )
     trace: str | None = setting(None, "file for the decoding traces, one JSON line per question")
 
 

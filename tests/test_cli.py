@@ -136,6 +136,7 @@ BAD = {
     "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
     "unknown flag": (["Who?", "--modle", "x"], "--modle"),
     "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k has the wrong type"),
+    "block beyond the checkpoint's canvas": (["Who?", "decode.block_length=101"], "longer than the canvas"),
     "out of range": (["Who?", "decode.commit_threshold=1.5"], "commit_threshold=1.5 is out of range"),
     "missing config": (["Who?", "--config", "sadri.yaml"], "nearest: 'sardi.yaml'"),
     "out is a folder": (["Who?", "--out", "."], "out=. cannot be written: Is a directory"),
@@ -162,9 +163,7 @@ def test_bad_input_is_one_sentence(call, tmp_path, monkeypatch, name):
     assert line.startswith("error: ") and re.search(says, line), line
 
 
-def test_without_a_model_or_a_corpus_one_sentence_says_so(call, corpus_file, model):
-    code, _, err = call("Who?", "--corpus", corpus_file, defaults=False)
-    assert code == 2 and err.startswith("error: no model: give --model")
+def test_another_model_needs_a_corpus_of_its_own(call, model):
     code, _, err = call("Who?", "--model", model, defaults=False)
     assert code == 2 and err.startswith("error: no corpus: give --corpus")
 
@@ -358,8 +357,42 @@ def test_evaluate_scores_what_it_decoded(call, tmp_path):
     words = ("--questions", path, "--out", tmp_path / "runs", "retrieval.top_k=1", "decode.query=question")
     code, out, _ = call(*words, program=evaluate)
     assert code == 0 and "2 hops" in out
-    table = json.loads((tmp_path / "runs" / "scores.json").read_text())
-    assert table["1 hops"]["recall_first"] == 1.0 and table["2 hops"]["recall_last"] == 0.0
-    assert table["all"]["questions"] == 2 and table["all"]["recall_last"] == 0.5
+    (setting,) = json.loads((tmp_path / "runs" / "scores.json").read_text())["settings"].values()
+    groups = setting["groups"]
+    assert groups["1 hops"]["recall_first"]["mean"] == 1.0
+    assert groups["2 hops"]["recall_last"]["mean"] == 0.0 and groups["all"]["recall_last"]["mean"] == 0.5
+    assert setting["stamp"]["answers_depend_on"]["retrieval.top_k"] == 1
     code, _, err = call("--questions", path, program=evaluate)
     assert code == 2 and "--out FOLDER" in err
+
+
+def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
+    """None finds nothing, the oracle what it is told; each setting can be gone on with by itself."""
+    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
+           "supporting_ids": ["dune", "emma"]}  # fmt: skip
+    path, runs = write_lines(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
+    words = ("--questions", path, "--out", runs, "--compare", "none,oracle,static+retrieval.top_k=1")
+    code, _, err = call(*words, program=evaluate)
+    assert code == 0 and "static+retrieval.top_k=1" in err
+    record = json.loads((runs / "scores.json").read_text())
+    recall = [s["groups"]["all"]["recall_last"]["mean"] for s in record["settings"].values()]
+    assert recall == [0.0, 1.0, 0.5]
+    assert list(record["first_minus"]) == ["oracle", "static+retrieval.top_k=1"]
+    assert "Exact match" in (runs / "scores.md").read_text() and (runs / "scores.png").is_file()
+    evidence = json.loads((runs / "oracle" / "answers.jsonl").read_text())["evidence"]
+    assert evidence[:2] == ["dune", "emma"], "support first, then what the question finds"
+    code, _, err = call(*words, program=evaluate)
+    assert code == 0 and err.count("1 of 1 questions are answered already") == 3
+
+
+def test_a_bad_setting_is_found_before_the_first_is_decoded(call, tmp_path):
+    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}
+    path = write_lines(tmp_path / "q.jsonl", [row])
+    words = ("--questions", path, "--out", tmp_path / "runs", "--compare")
+    for compare, message in {
+        "static,oracle": "question '1' has no supporting_ids",
+        "static,decode.commit_rul=top_k": "nearest: 'decode.commit_rule'",
+        "static,oracle+decode.query=proxy": "needs decode.query=question",
+    }.items():
+        code, _, err = call(*words, compare, program=evaluate)
+        assert code == 2 and message in err and not list((tmp_path / "runs").glob("*/*.jsonl"))

@@ -18,6 +18,7 @@ class Question:
     golden_answers: tuple[str, ...] = ()
     supporting_ids: tuple[str, ...] = ()
     hops: int | None = None
+    labels: tuple[str, ...] = ()  # fields that are true, by which results can be told apart
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -89,6 +90,7 @@ def _parse(row: dict[str, Any], place: str) -> Question:
         golden_answers=_texts(row, ("golden_answers", "answer"), place),
         supporting_ids=_texts(row, ("supporting_ids", "supporting_docs"), place),
         hops=hops if isinstance(hops, int) else None,
+        labels=tuple(name for name, value in row.items() if value is True),
     )
 
 

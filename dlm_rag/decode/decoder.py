@@ -81,6 +81,7 @@ class Decoder:
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
         self.config = config or DecodeConfig()
         self.evidence_layout = evidence_layout or denoiser.config.evidence_layout
+        self.canvas_length = self.config.canvas_length or denoiser.config.canvas_length
         # Revision may still change the text before an end token.
         certain = self.config.stop_early and self.config.revision_threshold is None
         self._stop_at = tokenizer.end_ids if certain else frozenset[int]()
@@ -127,12 +128,11 @@ class Decoder:
             turn += 1
 
     def _start(self, question: Question) -> Row:
-        config = self.config
         return Row(
             question=question,
-            canvas=Canvas(config.canvas_length, self.tokenizer.mask_id),
-            generator=keyed_generator(config.seed, question.id),
-            rollout=Rollout(question.id, question.question, self.evidence_layout, config.canvas_length),
+            canvas=Canvas(self.canvas_length, self.tokenizer.mask_id),
+            generator=keyed_generator(self.config.seed, question.id),
+            rollout=Rollout(question.id, question.question, self.evidence_layout, self.canvas_length),
         )
 
     def _take(self, row: Row, passages: list[Passage]) -> None:
@@ -143,7 +143,7 @@ class Decoder:
         model = self.denoiser.config
         prompt = self.tokenizer.prompt(row.question.question, [passage.text for passage in passages])
         fitted, cut = fit(
-            prompt, self.evidence_layout, model.max_position_embeddings, self.config.canvas_length,
+            prompt, self.evidence_layout, model.max_position_embeddings, self.canvas_length,
             model.passage_length,
         )  # fmt: skip
         if cut.tokens > row.rollout.cut.get("tokens", 0):

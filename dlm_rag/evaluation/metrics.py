@@ -44,6 +44,7 @@ class Score:
     recall_last: float | None  # and after the last step; None when no support is known
     forwards: float
     tokens_per_forward: float
+    seconds: float  # this question's share of all stages
 
 
 def score(rollout: Rollout, question: Question) -> Score:
@@ -55,6 +56,7 @@ def score(rollout: Rollout, question: Question) -> Score:
         recall_last=evidence_recall(rollout.evidence, question.supporting_ids),
         forwards=rollout.forwards,
         tokens_per_forward=rollout.tokens_committed / max(rollout.forwards, 1),
+        seconds=sum(rollout.seconds.values()),
     )
 
 

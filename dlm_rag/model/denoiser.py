@@ -56,6 +56,7 @@ class DenoiserConfig:
     # `independent` only: positions 0 to passage_length - 1 belong to each passage, the question
     # follows. A longer passage is cut.
     passage_length: int = 512
+    canvas_length: int = 100  # response positions where the config names no other number
 
     def __post_init__(self) -> None:
         for item in fields(self):

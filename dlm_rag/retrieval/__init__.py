@@ -39,6 +39,10 @@ def load_retriever(
         return _bm25(config, corpus)
     if config.kind == "dense":
         return _dense(config, corpus)
+    if config.kind == "none":
+        from dlm_rag.retrieval.fixed import NoRetriever
+
+        return NoRetriever(corpus, config.top_k)
     from dlm_rag.retrieval.hybrid import HybridRetriever
 
     parts = [_bm25(config, corpus), _dense(config, corpus)]

@@ -24,7 +24,7 @@ class Retriever(ABC):
 
     @abstractmethod
     def key(self, query: Query) -> Hashable:
-        """What the result depends on: queries with equal keys find the same."""
+        """What the result depends on, not None: queries with equal keys find the same."""
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         """The evidence for each query, in rank order, each passage once.

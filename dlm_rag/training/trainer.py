@@ -58,7 +58,7 @@ class Trainer:
         self.stream = ExampleStream(
             self.tokenizer,
             train.seed,
-            canvas_length=config.decode.canvas_length,
+            canvas_length=self.denoiser.config.canvas_length,
             top_k=config.retrieval.top_k,
             groups=train.groups,
             rows=train.rows,
@@ -204,6 +204,7 @@ def fresh_denoiser(config: Config) -> Denoiser:
             mask_token_id=0,
             evidence_layout=train.evidence_layout,
             passage_length=train.passage_length,
+            canvas_length=canvas_length(config),
         )
     )
     generator = keyed_generator("weights", train.seed)
@@ -221,7 +222,12 @@ def fresh_denoiser(config: Config) -> Denoiser:
 def _context_length(config: Config) -> int:
     """Positions for the question, the canvas, and all passages where they stand behind one another."""
     passages = 1 if config.train.evidence_layout == "independent" else config.retrieval.top_k
-    return passages * config.train.passage_length + QUESTION_LENGTH + config.decode.canvas_length
+    return passages * config.train.passage_length + QUESTION_LENGTH + canvas_length(config)
+
+
+def canvas_length(config: Config) -> int:
+    """Response positions that the denoiser is trained on."""
+    return config.decode.canvas_length or DenoiserConfig.canvas_length
 
 
 def make_optimizers(

@@ -1,0 +1,124 @@
+"""Several settings on the same questions: means with intervals, and paired differences.
+
+A setting is a name from `PRESETS` or `KEY=VALUE`, joined by `+`: `static`, `oracle`,
+`interleaved+retrieval.kind=dense`, `decode.commit_rule=grounded+decode.commit_threshold=0.8`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from dlm_rag.data.questions import Question
+from dlm_rag.errors import ConfigError, nearest
+from dlm_rag.evaluation.metrics import Score
+
+PRESETS = {
+    "interleaved": ("decode.query=proxy",),
+    "committed": ("decode.query=committed",),
+    "static": ("decode.query=question",),
+    "feedback": ("decode.query=feedback",),
+    "none": ("retrieval.kind=none", "decode.query=question"),
+    "oracle": ("retrieval.oracle=true", "decode.query=question"),
+}
+METRICS = tuple(field.name for field in fields(Score))
+RESAMPLES = 4000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95 % bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+Groups = dict[str, list[int]]  # name -> places in the list of questions
+Summary = dict[str, dict[str, Estimate | None]]  # group -> metric -> estimate
+
+
+def read_settings(compare: str) -> dict[str, list[str]]:
+    """`KEY=VALUE` words by the name of each setting; "all" is every preset. Raises `ConfigError`."""
+    names = list(PRESETS) if compare == "all" else [name.strip() for name in compare.split(",")]
+    settings: dict[str, list[str]] = {}
+    for name in names:
+        words: list[str] = []
+        for part in name.split("+"):
+            if "=" not in part and part not in PRESETS:
+                raise ConfigError(
+                    f"compare: '{part}' is neither KEY=VALUE nor one of {', '.join(PRESETS)}, all"
+                    f"{nearest(part, PRESETS)}"
+                )
+            words += PRESETS.get(part, (part,))
+        if name in settings:
+            raise ConfigError(f"compare: '{name}' is named twice")
+        settings[name] = words
+    return settings
+
+
+def group_questions(questions: Sequence[Question]) -> Groups:
+    """All questions, those of each number of hops, those of each label, and of each label and hops."""
+    groups: Groups = {"all": list(range(len(questions)))}
+    for hops in sorted({q.hops for q in questions if q.hops is not None}):
+        groups[f"{hops} hops"] = [n for n, q in enumerate(questions) if q.hops == hops]
+    for label in sorted({label for q in questions for label in q.labels}):
+        having = [n for n, q in enumerate(questions) if label in q.labels]
+        parts = {
+            f"{name}, {label}": places
+            for name, rows in groups.items()
+            if name.endswith(" hops") and (places := sorted(set(rows) & set(having)))
+        }
+        groups |= {label: having} | (parts if len(parts) > 1 else {})
+    return groups
+
+
+def bootstrap(values: Sequence[float | None]) -> Estimate | None:
+    """The mean of what is known, with percentiles of resampled means (Efron 1979); seeded."""
+    from scipy import stats
+
+    known = [float(value) for value in values if value is not None]
+    if not known:
+        return None
+    mean = fmean(known)
+    if min(known) == max(known):
+        return Estimate(mean, mean, mean)
+    found = stats.bootstrap(
+        (known,), np.mean, n_resamples=RESAMPLES, batch=200, method="percentile", rng=0
+    ).confidence_interval
+    return Estimate(mean, float(found.low), float(found.high))
+
+
+def summarise(scores: Sequence[Score], groups: Groups) -> Summary:
+    """Every metric of one setting in every group."""
+    return {
+        group: {metric: bootstrap([getattr(scores[n], metric) for n in places]) for metric in METRICS}
+        for group, places in groups.items()
+    }
+
+
+def differences(one: Sequence[Score], other: Sequence[Score], groups: Groups) -> Summary:
+    """`one` minus `other`, question by question, in exact match and F1."""
+    return {
+        group: {
+            metric: bootstrap([getattr(one[n], metric) - getattr(other[n], metric) for n in places])
+            for metric in ("exact_match", "f1")
+        }
+        for group, places in groups.items()
+    }
+
+
+def compare_to_first(scores: Mapping[str, Sequence[Score]], groups: Groups) -> dict[str, Summary]:
+    """The first setting minus each of the others."""
+    (_, first), *others = scores.items()
+    return {name: differences(first, theirs, groups) for name, theirs in others}
+
+
+def as_record(summary: Summary) -> dict[str, dict[str, dict[str, Any] | None]]:
+    """The summary as JSON has it."""
+    return {
+        group: {metric: asdict(e) if e else None for metric, e in metrics.items()}
+        for group, metrics in summary.items()
+    }

@@ -1,0 +1,168 @@
+"""An evaluation as a person reads it: tables on the screen and in Markdown, a picture."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dlm_rag.evaluation.compare import Estimate, Groups, Summary
+
+COSTS = {  # heading -> metric
+    "F1 %": "f1",
+    "recall first %": "recall_first",
+    "recall last %": "recall_last",
+    "forwards": "forwards",
+    "tokens/forward": "tokens_per_forward",
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: its title, the headings, and rows of as many cells."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+def percent(estimate: Estimate | None, signed: bool = False) -> str:
+    """`85.0 [80.1, 89.2]`: a share in percent with its interval."""
+    if estimate is None:
+        return "-"
+    sign = "+" if signed else ""
+    mean, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
+    return f"{mean:{sign}.1f} [{low:{sign}.0f}, {high:{sign}.0f}]"
+
+
+def plain(estimate: Estimate | None) -> str:
+    """`2.41 [2.30, 2.52]`: a quantity with its interval."""
+    if estimate is None:
+        return "-"
+    return f"{estimate.mean:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+
+
+def answers_per_second(seconds: Estimate | None) -> Estimate | None:
+    """The inverse of seconds an answer."""
+    if seconds is None or not seconds.low:
+        return None
+    return Estimate(1 / seconds.mean, 1 / seconds.high, 1 / seconds.low)
+
+
+def grids(groups: Groups, summaries: Mapping[str, Summary], against: Mapping[str, Summary]) -> list[Grid]:
+    """Exact match by group, what it took, and the paired differences from the first setting."""
+    names = list(summaries)
+    found = [
+        Grid(
+            "Exact match %, with 95 % bootstrap intervals",
+            ["questions", *names],
+            [
+                [f"{group} ({len(places)})", *(percent(summaries[n][group]["exact_match"]) for n in names)]
+                for group, places in groups.items()
+            ],
+        ),
+        Grid(
+            "All questions",
+            ["setting", *COSTS, "answers/s"],
+            [
+                [
+                    name,
+                    *(
+                        percent(whole[metric]) if "%" in heading else plain(whole[metric])
+                        for heading, metric in COSTS.items()
+                    ),
+                    plain(answers_per_second(whole["seconds"])),
+                ]
+                for name, whole in ((name, summaries[name]["all"]) for name in names)
+            ],
+        ),
+        Grid(
+            "Evidence recall after the last step, %",
+            ["questions", *names],
+            [
+                [f"{group} ({len(places)})", *(percent(summaries[n][group]["recall_last"]) for n in names)]
+                for group, places in groups.items()
+            ],
+        ),
+    ]
+    if against:
+        found.append(
+            Grid(
+                f"Exact match, points by which {names[0]} is above (paired)",
+                ["questions", *against],
+                [
+                    [
+                        group,
+                        *(
+                            percent(theirs[group]["exact_match"], signed=True)
+                            for theirs in against.values()
+                        ),
+                    ]
+                    for group in groups
+                ],
+            )
+        )
+    return found
+
+
+def show(console: Console, found: Sequence[Grid]) -> None:
+    """The tables on a terminal."""
+    for grid in found:
+        table = Table(grid.headings[0], title=grid.title, title_justify="left")
+        for heading in grid.headings[1:]:
+            table.add_column(heading, justify="right")
+        for row in grid.rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def markdown(found: Sequence[Grid], stamp: Mapping[str, Any]) -> str:
+    """The tables and where they come from."""
+    parts = []
+    for grid in found:
+        lines = [grid.headings, ["---", *["---:"] * (len(grid.headings) - 1)], *grid.rows]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in lines)
+        parts.append(f"**{grid.title}**\n\n{table}\n")
+    origin = (
+        f"Commit {stamp['commit']}, {stamp['date']}, {stamp['device']}, {stamp['threads']} threads, "
+        f"attention {stamp['attention']}, seed {stamp['seed']}.\n"
+    )
+    return "\n".join([*parts, origin])
+
+
+def plot(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
+    """Exact match and last evidence recall of every setting, by hops where they are known."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shown = [group for group in groups if group.endswith(" hops")] or ["all"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    panels = {"exact_match": "exact match", "recall_last": "evidence recall after the last step"}
+    for axis, (metric, title) in zip(axes, panels.items(), strict=True):
+        for number, (name, summary) in enumerate(summaries.items()):
+            points = [(place, e) for place, g in enumerate(shown) if (e := summary[g][metric]) is not None]
+            if not points:
+                continue
+            shift = 0.06 * (number - (len(summaries) - 1) / 2)
+            axis.errorbar(
+                [place + shift for place, _ in points],
+                [100 * e.mean for _, e in points],
+                yerr=[
+                    [100 * (e.mean - e.low) for _, e in points],
+                    [100 * (e.high - e.mean) for _, e in points],
+                ],
+                marker="o", markersize=5, linewidth=1.6, capsize=2, label=name,
+            )  # fmt: skip
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.set_xticks(range(len(shown)), shown)
+        axis.set_ylim(-3, 103)
+        axis.grid(axis="y", color="0.9")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("%")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
