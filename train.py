@@ -9,7 +9,6 @@ The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, wh
     python sample.py --model runs/tiny/model --corpus runs/tiny/validation/corpus.jsonl "Who ...?"
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -50,6 +49,9 @@ def main(argv: list[str]) -> None:
 
 def train(trainer: "Trainer", config: "Config", folder: Path) -> None:
     """The loop, in plain steps."""
+    import torch
+
+    from dlm_rag.training.card import write_card
     from dlm_rag.training.report import Report
     from dlm_rag.training.validation import Validation
 
@@ -65,10 +67,8 @@ def train(trainer: "Trainer", config: "Config", folder: Path) -> None:
             report.add(metrics)
             if state.step % settings.save_every == 0 or state.step == settings.steps:
                 trainer.save()
-    trainer.export(folder / "model")
-    (folder / "model" / "training.json").write_text(
-        json.dumps(report.card(), indent=2) + "\n", encoding="utf-8"
-    )
+    trainer.export(folder / "model", torch.bfloat16)
+    write_card(folder / "model", trainer.denoiser, config, report.lines())
 
 
 if __name__ == "__main__":

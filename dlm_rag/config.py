@@ -181,12 +181,13 @@ class TrainConfig(Checked):
     late_end_weight: float = setting(0.4, "the same at the end, reached as the rate falls", low=0)
     pointer_weight: float = setting(0.3, "of pointer supervision", low=0)
     late_pointer_weight: float = setting(0.08, "the same at the end, reached as the rate falls", low=0)
+    hops: int = setting(4, "of the longest questions, in training and validation", low=1, high=4)
     world_passages: int = setting(700, "passages of a training world", low=100)
     worlds: int = setting(6, "worlds that examples are drawn from at a time", low=1)
     steps_per_world: int = setting(50, "steps after which the oldest world is replaced", low=1)
     save_every: int = setting(200, "steps between checkpoints", low=1)
     validate_every: int = setting(500, "steps between validations by the decoder", low=1)
-    validation_questions: int = setting(25, "for each of 1 to 4 hops, about a world of its own", low=1)
+    validation_questions: int = setting(25, "for each number of hops, about a world of its own", low=1)
     seed: int = setting(0, "of weights, worlds, examples")
     wandb: str = setting("off", "metrics to Weights & Biases too", choices=("off", "offline", "online"))
 
@@ -279,6 +280,20 @@ def load_config(name: str | None = None, overrides: list[str] | None = None) -> 
         raise ConfigError(f"{getattr(error, 'full_key', '')}: {fold_message(error)}") from None
     assert isinstance(config, Config)
     return config
+
+
+def differing_keys(config: Config) -> dict[str, Any]:
+    """The dotted keys whose values are not the defaults, with the values."""
+
+    def value_of(tree: Any, key: str) -> Any:
+        for name in key.split("."):
+            tree = getattr(tree, name)
+        return tree
+
+    plain = Config()
+    return {
+        key: value_of(config, key) for key in known_keys() if value_of(config, key) != value_of(plain, key)
+    }
 
 
 def dump_config(config: Config) -> str:

@@ -79,11 +79,14 @@ class ExampleStream:
         world_passages: int,
         steps_per_world: int,
         worlds: int,
+        hops: int,
     ) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self._canvas_length, self._top_k = canvas_length, top_k
         self._groups, self._rows = groups, rows
         self._world_passages, self._steps_per_world, self._worlds = world_passages, steps_per_world, worlds
+        self._hops = [n for n in HOPS if n <= hops]
+        self._side_hops = [n for n in SIDE_HOPS if n <= hops]
         self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
 
     def batch(
@@ -111,7 +114,7 @@ class ExampleStream:
         return self._open[number]
 
     def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
-        question = self._ask(rng, indexed, rng.choice(HOPS))
+        question = self._ask(rng, indexed, rng.choice(self._hops))
         written = rng.randrange(question.hops + 1)
         evidence = self._evidence(rng, indexed, question, written, count)
         for row in range(self._rows):
@@ -119,7 +122,7 @@ class ExampleStream:
                 yield self._example(rng, question, evidence, written)
             else:
                 start = indexed.by_id[rng.choice(evidence).id]
-                side = self._ask(rng, indexed, rng.choice(SIDE_HOPS), start)
+                side = self._ask(rng, indexed, rng.choice(self._side_hops), start)
                 yield self._example(rng, side, evidence, rng.randrange(side.hops + 1))
 
     @staticmethod

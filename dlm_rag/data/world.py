@@ -412,23 +412,25 @@ def _walk(rng: random.Random, subject: Entity, hops: int) -> tuple[list[Entity],
         subjects.append(subject)
 
 
-def make_questions(world: World, seed: int, per_hop: int = 100) -> list[WorldQuestion]:
-    """`per_hop` different questions for each of 1 to 4 hops.
+def make_questions(world: World, seed: int, per_hop: int = 100, hops: int = 4) -> list[WorldQuestion]:
+    """`per_hop` different questions for each of 1 to `hops` hops.
 
     Raises `ConfigError` when the world has not that many.
     """
     rng = random.Random(f"questions/{seed}")
     found: dict[str, WorldQuestion] = {}
-    for hops in (1, 2, 3, 4):
+    for count in range(1, hops + 1):
         wanted = len(found) + per_hop
         for _ in range(50 * per_hop):
             if len(found) == wanted:
                 break
-            question = make_question(rng, world, hops)
+            question = make_question(rng, world, count)
             if question is not None:
                 found.setdefault(question.question, question)
         if len(found) < wanted:
-            raise ConfigError(f"a world of {len(world.entities)} has no {per_hop} questions of {hops} hops")
+            raise ConfigError(
+                f"a world of {len(world.entities)} has no {per_hop} questions of {count} hops"
+            )
     return list(found.values())
 
 
@@ -452,11 +454,13 @@ def question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
     }
 
 
-def write_world(folder: Path, seed: int, split: str, passages: int, per_hop: int) -> list[WorldQuestion]:
+def write_world(
+    folder: Path, seed: int, split: str, passages: int, per_hop: int, hops: int
+) -> list[WorldQuestion]:
     """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions."""
     world = make_world(seed, split, passages)
     folder.mkdir(parents=True, exist_ok=True)
-    questions = make_questions(world, seed, per_hop)
+    questions = make_questions(world, seed, per_hop, hops)
     files = {
         "corpus.jsonl": [passage_record(world, entity) for entity in world.entities],
         "questions.jsonl": [question_record(n, q) for n, q in enumerate(questions)],
@@ -474,11 +478,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--split", choices=("test", "train"), default="test", help="whose words")
     parser.add_argument("--passages", type=int, default=2000)
-    parser.add_argument("--per-hop", type=int, default=100, help="questions for each of 1 to 4 hops")
+    parser.add_argument("--per-hop", type=int, default=100, help="questions for each number of hops")
+    parser.add_argument("--hops", type=int, default=4, help="of the longest questions")
     given = parser.parse_args(argv)
     if given.passages < 100:
         raise ConfigError("passages: a world needs at least 100")
-    write_world(given.out, given.seed, given.split, given.passages, given.per_hop)
+    if not 1 <= given.hops <= 4:
+        raise ConfigError("hops: questions have 1 to 4")
+    write_world(given.out, given.seed, given.split, given.passages, given.per_hop, given.hops)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dlm_rag.cli import commit_of_code
 from dlm_rag.config import Config
 
 WINDOW = 50  # steps that the figures on the screen are means of
@@ -27,7 +26,6 @@ class Report:
             lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < from_step]
         self._path.write_text("".join(kept), encoding="utf-8")
-        self.seconds = sum(json.loads(line)["seconds"] for line in kept)
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._validated: dict[str, float] = {}
         self._wandb = start_wandb(config, folder)
@@ -57,7 +55,6 @@ class Report:
             file.write(json.dumps(metrics) + "\n")
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
-        self.seconds += metrics["seconds"]
         self._recent.append(metrics)
         self._validated |= {
             k: v for k, v in metrics.items() if k.startswith(("exact_match", "forwards", "nelbo"))
@@ -73,15 +70,9 @@ class Report:
         values = [m[name] for m in self._recent if m[name] == m[name]]  # without NaN
         return sum(values) / len(values) if values else 0.0
 
-    def card(self) -> dict[str, Any]:
-        """What a model must carry to be understood later."""
-        return {
-            "commit": commit_of_code(),
-            "seconds": round(self.seconds, 1),
-            "config": asdict(self._config),
-            "validation": self._validated,
-            "last_steps": {name: round(self._mean(name), 4) for name in SHOWN},
-        }
+    def lines(self) -> list[dict[str, Any]]:
+        """The metrics of all steps, of this process and those before it."""
+        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
 
 def start_wandb(config: Config, folder: Path) -> Any:

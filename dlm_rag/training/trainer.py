@@ -4,6 +4,7 @@ Examples follow from (seed, step), so a run that was killed and resumed is the r
 CPU the weights are equal bit for bit.
 """
 
+import copy
 import json
 import math
 import shutil
@@ -65,6 +66,7 @@ class Trainer:
             world_passages=train.world_passages,
             steps_per_world=train.steps_per_world,
             worlds=train.worlds,
+            hops=train.hops,
         )
 
     @property
@@ -167,10 +169,10 @@ class Trainer:
             raise CheckpointError(f"{saved[-1]} does not belong to this run: {error}") from None
         return True
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         """A folder that `sample.py --model` reads: weights, config, prompt template, tokenizer."""
         prompt = {"head": TEMPLATE.head, "fact": TEMPLATE.fact}
-        self.denoiser.save_pretrained(folder, prompt=prompt, eos_token_id=1)
+        copy.deepcopy(self.denoiser).to(dtype).save_pretrained(folder, prompt=prompt, eos_token_id=1)
         self.tokenizer.inner.save_pretrained(folder)
 
     @property

@@ -29,7 +29,12 @@ class Validation:
     def __init__(self, config: Config, folder: Path) -> None:
         train = config.train
         written = write_world(
-            folder, VALIDATION_SEED + train.seed, "test", train.world_passages, train.validation_questions
+            folder,
+            VALIDATION_SEED + train.seed,
+            "test",
+            train.world_passages,
+            train.validation_questions,
+            hops=train.hops,
         )
         self._truths, self._seed = [question.reasoning for question in written], train.seed
         self._questions = read_questions(folder / "questions.jsonl")

@@ -1,0 +1,126 @@
+"""What a trained model carries beside its weights: where it comes from, and how it got there."""
+
+import datetime
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.cli import commit_of_code
+from dlm_rag.config import Config, differing_keys
+from dlm_rag.model.denoiser import Denoiser
+
+WINDOW = 50  # steps that a point of a curve is the mean of
+
+
+def write_card(folder: Path, denoiser: Denoiser, config: Config, metrics: list[dict[str, Any]]) -> None:
+    """Writes `training.json`, `README.md` and `curves.png` into a model's folder.
+
+    metrics: every line of the run's `metrics.jsonl`.
+    """
+    validated = [line for line in metrics if "exact_match" in line]
+    record = {
+        "command": command_line(),
+        "commit": commit_of_code(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(denoiser),
+        "seed": config.train.seed,
+        "hours": round(sum(line["seconds"] for line in metrics) / 3600, 2),
+        "steps": len(metrics),
+        "rows": sum(line["rows"] for line in metrics),
+        "supervised_tokens": sum(line["supervised_tokens"] for line in metrics),
+        "parameters": sum(parameter.numel() for parameter in denoiser.parameters()),
+        "validation": {k: v for k, v in validated[-1].items() if k.startswith(("exact", "forw", "nelbo"))}
+        if validated
+        else {},
+        "config": asdict(config),
+    }
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(_text(record, differing_keys(config)), encoding="utf-8")
+    plot_curves(folder / "curves.png", metrics)
+
+
+def command_line() -> str:
+    """The command that trains this again, from nothing."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    start = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    return " ".join([start, Path(sys.argv[0]).name, *words])
+
+
+def machine(denoiser: Denoiser) -> str:
+    """What the run ran on, in words."""
+    import torch
+
+    if denoiser.device.type == "cuda":
+        return torch.cuda.get_device_name(denoiser.device)
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+def _text(record: dict[str, Any], settings: dict[str, Any]) -> str:
+    rows = {
+        "commit": record["commit"],
+        "finished": record["date"],
+        "machine": f"{record['machine']}, {record['hours']} hours",
+        "seed": record["seed"],
+        "steps": f"{record['steps']:,}, of {record['rows']:,} rows, "
+        f"{record['supervised_tokens']:,} masked tokens in all",
+        "parameters": f"{record['parameters']:,}",
+    }
+    rows |= {
+        f"validation: {name.replace('_', ' ')}": f"{v:.3g}" for name, v in record["validation"].items()
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    listed = "\n".join(f"    {key}: {value}" for key, value in settings.items())
+    return (
+        "# A denoiser trained from nothing on invented worlds\n\n"
+        f"    {record['command']}\n\n| | |\n|---|---|\n{table}\n\n"
+        "![Losses, pointer mass and exact match while training](curves.png)\n\n"
+        f"Settings that are not the defaults:\n\n{listed}\n\n"
+        "It knows the English of these worlds and nothing else: it answers about passages that tell of\n"
+        "invented people, places, works and companies, by reading what it retrieves.\n"
+    )
+
+
+def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
+    """The losses on the left; on the right what the names do, and exact match by the real decoder."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    parts = [metrics[n : n + WINDOW] for n in range(0, len(metrics), WINDOW)]
+    steps = [part[-1]["step"] + 1 for part in parts]
+
+    def curve(axis: Any, name: str, label: str, **style: Any) -> None:
+        means = [sum(line[name] for line in part) / len(part) for part in parts]
+        axis.plot(steps, means, label=label, linewidth=1.5, **style)
+
+    curve(left, "loss", "masked tokens, training", color="#1f5c99")
+    curve(left, "pointer_loss", "pointers, training", color="#b8862b")
+    curve(right, "name_accuracy", "masked names right, training", color="0.55")
+    curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
+    validated = [line for line in metrics if "exact_match" in line]
+    at = [line["step"] + 1 for line in validated]
+    if validated:
+        left.plot(at, [line["nelbo_per_token"] for line in validated], "o-", color="#b3423c", markersize=3,
+                  label="NELBO per token, validation")  # fmt: skip
+        shades = ("#cfe3d4", "#93c3a0", "#4f9a68", "#1d6b3c")
+        for hops, shade in enumerate(shades, start=1):
+            if f"exact_match_{hops}_hops" not in validated[0]:
+                break
+            values = [line[f"exact_match_{hops}_hops"] for line in validated]
+            right.plot(at, values, "o-", color=shade, markersize=3, label=f"exact match, {hops} hops")
+    left.set_ylabel("nats")
+    left.set_ylim(0, 6)
+    right.set_ylim(0, 1.02)
+    for axis in (left, right):
+        axis.set_xlabel("step")
+        axis.legend(frameon=False, fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
