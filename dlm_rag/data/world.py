@@ -455,7 +455,7 @@ def question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
 
 
 def write_world(
-    folder: Path, seed: int, split: str, passages: int, per_hop: int, hops: int
+    folder: Path, seed: int, split: str, passages: int, per_hop: int, hops: int = 4
 ) -> list[WorldQuestion]:
     """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions."""
     world = make_world(seed, split, passages)
