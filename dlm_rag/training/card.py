@@ -12,8 +12,7 @@ from typing import Any
 from dlm_rag.cli import commit_of_code
 from dlm_rag.config import Config, differing_keys
 from dlm_rag.model.denoiser import Denoiser
-
-WINDOW = 50  # steps that a point of a curve is the mean of
+from dlm_rag.training.report import WINDOW, validation_of
 
 
 def write_card(folder: Path, denoiser: Denoiser, config: Config, metrics: list[dict[str, Any]]) -> None:
@@ -33,9 +32,7 @@ def write_card(folder: Path, denoiser: Denoiser, config: Config, metrics: list[d
         "rows": sum(line["rows"] for line in metrics),
         "supervised_tokens": sum(line["supervised_tokens"] for line in metrics),
         "parameters": sum(parameter.numel() for parameter in denoiser.parameters()),
-        "validation": {k: v for k, v in validated[-1].items() if k.startswith(("exact", "forw", "nelbo"))}
-        if validated
-        else {},
+        "validation": validation_of(validated[-1]) if validated else {},
         "config": asdict(config),
     }
     (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Metrics of a run: JSON lines always, a line on the screen, W&B when asked for."""
+"""Metrics of a run: JSON lines always, a line on the screen or in a log, W&B when asked for."""
 
 import json
+import sys
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dlm_rag.cli import note
 from dlm_rag.config import Config
 
 WINDOW = 50  # steps that the figures on the screen are means of
@@ -36,6 +38,7 @@ class Report:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
         )
         steps = config.train.steps
         self._task = self._progress.add_task("train", total=steps, completed=from_step, figures="")
@@ -56,15 +59,16 @@ class Report:
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
         self._recent.append(metrics)
-        self._validated |= {
-            k: v for k, v in metrics.items() if k.startswith(("exact_match", "forwards", "nelbo"))
-        }
+        self._validated |= validation_of(metrics)
         tokens = sum(m["supervised_tokens"] for m in self._recent)
         figures = [f"{name.replace('_', ' ')} {self._mean(name):.3f}" for name in SHOWN]
         figures.append(f"{tokens / sum(m['seconds'] for m in self._recent):,.0f} tokens/s")
         if "exact_match" in self._validated:
             figures.append(f"EM {self._validated['exact_match']:.1%}")
-        self._progress.update(self._task, completed=metrics["step"] + 1, figures=" · ".join(figures))
+        done, text = metrics["step"] + 1, " · ".join(figures)
+        self._progress.update(self._task, completed=done, figures=text)
+        if not self._progress.console.is_terminal and done % WINDOW == 0:
+            note(f"step {done:,}/{self._config.train.steps:,} {text}")
 
     def _mean(self, name: str) -> float:
         values = [m[name] for m in self._recent if m[name] == m[name]]  # without NaN
@@ -73,6 +77,11 @@ class Report:
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of all steps, of this process and those before it."""
         return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+
+
+def validation_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """What a validation added to the metrics of its step."""
+    return {name: value for name, value in metrics.items() if name.startswith(VALIDATED)}
 
 
 def start_wandb(config: Config, folder: Path) -> Any:

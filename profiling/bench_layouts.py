@@ -1,0 +1,103 @@
+"""Which evidence layout learns best, for equal time and for equal rows.
+
+    python profiling/bench_layouts.py --config tiny.yaml --out runs/layouts train.decay_share=0
+
+Trains a denoiser in every layout for each of three seeds, all on the same examples; the learning rate
+should not fall, so that every moment of a run can be compared. Equal rows: after the last step. Equal
+time: when the fastest layout had done its last step. Intervals are of Student's t over the seeds, for
+the difference from `joint` of the same seed.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dlm_rag.cli import note, parse, run
+from dlm_rag.config import Config
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser import EVIDENCE_LAYOUTS
+
+SEEDS = (0, 1, 2)
+T_95 = 4.303  # of Student's t with two degrees of freedom
+METRICS = {"NELBO per token": "nelbo_per_token", "exact match": "exact_match"}
+
+
+def main(argv: list[str]) -> None:
+    config = parse(__doc__ or "", argv, typed=False).config
+    if config.out is None:
+        raise ConfigError("the runs need --out FOLDER")
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for seed in SEEDS:
+        for layout in reversed(EVIDENCE_LAYOUTS):
+            path = out / f"{layout}-{seed}.json"
+            if not path.exists():
+                points = train(
+                    replace(config, train=replace(config.train, evidence_layout=layout, seed=seed)),
+                    out / f"{layout}-{seed}",
+                )
+                path.write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
+            runs[layout, seed] = json.loads(path.read_text(encoding="utf-8"))
+            note(f"{layout}, seed {seed}: {runs[layout, seed][-1]}")
+    for title, chosen in (
+        ("equal rows", {key: points[-1] for key, points in runs.items()}),
+        ("equal time", {key: at_time(points, fastest(runs, key[1])) for key, points in runs.items()}),
+    ):
+        show(title, chosen)
+
+
+def train(config: Config, folder: Path) -> list[dict[str, Any]]:
+    """A run; its validations, with the rows seen and the seconds spent on training until then."""
+    from dlm_rag.training.trainer import Trainer
+    from dlm_rag.training.validation import Validation
+
+    trainer, validation = Trainer(config, folder), Validation(config, folder)
+    points, seconds, rows = [], 0.0, 0
+    while trainer.state.step < config.train.steps:
+        start = time.perf_counter()
+        rows += int(trainer.step()["rows"])
+        seconds += time.perf_counter() - start
+        if trainer.state.step % config.train.validate_every == 0:
+            scores = validation.scores(trainer.denoiser, trainer.tokenizer)
+            points.append(
+                {"rows": rows, "seconds": round(seconds, 1), "stage": trainer.state.stage, **scores}
+            )
+    return points
+
+
+def fastest(runs: dict[tuple[str, int], list[dict[str, Any]]], seed: int) -> float:
+    """Seconds of the layout that was done first."""
+    return min(points[-1]["seconds"] for (_, of), points in runs.items() if of == seed)
+
+
+def at_time(points: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """The last validation by that time; the first one where there is none yet."""
+    return next((point for point in reversed(points) if point["seconds"] <= seconds), points[0])
+
+
+def show(title: str, chosen: dict[tuple[str, int], dict[str, Any]]) -> None:
+    headings = [heading for name in METRICS for heading in (name, f"{name}, less joint's")]
+    table = Table("layout", "rows", "seconds", *headings, title=title, title_justify="left")
+    for layout in EVIDENCE_LAYOUTS:
+        ours = [chosen[layout, seed] for seed in SEEDS]
+        cells = [f"{fmean(p['rows'] for p in ours):,.0f}", f"{fmean(p['seconds'] for p in ours):,.0f}"]
+        for metric in METRICS.values():
+            values = [point[metric] for point in ours]
+            less = [v - chosen["joint", seed][metric] for v, seed in zip(values, SEEDS, strict=True)]
+            half = T_95 * stdev(less) / len(less) ** 0.5
+            cells.append(f"{fmean(values):.3f} ({', '.join(f'{v:.2f}' for v in values)})")
+            cells.append("-" if layout == "joint" else f"{fmean(less):+.3f} ± {half:.3f}")
+        table.add_row(layout, *cells)
+    Console(file=sys.stdout).print(table)
+
+
+if __name__ == "__main__":
+    run(main)

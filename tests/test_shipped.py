@@ -1,0 +1,62 @@
+"""What comes with the package: a world, and a model that answers about it by reading."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from safetensors import safe_open
+
+from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
+from dlm_rag.cli import SHIPPED
+from dlm_rag.config import DecodeConfig
+from dlm_rag.data.questions import read_questions
+from dlm_rag.data.world import write_world
+from dlm_rag.evaluation.metrics import mean_score, score
+
+MODEL, WORLD = SHIPPED / "model", SHIPPED / "world"
+
+
+def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
+    write_world(tmp_path, seed=7, split="test", passages=2000, per_hop=100)
+    for name in ("corpus.jsonl", "questions.jsonl"):
+        assert (tmp_path / name).read_bytes() == (WORLD / name).read_bytes()
+
+
+def test_the_shipped_model_is_small_and_says_where_it_comes_from():
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) < 25e6
+    with safe_open(MODEL / "model.safetensors", framework="pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+    card = json.loads((MODEL / "training.json").read_text())
+    assert card["commit"] and "dirty" not in card["commit"]
+    assert "train.py --config world.yaml" in card["command"]
+    assert card["config"]["train"]["evidence_layout"] == "independent"
+
+
+@pytest.fixture(scope="module")
+def questions():
+    asked = [question for question in read_questions(WORLD / "questions.jsonl") if question.hops == 2]
+    return asked[:40]
+
+
+def exact_match(questions, query):
+    denoiser, tokenizer = Denoiser.from_pretrained(MODEL), Tokenizer.from_pretrained(MODEL)
+    config = DecodeConfig(query=query, batch_size=20)
+    rollouts = Decoder(denoiser, load_retriever(WORLD / "corpus.jsonl"), tokenizer, config).decode(
+        questions
+    )
+    return mean_score([score(r, q) for r, q in zip(rollouts, questions, strict=True)]).exact_match
+
+
+def test_retrieving_while_denoising_is_what_makes_the_answers_right(questions):
+    """40 questions of two hops about words that training never saw."""
+    interleaved, static = exact_match(questions, "proxy"), exact_match(questions, "question")
+    assert interleaved >= 0.75 and static <= 0.15
+
+
+def test_sample_without_arguments_answers():
+    done = subprocess.run([sys.executable, "sample.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == 8 and all(answer["answer"] and answer["citations"] for answer in answers)
