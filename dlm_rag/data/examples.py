@@ -20,7 +20,7 @@ from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.tokenizer import Prompt, Tokenizer
 
-HOPS = (1, 2, 2, 3, 3, 4)  # of the questions that evidence is retrieved for
+HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
 SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
 WRONG_GUESS = 0.4  # share of states whose next hop is guessed wrongly in the query
 FULL_CANVAS = 0.2  # share of rows with the whole canvas; others end soon after their response
@@ -118,7 +118,7 @@ class ExampleStream:
         written = rng.randrange(question.hops + 1)
         evidence = self._evidence(rng, indexed, question, written, count)
         for row in range(self._rows):
-            if row < 3:
+            if row < self._rows // 2:
                 yield self._example(rng, question, evidence, written)
             else:
                 start = indexed.by_id[rng.choice(evidence).id]

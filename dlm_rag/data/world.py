@@ -149,22 +149,28 @@ RELATIONS = (
              ("What is {s} known for?", "Which goods is {s} known for?", "What is sold from {s}?"),
              "{s} is known for its {o}."),
 )  # fmt: skip
+LEADS = {
+    "book": "{s} is a {kind}.", "film": "{s} is a {kind}.", "album": "{s} is a {kind}.",
+    "person": "{s} is well remembered.", "city": "{s} is an old city.", "country": "{s} is a country.",
+    "school": "{s} is a school.", "company": "{s} is a company.",
+}  # fmt: skip
 NOVEL_WORDINGS = 0.2
 ANSWER_MARK = "### "
 BY_NAME = {relation.name: relation for relation in RELATIONS}
 SHARES = {
-    "person": 0.36, "city": 0.14, "country": 0.02, "school": 0.05,
-    "book": 0.13, "film": 0.11, "album": 0.08, "company": 0.11,
+    "person": 0.30, "city": 0.18, "country": 0.05, "school": 0.10,
+    "book": 0.11, "film": 0.09, "album": 0.07, "company": 0.10,
 }  # fmt: skip
+# Two invented words to a name, of one a country: what finds a passage is its name, not its kind.
 NAMES = {
     "person": ("{} {}",) * 5 + ("{} van {}", "{} {} the Younger"),
-    "city": ("{}", "{}", "{}", "Port {}", "{} Falls", "New {}"),
+    "city": ("{} {}", "{} {}", "{} on {}", "{} by {}"),
     "country": ("{}ia", "{}land", "Upper {}"),
-    "school": ("{} Academy", "{} College", "{} and {} School"),
-    "book": ("{} under {}", "The {} House", "A Letter to {}", "{} and {}"),
-    "film": ("The {} Road", "Leaving {}", "{} meets {}", "Nights in {}"),
-    "album": ("Songs of {}", "{} Blues", "{} after {}"),
-    "company": ("{} Works", "{} and {}", "{} Brothers", "{} Mills"),
+    "school": ("{} {} School", "{} and {} School", "{} {} Academy"),
+    "book": ("{} under {}", "The {} of {}", "{} and {}"),
+    "film": ("The {} {}", "{} in {}", "{} meets {}"),
+    "album": ("{} of {}", "{} for {}", "{} after {}"),
+    "company": ("{} and {}", "{} and {}", "{} {} Works"),
 }
 # The only words that names of all worlds share.
 ENGLISH_WORDS = frozenset(
@@ -257,10 +263,9 @@ def path_is_held_out(relations: Sequence[str]) -> bool:
 
 
 def make_word(rng: random.Random, split: str) -> str:
-    """A pronounceable word of two or three syllables that belongs to `split`."""
+    """A pronounceable word of two syllables that belongs to `split`."""
     while True:
-        syllables = rng.choice((2, 2, 2, 3))
-        parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables)]
+        parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)]
         word = ("".join(parts) + rng.choice(CODAS)).capitalize()
         if split_of(word) == split:
             return word
@@ -269,8 +274,8 @@ def make_word(rng: random.Random, split: str) -> str:
 def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
     """A world with `passages` entities; the same for the same arguments."""
     rng = random.Random(f"{split}/{seed}")
-    # Few enough words that names share them: what distinguishes a name is the whole of it.
-    pool = [make_word(rng, split) for _ in range(max(24, passages // 4))]
+    # Few enough words that names share some: what distinguishes a name is the whole of it.
+    pool = [make_word(rng, split) for _ in range(2 * passages)]
     entities = _make_entities(rng, pool, passages, split)
     by_kind: dict[str, list[Entity]] = {}
     for entity in entities:
@@ -340,18 +345,11 @@ def _describe(rng: random.Random, entity: Entity, by_kind: dict[str, list[Entity
         work = rng.choice(by_kind[rng.choice(("book", "film", "album"))])
         aside = aside.format(p=rng.choice(by_kind["person"]).name, w=work.name, n=rng.randrange(20, 9000))
         sentences.insert(rng.randrange(len(sentences) + 1), aside)
-    # The name opens the text now and then; elsewhere a pronoun stands for it.
-    opening = entity.kind == "person" and rng.random() < 0.5
+    # The text opens with the name, as an encyclopedia does; after that a pronoun stands for it.
     pronoun = rng.choice(("He", "She")) if entity.kind == "person" else "It"
-    text = " ".join(s.format(s=pronoun) for s in sentences)
-    if opening:
-        text = " ".join(
-            s.format(s=entity.name if first else pronoun)
-            for s, first in zip(sentences, [True] + [False] * len(sentences), strict=False)
-        )
-    kind = GENRES.get(entity.kind)
-    lead = f"It is a {rng.choice(kind)}. " if kind else ""
-    return lead + text
+    kind = rng.choice(GENRES.get(entity.kind, ("",)))
+    opening = LEADS[entity.kind].format(s=entity.name, kind=kind)
+    return " ".join((opening, *(sentence.format(s=pronoun) for sentence in sentences)))
 
 
 def make_question(
