@@ -196,7 +196,7 @@ class Entity:
     id: str
     kind: str
     name: str
-    facts: dict[str, Entity | str] = field(default_factory=dict)
+    facts: dict[str, Entity | str] = field(default_factory=dict, repr=False)
 
 
 @dataclass
