@@ -93,11 +93,13 @@ def report(out: Path, questions: "list[Question]", folders: dict[str, Path]) -> 
         },
         "first_minus": {name: as_record(summary) for name, summary in against.items()},
     }
-    found = grids(groups, summaries, against)
+    brief = {name: places for name, places in groups.items() if "," not in name}
     (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    (out / "scores.md").write_text(markdown(found, next(iter(stamps.values()))), encoding="utf-8")
+    (out / "scores.md").write_text(
+        markdown(grids(groups, summaries, against), next(iter(stamps.values()))), encoding="utf-8"
+    )
     plot(out / "scores.png", groups, summaries)
-    show(Console(), found)
+    show(Console(), grids(brief, summaries, against))
 
 
 def score_folder(folder: Path, questions: "list[Question]") -> "list[Score]":

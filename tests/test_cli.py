@@ -359,7 +359,7 @@ def test_evaluate_scores_what_it_decoded(call, tmp_path):
     assert code == 0 and "2 hops" in out
     (setting,) = json.loads((tmp_path / "runs" / "scores.json").read_text())["settings"].values()
     groups = setting["groups"]
-    assert groups["1 hops"]["recall_first"]["mean"] == 1.0
+    assert groups["1 hop"]["recall_first"]["mean"] == 1.0
     assert groups["2 hops"]["recall_last"]["mean"] == 0.0 and groups["all"]["recall_last"]["mean"] == 0.5
     assert setting["stamp"]["answers_depend_on"]["retrieval.top_k"] == 1
     code, _, err = call("--questions", path, program=evaluate)

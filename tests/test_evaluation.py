@@ -43,8 +43,8 @@ def test_questions_are_grouped_by_hops_and_labels():
         Question("c", "?", hops=3, labels=("hard",)),
     ]
     assert group_questions(questions) == {
-        "all": [0, 1, 2], "1 hops": [0], "2 hops": [1], "3 hops": [2], "hard": [1, 2],
-        "2 hops, hard": [1], "3 hops, hard": [2],
+        "all": [0, 1, 2], "1 hop": [0], "2 hops": [1], "3 hops": [2], "hard": [1, 2],
+        "2 hops, hard": [1], "3 hops, hard": [2], "unlabelled": [0], "1 hop, unlabelled": [0],
     }  # fmt: skip
     assert list(group_questions([Question("a", "?")])) == ["all"]
 
@@ -79,12 +79,12 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     scores = {"one": [a_score(1.0), a_score(1.0)], "two": [a_score(0.0), a_score(1.0, None)]}
     summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
     found = grids(groups, summaries, compare_to_first(scores, groups))
-    assert found[0].rows[1] == ["1 hops (1)", "100.0 [100, 100]", "0.0 [0, 0]"]
+    assert found[0].rows[1] == ["1 hop (1)", "100.0 [100, 100]", "0.0 [0, 0]"]
     assert found[1].rows[0][-1] == "2.00 [2.00, 2.00]", "answers a second"
-    assert found[-1].rows[1] == ["1 hops", "+100.0 [+100, +100]"]
+    assert found[-1].rows[1] == ["1 hop", "+100.0 [+100, +100]"]
     stamp = {"commit": "c0ffee", "date": "d", "device": "cpu", "threads": 2, "attention": "sdpa", "seed": 0}
     text = markdown(found, stamp)
-    assert "| 1 hops (1) | 100.0 [100, 100] | 0.0 [0, 0] |" in text and "c0ffee" in text
+    assert "| 1 hop (1) | 100.0 [100, 100] | 0.0 [0, 0] |" in text and "c0ffee" in text
     plot(tmp_path / "scores.png", groups, summaries)
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
 

@@ -60,19 +60,28 @@ def read_settings(compare: str) -> dict[str, list[str]]:
 
 
 def group_questions(questions: Sequence[Question]) -> Groups:
-    """All questions, those of each number of hops, those of each label, and of each label and hops."""
+    """All questions, those of each number of hops, of each label, and of each label and hops.
+
+    Where some questions have labels, those without are `unlabelled`.
+    """
     groups: Groups = {"all": list(range(len(questions)))}
     for hops in sorted({q.hops for q in questions if q.hops is not None}):
-        groups[f"{hops} hops"] = [n for n, q in enumerate(questions) if q.hops == hops]
-    for label in sorted({label for q in questions for label in q.labels}):
-        having = [n for n, q in enumerate(questions) if label in q.labels]
-        parts = {
-            f"{name}, {label}": places
-            for name, rows in groups.items()
-            if name.endswith(" hops") and (places := sorted(set(rows) & set(having)))
-        }
-        groups |= {label: having} | (parts if len(parts) > 1 else {})
+        groups[of_hops(hops)] = [n for n, q in enumerate(questions) if q.hops == hops]
+    by_hops = {name: places for name, places in groups.items() if name != "all"}
+    labels = [q.labels or ("unlabelled",) for q in questions]
+    for label in [*sorted({label for of in labels for label in of} - {"unlabelled"}), "unlabelled"]:
+        having = [n for n, of in enumerate(labels) if label in of]
+        if 0 < len(having) < len(questions):
+            groups[label] = having
+            for name, places in by_hops.items():
+                if both := sorted(set(places) & set(having)):
+                    groups[f"{name}, {label}"] = both
     return groups
+
+
+def of_hops(hops: int) -> str:
+    """The name of the group of questions with so many hops."""
+    return f"{hops} hop" if hops == 1 else f"{hops} hops"
 
 
 def bootstrap(values: Sequence[float | None]) -> Estimate | None:

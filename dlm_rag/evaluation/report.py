@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.evaluation.compare import Estimate, Groups, Summary
+from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
 
 COSTS = {  # heading -> metric
     "F1 %": "f1",
@@ -139,7 +139,7 @@ def plot(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    shown = [group for group in groups if group.endswith(" hops")] or ["all"]
+    shown = [of_hops(n) for n in range(1, 100) if of_hops(n) in groups] or ["all"]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     panels = {"exact_match": "exact match", "recall_last": "evidence recall after the last step"}
     for axis, (metric, title) in zip(axes, panels.items(), strict=True):
