@@ -289,3 +289,13 @@ def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
     report = Report(tmp_path, load_config(None, MICRO), from_step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "seconds": 1}\n'
     assert report.lines() == [{"step": 0, "seconds": 1}]
+
+
+def test_wandb_offline_needs_no_account_and_no_network(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with Report(tmp_path, load_config(None, [*MICRO, "train.wandb=offline"]), from_step=0) as report:
+        shown = dict.fromkeys(("loss", "name_accuracy", "pointer_mass"), 0.5)
+        report.add({"step": 0, "seconds": 1.0, "supervised_tokens": 10, **shown})
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(run.glob("*.wandb")) and (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
