@@ -20,6 +20,7 @@ from dlm_rag.config import load_config
 from dlm_rag.data.examples import ExampleStream, find
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.decode.evidence import arrange, encode_canvases, encode_contexts
+from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Watch
 from dlm_rag.training.objective import batch_loss, pointer_loss
 from dlm_rag.training.parallel import Processes
@@ -255,6 +256,13 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     command = [sys.executable, "train.py", "--out", str(tmp_path), *MICRO]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "holds a run already: add --resume" in done.stderr
+
+
+def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
+    Trainer(load_config(None, MICRO), tmp_path).save()
+    assert Trainer(load_config(None, [*MICRO, "train.steps=20", "train.wandb=offline"]), tmp_path).restore()
+    with pytest.raises(ConfigError, match=r"begun with train.learning_rate=0.008, not 0.1"):
+        Trainer(load_config(None, [*MICRO, "train.learning_rate=0.1"]), tmp_path).restore()
 
 
 def test_loss_falls(tmp_path):

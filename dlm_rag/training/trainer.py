@@ -10,6 +10,7 @@ import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from dlm_rag.cli import choose_device
 from dlm_rag.config import Config
 from dlm_rag.data.examples import ExampleStream
-from dlm_rag.errors import CheckpointError
+from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.stages import stage
@@ -142,22 +143,43 @@ class Trainer:
                 for name, value in values.items()
             }
             save_file(tensors, scratch / "optimizer.safetensors")
-            (scratch / "state.json").write_text(json.dumps(asdict(self.state)), encoding="utf-8")
+            record = {"state": asdict(self.state), "settings": self._settings()}
+            (scratch / "state.json").write_text(json.dumps(record), encoding="utf-8")
             shutil.rmtree(target, ignore_errors=True)
             scratch.rename(target)
             for old in self._saved()[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
         return target
 
+    def _settings(self) -> dict[str, Any]:
+        """All that the steps depend on; the length of the run and what is reported may change."""
+        free = {"steps", "decay_share", "save_every", "validate_every", "validation_questions", "wandb"}
+        train = {f"train.{k}": v for k, v in asdict(self.config.train).items() if k not in free}
+        return train | {
+            "retrieval.top_k": self.config.retrieval.top_k,
+            "decode.canvas_length": self.denoiser.config.canvas_length,
+        }
+
     def restore(self) -> bool:
-        """Goes on from the newest checkpoint; False where there is none."""
+        """Goes on from the newest checkpoint; False where there is none.
+
+        Raises `ConfigError` where it was begun with other settings, `CheckpointError` where it is
+        broken.
+        """
         saved = self._saved()
         if not saved:
             return False
         try:
+            record = json.loads((saved[-1] / "state.json").read_text(encoding="utf-8"))
+            for key, now in self._settings().items():
+                if (then := record["settings"].get(key)) != now:
+                    raise ConfigError(
+                        f"the run in {self.folder} was begun with {key}={then}, not {now}: give the same, "
+                        "or another --out"
+                    )
             self.denoiser.load_state_dict(load_file(saved[-1] / "model.safetensors"), strict=False)
             found = load_file(saved[-1] / "optimizer.safetensors")
-            self.state = TrainState(**json.loads((saved[-1] / "state.json").read_text()))
+            self.state = TrainState(**record["state"])
             for number, optimizer in enumerate(self.optimizers):
                 whole = optimizer.state_dict()
                 for key, value in found.items():
@@ -165,7 +187,9 @@ class Trainer:
                     if int(owner) == number:
                         whole["state"].setdefault(int(parameter), {})[name] = value
                 optimizer.load_state_dict(whole)
-        except (OSError, ValueError, TypeError, RuntimeError) as error:
+        except ConfigError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
             raise CheckpointError(f"{saved[-1]} does not belong to this run: {error}") from None
         return True
 
