@@ -186,21 +186,30 @@ class Prepared:
         """What a result must carry to be understood later: code, settings, versions, machine."""
         import torch
 
-        cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else platform.machine()
         packages = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
         return {
             "commit": commit_of_code(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "dlm_rag": __version__}
             | {package: version(package) for package in packages},
-            "device": f"{self.device.type} {name}",
+            "device": f"{self.device.type}: {machine_name(self.device)}",
             "threads": torch.get_num_threads(),
             "attention": self.attention,
             "seed": self.config.decode.seed,
             "answers_depend_on": self.answers_depend_on(),
             "config": asdict(self.config),
         }
+
+
+def machine_name(device: torch.device) -> str:
+    """What a computation on this device runs on, in words."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    listed = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", listed.read_text()) if listed.is_file() else None
+    return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
 def commit_of_code() -> str | None:

@@ -3,13 +3,12 @@
 import datetime
 import json
 import os
-import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.cli import commit_of_code
+from dlm_rag.cli import commit_of_code, machine_name
 from dlm_rag.config import Config, differing_keys
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.report import WINDOW, validation_of
@@ -25,7 +24,7 @@ def write_card(folder: Path, denoiser: Denoiser, config: Config, metrics: list[d
         "command": command_line(),
         "commit": commit_of_code(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine(denoiser),
+        "machine": machine_name(denoiser.device),
         "seed": config.train.seed,
         "hours": round(sum(line["seconds"] for line in metrics) / 3600, 2),
         "steps": len(metrics),
@@ -46,15 +45,6 @@ def command_line() -> str:
     start = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
     words = [word for word in sys.argv[1:] if word != "--resume"]
     return " ".join([start, Path(sys.argv[0]).name, *words])
-
-
-def machine(denoiser: Denoiser) -> str:
-    """What the run ran on, in words."""
-    import torch
-
-    if denoiser.device.type == "cuda":
-        return torch.cuda.get_device_name(denoiser.device)
-    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def _text(record: dict[str, Any], settings: dict[str, Any]) -> str:
