@@ -4,7 +4,8 @@ from rich.console import Console
 from test_decoder import QUESTIONS, make_decoder
 from test_rollout import hand_made
 
-from dlm_rag.decode.view import LiveView, Tally, answer_panel, colour_of, progress_panel
+from dlm_rag.decode.rollout import Committed, Rollout, Step
+from dlm_rag.decode.view import LiveView, Tally, answer_panel, canvas_text, colour_of, progress_panel
 
 
 def render(thing, width=100):
@@ -71,3 +72,10 @@ def test_control_characters_of_a_passage_do_not_reach_the_terminal():
     rollout.evidence_texts = {"b": "evil\x1b]0;title\x07"}
     shown = render(progress_panel(rollout)) + render(answer_panel(rollout))
     assert "evil" in shown and "\x1b" not in shown and "\x07" not in shown
+
+
+def test_a_token_in_a_row_is_counted():
+    tokens = [Committed(n, 5 if n < 2 else 1, "ab" if n < 2 else "<end>", 1.0) for n in range(8)]
+    steps = [Step(0, "q", (), True), Step(1, None, (), False, committed=tuple(tokens))]
+    shown = canvas_text(Rollout("1", "?", "joint", 10, steps=steps)).plain
+    assert shown == "abab<end>×6··"

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import groupby
 from time import perf_counter
 
 from rich import box
@@ -15,6 +16,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.text import fold
 
 # From the first commits (cool) to the last (warm).
+MOST_REPEATS = 3  # of a token in a row that are written out
 STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
 QUERY_LINES = 3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -31,17 +33,25 @@ def colour_of(step: int, steps: int) -> str:
 
 
 def canvas_text(rollout: Rollout) -> Text:
-    """The canvas, committed tokens coloured by their step, masked positions as dots."""
+    """The canvas, committed tokens coloured by their step, masked positions as dots.
+
+    A token that stands many times in a row, as end tokens do, is shown once with its count.
+    """
     canvas: dict[int, str] = {}
     for state in rollout.replay():
         canvas = {position: token.token for position, token in state.items()}
     when, steps = rollout.commit_steps(), len(rollout.steps) - 1
     text = Text()
-    for position in range(rollout.canvas_length):
-        if position in canvas:
-            text.append(plain(canvas[position], colour_of(when[position], steps)))
-        else:
-            text.append("·", style="dim")
+    for token, run in groupby(range(rollout.canvas_length), canvas.get):
+        places = list(run)
+        if token is None:
+            text.append("·" * len(places), style="dim")
+            continue
+        many = len(places) > MOST_REPEATS
+        for position in places[:1] if many else places:
+            text.append(plain(token, colour_of(when[position], steps)))
+        if many:
+            text.append(f"×{len(places)}", style="dim")
     return text
 
 
