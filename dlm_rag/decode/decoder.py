@@ -81,10 +81,14 @@ class Decoder:
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
         self.config = config or DecodeConfig()
         self.evidence_layout = evidence_layout or denoiser.config.evidence_layout
-        self.canvas_length = self.config.canvas_length or denoiser.config.canvas_length
         # Revision may still change the text before an end token.
         certain = self.config.stop_early and self.config.revision_threshold is None
         self._stop_at = tokenizer.end_ids if certain else frozenset[int]()
+
+    @property
+    def canvas_length(self) -> int:
+        """Response positions: the config's, or the checkpoint's own."""
+        return self.config.canvas_length or self.denoiser.config.canvas_length
 
     def describe(self) -> str:
         """Device, dtype, kernel and layout, in words for a person."""
