@@ -32,6 +32,8 @@ def test_settings_by_name_by_value_and_joined():
     assert found["decode.commit_rule=grounded"] == ["decode.commit_rule=grounded"]
     with pytest.raises(ConfigError, match="'statik' is neither .*nearest: 'static'"):
         read_settings("interleaved,statik")
+    with pytest.raises(ConfigError, match="'questions=other.jsonl' is neither"):
+        read_settings("static,questions=other.jsonl")  # it would be scored against these questions
     with pytest.raises(ConfigError, match="named twice"):
         read_settings("static,static")
 
@@ -81,7 +83,7 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     found = grids(groups, summaries, compare_to_first(scores, groups))
     assert found[0].rows[1] == ["1 hop (1)", "100.0 [100, 100]", "0.0 [0, 0]"]
     assert found[1].rows[0][-1] == "2.00 [2.00, 2.00]", "answers a second"
-    assert found[-1].rows[1] == ["1 hop", "+100.0 [+100, +100]"]
+    assert found[-1].rows[1] == ["1 hop (1)", "+100.0 [+100, +100]"]
     stamp = {"commit": "c0ffee", "date": "d", "device": "cpu", "threads": 2, "attention": "sdpa", "seed": 0}
     text = markdown(found, stamp)
     assert "| 1 hop (1) | 100.0 [100, 100] | 0.0 [0, 0] |" in text and "c0ffee" in text

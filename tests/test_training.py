@@ -16,7 +16,7 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 from dlm_rag import Denoiser, Tokenizer
-from dlm_rag.config import load_config
+from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.examples import ExampleStream, find
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.decode.evidence import arrange, encode_canvases, encode_contexts
@@ -48,10 +48,8 @@ def examples(tokenizer):
 
 
 def make_stream(tokenizer, seed=0):
-    return ExampleStream(
-        tokenizer, seed, canvas_length=120, top_k=5, groups=6, rows=6, world_passages=150,
-        steps_per_world=3, worlds=2, hops=4,
-    )  # fmt: skip
+    train = TrainConfig(seed=seed, groups=6, rows=6, world_passages=150, steps_per_world=3, worlds=2)
+    return ExampleStream(tokenizer, train, canvas_length=120, top_k=5)
 
 
 def test_a_name_has_the_same_tokens_wherever_it_stands(tokenizer):

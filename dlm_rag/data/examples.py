@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlm_rag.config import TrainConfig
 from dlm_rag.data.world import Entity, World, WorldQuestion, make_question, make_world, passage_record
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
@@ -67,26 +68,11 @@ class IndexedWorld:
 class ExampleStream:
     """Batches of examples for every step; the worlds change as training goes on."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seed: int,
-        *,
-        canvas_length: int,
-        top_k: int,
-        groups: int,
-        rows: int,
-        world_passages: int,
-        steps_per_world: int,
-        worlds: int,
-        hops: int,
-    ) -> None:
-        self._tokenizer, self._seed = tokenizer, seed
+    def __init__(self, tokenizer: Tokenizer, train: TrainConfig, canvas_length: int, top_k: int) -> None:
+        self._tokenizer, self._train = tokenizer, train
         self._canvas_length, self._top_k = canvas_length, top_k
-        self._groups, self._rows = groups, rows
-        self._world_passages, self._steps_per_world, self._worlds = world_passages, steps_per_world, worlds
-        self._hops = [n for n in HOPS if n <= hops]
-        self._side_hops = [n for n in SIDE_HOPS if n <= hops]
+        self._hops = [n for n in HOPS if n <= train.hops]
+        self._side_hops = [n for n in SIDE_HOPS if n <= train.hops]
         self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
 
     def batch(
@@ -96,20 +82,20 @@ class ExampleStream:
 
         `groups`: which of them; all where none are named.
         """
-        newest = step // self._steps_per_world
+        newest = step // self._train.steps_per_world
         examples: list[Example] = []
-        for group in range(self._groups) if groups is None else groups:
-            rng = random.Random(f"examples/{self._seed}/{step}/{group}")
-            world = self._world(rng.randrange(max(0, newest - self._worlds + 1), newest + 1))
+        for group in range(self._train.groups) if groups is None else groups:
+            rng = random.Random(f"examples/{self._train.seed}/{step}/{group}")
+            world = self._world(rng.randrange(max(0, newest - self._train.worlds + 1), newest + 1))
             examples.extend(self._group(rng, world, rng.randint(*passages)))
         return examples
 
     def _world(self, number: int) -> IndexedWorld:
         if number not in self._open:
-            while len(self._open) >= self._worlds:
+            while len(self._open) >= self._train.worlds:
                 self._open.popitem(last=False)
             self._open[number] = IndexedWorld(
-                self._seed * 1_000_003 + number, self._world_passages, self._top_k
+                self._train.seed * 1_000_003 + number, self._train.world_passages, self._top_k
             )
         return self._open[number]
 
@@ -117,8 +103,8 @@ class ExampleStream:
         question = self._ask(rng, indexed, rng.choice(self._hops))
         written = rng.randrange(question.hops + 1)
         evidence = self._evidence(rng, indexed, question, written, count)
-        for row in range(self._rows):
-            if row < self._rows // 2:
+        for row in range(self._train.rows):
+            if row < self._train.rows // 2:
                 yield self._example(rng, question, evidence, written)
             else:
                 start = indexed.by_id[rng.choice(evidence).id]

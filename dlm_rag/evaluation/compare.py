@@ -23,6 +23,7 @@ PRESETS = {
     "none": ("retrieval.kind=none", "decode.query=question"),
     "oracle": ("retrieval.oracle=true", "decode.query=question"),
 }
+SECTIONS = ("model.", "retrieval.", "decode.")  # what settings may differ in
 METRICS = tuple(field.name for field in fields(Score))
 RESAMPLES = 4000
 
@@ -47,9 +48,10 @@ def read_settings(compare: str) -> dict[str, list[str]]:
     for name in names:
         words: list[str] = []
         for part in name.split("+"):
-            if "=" not in part and part not in PRESETS:
+            if not part.startswith(SECTIONS) and part not in PRESETS:
                 raise ConfigError(
-                    f"compare: '{part}' is neither KEY=VALUE nor one of {', '.join(PRESETS)}, all"
+                    f"compare: '{part}' is neither KEY=VALUE of {', '.join(SECTIONS)} nor one of "
+                    f"{', '.join(PRESETS)}, all"
                     f"{nearest(part, PRESETS)}"
                 )
             words += PRESETS.get(part, (part,))

@@ -12,8 +12,6 @@ from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
 
 COSTS = {  # heading -> metric
     "F1 %": "f1",
-    "recall first %": "recall_first",
-    "recall last %": "recall_last",
     "forwards": "forwards",
     "tokens/forward": "tokens_per_forward",
 }
@@ -29,7 +27,7 @@ class Grid:
 
 
 def percent(estimate: Estimate | None, signed: bool = False) -> str:
-    """`85.0 [80.1, 89.2]`: a share in percent with its interval."""
+    """`85.0 [80, 89]`: a share in percent with its interval."""
     if estimate is None:
         return "-"
     sign = "+" if signed else ""
@@ -52,58 +50,31 @@ def answers_per_second(seconds: Estimate | None) -> Estimate | None:
 
 
 def grids(groups: Groups, summaries: Mapping[str, Summary], against: Mapping[str, Summary]) -> list[Grid]:
-    """Exact match by group, what it took, and the paired differences from the first setting."""
-    names = list(summaries)
+    """Exact match and recall by group, what it took, and the paired differences from the first."""
+    counted = {group: f"{group} ({len(places)})" for group, places in groups.items()}
+
+    def by_group(title: str, of: Mapping[str, Summary], metric: str, signed: bool = False) -> Grid:
+        rows = [
+            [label, *(percent(summary[group][metric], signed) for summary in of.values())]
+            for group, label in counted.items()
+        ]
+        return Grid(title, ["questions", *of], rows)
+
+    costs = []
+    for name, summary in summaries.items():
+        whole = summary["all"]
+        shown = {head: percent if "%" in head else plain for head in COSTS}
+        cells = [shown[head](whole[metric]) for head, metric in COSTS.items()]
+        costs.append([name, *cells, plain(answers_per_second(whole["seconds"]))])
     found = [
-        Grid(
-            "Exact match %, with 95 % bootstrap intervals",
-            ["questions", *names],
-            [
-                [f"{group} ({len(places)})", *(percent(summaries[n][group]["exact_match"]) for n in names)]
-                for group, places in groups.items()
-            ],
-        ),
-        Grid(
-            "All questions",
-            ["setting", *COSTS, "answers/s"],
-            [
-                [
-                    name,
-                    *(
-                        percent(whole[metric]) if "%" in heading else plain(whole[metric])
-                        for heading, metric in COSTS.items()
-                    ),
-                    plain(answers_per_second(whole["seconds"])),
-                ]
-                for name, whole in ((name, summaries[name]["all"]) for name in names)
-            ],
-        ),
-        Grid(
-            "Evidence recall after the last step, %",
-            ["questions", *names],
-            [
-                [f"{group} ({len(places)})", *(percent(summaries[n][group]["recall_last"]) for n in names)]
-                for group, places in groups.items()
-            ],
-        ),
+        by_group("Exact match %, with 95 % bootstrap intervals", summaries, "exact_match"),
+        Grid("All questions", ["setting", *COSTS, "answers/s"], costs),
+        by_group("Evidence recall after the search with the question, %", summaries, "recall_first"),
+        by_group("Evidence recall after the last step, %", summaries, "recall_last"),
     ]
     if against:
-        found.append(
-            Grid(
-                f"Exact match, points by which {names[0]} is above (paired)",
-                ["questions", *against],
-                [
-                    [
-                        group,
-                        *(
-                            percent(theirs[group]["exact_match"], signed=True)
-                            for theirs in against.values()
-                        ),
-                    ]
-                    for group in groups
-                ],
-            )
-        )
+        title = f"Exact match, points by which {next(iter(summaries))} is above (paired)"
+        found.append(by_group(title, against, "exact_match", signed=True))
     return found
 
 

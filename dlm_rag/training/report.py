@@ -67,12 +67,11 @@ class Report:
             figures.append(f"EM {self._validated['exact_match']:.1%}")
         done, text = metrics["step"] + 1, " · ".join(figures)
         self._progress.update(self._task, completed=done, figures=text)
-        if not self._progress.console.is_terminal and done % WINDOW == 0:
+        if self._progress.disable and done % WINDOW == 0:
             note(f"step {done:,}/{self._config.train.steps:,} {text}")
 
     def _mean(self, name: str) -> float:
-        values = [m[name] for m in self._recent if m[name] == m[name]]  # without NaN
-        return sum(values) / len(values) if values else 0.0
+        return sum(m[name] for m in self._recent) / len(self._recent)
 
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of all steps, of this process and those before it."""

@@ -58,16 +58,7 @@ class Trainer:
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.state = TrainState()
         self.stream = ExampleStream(
-            self.tokenizer,
-            train.seed,
-            canvas_length=self.denoiser.config.canvas_length,
-            top_k=config.retrieval.top_k,
-            groups=train.groups,
-            rows=train.rows,
-            world_passages=train.world_passages,
-            steps_per_world=train.steps_per_world,
-            worlds=train.worlds,
-            hops=train.hops,
+            self.tokenizer, train, self.denoiser.config.canvas_length, config.retrieval.top_k
         )
 
     @property
@@ -119,7 +110,7 @@ class Trainer:
         }
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the loss of step {state.step} is not a number")
-        self._advance(metrics["name_accuracy"])
+        self._advance(metrics["name_accuracy"] if sums.names else state.name_accuracy)
         return metrics
 
     def _advance(self, name_accuracy: float) -> None:
