@@ -164,7 +164,10 @@ class Prepared:
 
         if denoiser is None:
             denoiser = Denoiser.from_pretrained(self.checkpoint, self.device, self.dtype, self.attention)
-        return Decoder(denoiser, self.retriever, self.tokenizer, self.config.decode, self.evidence_layout)
+        config = self.config
+        return Decoder(
+            denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, config.engine
+        )
 
     def answers_depend_on(self) -> dict[str, Any]:
         """All that can change an answer; batch size, device and file names cannot."""

@@ -133,6 +133,12 @@ class DecodeConfig(Checked):
     temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)
     seed: int = setting(0, "of the sampling; every question has a generator of its own")
     batch_size: int = setting(8, "questions denoised together", low=1)
+    overlap: str = setting(
+        "none",
+        "search while the denoiser works: on the other half of the batch (the same tokens), or with "
+        "evidence one step late",
+        choices=("none", "pipeline", "stale"),
+    )
     stop_early: bool = setting(
         True, "stop once an end token and all before it are committed: the text can't change"
     )
@@ -149,6 +155,17 @@ class DecodeConfig(Checked):
                 f"query_threshold={self.query_threshold} has no effect with query=committed: "
                 "set query=proxy"
             )
+
+
+@dataclass
+class EngineConfig(Checked):
+    """How the work of decoding is done; nothing here changes an answer."""
+
+    pool_gib: float = setting(1.0, "keys and values of evidence kept on the device, in GiB; 0: none", low=0)
+    host_pool_gib: float = setting(0.0, "more of them in host memory, for what leaves the device", low=0)
+    masked_only: bool = setting(
+        True, "last layer and head at masked positions only; false: everywhere, as is usual"
+    )
 
 
 @dataclass
@@ -204,6 +221,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     questions: str | None = setting(None, "file of questions: JSON lines or parquet")
     out: str | None = setting(None, "where the results go: a file (sample) or a folder (evaluate, train)")

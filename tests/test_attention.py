@@ -9,6 +9,7 @@ import torch
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.attention import Ragged, attention, choose_backend
+from dlm_rag.model.context import ContextStore
 
 CPU = torch.device("cpu")
 
@@ -62,26 +63,62 @@ def varlen_reference(q, k, v, cumulative_q, cumulative_k, longest_q, longest_k, 
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("backend", ["flash", "varlen"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_gpu_kernels_get_the_same_rows_as_sdpa(monkeypatch, backend, causal):
-    """The kernels themselves need a GPU; here a stand-in checks the arguments and does the sum."""
+def read_pages(x, table, lengths):
+    """Rows from pages (pages, page size, Hk, D) by a block table, as paged kernels are documented."""
+    assert table.dtype == torch.int32 and x.shape[1] % 256 == 0
+    return torch.cat([x[pages].flatten(0, 1)[:n] for pages, n in zip(table, lengths, strict=True)])
 
-    def flash(q, k, v, cq, ck, mq, mk, causal=False):
+
+@pytest.fixture(params=["flash", "varlen", "varlen with pages"])
+def gpu_kernel(request, monkeypatch):
+    """The kernels themselves need a GPU; here stand-ins check the arguments and do the sum."""
+
+    def flash(q, k, v, cq, ck, mq, mk, causal=False, block_table=None):
+        if block_table is not None:
+            k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
         return varlen_reference(q, k, v, cq, ck, mq, mk, causal)
 
-    def varlen(q, k, v, cq, ck, mq, mk, *, window_size=(-1, -1), enable_gqa=False):
+    def varlen(q, k, v, cq, ck, mq, mk, *, window_size=(-1, -1), enable_gqa=False, **paged):
         assert enable_gqa and window_size in ((-1, -1), (-1, 0))
+        if paged:
+            assert ck is None and request.param == "varlen with pages"
+            used = paged["seqused_k"]
+            k, v = (read_pages(x, paged["block_table"], used) for x in (k, v))
+            ck = torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32)))
         return varlen_reference(q, k, v, cq, ck, mq, mk, window_size == (-1, 0))
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    active = "FA3" if request.param == "varlen with pages" else None
+    monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: active)
+    return request.param.split()[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, causal):
     lengths = (3, 7, 1)
     q, k, v = random_rows(lengths, lengths)
     rows = Ragged(lengths, CPU)
     torch.testing.assert_close(
-        attention(q, k, v, rows, rows, backend, causal), attention(q, k, v, rows, rows, "sdpa", causal)
+        attention(q, k, v, rows, rows, gpu_kernel, causal), attention(q, k, v, rows, rows, "sdpa", causal)
     )
+
+
+def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
+    """Rows 0 and 1 live in slots 2 and 0; the first sees 3 tokens and its own 2, the second 0 and 3."""
+    queries, keys, slots = (2, 3), (5, 3), (2, 0)
+    q, k, v = random_rows(queries, keys)
+    store = ContextStore(1, k.shape[1], k.shape[2], CPU, k.dtype)
+    store.reserve(1, 10)
+    store.reserve(3, 3)
+    store.keys_values.fill_(torch.nan)
+    store.put(2, 0, torch.stack((k[:3], v[:3]))[None])
+    rows = store.rows(slots, (3, 0))
+    seen = rows.write(0, rows.places(queries), k[3:], v[3:])
+    for kernel in (gpu_kernel, "sdpa"):
+        out = attention(q, *seen, Ragged(queries, CPU), Ragged(keys, CPU), kernel, stored=rows)
+        expected = attention(q, k, v, Ragged(queries, CPU), Ragged(keys, CPU), "sdpa")
+        torch.testing.assert_close(out, expected)
 
 
 def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():

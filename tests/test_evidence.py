@@ -17,8 +17,7 @@ SPAN = 6
 def split_hidden(denoiser, layout, prompt=PROMPT):
     """Hidden states of the canvas, the way the decoder gets them."""
     laid = [arrange(prompt, layout, denoiser.config.shifted, SPAN)]
-    hidden, (start,) = encode_canvases(denoiser, laid, [CANVAS], encode_contexts(denoiser, laid))
-    return hidden[start : start + len(CANVAS)]
+    return encode_canvases(denoiser, laid, [CANVAS], encode_contexts(denoiser, laid), [range(len(CANVAS))])
 
 
 def masked_hidden(denoiser, layout):

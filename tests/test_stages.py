@@ -85,4 +85,4 @@ def test_every_stage_of_a_decode_reaches_nvtx_in_one_domain(corpus_file, monkeyp
     assert open_ranges == []
     decoding = [name for name in STAGES[: STAGES.index("data")] if name != "retrieve/embed"]
     assert set(decoding) <= set(seen)
-    assert "step 0 rows 3" in seen and any(name.startswith("step 1 rows ") for name in seen)
+    assert "step 1 rows 3" in seen and any(name.startswith("step 2 rows ") for name in seen)

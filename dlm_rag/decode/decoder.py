@@ -7,12 +7,19 @@
                retrieve; what was found is the evidence of step s + 1
 
 Questions join as others finish, up to `batch_size` at a time. Rows are packed without padding and
-share nothing but the call, so a question gets the same tokens alone and in a batch.
+share nothing but the call, so a question gets the same tokens alone and in a batch; what goes wrong
+in one row ends that row alone.
+
+With `overlap` the search runs on a thread of its own while the denoiser works: `pipeline`, on the
+other half of the rows, which changes no token; `stale`, on the same rows, whose evidence then is one
+step late.
 """
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -20,11 +27,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.config import DecodeConfig
+from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.data.questions import Question, typed_questions
 from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.citations import cite, held_positions
-from dlm_rag.decode.evidence import Arrangement, arrange, encode_canvases, encode_contexts, fit
+from dlm_rag.decode.evidence import Arrangement, arrange, encode_canvases, encode_everywhere, fit
+from dlm_rag.decode.pool import Contexts, EvidencePool
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.diffusion.commit import Proposals, select
 from dlm_rag.errors import QuestionError
@@ -32,19 +40,24 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.query import build_query, may_enter, retrieval_due
+from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
 from dlm_rag.stages import StageClock, stage, step_range
 from dlm_rag.text import words
 from dlm_rag.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 OnStep = Callable[[Rollout], None]
+Found = list[Passage] | Exception  # by one search
+ROWS_READ = 1024  # logits that exist at a time: the vocabulary is the memory
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A question in the batch and its state between two steps."""
 
     question: Question
+    slot: int  # where its context lies
     canvas: Canvas
     generator: torch.Generator
     rollout: Rollout
@@ -52,22 +65,60 @@ class Row:
     found: list[Passage] | None = None  # by the last search; what fits of it is the evidence
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
-    first_passage: str = ""  # the best passage of step 0, for query=feedback
+    first_passage: str = ""  # the best of step 0, for query=feedback
     guesses: Proposals | None = None
     lowest_confidence: float | None = None
+    # What the step that is under way has done so far.
+    asked: str | None = None
+    searched: bool = False
     committed: tuple[Committed, ...] = ()
     remasked: tuple[int, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
+        """The step that is under way."""
         return len(self.rollout.steps)
+
+    def fail(self, reason: str) -> None:
+        """Ends this question without an answer."""
+        log.warning("question '%s' failed: %s", self.question.id, reason)
+        self.rollout.error = reason
+
+
+@dataclass
+class Search:
+    """What was asked for some rows; `results` waits while the search is under way."""
+
+    rows: list[Row] = field(default_factory=list)
+    results: Callable[[], tuple[list[Found], dict[str, float]]] = lambda: ([], {})
+
+
+@dataclass
+class Group:
+    """Rows that take their steps together, the slots free for more of them, their search."""
+
+    free: list[int]
+    on_step: OnStep | None
+    rows: list[Row] = field(default_factory=list)
+    search: Search = field(default_factory=Search)
+
+    @property
+    def live(self) -> list[Row]:
+        """The rows that have not failed."""
+        return [row for row in self.rows if not row.rollout.error]
+
+    @property
+    def ready(self) -> list[Row]:
+        """Those of them that have evidence, be it empty."""
+        return [row for row in self.live if row.arrangement is not None]
 
 
 class Decoder:
     """Answers questions with a denoiser, a retriever and a `DecodeConfig`.
 
-    `evidence_layout` defaults to the checkpoint's own.
+    `evidence_layout` defaults to the checkpoint's own. `engine` says how the work is done; it changes
+    no token.
     """
 
     def __init__(
@@ -77,29 +128,40 @@ class Decoder:
         tokenizer: Tokenizer,
         config: DecodeConfig | None = None,
         evidence_layout: str | None = None,
+        engine: EngineConfig | None = None,
     ) -> None:
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
-        self.config = config or DecodeConfig()
+        self.config, self.engine = config or DecodeConfig(), engine or EngineConfig()
         self.evidence_layout = evidence_layout or denoiser.config.evidence_layout
         # Revision may still change the text before an end token.
         certain = self.config.stop_early and self.config.revision_threshold is None
         self._stop_at = tokenizer.end_ids if certain else frozenset[int]()
+        self.forget()
 
     @property
     def canvas_length(self) -> int:
         """Response positions: the config's, or the checkpoint's own."""
         return self.config.canvas_length or self.denoiser.config.canvas_length
 
+    def forget(self) -> None:
+        """Drops all keys and values; to be called when the denoiser's weights have changed."""
+        engine, pool = self.engine, None
+        if engine.pool_gib:
+            pool = EvidencePool(int(engine.pool_gib * 2**30), int(engine.host_pool_gib * 2**30))
+        self.contexts = Contexts(self.denoiser, pool, masked_only=engine.masked_only)
+
     def describe(self) -> str:
-        """Device, dtype, kernel and layout, in words for a person."""
-        denoiser = self.denoiser
+        """Device, dtype, kernel and layout, in words for a person, and what was reused."""
+        denoiser, reuse = self.denoiser, self.contexts.reuse
         dtype = str(denoiser.dtype).removeprefix("torch.")
-        return f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
+        used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
+        return f"{used}, {reuse.share:.1%} of it reused" if reuse.wanted else used
 
     def decode(self, questions: Sequence[str | Question]) -> list[Rollout]:
         """One finished rollout per question, in order.
 
-        Raises `QuestionError` for a blank question or one that does not fit the context.
+        Raises `QuestionError` for a blank question. What fails for one question alone (it does not
+        fit the context; its search or its logits fail) is the `error` of its rollout, and logged.
         """
         asked = as_questions(questions)
         by_id = {rollout.id: rollout for rollout in self.stream(asked)}
@@ -110,34 +172,62 @@ class Decoder:
 
         `on_step` is called with the growing rollout of every row after each of its steps.
         """
-        waiting, rows = deque(questions), list[Row]()
-        turn = 0
-        while waiting or rows:
-            joining = min(len(waiting), self.config.batch_size - len(rows))
-            with StageClock() as clock, step_range(turn, len(rows) + joining):
-                joined = [self._start(waiting.popleft()) for _ in range(joining)]
-                if joined:
-                    self._refresh(joined, clock)
-                    _record(joined, on_step)
-                rows += joined
-                self._denoise(rows)
-                self._commit(rows)
-                self._refresh(rows, clock)
-                done = [row for row in rows if row.canvas.finished(self._stop_at)]
-                self._finish(done)
-                _charge(clock, [row.rollout.steps[-1].seconds for row in done])
-                _record(rows, on_step)
-            rows = [row for row in rows if not row.rollout.finished]
-            yield from (row.rollout for row in done)
-            turn += 1
+        waiting, turn = deque(questions), 0
+        count = min(2, self.config.batch_size) if self.config.overlap == "pipeline" else 1
+        groups = [Group(list(range(n, self.config.batch_size, count)), on_step) for n in range(count)]
+        take_turn = self._stale_turn if self.config.overlap == "stale" else self._turn
+        with ThreadPoolExecutor(1, "search") as worker:
+            while waiting or any(group.rows for group in groups):
+                for group in groups:
+                    with StageClock() as clock, step_range(turn, len(group.rows)):
+                        done = take_turn(group, waiting, worker, clock)
+                        _charge(clock.take(), [row.seconds for row in group.rows])
+                    yield from (row.rollout for row in done)
+                    turn += 1
 
-    def _start(self, question: Question) -> Row:
-        return Row(
-            question=question,
-            canvas=Canvas(self.canvas_length, self.tokenizer.mask_id),
-            generator=keyed_generator(self.config.seed, question.id),
-            rollout=Rollout(question.id, question.question, self.evidence_layout, self.canvas_length),
-        )
+    def _turn(
+        self, group: Group, waiting: deque[Question], worker: ThreadPoolExecutor, clock: StageClock
+    ) -> list[Row]:
+        """Takes what was found, which ends a step of the group's rows, and begins the next."""
+        self._receive(group.search)
+        done = self._end_step(group, group.rows, clock)
+        self._denoise(group.live)
+        self._commit(group.live)
+        _charge(clock.take(), [row.seconds for row in group.rows])
+        self._join(group, waiting)
+        group.search = self._ask(group.live, worker if self.config.overlap == "pipeline" else None)
+        return done
+
+    def _stale_turn(
+        self, group: Group, waiting: deque[Question], worker: ThreadPoolExecutor, clock: StageClock
+    ) -> list[Row]:
+        """As `_turn`, but what is asked after a step is found while the next step denoises."""
+        self._denoise(group.ready)
+        self._commit(group.ready)
+        asking = [row for row in group.ready if not row.canvas.finished(self._stop_at)]
+        self._receive(group.search)
+        ending = group.rows
+        group.search = self._ask(asking + self._join(group, waiting), worker)
+        return self._end_step(group, ending, clock)
+
+    def _join(self, group: Group, waiting: deque[Question]) -> list[Row]:
+        """Lets waiting questions in where slots are free; returns their rows."""
+        joined = []
+        while waiting and group.free:
+            question, slot = waiting.popleft(), group.free.pop(0)
+            joined.append(
+                Row(
+                    question=question,
+                    slot=slot,
+                    canvas=Canvas(self.canvas_length, self.tokenizer.mask_id),
+                    generator=keyed_generator(self.config.seed, question.id),
+                    rollout=Rollout(
+                        question.id, question.question, self.evidence_layout, self.canvas_length
+                    ),
+                )
+            )
+        group.rows = group.rows + joined
+        return joined
 
     def _take(self, row: Row, passages: list[Passage]) -> None:
         """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
@@ -161,45 +251,71 @@ class Decoder:
         for name, text in row.evidence.items():  # of a passage cut twice, the shorter: a safe citation
             seen[name] = min(seen.get(name, text), text, key=len)
         row.arrangement = arrange(fitted, self.evidence_layout, model.shifted, model.passage_length)
+        self.contexts.prefetch(row.arrangement)
 
     @torch.inference_mode()
     def _denoise(self, rows: list[Row]) -> None:
         """One pass of the denoiser over all rows; leaves the proposals of each row in `guesses`."""
-        laid = [row.arrangement for row in rows if row.arrangement is not None]  # set by the first search
-        with stage("encode_evidence"):
-            contexts = encode_contexts(self.denoiser, laid)
-        with stage("denoise"):
-            canvases = [row.canvas.ids.tolist() for row in rows]
-            hidden, starts = encode_canvases(self.denoiser, laid, canvases, contexts)
-            self._propose(rows, hidden, starts)
-
-    def _propose(self, rows: list[Row], hidden: Tensor, starts: list[int]) -> None:
-        """Reads the proposals of the masked positions; the one wait for the device in a step."""
+        if not rows:
+            return
         revising = self.config.revision_threshold is not None
-        positions, source = [], []
-        for row, start in zip(rows, starts, strict=True):
-            where = np.arange(row.canvas.length) if revising else np.flatnonzero(row.canvas.masked)
-            positions.append(where)
-            source.append(start + where)
-        index = torch.from_numpy(np.concatenate(source)).to(hidden.device)
-        logits = self.denoiser.read_out(hidden, index).float()
-        sampled = self._uniform(rows, positions)
-        written = np.concatenate([row.canvas.ids[at] for row, at in zip(rows, positions, strict=True)])
-        values = read_proposals(
-            logits, sampled, self.config.temperature, torch.from_numpy(written), self.tokenizer.mask_id
-        )
-        if not np.isfinite(values).all():
-            raise FloatingPointError("the denoiser's output is not a number")
+        laid = [row.arrangement for row in rows if row.arrangement is not None]
+        canvases = [row.canvas.ids.tolist() for row in rows]
+        where = [
+            np.arange(row.canvas.length) if revising else np.flatnonzero(row.canvas.masked) for row in rows
+        ]
+        with stage("encode_evidence"):
+            contexts = self.contexts.load([row.slot for row in rows], laid, self.canvas_length)
+        with stage("denoise"):
+            if self.engine.masked_only:
+                hidden = encode_canvases(
+                    self.denoiser, laid, canvases, contexts, [w.tolist() for w in where]
+                )
+                logits = map(self.denoiser.read_out, hidden.split(ROWS_READ))
+            else:
+                hidden, starts = encode_everywhere(self.denoiser, laid, canvases, contexts)
+                index = np.concatenate([start + w for start, w in zip(starts, where, strict=True)])
+                everywhere = self.denoiser.read_out(hidden)
+                logits = iter(everywhere[torch.from_numpy(index).to(hidden.device)].split(ROWS_READ))
+            values = self._read(rows, where, logits)
         at = 0
-        for row, where in zip(rows, positions, strict=True):
-            part = values[:, at : at + len(where)]
-            at += len(where)
-            everywhere = Proposals(where, part[0].astype(np.int64), part[1], part[2], part[3])
-            if revising:
-                assert self.config.revision_threshold is not None
-                fallen = row.canvas.remask(part[4], self.config.revision_threshold)
-                row.remasked = tuple(fallen.tolist())
-            row.guesses = everywhere.at(row.canvas.masked[where])
+        for row, places in zip(rows, where, strict=True):
+            part = values[:, at : at + len(places)]
+            at += len(places)
+            if not np.isfinite(part).all():
+                row.fail("the denoiser's output is not a number")
+                continue
+            proposals = Proposals(places, part[0].astype(np.int64), part[1], part[2], part[3])
+            if self.config.revision_threshold is not None:
+                row.remasked = tuple(row.canvas.remask(part[4], self.config.revision_threshold).tolist())
+            row.guesses = proposals.at(row.canvas.masked[places])
+
+    def _read(
+        self, rows: list[Row], where: list[NDArray[np.int64]], logits: Iterator[Tensor]
+    ) -> NDArray[np.float64]:
+        """(5, n) of `read_proposals` on the host: the one wait for the device in a step."""
+        config = self.config
+        written = torch.from_numpy(
+            np.concatenate([row.canvas.ids[places] for row, places in zip(rows, where, strict=True)])
+        )
+        sampled = self._uniform(rows, where)
+        spread = config.commit_rule in ("entropy", "margin", "entropy_bound")
+        found, at = [], 0
+        for part in logits:
+            these = slice(at, at + len(part))
+            at += len(part)
+            uniform = None if sampled is None else sampled[these]
+            found.append(
+                read_proposals(
+                    part.float(),
+                    uniform,
+                    config.temperature,
+                    written[these],
+                    self.tokenizer.mask_id,
+                    spread,
+                )
+            )
+        return torch.cat(found, dim=1).cpu().numpy().astype(np.float64)
 
     def _uniform(self, rows: list[Row], positions: list[NDArray[np.int64]]) -> Tensor | None:
         """Uniform numbers (n,) for sampling: one per canvas position and step, question by question."""
@@ -246,17 +362,16 @@ class Decoder:
         held = held_positions(text, spans, known)
         return [held[position] for position in candidates.positions]
 
-    def _refresh(self, rows: list[Row], clock: StageClock) -> None:
-        """Asks for the rows that are due and takes what is found as their evidence.
+    def _ask(self, rows: list[Row], worker: ThreadPoolExecutor | None) -> Search:
+        """Asks for the rows that are due, on a thread of its own where there is a `worker`.
 
-        Writes the step into each rollout. Rows whose query has not changed are not searched for.
+        Rows whose query has not changed are not searched for.
         """
         config = self.config
         entry = may_enter(config.query, config.query_threshold)
-        asked: dict[int, str] = {}
-        searched = []
+        asking, queries = [], []
         with stage("detokenize"):
-            for number, row in enumerate(rows):
+            for row in rows:
                 if row.step and not retrieval_due(
                     row.step, config.retrieve_every, config.retrieve_below, row.lowest_confidence
                 ):
@@ -265,34 +380,78 @@ class Decoder:
                 if row.guesses is not None:
                     response = self.tokenizer.query_text(row.canvas.with_guesses(row.guesses, entry))
                 query = build_query(config.query, row.question.question, response, row.first_passage)
-                asked[number] = query.text
-                key = self.retriever.key(query)
+                row.asked, key = query.text, self.retriever.key(query)
                 if key != row.query_key:
-                    row.query_key = key
-                    searched.append((number, query))
-        with stage("retrieve"):
-            found = self.retriever.search([query for _, query in searched]) if searched else []
+                    row.query_key, row.searched = key, True
+                    asking.append(row)
+                    queries.append(query)
+        if not asking:
+            return Search()
+        if worker is not None:
+            return Search(asking, worker.submit(self._search, queries).result)
+        found = self._search(queries)
+        return Search(asking, lambda: found)
+
+    def _search(self, queries: list[Query]) -> tuple[list[Found], dict[str, float]]:
+        """What each query finds, and the seconds of the stages on this thread."""
+        with StageClock() as clock, stage("retrieve"):
+            found = self._find(queries)
+        return found, clock.seconds
+
+    def _find(self, queries: list[Query]) -> list[Found]:
+        try:
+            return list(self.retriever.search(queries))
+        except Exception as error:
+            if len(queries) == 1:
+                return [error]
+            return [found for query in queries for found in self._find([query])]
+
+    def _receive(self, search: Search) -> None:
+        """Takes what was found as the evidence of its rows."""
+        found, seconds = search.results()
+        _charge(seconds, [row.seconds for row in search.rows])
         with stage("tokenize"):
-            for (number, _), passages in zip(searched, found, strict=True):
-                row = rows[number]
-                self._take(row, passages)
+            for row, passages in zip(search.rows, found, strict=True):
+                if isinstance(passages, Exception):
+                    row.fail(f"the search failed: {passages}")
+                    continue
+                try:
+                    self._take(row, passages)
+                except QuestionError as error:
+                    row.fail(str(error))
                 if not row.step:
                     row.first_passage = passages[0].text if passages else ""
-        _charge(clock, [row.seconds for row in rows])
-        fresh = {number for number, _ in searched}
-        for number, row in enumerate(rows):
+
+    def _end_step(self, group: Group, rows: list[Row], clock: StageClock) -> list[Row]:
+        """Writes the step of each row into its rollout; takes finished rows out and returns them."""
+        _charge(clock.take(), [row.seconds for row in rows])
+        for row in rows:
+            if row.rollout.error:
+                continue
             row.rollout.steps.append(
                 Step(
                     step=row.step,
-                    query=asked.get(number),
+                    query=row.asked,
                     passage_ids=tuple(row.evidence),
-                    retrieved=number in fresh,
+                    retrieved=row.searched,
                     committed=row.committed,
                     remasked=row.remasked,
                     seconds=row.seconds,
                 )
             )
-            row.committed, row.remasked, row.seconds = (), (), {}
+            row.asked, row.searched, row.committed, row.remasked, row.seconds = None, False, (), (), {}
+        answered = [row for row in rows if not row.rollout.error and row.canvas.finished(self._stop_at)]
+        self._finish(answered)
+        _charge(clock.take(), [row.rollout.steps[-1].seconds for row in answered])
+        done = [row for row in rows if row.rollout.error or row in answered]
+        for row in done:
+            row.rollout.finished = True
+        if group.on_step is not None:
+            for row in rows:
+                group.on_step(row.rollout)
+        group.rows = [row for row in group.rows if not row.rollout.finished]
+        group.free += [row.slot for row in done]
+        return done
 
     def _finish(self, rows: list[Row]) -> None:
         """Reads the response of finished rows and cites its evidence."""
@@ -328,17 +487,25 @@ def as_questions(questions: Sequence[str | Question]) -> list[Question]:
 
 
 def read_proposals(
-    logits: Tensor, uniform: Tensor | None, temperature: float, written: Tensor, mask_id: int
-) -> NDArray[np.float64]:
-    """(5, n) on the host: token, confidence, entropy, margin, and the probability of `written`.
+    logits: Tensor, uniform: Tensor | None, temperature: float, written: Tensor, mask_id: int, spread: bool
+) -> Tensor:
+    """(5, n): token, confidence, entropy, margin, and the probability of `written`.
 
     logits: (n, V) float32. The token is the most probable one, or with `temperature` the one at the
     quantile `uniform` (n,) of softmax(logits / temperature); the mask itself is never proposed. Its
-    confidence is its probability at temperature 1.
+    confidence is its probability at temperature 1. Entropy and margin cost a pass over the whole
+    distribution: without `spread` they are 0.
     """
-    probability = logits.softmax(-1)
-    entropy = torch.special.entr(probability).sum(-1)
-    best = probability.topk(2, dim=-1)
+    # The largest weight is 1 and confidences near 1 stay apart, which log-sum-exp would round away.
+    highest = logits.amax(-1, keepdim=True)
+    weights = (logits - highest).exp_()
+    total = weights.sum(-1)
+    entropy = margin = torch.zeros_like(total)
+    if spread:
+        probability = weights / total[:, None]
+        entropy = torch.special.entr(probability).sum(-1)
+        best = probability.topk(2, dim=-1).values
+        margin = best[:, 0] - best[:, 1]
     allowed = logits.index_fill(1, torch.tensor([mask_id], device=logits.device), -math.inf)
     token = allowed.argmax(-1)
     if uniform is not None:
@@ -347,22 +514,14 @@ def read_proposals(
         quantile = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
         token = torch.searchsorted(cumulative, quantile).squeeze(1).clamp(max=logits.shape[1] - 1)
     confidence, old = (
-        probability.gather(1, ids[:, None]).squeeze(1) for ids in (token, written.to(logits.device))
+        weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, written.to(logits.device))
     )
-    margin = best.values[:, 0] - best.values[:, 1]
     # Token ids are exact in float32 below 2 ** 24; not every device has float64.
-    found = torch.stack([x.float() for x in (token, confidence, entropy, margin, old)])
-    return found.cpu().numpy().astype(np.float64)
+    return torch.stack([x.float() for x in (token, confidence, entropy, margin, old)])
 
 
-def _charge(clock: StageClock, shares: list[dict[str, float]]) -> None:
-    """Splits the seconds since the last call among the rows that took part in the call."""
-    for name, seconds in clock.take().items():
+def _charge(seconds: dict[str, float], shares: list[dict[str, float]]) -> None:
+    """Splits seconds among the rows that took part."""
+    for name, value in seconds.items():
         for share in shares:
-            share[name] = share.get(name, 0.0) + seconds / len(shares)
-
-
-def _record(rows: list[Row], on_step: OnStep | None) -> None:
-    if on_step is not None:
-        for row in rows:
-            on_step(row.rollout)
+            share[name] = share.get(name, 0.0) + value / len(shares)

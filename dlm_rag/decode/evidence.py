@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.errors import QuestionError
+from dlm_rag.model.context import StoredRows
 from dlm_rag.model.denoiser import Denoiser, Watch
 from dlm_rag.tokenizer import Prompt
 
@@ -105,18 +106,30 @@ def fit(
     return Prompt(prompt.head, tuple(facts), prompt.tail), cut
 
 
+def encode_segments(
+    denoiser: Denoiser, segments: Sequence[Segment], *, masked_only: bool = True
+) -> list[Tensor]:
+    """Keys and values (layers, 2, n, kv_heads, head_dim) of each segment, in one packed call.
+
+    What a segment gives depends on nothing but the segment. Of the last layer only keys and values are
+    needed; without `masked_only` the rest of it is run all the same.
+    """
+    ids, positions = pack(segments, denoiser.device)
+    read = [()] * len(segments) if masked_only else None
+    lengths = [len(segment.ids) for segment in segments]
+    return denoiser.encode(ids, positions, lengths, keep=True, read=read)[1]
+
+
 def encode_contexts(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[Tensor] | None:
     """Per row the keys and values (layers, 2, n, kv_heads, head_dim) of its context, or None.
 
-    Segments that several rows share are encoded once, all in one packed call. This is the seam where
-    a pool keeps them between steps and questions.
+    Segments that several rows share are encoded once. Gradients flow through; decoding, which keeps
+    them from step to step, has `pool.Contexts` instead.
     """
     segments = list(dict.fromkeys(segment for row in laid for segment in row.context))
     if not segments:
         return None
-    ids, positions = pack(segments, denoiser.device)
-    _, kept = denoiser.encode(ids, positions, [len(s.ids) for s in segments], keep=True)
-    by_segment = dict(zip(segments, kept, strict=True))
+    by_segment = dict(zip(segments, encode_segments(denoiser, segments), strict=True))
     return [torch.cat([by_segment[segment] for segment in row.context], dim=2) for row in laid]
 
 
@@ -124,21 +137,55 @@ def encode_canvases(
     denoiser: Denoiser,
     laid: Sequence[Arrangement],
     canvases: Sequence[Sequence[int]],
-    contexts: Sequence[Tensor] | None,
+    contexts: Sequence[Tensor] | StoredRows | None,
+    read: Sequence[Sequence[int]],
     watch: Watch | None = None,
-) -> tuple[Tensor, list[int]]:
-    """Hidden states (T, hidden) of each row's lead and canvas, and the row of T that predicts each
-    canvas's first position; the one after it predicts the second, and so on.
+) -> Tensor:
+    """Hidden states (n, hidden) that predict the canvas positions `read` (from 0, ascending), row by row.
+
+    Only these go through the last layer.
     """
+    ids, positions, lengths = _runs(denoiser, laid, canvases)
+    first = _first_rows(denoiser, laid)
+    asked = [[start + place for place in places] for start, places in zip(first, read, strict=True)]
+    return denoiser.encode(ids, positions, lengths, contexts, watch=watch, read=asked)[0]
+
+
+def encode_everywhere(
+    denoiser: Denoiser,
+    laid: Sequence[Arrangement],
+    canvases: Sequence[Sequence[int]],
+    contexts: Sequence[Tensor] | StoredRows | None,
+) -> tuple[Tensor, list[int]]:
+    """Hidden states (T, hidden) of each row's lead and canvas, and which of them predicts each canvas's
+    first position; the one after it predicts the second, and so on.
+    """
+    ids, positions, lengths = _runs(denoiser, laid, canvases)
+    hidden, _ = denoiser.encode(ids, positions, lengths, contexts)
+    return hidden, canvas_starts(denoiser, laid, canvases)
+
+
+def canvas_starts(
+    denoiser: Denoiser, laid: Sequence[Arrangement], canvases: Sequence[Sequence[int]]
+) -> list[int]:
+    """Where in the packed rows of lead and canvas the state stands that predicts each first position."""
+    lengths = [len(row.lead.ids) + len(canvas) for row, canvas in zip(laid, canvases, strict=True)]
+    starts = accumulate(lengths[:-1], initial=0)
+    return [start + first for start, first in zip(starts, _first_rows(denoiser, laid), strict=True)]
+
+
+def _first_rows(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[int]:
+    return [len(row.lead.ids) - int(denoiser.config.shifted) for row in laid]
+
+
+def _runs(
+    denoiser: Denoiser, laid: Sequence[Arrangement], canvases: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, list[int]]:
     runs = [
         Segment((*row.lead.ids, *canvas), row.lead.start)
         for row, canvas in zip(laid, canvases, strict=True)
     ]
-    ids, positions = pack(runs, denoiser.device)
-    hidden, _ = denoiser.encode(ids, positions, [len(run.ids) for run in runs], contexts, watch=watch)
-    ends = list(accumulate(len(run.ids) for run in runs))
-    shift = int(denoiser.config.shifted)
-    return hidden, [end - len(canvas) - shift for end, canvas in zip(ends, canvases, strict=True)]
+    return *pack(runs, denoiser.device), [len(run.ids) for run in runs]
 
 
 def pack(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:

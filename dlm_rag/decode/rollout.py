@@ -50,6 +50,7 @@ class Rollout:
     citations: list[dict[str, Any]] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)  # the largest cut of any step
     finished: bool = False
+    error: str = ""  # why there is no answer
 
     @property
     def answer(self) -> str:
@@ -125,7 +126,7 @@ class Rollout:
             "tokens": self.tokens_committed,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
-        return record | ({"cut": self.cut} if self.cut else {})
+        return record | {key: value for key in ("cut", "error") if (value := getattr(self, key))}
 
     def trace_record(self) -> dict[str, Any]:
         """The line of the trace file; `from_trace` reads it back."""
@@ -143,7 +144,7 @@ class Rollout:
             "canvas_length": self.canvas_length,
             "steps": steps,
             "response": self.response,
-        }
+        } | ({"error": self.error} if self.error else {})
 
     @classmethod
     def from_trace(cls, record: dict[str, Any]) -> "Rollout":
@@ -168,4 +169,5 @@ class Rollout:
             steps=steps,
             response=record["response"],
             finished=True,
+            error=record.get("error", ""),
         )

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
 from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
 from dlm_rag.errors import ConfigError
+from dlm_rag.model.context import StoredRows
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,11 @@ class Ragged:
         """(rows + 1,) int32 on the device: 0, then the end of each row."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
 
+    @cached_property
+    def counts(self) -> Tensor:
+        """(rows,) int32 on the device: the length of each row."""
+        return torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+
     @property
     def longest(self) -> int:
         return max(self.lengths)
@@ -45,48 +53,78 @@ class Ragged:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, backend: str, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Ragged,
+    keys: Ragged,
+    backend: str,
+    causal: bool = False,
+    stored: StoredRows | None = None,
 ) -> Tensor:
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
-    `causal` asks for rows of equal query and key length. `backend` is one of `choose_backend`'s.
+    With `stored`, `k` and `v` are the slots (slots, capacity, Hk, D) of a `ContextStore`: row r sees the
+    first keys.lengths[r] tokens of its slot. `causal` asks for rows of equal query and key length.
+    `backend` is one of `choose_backend`'s.
     """
     assert not causal or queries.lengths == keys.lengths, "causal rows see only themselves"
-    return _KERNELS[backend](q, k, v, queries, keys, causal)
+    return _KERNELS[backend](q, k, v, queries, keys, causal, stored)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool) -> Tensor:
-    if queries.even and keys.even:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool, stored: StoredRows | None
+) -> Tensor:
+    if stored is None and queries.even and keys.even:
         rows = len(queries.lengths)
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
+    if stored is None:
+        row_keys, row_values = (x.split(keys.lengths) for x in (k, v))
+    else:
+        row_keys, row_values = stored.views(k, keys.lengths), stored.views(v, keys.lengths)
     out_rows = []
-    pieces = (q.split(queries.lengths), k.split(keys.lengths), v.split(keys.lengths))
-    for row in zip(*pieces, strict=True):
+    for row in zip(q.split(queries.lengths), row_keys, row_values, strict=True):
         one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in row)
         out = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=causal, enable_gqa=True)
         out_rows.append(out[0].transpose(0, 1))
     return torch.cat(out_rows)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool, stored: StoredRows | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    paged: dict[str, Any] = {}
+    if stored is not None and _torch_reads_pages():
+        paged = {"seqused_k": keys.counts, "block_table": stored.table}
+    elif stored is not None:
+        k, v = (torch.cat(stored.views(x, keys.lengths)) for x in (k, v))
     out = varlen_attn(
-        q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest,
-        window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, queries.cumulative, None if paged else keys.cumulative, queries.longest, keys.longest,
+        window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q.shape[1] != k.shape[-2], **paged,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool) -> Tensor:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool, stored: StoredRows | None
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
+    table = None if stored is None else stored.table
     return flash_attn_varlen_func(
-        q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest, causal=causal
-    )
+        q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest,
+        causal=causal, block_table=table,
+    )  # fmt: skip
+
+
+def _torch_reads_pages() -> bool:
+    """Whether FlashAttention 3 or 4 is active in torch: its own FlashAttention 2 has no block tables."""
+    return torch.nn.attention.current_flash_attention_impl() in ("FA3", "FA4")
 
 
 _KERNELS = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}

@@ -12,7 +12,8 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import Ragged, attention, choose_backend
+from dlm_rag.model.context import StoredRows
 
 if TYPE_CHECKING:
     from dlm_rag.model.checkpoint import Checkpoint
@@ -102,18 +104,22 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, rope: Rope, run: Run, layer: int) -> tuple[Tensor, Tensor]:
-        """x (T, hidden) -> the update (T, hidden) and this call's keys and values (2, T, Hk, D)."""
-        q, k, v = (
-            rearrange(project(x), "t (h d) -> t h d", d=self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
-        seen_k, seen_v = run.with_context(k, v, layer)
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """x (T, hidden) -> keys and values, each (T, Hk, D)."""
+        return rotate(self.k_norm(self._heads(self.k_proj(x))), rope), self._heads(self.v_proj(x))
+
+    def forward(self, x: Tensor, rope: Rope, k: Tensor, v: Tensor, run: Run, layer: int) -> Tensor:
+        """The update (n, hidden) of tokens x (n, hidden); k and v are those of the whole call."""
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), rope)
+        k, v = run.seen(k, v, layer)
         if run.watch is not None and run.watch.layer == layer:
-            run.watch.queries, run.watch.keys, run.watch.lengths = q, seen_k, run.keys.lengths
-        out = attention(q, seen_k, seen_v, run.queries, run.keys, run.backend, run.causal)
-        return self.o_proj(rearrange(out, "t h d -> t (h d)")), torch.stack((k, v))
+            run.watch.queries, run.watch.keys, run.watch.lengths = q, k, run.keys.lengths
+        stored = run.context if isinstance(run.context, StoredRows) else None
+        out = attention(q, k, v, run.queries, run.keys, run.backend, run.causal, stored)
+        return self.o_proj(rearrange(out, "t h d -> t (h d)"))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return rearrange(x, "t (h d) -> t h d", d=self.head_dim)
 
 
 class FeedForward(nn.Module):
@@ -135,10 +141,18 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, rope: Rope, run: Run, layer: int) -> tuple[Tensor, Tensor]:
-        update, keys_values = self.self_attn(self.input_layernorm(x), rope, run, layer)
-        x = x + update
-        return x + self.mlp(self.post_attention_layernorm(x)), keys_values
+    def forward(self, x: Tensor, rope: Rope, run: Run, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, hidden) -> the same tokens, or those of `run.read`, one layer on (n, hidden); and the
+        keys and values of all of them, each (T, Hk, D).
+        """
+        normed = self.input_layernorm(x)
+        k, v = self.self_attn.keys_values(normed, rope)
+        if run.read is not None:
+            x, normed, rope = x[run.read], normed[run.read], (rope[0][run.read], rope[1][run.read])
+        if len(x):
+            x = x + self.self_attn(normed, rope, k, v, run, layer)
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        return x, k, v
 
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D), float32
@@ -167,19 +181,24 @@ class Run:
 
     queries: Ragged
     keys: Ragged
-    context: Sequence[Tensor] | None  # per row (N, 2, n, Hk, D); n may be 0
+    context: Sequence[Tensor] | StoredRows | None  # tensors: per row (N, 2, n, Hk, D); n may be 0
     backend: str
     causal: bool
     watch: Watch | None
+    places: Tensor | None = None  # (T,) where the rows' own keys and values go, with `StoredRows`
+    read: Tensor | None = None  # (n,) the packed tokens that go through the layer; all where None
 
-    def with_context(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (Tk, Hk, D) that the rows see: of each row its context, then itself."""
+    def seen(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that the rows see: of each row its context, then its own k and v (T, Hk, D)."""
         if self.context is None:
             return k, v
-        own_k, own_v = k.split(self.queries.lengths), v.split(self.queries.lengths)
-        rows = list(zip(self.context, own_k, own_v, strict=True))
-        seen_k = torch.cat([part for kept, own, _ in rows for part in (kept[layer, 0], own)])
-        seen_v = torch.cat([part for kept, _, own in rows for part in (kept[layer, 1], own)])
+        if isinstance(self.context, StoredRows):
+            assert self.places is not None
+            return self.context.write(layer, self.places, k, v)
+        own = [len_k - kept.shape[2] for len_k, kept in zip(self.keys.lengths, self.context, strict=True)]
+        rows = list(zip(self.context, k.split(own), v.split(own), strict=True))
+        seen_k = torch.cat([part for kept, own_k, _ in rows for part in (kept[layer, 0], own_k)])
+        seen_v = torch.cat([part for kept, _, own_v in rows for part in (kept[layer, 1], own_v)])
         return seen_k, seen_v
 
 
@@ -267,53 +286,73 @@ class Denoiser(nn.Module):
         source = torch.arange(rows * length, device=input_ids.device).view(rows, length)
         if self.config.shifted:
             source = torch.cat((source[:, :1], source[:, :-1]), dim=1)
-        return self.read_out(hidden, source.flatten()).view(rows, length, -1)
+        return self.read_out(hidden[source.flatten()]).view(rows, length, -1)
 
     def encode(
         self,
         ids: Tensor,
         positions: Tensor,
         lengths: Sequence[int],
-        context: Sequence[Tensor] | None = None,
+        context: Sequence[Tensor] | StoredRows | None = None,
         causal: bool = False,
         keep: bool = False,
         watch: Watch | None = None,
+        read: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the layers over packed rows; each row sees its `context` and itself.
 
         ids, positions: (T,) rows of `lengths` behind one another. context: per row keys and values
-        (N, 2, n, Hk, D) of earlier calls. Returns hidden states (T, hidden) before the final norm
-        and, with `keep`, the keys and values of each row for use as context, else an empty list.
-        `watch` is filled with the queries and keys of its layer.
+        (N, 2, n, Hk, D) of earlier calls, or their places in a `ContextStore`. read: per row the tokens
+        (from 0, ascending) whose hidden states are asked for; the others are spared the last layer.
+        Returns hidden states (T or number read, hidden) before the final norm and, with `keep`, the
+        keys and values of each row for use as context, else an empty list. `watch` is filled with the
+        queries and keys of its layer.
         """
-        seen = [kept.shape[2] for kept in context] if context else [0] * len(lengths)
+        device = ids.device
+        if isinstance(context, StoredRows):
+            seen = list(context.seen)
+        else:
+            seen = [kept.shape[2] for kept in context] if context else [0] * len(lengths)
+            context = context if any(seen) else None
         run = Run(
-            queries=Ragged(tuple(lengths), ids.device),
-            keys=Ragged(tuple(a + b for a, b in zip(seen, lengths, strict=True)), ids.device),
-            context=context if any(seen) else None,
+            queries=Ragged(tuple(lengths), device),
+            keys=Ragged(tuple(a + b for a, b in zip(seen, lengths, strict=True)), device),
+            context=context,
             backend=self.backend,
             causal=causal,
             watch=watch,
+            places=context.places(lengths) if isinstance(context, StoredRows) else None,
         )
+        last = run if read is None else replace(run, **_reading(read, lengths, device))
         angles = positions.float()[:, None, None] * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)
         x = self.embed_tokens(ids)
         kept = []
         for layer, block in enumerate(self.layers):
-            x, keys_values = block(x, rope, run, layer)
+            x, k, v = block(x, rope, last if layer == len(self.layers) - 1 else run, layer)
             if keep:
-                kept.append(keys_values)
+                kept.append(torch.stack((k, v)))
         if not keep:
             return x, []
         return x, list(torch.stack(kept).split(list(lengths), dim=2))
 
-    def read_out(self, hidden: Tensor, source: Tensor) -> Tensor:
-        """Logits (n, V) from rows `source` (n,) of `hidden` (T, hidden), through norm and head.
+    def read_out(self, hidden: Tensor) -> Tensor:
+        """Logits (n, V) from hidden states (n, hidden), through norm and head.
 
         The caller un-shifts: in a shifted model the row before a position predicts it.
         """
-        return self.lm_head(self.norm(hidden[source]))
+        return self.lm_head(self.norm(hidden))
+
+
+def _reading(read: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """The fields of `Run` that let only the tokens of `read` through a layer."""
+    starts = accumulate(lengths, initial=0)
+    index = [start + token for start, tokens in zip(starts, read, strict=False) for token in tokens]
+    return {
+        "queries": Ragged(tuple(map(len, read)), device),
+        "read": torch.tensor(index, dtype=torch.long, device=device),
+    }
 
 
 def rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:

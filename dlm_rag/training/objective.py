@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.data.examples import Example
-from dlm_rag.decode.evidence import arrange, encode_canvases, encode_contexts
+from dlm_rag.decode.evidence import arrange, canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.diffusion.nelbo import token_losses
 from dlm_rag.model.denoiser import Denoiser, Watch
 from dlm_rag.stages import stage
@@ -76,15 +76,16 @@ def run_masked(
         [config.mask_token_id if hide else token for token, hide in zip(e.target, e.masked, strict=True)]
         for e in examples
     ]
-    hidden, starts = encode_canvases(denoiser, laid, canvases, encode_contexts(denoiser, laid), watch)
+    read = [[place for place, hide in enumerate(e.masked) if hide] for e in examples]
+    contexts = encode_contexts(denoiser, laid)
+    hidden = encode_canvases(denoiser, laid, canvases, contexts, read, watch)
     at = [
-        (row, start + position, example.target[position])
-        for row, (example, start) in enumerate(zip(examples, starts, strict=True))
-        for position, hide in enumerate(example.masked)
-        if hide
+        (row, example.target[place])
+        for row, (example, places) in enumerate(zip(examples, read, strict=True))
+        for place in places
     ]
-    rows, source, targets = torch.tensor(at, device=hidden.device).unbind(-1)
-    return Masked(denoiser.read_out(hidden, source), targets, rows, starts)
+    rows, targets = torch.tensor(at, device=hidden.device).unbind(-1)
+    return Masked(denoiser.read_out(hidden), targets, rows, canvas_starts(denoiser, laid, canvases))
 
 
 def batch_loss(

@@ -1,0 +1,171 @@
+"""What stays between steps: keys and values of evidence, each computed once.
+
+`EvidencePool` keeps them by segment, for all rows and questions, under a byte budget. `Contexts` lays
+those of each row behind one another in its slot of a `ContextStore`, and writes only what changed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from dlm_rag.decode.evidence import Arrangement, Segment, encode_segments
+from dlm_rag.model.context import ContextStore, StoredRows
+from dlm_rag.model.denoiser import Denoiser
+
+
+@dataclass
+class Reuse:
+    """Counts of context tokens over a run."""
+
+    wanted: int = 0  # that rows saw, summed over steps
+    encoded: int = 0  # that the denoiser had to run for
+
+    @property
+    def share(self) -> float:
+        """The share of the wanted tokens that was there already."""
+        return 1 - self.encoded / self.wanted if self.wanted else 0.0
+
+
+class EvidencePool:
+    """Keys and values (N, 2, n, Hk, D) of segments, the least recently used leaving first.
+
+    The first tier lies on the denoiser's device; what leaves it goes to a second one in host memory,
+    pinned for CUDA. No tier ever holds more than its budget in bytes.
+    """
+
+    def __init__(self, device_bytes: int, host_bytes: int = 0) -> None:
+        self._tiers = (_Tier(device_bytes), _Tier(host_bytes))
+        self.from_host = 0  # tokens that came back from host memory
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Bytes held now, on the device and in host memory."""
+        return self._tiers[0].bytes, self._tiers[1].bytes
+
+    def __contains__(self, segment: Segment) -> bool:
+        return any(segment in tier.kept for tier in self._tiers)
+
+    def prefetch(self, segments: Iterable[Segment], device: torch.device) -> None:
+        """Starts the copies of what lies in host memory, so that `get` need not wait for them."""
+        for segment in segments:
+            if segment in self._tiers[1].kept:
+                self.get(segment, device)
+
+    def get(self, segment: Segment, device: torch.device) -> Tensor | None:
+        """The keys and values of a segment on the device, or None."""
+        near, far = self._tiers
+        if (found := near.kept.get(segment)) is not None:
+            near.kept.move_to_end(segment)
+        elif (found := far.drop(segment)) is not None:
+            self.from_host += found.shape[2]
+            found = found.to(device, non_blocking=True)
+            self.add(segment, found)
+        return found
+
+    def add(self, segment: Segment, kept: Tensor) -> None:
+        """Keeps a segment's keys and values, at the cost of what was used longest ago."""
+        near, far = self._tiers
+        for old, tensor in near.add(segment, kept):
+            if tensor.nbytes <= far.budget:
+                aside = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                far.add(old, aside.copy_(tensor, non_blocking=True))
+
+
+class _Tier:
+    """Tensors under a byte budget, in the order of their last use."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.bytes = budget, 0
+        self.kept: OrderedDict[Segment, Tensor] = OrderedDict()
+
+    def add(self, segment: Segment, tensor: Tensor) -> list[tuple[Segment, Tensor]]:
+        """Takes a tensor in; returns what had to leave, the tensor itself where it is too large."""
+        self.drop(segment)
+        self.kept[segment] = tensor
+        self.bytes += tensor.nbytes
+        gone = []
+        while self.bytes > self.budget:
+            old, lost = self.kept.popitem(last=False)
+            self.bytes -= lost.nbytes
+            gone.append((old, lost))
+        return gone
+
+    def drop(self, segment: Segment) -> Tensor | None:
+        """Takes a tensor out, where it is here."""
+        found = self.kept.pop(segment, None)
+        if found is not None:
+            self.bytes -= found.nbytes
+        return found
+
+
+class Contexts:
+    """The contexts of the rows in a batch, ready to be seen by their canvases.
+
+    Without a `pool` everything is encoded anew at every step, as a plain implementation does.
+    """
+
+    def __init__(self, denoiser: Denoiser, pool: EvidencePool | None, *, masked_only: bool) -> None:
+        config = denoiser.config
+        self._denoiser, self._pool, self._masked_only = denoiser, pool, masked_only
+        self._store = ContextStore(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
+            denoiser.device, denoiser.dtype,
+        )  # fmt: skip
+        self._loaded: dict[int, tuple[Segment, ...]] = {}
+        self.reuse = Reuse()
+
+    def prefetch(self, laid: Arrangement) -> None:
+        """Starts to bring what a row will need next from host memory."""
+        if self._pool is not None:
+            self._pool.prefetch(laid.context, self._denoiser.device)
+
+    def load(self, slots: Sequence[int], laid: Sequence[Arrangement], room: int) -> StoredRows | None:
+        """The contexts of rows in the given slots, with room for `room` tokens behind each.
+
+        None where no row has a context. Rows that share a segment share its keys and values.
+        """
+        if not any(row.context for row in laid):
+            return None
+        sizes = [sum(len(segment.ids) for segment in row.context) for row in laid]
+        self.reuse.wanted += sum(sizes)
+        self._store.reserve(max(slots) + 1, max(sizes) + room)
+        same = [self._same(slot, row.context) for slot, row in zip(slots, laid, strict=True)]
+        fresh = dict.fromkeys(s for row, kept in zip(laid, same, strict=True) for s in row.context[kept:])
+        kept = self._fetch(list(fresh))
+        for slot, row, skip in zip(slots, laid, same, strict=True):
+            at = sum(len(segment.ids) for segment in row.context[:skip])
+            for segment in row.context[skip:]:
+                self._store.put(slot, at, kept[segment])
+                at += len(segment.ids)
+            self._loaded[slot] = row.context
+        return self._store.rows(slots, sizes)
+
+    def _same(self, slot: int, context: tuple[Segment, ...]) -> int:
+        """How many leading segments of the context the slot holds already."""
+        if self._pool is None:
+            return 0
+        pairs = zip(self._loaded.get(slot, ()), context, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _fetch(self, segments: list[Segment]) -> dict[Segment, Tensor]:
+        """Keys and values of segments, from the pool or computed in one packed call."""
+        found = dict[Segment, Tensor]()
+        if self._pool is not None:
+            for segment in segments:
+                kept = self._pool.get(segment, self._denoiser.device)
+                if kept is not None:
+                    found[segment] = kept
+        missing = [segment for segment in segments if segment not in found]
+        if missing:
+            encoded = encode_segments(self._denoiser, missing, masked_only=self._masked_only)
+            self.reuse.encoded += sum(len(segment.ids) for segment in missing)
+            for segment, kept in zip(missing, encoded, strict=True):
+                # A copy of its own: a view would keep the keys and values of the whole call alive.
+                found[segment] = kept if self._pool is None else kept.clone()
+                if self._pool is not None:
+                    self._pool.add(segment, found[segment])
+        return found
