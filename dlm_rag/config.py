@@ -133,6 +133,14 @@ class DecodeConfig(Checked):
     temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)
     seed: int = setting(0, "of the sampling; every question has a generator of its own")
     batch_size: int = setting(8, "questions denoised together", low=1)
+    trim_canvas: bool = setting(
+        False, "positions behind a committed end token leave the canvas; approximate: others saw them"
+    )
+    prompt_reuse: int = setting(
+        0,
+        "joint only, approximate: steps for which an unchanged prompt is not run again (0: exact)",
+        low=0,
+    )
     overlap: str = setting(
         "none",
         "search while the denoiser works: on the other half of the batch (the same tokens), or with "
@@ -149,6 +157,11 @@ class DecodeConfig(Checked):
             raise ConfigError(
                 f"block_length={self.block_length} is longer than the canvas: set it to at most "
                 f"canvas_length={self.canvas_length}"
+            )
+        if self.trim_canvas and (not self.stop_early or self.revision_threshold is not None):
+            raise ConfigError(
+                "trim_canvas=true needs stop_early=true and revision_threshold=null: what leaves the "
+                "canvas is never written"
             )
         if self.query == "committed" and self.query_threshold not in (0.0, 1.0):
             raise ConfigError(

@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_denoiser, tiny_tokenizer
 
 from dlm_rag import Decoder, load_retriever
-from dlm_rag.config import DecodeConfig
+from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.data.questions import Question
 from dlm_rag.decode.decoder import read_proposals
 from dlm_rag.errors import QuestionError
@@ -34,13 +34,17 @@ def whole_record(rollout):
     return tokens_of(rollout), [(s.query, s.passage_ids, s.retrieved) for s in rollout.steps]
 
 
+def records(rollouts):
+    return [whole_record(rollout) for rollout in rollouts]
+
+
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_ragged_batch_gives_the_same_tokens_as_one_at_a_time(corpus_file, layout, shifted):
     together = make_decoder(corpus_file, layout, shifted=shifted, batch_size=3).decode(QUESTIONS)
     decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=1)
     alone = decoder.decode(QUESTIONS)
-    assert [whole_record(r) for r in together] == [whole_record(r) for r in alone]
+    assert records(together) == records(alone)
     assert len({r.forwards for r in alone}) > 1, "rows should finish at different steps"
 
 
@@ -52,10 +56,85 @@ def test_two_threads_give_the_tokens_of_one(corpus_file, layout):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             rollouts = make_decoder(corpus_file, layout).decode(QUESTIONS)
-            records.append([whole_record(rollout) for rollout in rollouts])
+            records.append(records(rollouts))
     finally:
         torch.set_num_threads(before)
     assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "engine",
+    [{"pool_gib": 0}, {"masked_only": False}, {"pool_gib": 1e-5, "host_pool_gib": 1e-5}],
+    ids=["no pool", "everywhere", "a pool too small"],
+)
+def test_how_the_work_is_done_changes_no_token(corpus_file, layout, shifted, engine):
+    plain = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
+    other = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
+    other.engine = EngineConfig(**engine)
+    other.forget()
+    assert list(map(whole_record, other.decode(QUESTIONS))) == list(
+        map(whole_record, plain.decode(QUESTIONS))
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_searching_for_one_half_while_the_other_denoises_changes_no_token(corpus_file, batch_size):
+    together = make_decoder(corpus_file, batch_size=batch_size, overlap="pipeline").decode(QUESTIONS)
+    assert list(map(whole_record, together)) == list(
+        map(whole_record, make_decoder(corpus_file).decode(QUESTIONS))
+    )
+
+
+def test_with_stale_overlap_the_evidence_is_that_of_the_step_before(corpus):
+    """Every search finds another passage, so that the evidence tells which search it is from."""
+    config = DecodeConfig(canvas_length=6, commit_threshold=1.0, stop_early=False, overlap="stale")
+    decoder = Decoder(
+        tiny_denoiser(), PlannedRetriever(corpus, [[n % 5] for n in range(9)]), tiny_tokenizer(), config
+    )
+    steps = decoder.decode(["Dune?"])[0].steps
+    found = [step.passage_ids[0] for step in steps]
+    order = [passage.id for passage in corpus]
+    assert found[:4] == [order[0], order[0], order[1], order[2]]
+    assert all(step.retrieved for step in steps[:-1]) and not steps[-1].retrieved
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+def test_overlap_gives_the_same_alone_and_in_a_batch(corpus_file, overlap):
+    batch, alone = (
+        make_decoder(corpus_file, "independent", batch_size=size, overlap=overlap).decode(QUESTIONS)
+        for size in (4, 1)
+    )
+    assert records(batch) == records(alone)
+
+
+def test_what_stands_behind_a_committed_end_leaves_the_canvas(corpus_file):
+    """With bias towards the end token: what leaves is not seen, not written, and the text still ends."""
+    settings = {"canvas_length": 24, "commit_rule": "top_k", "query": "question"}
+    decoder = biased_to_end(make_decoder(corpus_file, trim_canvas=True, **settings), 8.0)
+    lengths = []
+    plain = decoder.denoiser.encode
+    decoder.denoiser.encode = lambda *given, **named: (
+        lengths.append(len(named["read"][0])) or plain(*given, **named)
+    )
+    rollout = decoder.decode(QUESTIONS[:1])[0]
+    ends = [c.position for step in rollout.steps for c in step.committed if c.token_id == 257]
+    assert lengths[0] == 24 and lengths[1] == ends[0], "the masked positions before the first end"
+    assert max(rollout.commit_steps()) == ends[0] and rollout.finished
+
+
+def test_memory_does_not_grow_with_the_number_of_questions(corpus_file):
+    decoder = make_decoder(corpus_file, "independent", batch_size=4)
+    decoder.engine = EngineConfig(pool_gib=3e-5)
+    decoder.forget()
+    sizes = []
+    for start in range(0, 60, 20):
+        decoder.decode([f"{QUESTIONS[n % 3]} {n}" for n in range(start, start + 20)])
+        contexts = decoder.contexts
+        sizes.append((contexts._store.keys_values.nbytes, len(contexts._loaded), len(contexts._prompts)))
+        assert contexts._pool.bytes[0] <= 3e-5 * 2**30
+    assert sizes[1] == sizes[2]
 
 
 def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
@@ -164,7 +243,7 @@ def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
 
 def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
     decoder = make_decoder(corpus_file, batch_size=3)
-    expected = [whole_record(rollout) for rollout in decoder.decode(QUESTIONS)]
+    expected = records(decoder.decode(QUESTIONS))
     ask = decoder.tokenizer.encode
     poison = decoder.denoiser.embed_tokens.weight.data[ord("~")]
     poison.fill_(math.nan)
@@ -176,7 +255,7 @@ def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
 
 def test_a_question_that_does_not_fit_ends_its_row_and_no_other(corpus_file):
     decoder = make_decoder(corpus_file)
-    expected = [whole_record(rollout) for rollout in decoder.decode(QUESTIONS)]
+    expected = records(decoder.decode(QUESTIONS))
     found = decoder.decode([*QUESTIONS, "Why? " * 1000])
     assert "tokens too long" in found[3].error
     assert [whole_record(rollout) for rollout in found[:3]] == expected

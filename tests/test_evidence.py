@@ -17,7 +17,8 @@ SPAN = 6
 def split_hidden(denoiser, layout, prompt=PROMPT):
     """Hidden states of the canvas, the way the decoder gets them."""
     laid = [arrange(prompt, layout, denoiser.config.shifted, SPAN)]
-    return encode_canvases(denoiser, laid, [CANVAS], encode_contexts(denoiser, laid), [range(len(CANVAS))])
+    contexts = encode_contexts(denoiser, laid)
+    return encode_canvases(denoiser, [laid[0].lead], [CANVAS], contexts, [range(len(CANVAS))])
 
 
 def masked_hidden(denoiser, layout):

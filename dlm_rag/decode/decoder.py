@@ -148,7 +148,9 @@ class Decoder:
         engine, pool = self.engine, None
         if engine.pool_gib:
             pool = EvidencePool(int(engine.pool_gib * 2**30), int(engine.host_pool_gib * 2**30))
-        self.contexts = Contexts(self.denoiser, pool, masked_only=engine.masked_only)
+        self.contexts = Contexts(
+            self.denoiser, pool, masked_only=engine.masked_only, prompt_reuse=self.config.prompt_reuse
+        )
 
     def describe(self) -> str:
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""
@@ -260,20 +262,22 @@ class Decoder:
             return
         revising = self.config.revision_threshold is not None
         laid = [row.arrangement for row in rows if row.arrangement is not None]
-        canvases = [row.canvas.ids.tolist() for row in rows]
+        shown = [self._shown(row.canvas) for row in rows]
+        canvases = [row.canvas.ids[:end].tolist() for row, end in zip(rows, shown, strict=True)]
         where = [
-            np.arange(row.canvas.length) if revising else np.flatnonzero(row.canvas.masked) for row in rows
+            np.arange(end) if revising else np.flatnonzero(row.canvas.masked[:end])
+            for row, end in zip(rows, shown, strict=True)
         ]
         with stage("encode_evidence"):
-            contexts = self.contexts.load([row.slot for row in rows], laid, self.canvas_length)
+            contexts, leads = self.contexts.load([row.slot for row in rows], laid, max(shown))
         with stage("denoise"):
             if self.engine.masked_only:
                 hidden = encode_canvases(
-                    self.denoiser, laid, canvases, contexts, [w.tolist() for w in where]
+                    self.denoiser, leads, canvases, contexts, [w.tolist() for w in where]
                 )
                 logits = map(self.denoiser.read_out, hidden.split(ROWS_READ))
             else:
-                hidden, starts = encode_everywhere(self.denoiser, laid, canvases, contexts)
+                hidden, starts = encode_everywhere(self.denoiser, leads, canvases, contexts)
                 index = np.concatenate([start + w for start, w in zip(starts, where, strict=True)])
                 everywhere = self.denoiser.read_out(hidden)
                 logits = iter(everywhere[torch.from_numpy(index).to(hidden.device)].split(ROWS_READ))
@@ -289,6 +293,13 @@ class Decoder:
             if self.config.revision_threshold is not None:
                 row.remasked = tuple(row.canvas.remask(part[4], self.config.revision_threshold).tolist())
             row.guesses = proposals.at(row.canvas.masked[places])
+
+    def _shown(self, canvas: Canvas) -> int:
+        """How many positions, from the first, the denoiser gets to see."""
+        if not self.config.trim_canvas:
+            return canvas.length
+        ends = np.flatnonzero(np.isin(canvas.ids, list(self._stop_at)))
+        return int(ends[0]) + 1 if len(ends) else canvas.length
 
     def _read(
         self, rows: list[Row], where: list[NDArray[np.int64]], logits: Iterator[Tensor]
@@ -446,6 +457,7 @@ class Decoder:
         done = [row for row in rows if row.rollout.error or row in answered]
         for row in done:
             row.rollout.finished = True
+            self.contexts.release(row.slot)
         if group.on_step is not None:
             for row in rows:
                 group.on_step(row.rollout)

@@ -135,7 +135,7 @@ def encode_contexts(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[Ten
 
 def encode_canvases(
     denoiser: Denoiser,
-    laid: Sequence[Arrangement],
+    leads: Sequence[Segment],
     canvases: Sequence[Sequence[int]],
     contexts: Sequence[Tensor] | StoredRows | None,
     read: Sequence[Sequence[int]],
@@ -145,46 +145,43 @@ def encode_canvases(
 
     Only these go through the last layer.
     """
-    ids, positions, lengths = _runs(denoiser, laid, canvases)
-    first = _first_rows(denoiser, laid)
+    ids, positions, lengths = _runs(denoiser, leads, canvases)
+    first = _first_rows(denoiser, leads)
     asked = [[start + place for place in places] for start, places in zip(first, read, strict=True)]
     return denoiser.encode(ids, positions, lengths, contexts, watch=watch, read=asked)[0]
 
 
 def encode_everywhere(
     denoiser: Denoiser,
-    laid: Sequence[Arrangement],
+    leads: Sequence[Segment],
     canvases: Sequence[Sequence[int]],
     contexts: Sequence[Tensor] | StoredRows | None,
 ) -> tuple[Tensor, list[int]]:
     """Hidden states (T, hidden) of each row's lead and canvas, and which of them predicts each canvas's
     first position; the one after it predicts the second, and so on.
     """
-    ids, positions, lengths = _runs(denoiser, laid, canvases)
+    ids, positions, lengths = _runs(denoiser, leads, canvases)
     hidden, _ = denoiser.encode(ids, positions, lengths, contexts)
-    return hidden, canvas_starts(denoiser, laid, canvases)
+    return hidden, canvas_starts(denoiser, leads, canvases)
 
 
 def canvas_starts(
-    denoiser: Denoiser, laid: Sequence[Arrangement], canvases: Sequence[Sequence[int]]
+    denoiser: Denoiser, leads: Sequence[Segment], canvases: Sequence[Sequence[int]]
 ) -> list[int]:
     """Where in the packed rows of lead and canvas the state stands that predicts each first position."""
-    lengths = [len(row.lead.ids) + len(canvas) for row, canvas in zip(laid, canvases, strict=True)]
+    lengths = [len(lead.ids) + len(canvas) for lead, canvas in zip(leads, canvases, strict=True)]
     starts = accumulate(lengths[:-1], initial=0)
-    return [start + first for start, first in zip(starts, _first_rows(denoiser, laid), strict=True)]
+    return [start + first for start, first in zip(starts, _first_rows(denoiser, leads), strict=True)]
 
 
-def _first_rows(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[int]:
-    return [len(row.lead.ids) - int(denoiser.config.shifted) for row in laid]
+def _first_rows(denoiser: Denoiser, leads: Sequence[Segment]) -> list[int]:
+    return [len(lead.ids) - int(denoiser.config.shifted) for lead in leads]
 
 
 def _runs(
-    denoiser: Denoiser, laid: Sequence[Arrangement], canvases: Sequence[Sequence[int]]
+    denoiser: Denoiser, leads: Sequence[Segment], canvases: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor, list[int]]:
-    runs = [
-        Segment((*row.lead.ids, *canvas), row.lead.start)
-        for row, canvas in zip(laid, canvases, strict=True)
-    ]
+    runs = [Segment((*lead.ids, *canvas), lead.start) for lead, canvas in zip(leads, canvases, strict=True)]
     return *pack(runs, denoiser.device), [len(run.ids) for run in runs]
 
 

@@ -106,16 +106,23 @@ class Contexts:
     """The contexts of the rows in a batch, ready to be seen by their canvases.
 
     Without a `pool` everything is encoded anew at every step, as a plain implementation does.
+    `prompt_reuse` is for the joint layout, whose prompts see the canvas and have no context: for so
+    many steps a prompt that has not changed is not run again and keeps the keys and values of a
+    canvas that has since moved on. An approximation (Fast-dLLM's prefix cache, arXiv 2505.22618).
     """
 
-    def __init__(self, denoiser: Denoiser, pool: EvidencePool | None, *, masked_only: bool) -> None:
+    def __init__(
+        self, denoiser: Denoiser, pool: EvidencePool | None, *, masked_only: bool, prompt_reuse: int = 0
+    ) -> None:
         config = denoiser.config
         self._denoiser, self._pool, self._masked_only = denoiser, pool, masked_only
+        self._prompt_reuse = prompt_reuse
         self._store = ContextStore(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
             denoiser.device, denoiser.dtype,
         )  # fmt: skip
-        self._loaded: dict[int, tuple[Segment, ...]] = {}
+        self._loaded: dict[int, tuple[Segment, ...]] = {}  # by slot
+        self._prompts: dict[int, tuple[Segment, int]] = {}  # by slot, with the steps it was reused for
         self.reuse = Reuse()
 
     def prefetch(self, laid: Arrangement) -> None:
@@ -123,18 +130,43 @@ class Contexts:
         if self._pool is not None:
             self._pool.prefetch(laid.context, self._denoiser.device)
 
-    def load(self, slots: Sequence[int], laid: Sequence[Arrangement], room: int) -> StoredRows | None:
-        """The contexts of rows in the given slots, with room for `room` tokens behind each.
+    def release(self, slot: int) -> None:
+        """A row has left its slot: the next one there shall not see a canvas that was not its own."""
+        self._prompts.pop(slot, None)
 
-        None where no row has a context. Rows that share a segment share its keys and values.
+    def load(
+        self, slots: Sequence[int], laid: Sequence[Arrangement], room: int
+    ) -> tuple[StoredRows | None, list[Segment]]:
+        """What the rows in these slots see, and what is left of their prompts to run before the canvas.
+
+        room: positions of the longest canvas. None where no row sees a context.
         """
-        if not any(row.context for row in laid):
-            return None
+        longest = room + max(len(row.lead.ids) for row in laid)
+        if any(row.context for row in laid):
+            return self._load_segments(slots, laid, longest), [row.lead for row in laid]
+        if not self._prompt_reuse:
+            return None, [row.lead for row in laid]
+        self._store.reserve(max(slots) + 1, longest)
+        seen, leads = [], []
+        for slot, row in zip(slots, laid, strict=True):
+            held, age = self._prompts.get(slot, (None, 0))
+            again = held == row.lead and age < self._prompt_reuse
+            self._prompts[slot] = row.lead, age + 1 if again else 0
+            # The call that ran the prompt left its keys and values in the slot.
+            kept = len(row.lead.ids) - int(self._denoiser.config.shifted) if again else 0
+            seen.append(kept)
+            leads.append(Segment(row.lead.ids[kept:], row.lead.start + kept))
+            self.reuse.wanted += len(row.lead.ids)
+            self.reuse.encoded += len(row.lead.ids) - kept
+        return self._store.rows(slots, seen), leads
+
+    def _load_segments(self, slots: Sequence[int], laid: Sequence[Arrangement], room: int) -> StoredRows:
+        """Writes what changed into the slots; rows that share a segment share its computation."""
         sizes = [sum(len(segment.ids) for segment in row.context) for row in laid]
         self.reuse.wanted += sum(sizes)
         self._store.reserve(max(slots) + 1, max(sizes) + room)
         same = [self._same(slot, row.context) for slot, row in zip(slots, laid, strict=True)]
-        fresh = dict.fromkeys(s for row, kept in zip(laid, same, strict=True) for s in row.context[kept:])
+        fresh = dict.fromkeys(s for row, skip in zip(laid, same, strict=True) for s in row.context[skip:])
         kept = self._fetch(list(fresh))
         for slot, row, skip in zip(slots, laid, same, strict=True):
             at = sum(len(segment.ids) for segment in row.context[:skip])

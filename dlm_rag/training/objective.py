@@ -78,14 +78,15 @@ def run_masked(
     ]
     read = [[place for place, hide in enumerate(e.masked) if hide] for e in examples]
     contexts = encode_contexts(denoiser, laid)
-    hidden = encode_canvases(denoiser, laid, canvases, contexts, read, watch)
+    leads = [row.lead for row in laid]
+    hidden = encode_canvases(denoiser, leads, canvases, contexts, read, watch)
     at = [
         (row, example.target[place])
         for row, (example, places) in enumerate(zip(examples, read, strict=True))
         for place in places
     ]
     rows, targets = torch.tensor(at, device=hidden.device).unbind(-1)
-    return Masked(denoiser.read_out(hidden), targets, rows, canvas_starts(denoiser, laid, canvases))
+    return Masked(denoiser.read_out(hidden), targets, rows, canvas_starts(denoiser, leads, canvases))
 
 
 def batch_loss(

@@ -1,0 +1,160 @@
+"""What is kept between steps: the same as computing it anew, within its budget, counted."""
+
+import random
+
+import pytest
+import torch
+from conftest import tiny_denoiser
+
+from dlm_rag.decode.evidence import Arrangement, Segment, arrange, encode_canvases, encode_contexts
+from dlm_rag.decode.pool import Contexts, EvidencePool
+from dlm_rag.tokenizer import Prompt
+
+CPU = torch.device("cpu")
+CANVASES = [(256, 7, 256), (9, 256), (256, 256, 256, 8)]
+READ = [(0, 2), (1,), (0, 1, 2)]
+PASSAGE_TOKENS = 1 * 2 * 2 * 8 * 4  # bytes of a token in `kept`
+
+
+def segment(name, length=10):
+    return Segment((name,) * length, 0)
+
+
+def kept(length=10):
+    return torch.zeros(1, 2, length, 2, 8)
+
+
+def names(pool, tier=0):
+    return [found.ids[0] for found in pool._tiers[tier].kept]
+
+
+def test_what_was_used_longest_ago_leaves_first():
+    pool = EvidencePool(3 * 10 * PASSAGE_TOKENS)
+    for name in (1, 2, 3):
+        pool.add(segment(name), kept())
+    assert pool.get(segment(1), CPU) is not None
+    pool.add(segment(4), kept())
+    assert names(pool) == [3, 1, 4] and pool.get(segment(2), CPU) is None
+
+
+def test_what_leaves_the_device_comes_back_from_the_host():
+    pool = EvidencePool(10 * PASSAGE_TOKENS, 10 * PASSAGE_TOKENS)
+    one = torch.randn(1, 2, 10, 2, 8)
+    pool.add(segment(1), one)
+    pool.add(segment(2), kept())
+    assert (names(pool), names(pool, 1)) == ([2], [1])
+    pool.prefetch([segment(1), segment(3)], CPU)
+    assert (names(pool), names(pool, 1)) == ([1], [2]) and pool.from_host == 10
+    torch.testing.assert_close(pool.get(segment(1), CPU), one)
+
+
+def test_no_tier_passes_its_budget_in_ten_thousand_refreshes():
+    rng = random.Random(0)
+    budgets = (5000, 9000)
+    pool, largest = EvidencePool(*budgets), 0
+    for _ in range(10_000):
+        wanted = segment(rng.randrange(300), rng.choice((1, 7, 30, 200)))
+        if pool.get(wanted, CPU) is None:
+            pool.add(wanted, kept(len(wanted.ids)))
+        held = [sum(t.nbytes for t in tier.kept.values()) for tier in pool._tiers]
+        assert tuple(held) == pool.bytes and all(a <= b for a, b in zip(held, budgets, strict=True))
+        largest = max(largest, *held)
+    assert largest > 0.9 * budgets[1], "the budget is used"
+    assert segment(0, 200) not in pool, "200 tokens of 128 bytes fit nowhere"
+
+
+def laid_out(layout, facts, shifted, question=(1, 2, 3)):
+    return arrange(Prompt(question, tuple(facts), (4,)), layout, shifted, 6)
+
+
+A, B, C, LONG = (10, 11), (20, 21, 22), (30,), (40, 41, 42, 43, 44)
+# Evidence of three rows, step by step: changes in the middle, shrinks, empties, repeats, grows.
+STEPS = [
+    [(A, B, C), (A,), (LONG, A)],
+    [(A, LONG, C), (A,), (LONG, B)],
+    [(A, LONG), (B,), ()],
+    [(), (C, B, A), ()],
+    [(A, B, C), (C, B, A, LONG), (A,)],
+]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", ["prefix", "independent"])
+@pytest.mark.parametrize("budget", [0, 700, 10**9])
+def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
+    denoiser = tiny_denoiser(shifted=shifted)
+    pool = EvidencePool(budget, budget // 2) if budget else None
+    contexts = Contexts(denoiser, pool, masked_only=True)
+    slots = (2, 0, 1)
+    with torch.inference_mode():
+        for evidence in STEPS:
+            laid = [
+                laid_out(layout, facts, shifted, question)
+                for facts, question in zip(evidence, ((1, 2), (3,), (5, 6, 7)), strict=True)
+            ]
+            stored, leads = contexts.load(slots, laid, room=4)
+            found = encode_canvases(denoiser, leads, CANVASES, stored, READ)
+            fresh = encode_contexts(denoiser, laid)
+            torch.testing.assert_close(found, encode_canvases(denoiser, leads, CANVASES, fresh, READ))
+
+
+def test_a_segment_is_encoded_once_for_all_rows_and_steps():
+    contexts = Contexts(tiny_denoiser(), EvidencePool(10**9), masked_only=True)
+    laid = [laid_out("independent", facts, False) for facts in ((A, B), (B, A), (A,))]
+    with torch.inference_mode():
+        contexts.load((0, 1, 2), laid, 4)
+        contexts.load((0, 1, 2), laid[::-1], 4)
+    assert contexts.reuse.encoded == len(A) + len(B) + 4, "the question is the same in all rows"
+    assert contexts.reuse.wanted == 2 * (9 + 9 + 6)
+
+
+def test_without_a_pool_every_step_encodes_everything():
+    contexts = Contexts(tiny_denoiser(), None, masked_only=True)
+    laid = [laid_out("independent", (A, B), False)]
+    with torch.inference_mode():
+        for _ in range(3):
+            contexts.load((0,), laid, 4)
+    assert contexts.reuse.share == 0
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_prompt_used_again_is_exact_for_an_unchanged_canvas_and_only_then(shifted):
+    denoiser = tiny_denoiser(shifted=shifted)
+    laid = [laid_out("joint", (A, B), shifted)]
+    exact = Contexts(denoiser, None, masked_only=True)
+    reusing = Contexts(denoiser, None, masked_only=True, prompt_reuse=2)
+
+    def run(contexts, canvas):
+        stored, leads = contexts.load((0,), laid, room=3)
+        hidden = encode_canvases(denoiser, leads, [canvas], stored, [(0, 1)])
+        return hidden, len(leads[0].ids)
+
+    with torch.inference_mode():
+        same, other = (256, 256, 7), (256, 256, 99)
+        lengths = []
+        for canvas, equal in ((same, True), (same, True), (other, False), (other, True)):
+            found, length = run(reusing, canvas)
+            lengths.append(length)
+            assert torch.allclose(found, run(exact, canvas)[0], atol=1e-5) == equal
+    whole = len(laid[0].lead.ids)
+    assert lengths == [whole, int(shifted), int(shifted), whole], "twice used again, then run anew"
+
+
+def test_another_prompt_or_another_row_runs_its_own_prompt():
+    denoiser = tiny_denoiser()
+    contexts = Contexts(denoiser, None, masked_only=True, prompt_reuse=9)
+    one, two = (laid_out("joint", (fact,), False) for fact in (A, B))
+
+    def left(laid):
+        return len(contexts.load((0,), [laid], 3)[1][0].ids)
+
+    assert (left(one), left(one)) == (6, 0)
+    assert (left(two), left(two)) == (7, 0)
+    contexts.release(0)
+    assert left(two) == 7
+
+
+def test_an_arrangement_without_context_needs_no_store():
+    laid = [Arrangement((), Segment((1, 2), 0))]
+    stored, leads = Contexts(tiny_denoiser(), None, masked_only=True).load((0,), laid, 4)
+    assert stored is None and leads == [laid[0].lead]
