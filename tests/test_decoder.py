@@ -52,14 +52,14 @@ def test_a_ragged_batch_gives_the_same_tokens_as_one_at_a_time(corpus_file, layo
 def test_two_threads_give_the_tokens_of_one(corpus_file, layout):
     before = torch.get_num_threads()
     try:
-        records = []
+        seen = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
             rollouts = make_decoder(corpus_file, layout).decode(QUESTIONS)
-            records.append(records(rollouts))
+            seen.append(records(rollouts))
     finally:
         torch.set_num_threads(before)
-    assert records[0] == records[1]
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -74,17 +74,13 @@ def test_how_the_work_is_done_changes_no_token(corpus_file, layout, shifted, eng
     other = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
     other.engine = EngineConfig(**engine)
     other.forget()
-    assert list(map(whole_record, other.decode(QUESTIONS))) == list(
-        map(whole_record, plain.decode(QUESTIONS))
-    )
+    assert records(other.decode(QUESTIONS)) == records(plain.decode(QUESTIONS))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_searching_for_one_half_while_the_other_denoises_changes_no_token(corpus_file, batch_size):
     together = make_decoder(corpus_file, batch_size=batch_size, overlap="pipeline").decode(QUESTIONS)
-    assert list(map(whole_record, together)) == list(
-        map(whole_record, make_decoder(corpus_file).decode(QUESTIONS))
-    )
+    assert records(together) == records(make_decoder(corpus_file).decode(QUESTIONS))
 
 
 def test_with_stale_overlap_the_evidence_is_that_of_the_step_before(corpus):
@@ -238,7 +234,7 @@ def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
     found, expected = decoder.decode(QUESTIONS), healthy.decode(QUESTIONS)
     assert found[0].error == "the search failed: the disk is gone" and found[0].finished
     assert found[0].answer_record()["error"] and not found[0].response
-    assert [whole_record(r) for r in found[1:]] == [whole_record(r) for r in expected[1:]]
+    assert records(found[1:]) == records(expected[1:])
 
 
 def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
@@ -250,7 +246,7 @@ def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
     assert ask("~") == (ord("~"),)
     found = decoder.decode([*QUESTIONS, "Who is ~?"])
     assert found[3].error == "the denoiser's output is not a number"
-    assert [whole_record(rollout) for rollout in found[:3]] == expected
+    assert records(found[:3]) == expected
 
 
 def test_a_question_that_does_not_fit_ends_its_row_and_no_other(corpus_file):
@@ -258,7 +254,7 @@ def test_a_question_that_does_not_fit_ends_its_row_and_no_other(corpus_file):
     expected = records(decoder.decode(QUESTIONS))
     found = decoder.decode([*QUESTIONS, "Why? " * 1000])
     assert "tokens too long" in found[3].error
-    assert [whole_record(rollout) for rollout in found[:3]] == expected
+    assert records(found[:3]) == expected
 
 
 def biased_to_end(decoder, bias):
