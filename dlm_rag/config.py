@@ -176,6 +176,9 @@ class EngineConfig(Checked):
 
     pool_gib: float = setting(1.0, "keys and values of evidence kept on the device, in GiB; 0: none", low=0)
     host_pool_gib: float = setting(0.0, "more of them in host memory, for what leaves the device", low=0)
+    search_memory_gib: float = setting(
+        1.0, "BM25 scores kept between the queries of a question, in GiB; 0: every search is fresh", low=0
+    )
     masked_only: bool = setting(
         True, "last layer and head at masked positions only; false: everywhere, as is usual"
     )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import numpy as np
 import pytest
@@ -236,3 +237,52 @@ def test_vectors_of_other_weights_or_settings_under_the_same_name_are_not_used(
     load_retriever(corpus_file, kind="dense", dense_model=str(model))
     after = {path.name for path in folder.glob("dense-*") if path.is_dir()}
     assert len(before) == 1 and len(after) == 3
+
+
+def random_edits(rng, words, vocabulary):
+    for _ in range(rng.randrange(4)):
+        place, what = rng.randrange(len(words) + 1), rng.random()
+        if what < 0.4 and len(words) > 1:
+            words.pop(place % len(words))
+        elif what < 0.8:
+            words.insert(place, rng.choice(vocabulary))
+        else:
+            rng.shuffle(words)
+
+
+@pytest.mark.parametrize(
+    ("passages", "size", "top_k"), [(3, 5, 3), (600, 5, 7), (2000, 30, 50), (2000, 400, 7)]
+)
+def test_successive_queries_find_what_fresh_ones_find_ties_included(tmp_path, passages, size, top_k):
+    """Short passages of few words: most scores are tied, and which tie stays follows from the heap."""
+    rng = random.Random(passages + size)
+    vocabulary = [f"w{n}" for n in range(size)]
+    texts = [
+        " ".join(rng.choices(vocabulary, [1 / (n + 1) for n in range(size)], k=rng.choice((1, 4, 4, 9))))
+        for _ in range(passages)
+    ]
+    lines = [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
+    corpus = write_lines(tmp_path / "corpus.jsonl", lines)
+    fresh, kept = (load_retriever(corpus, top_k=top_k) for _ in range(2))
+    kept.remember(2**20, passages=0)
+    assert kept._successive.usable
+    askers = {name: rng.choices(vocabulary, k=rng.randrange(1, 25)) for name in "abc"}
+    for _ in range(150):
+        name = rng.choice("abc")
+        random_edits(rng, askers[name], vocabulary)
+        text = " ".join(askers[name])
+        (expected,) = fresh.rank([Query(text, ())], top_k)
+        assert kept.rank([Query(text, (), name)], top_k) == [expected], text
+        if rng.random() < 0.1:
+            kept.forget(name)
+    assert len(kept._successive._kept) <= 3
+
+
+def test_kept_scores_stay_within_their_memory(corpus_file):
+    retriever = load_retriever(corpus_file, top_k=2)
+    retriever.remember(2 * 4 * len(retriever.corpus), passages=0)
+    for asker in "abcde":
+        retriever.rank([Query("novel", (), asker)], 2)
+    assert list(retriever._successive._kept) == ["d", "e"]
+    retriever.remember(0)
+    assert retriever.rank([Query("novel", (), "a")], 2) == [[0, 3]]

@@ -136,6 +136,7 @@ class Decoder:
         # Revision may still change the text before an end token.
         certain = self.config.stop_early and self.config.revision_threshold is None
         self._stop_at = tokenizer.end_ids if certain else frozenset[int]()
+        retriever.remember(int(self.engine.search_memory_gib * 2**30))
         self.forget()
 
     @property
@@ -390,7 +391,9 @@ class Decoder:
                 response = ""
                 if row.guesses is not None:
                     response = self.tokenizer.query_text(row.canvas.with_guesses(row.guesses, entry))
-                query = build_query(config.query, row.question.question, response, row.first_passage)
+                query = build_query(
+                    config.query, row.question.question, response, row.first_passage, row.question.id
+                )
                 row.asked, key = query.text, self.retriever.key(query)
                 if key != row.query_key:
                     row.query_key, row.searched = key, True
@@ -458,6 +461,7 @@ class Decoder:
         for row in done:
             row.rollout.finished = True
             self.contexts.release(row.slot)
+            self.retriever.forget(row.question.id)
         if group.on_step is not None:
             for row in rows:
                 group.on_step(row.rollout)

@@ -26,6 +26,12 @@ class Retriever(ABC):
     def key(self, query: Query) -> Hashable:
         """What the result depends on, not None: queries with equal keys find the same."""
 
+    def remember(self, memory: int) -> None:  # noqa: B027 - most keep nothing
+        """Lets up to `memory` bytes be kept between the queries of one asker; no result changes."""
+
+    def forget(self, asker: str) -> None:  # noqa: B027
+        """Drops what is kept for an asker who will not ask again."""
+
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         """The evidence for each query, in rank order, each passage once.
 

@@ -10,6 +10,7 @@ from bm25s.stopwords import STOPWORDS_EN
 
 from dlm_rag.retrieval.base import Ranking, Retriever
 from dlm_rag.retrieval.corpus import Corpus
+from dlm_rag.retrieval.incremental import SuccessiveSearch
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.retrieval.query import Query
 from dlm_rag.stages import stage
@@ -17,6 +18,7 @@ from dlm_rag.stages import stage
 # The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
 _TERMS = re.compile(r"(?u)\b\w\w+\b").findall
 _STOP_WORDS = frozenset(STOPWORDS_EN)
+SUCCESSIVE_FROM = 50_000  # passages
 
 # bm25s compiles its search in every process, for 5 seconds; numba can keep it on disk (0.2 seconds).
 retrieve_utils._retrieve_internal_jitted_serial.enable_caching()
@@ -40,16 +42,39 @@ class BM25Retriever(Retriever):
             corpus.folder / slug("bm25", bm25s.__version__), lambda scratch: _build(corpus, scratch)
         )
         self._index = bm25s.BM25.load(folder, mmap=True, backend="numba")
+        self._successive: SuccessiveSearch | None = None
         self._search([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def key(self, query: Query) -> Hashable:
         return query.text
 
+    def remember(self, memory: int, passages: int = SUCCESSIVE_FROM) -> None:
+        """Keeps scores between the queries of one asker, in up to `memory` bytes.
+
+        For a corpus of fewer than `passages` a fresh search is cheaper, and nothing is kept.
+        """
+        self._successive = None
+        if memory and len(self.corpus) >= passages:
+            found = self._index.scores
+            columns = (found["data"], found["indices"], found["indptr"])
+            successive = SuccessiveSearch(*columns, len(self.corpus), memory)
+            self._successive = successive if successive.usable else None
+
+    def forget(self, asker: str) -> None:
+        if self._successive is not None:
+            self._successive.forget(asker)
+
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        depth = min(depth, len(self.corpus))
         with stage("retrieve/search"):
             asked = [self._index.get_tokens_ids(terms(query.text)) for query in queries]
-            found = iter(self._search([ids for ids in asked if ids], min(depth, len(self.corpus))))
-            return [next(found) if ids else [] for ids in asked]
+            found: list[Ranking | None] = [[] if not ids else None for ids in asked]
+            if self._successive is not None:
+                for number, (query, ids) in enumerate(zip(queries, asked, strict=True)):
+                    if ids and query.asker:
+                        found[number] = self._successive.rank(query.asker, ids, depth)
+            rest = iter(self._search([a for a, f in zip(asked, found, strict=True) if f is None], depth))
+            return [next(rest) if ranking is None else ranking for ranking in found]
 
     def _search(self, asked: list[list[int]], depth: int) -> list[Ranking]:
         if not asked:

@@ -36,6 +36,12 @@ class OracleRetriever(Retriever):
     def key(self, query: Query) -> Hashable:
         return query.parts[0]
 
+    def remember(self, memory: int) -> None:
+        self._inner.remember(memory)
+
+    def forget(self, asker: str) -> None:
+        self._inner.forget(asker)
+
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         found = self._inner.rank(queries, depth)
         return [

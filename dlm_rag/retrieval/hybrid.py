@@ -16,6 +16,14 @@ class HybridRetriever(Retriever):
     def key(self, query: Query) -> Hashable:
         return tuple(retriever.key(query) for retriever in self._retrievers)
 
+    def remember(self, memory: int) -> None:
+        for retriever in self._retrievers:
+            retriever.remember(memory)
+
+    def forget(self, asker: str) -> None:
+        for retriever in self._retrievers:
+            retriever.forget(asker)
+
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         deep = max(depth, self._fusion_depth)
         parts = [retriever.rank(queries, deep) for retriever in self._retrievers]

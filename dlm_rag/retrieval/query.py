@@ -15,9 +15,12 @@ class Query:
 
     text: str
     parts: tuple[str, ...]
+    asker: str = ""  # whose successive queries differ in a few words
 
 
-def build_query(policy: str, question: str, response: str = "", top_passage: str = "") -> Query:
+def build_query(
+    policy: str, question: str, response: str = "", top_passage: str = "", asker: str = ""
+) -> Query:
     """The query of a step.
 
     policy: `proxy` and `committed` put the question before the response (they differ in which
@@ -31,7 +34,7 @@ def build_query(policy: str, question: str, response: str = "", top_passage: str
     asked = "" if policy == "response" and fold(added) else fold(question)
     text = fold(f"{asked} {drop_repeated_words(added)}")
     parts = [fold(part) for part in (asked, *sentences(added)) if part]
-    return Query(text, tuple(dict.fromkeys(parts)))
+    return Query(text, tuple(dict.fromkeys(parts)), asker)
 
 
 def may_enter(policy: str, query_threshold: float) -> float:

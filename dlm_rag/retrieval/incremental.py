@@ -1,0 +1,183 @@
+"""BM25 for queries that follow one another: only the words that changed are added and taken away.
+
+A fresh search adds the columns of all words of a query into one score per passage. While a canvas
+fills in, successive queries differ in a few words, so `SuccessiveSearch` keeps those scores between
+the searches of one question. Kept sums are integers, which neither drift nor depend on the order; they
+only choose candidates. The candidates' scores are then summed in float32 word by word, and ranked by
+the heap of bm25s, as a fresh search does: the result is the same, ties included.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from bm25s.numba.selection import _numba_sorted_top_k
+from numba import njit
+from numpy.typing import NDArray
+
+from dlm_rag.retrieval.base import Ranking
+
+UNIT = 2.0**-20  # of the kept sums
+BLOCK = 512  # passages whose best sum is looked at before any of them is
+
+
+@dataclass
+class Kept:
+    """The state of one question: a sum for each passage, the words in it, the last result."""
+
+    sums: NDArray[np.int32]
+    words: Counter[int] = field(default_factory=Counter)
+    found: Ranking = field(default_factory=list)
+
+
+class SuccessiveSearch:
+    """Searches over the columns of a bm25s index, one state for each asker.
+
+    data, indices, indptr: the scores (float32) and passages (int32, ascending) of each word's column.
+    memory: bytes that states may take; the least recently used is dropped.
+    """
+
+    def __init__(
+        self,
+        data: NDArray[np.float32],
+        indices: NDArray[np.int32],
+        indptr: NDArray[np.int32],
+        passages: int,
+        memory: int,
+    ) -> None:
+        self._columns = (data, indices, indptr)
+        self._passages, self._most = passages, max(1, memory // (4 * passages))
+        self._largest = float(data.max(initial=0.0))
+        # What the search below relies on: sorted columns, and no score so small that it counts as 0.
+        self.usable = bool(_ascending(indices, indptr)) and float(data.min(initial=1.0)) > UNIT
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+
+    def forget(self, asker: str) -> None:
+        """Drops the state of a question that is finished."""
+        self._kept.pop(asker, None)
+
+    def rank(self, asker: str, query: Sequence[int], depth: int) -> Ranking | None:
+        """The best passages for the words `query` (ids, in order, repeated ones kept), or None.
+
+        None where a fresh search is cheaper, or the sums could overflow.
+        """
+        if len(query) * self._largest / UNIT >= 2**31 - 1:
+            return None
+        state = self._kept.pop(asker, None)
+        words = Counter(query)
+        if state is None:
+            while len(self._kept) >= self._most:
+                self._kept.popitem(last=False)
+            state = Kept(np.zeros(self._passages, dtype=np.int32))
+        change = {word: words[word] - state.words[word] for word in words.keys() | state.words.keys()}
+        if self._postings(word for word, count in change.items() if count) > self._postings(words):
+            state.sums.fill(0)
+            change = words
+        data, indices, indptr = self._columns
+        changed = [(word, count) for word, count in change.items() if count]
+        if changed:
+            ids, counts = np.array(changed, dtype=np.int64).T
+            _add(state.sums, data, indices, indptr, ids, counts)
+        state.words = words
+        self._kept[asker] = state
+        state.found = self._top(state, np.array(query, dtype=np.int64), depth)
+        return state.found
+
+    def _postings(self, words) -> int:  # type: ignore[no-untyped-def]
+        indptr = self._columns[2]
+        return sum(int(indptr[word + 1] - indptr[word]) for word in words)
+
+    def _top(self, state: Kept, query: NDArray[np.int64], depth: int) -> Ranking:
+        # The passages found last time are still that good: none below the worst of them can be best.
+        floor = int(state.sums[state.found].min()) if len(state.found) >= depth else 0
+        rows = _candidates(state.sums, depth, len(query), floor)
+        scores = _exact(rows, query, *self._columns)
+        best = np.sort(scores)[::-1][: depth + 1]
+        if (best[1:] == best[:-1]).any():
+            # Which of equals is kept follows from all that the heap of a fresh search had seen before.
+            rows = _candidates(state.sums, depth, len(query), 0)
+            scores = _exact(rows, query, *self._columns)
+        values, places = _numba_sorted_top_k(scores, depth)
+        return [int(rows[place]) for value, place in zip(values, places, strict=True) if value > 0]
+
+
+@njit(nogil=True, cache=True)
+def _ascending(indices, indptr):  # type: ignore[no-untyped-def]
+    """Whether the passages of every column ascend."""
+    for word in range(len(indptr) - 1):
+        for j in range(indptr[word] + 1, indptr[word + 1]):
+            if indices[j] <= indices[j - 1]:
+                return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def _add(sums, data, indices, indptr, ids, counts):  # type: ignore[no-untyped-def]
+    """Adds `counts` times the columns `ids`, in whole units."""
+    for i in range(len(ids)):
+        for j in range(indptr[ids[i]], indptr[ids[i] + 1]):
+            sums[indices[j]] += np.int32(counts[i] * np.rint(data[j] / UNIT))
+
+
+@njit(nogil=True, cache=True)
+def _candidates(sums, depth, words, floor):  # type: ignore[no-untyped-def]
+    """Rows, ascending, that may be among the `depth` best by exact scores.
+
+    With `floor` 0 they are all that enter the heap of a fresh search at any time. A sum and the exact
+    score differ by at most half a unit for each word, and by the rounding of float32 in each addition.
+    """
+    rows = np.empty(1024, dtype=np.int64)
+    count = 0
+    best = np.zeros(depth, dtype=np.int64)  # ascending
+    lowest = np.int64(floor)
+    slack = words + 1 + np.int64(2.1 * words * lowest * 2.0**-24)
+    for start in range(0, len(sums), BLOCK):
+        stop = min(start + BLOCK, len(sums))
+        if start >= depth or floor > 0:
+            top = np.int32(0)
+            for i in range(start, stop):
+                top = max(top, sums[i])
+            if top <= 0 or top <= lowest - slack:
+                continue
+        for i in range(start, stop):
+            value = np.int64(sums[i])
+            first = floor == 0 and i < depth  # these fill the heap, whatever they are
+            if not first and (value <= 0 or value <= lowest - slack):
+                continue
+            if count == len(rows):
+                larger = np.empty(2 * count, dtype=np.int64)
+                larger[:count] = rows
+                rows = larger
+            rows[count] = i
+            count += 1
+            if value > best[0]:
+                place = 0
+                while place + 1 < depth and best[place + 1] < value:
+                    best[place] = best[place + 1]
+                    place += 1
+                best[place] = value
+                if best[0] > lowest:
+                    lowest = best[0]
+                    slack = words + 1 + np.int64(2.1 * words * lowest * 2.0**-24)
+    return rows[:count]
+
+
+@njit(nogil=True, cache=True)
+def _exact(rows, query, data, indices, indptr):  # type: ignore[no-untyped-def]
+    """Scores (float32) of rows, added up word by word in the order of the query."""
+    scores = np.zeros(len(rows), dtype=np.float32)
+    for word in query:
+        first, last = indptr[word], indptr[word + 1]
+        for i in range(len(rows)):
+            low, high = first, last
+            while low < high:
+                middle = (low + high) // 2
+                if indices[middle] < rows[i]:
+                    low = middle + 1
+                else:
+                    high = middle
+            if low < last and indices[low] == rows[i]:
+                scores[i] += data[low]
+            first = low  # rows ascend
+    return scores
