@@ -288,6 +288,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     from dlm_rag.decode.evidence import fit
 
+    too_long = []
     for question in questions:
         try:
             fit(
@@ -296,7 +297,9 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
                 checkpoint.config.passage_length,
             )  # fmt: skip
         except QuestionError as error:
-            raise QuestionError(f"question '{question.id}': {error}") from None
+            too_long.append(f"question '{question.id}': {error}")
+    if len(too_long) == len(questions):  # others would be answered, and these recorded as failed
+        raise QuestionError(too_long[0])
     from dlm_rag.retrieval import load_retriever
 
     retriever = load_retriever(config.retrieval, corpus)

@@ -107,6 +107,12 @@ class DecodeConfig(Checked):
     commit_threshold: float = setting(
         0.9, "confidence at which a position is committed (tau_c): threshold, grounded", low=0, high=1
     )
+    copied_threshold: float | None = setting(
+        None,
+        "commit_threshold of tokens that continue a copy which one passage alone holds; unset: the same",
+        low=0,
+        high=1,
+    )
     tokens_per_step: int | None = setting(
         None,
         "positions committed a step: exactly so many for top_k, entropy, margin (unset: 1), at most "
@@ -133,6 +139,12 @@ class DecodeConfig(Checked):
     temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)
     seed: int = setting(0, "of the sampling; every question has a generator of its own")
     batch_size: int = setting(8, "questions denoised together", low=1)
+    canvas_growth: int | None = setting(
+        None,
+        "the canvas starts with this many positions and grows by as many, up to its length, while its "
+        "last one is no end token; unset: all at once",
+        low=4,
+    )
     trim_canvas: bool = setting(
         False, "positions behind a committed end token leave the canvas; approximate: others saw them"
     )
@@ -158,10 +170,17 @@ class DecodeConfig(Checked):
                 f"block_length={self.block_length} is longer than the canvas: set it to at most "
                 f"canvas_length={self.canvas_length}"
             )
-        if self.trim_canvas and (not self.stop_early or self.revision_threshold is not None):
+        if (self.trim_canvas or self.canvas_growth) and (
+            not self.stop_early or self.revision_threshold is not None
+        ):
             raise ConfigError(
-                "trim_canvas=true needs stop_early=true and revision_threshold=null: what leaves the "
-                "canvas is never written"
+                "trim_canvas and canvas_growth need stop_early=true and revision_threshold=null: positions "
+                "that are not in the canvas are never written"
+            )
+        if self.copied_threshold is not None and self.commit_rule not in ("threshold", "grounded"):
+            raise ConfigError(
+                f"copied_threshold has no effect with commit_rule={self.commit_rule}: set "
+                "commit_rule=threshold"
             )
         if self.query == "committed" and self.query_threshold not in (0.0, 1.0):
             raise ConfigError(

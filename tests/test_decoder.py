@@ -120,6 +120,33 @@ def test_what_stands_behind_a_committed_end_leaves_the_canvas(corpus_file):
     assert max(rollout.commit_steps()) == ends[0] and rollout.finished
 
 
+def test_a_canvas_grows_until_an_end_token_is_its_last(corpus):
+    config = DecodeConfig(canvas_length=24, canvas_growth=8, commit_threshold=0.9)
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus), tiny_tokenizer(), config)
+    text, lengths = dict(enumerate("abcdefghijkl" + chr(257) * 12)), []
+
+    def read_out(hidden):
+        lengths.append(len(hidden))
+        written = 0 if len(lengths) == 1 else 8
+        logits = torch.zeros(len(hidden), 258)
+        return logits.scatter(1, torch.tensor([[ord(text[written + n])] for n in range(len(hidden))]), 20.0)
+
+    decoder.denoiser.read_out = read_out
+    rollout = decoder.decode(["Who?"])[0]
+    assert lengths == [8, 8] and rollout.response == "abcdefghijkl"
+    assert max(rollout.commit_steps()) == 15, "the last third of the canvas was never shown"
+
+
+def test_the_rest_of_a_copy_needs_less_confidence(corpus):
+    """The denoiser is sure of "E" alone; "Emma" is copied from the passage as a whole, "~" is not."""
+    for copied, written in ((None, [0]), (0.1, [0, 1, 2, 3])):
+        config = DecodeConfig(canvas_length=5, commit_threshold=0.9, copied_threshold=copied)
+        decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
+        script(decoder, [dict(enumerate("Emma~"))], torch.tensor([20.0, 4.0, 4.0, 4.0, 4.0]))
+        rollout = decoder.decode(["Who?"])[0]
+        assert [c.position for c in rollout.steps[1].committed] == written
+
+
 def test_memory_does_not_grow_with_the_number_of_questions(corpus_file):
     decoder = make_decoder(corpus_file, "independent", batch_size=4)
     decoder.engine = EngineConfig(pool_gib=3e-5)
@@ -297,14 +324,15 @@ def test_grounded_writes_a_word_only_when_question_or_evidence_hold_it(corpus):
 
 
 def script(decoder, steps, strength):
-    """The denoiser proposes the characters of steps[n] at step n + 1; the head sees lead and canvas."""
+    """The denoiser proposes the characters of steps[n] at step n + 1, with logits of `strength`."""
     decoder.engine.masked_only = False
     length, turn = decoder.config.canvas_length, iter([*steps, *[steps[-1]] * 99])
+    strengths = torch.as_tensor(strength).expand(length)
 
     def read_out(hidden):
         logits = torch.zeros(len(hidden), 258)
         for place, character in next(turn).items():
-            logits[len(hidden) - length + place, ord(character)] = strength
+            logits[len(hidden) - length + place, ord(character)] = strengths[place]
         return logits
 
     decoder.denoiser.read_out = read_out

@@ -285,4 +285,4 @@ def test_kept_scores_stay_within_their_memory(corpus_file):
         retriever.rank([Query("novel", (), asker)], 2)
     assert list(retriever._successive._kept) == ["d", "e"]
     retriever.remember(0)
-    assert retriever.rank([Query("novel", (), "a")], 2) == [[0, 3]]
+    assert retriever.rank([Query("novel", (), "a")], 2) == [[3, 0]]

@@ -34,7 +34,7 @@ from dlm_rag.decode.citations import cite, held_positions
 from dlm_rag.decode.evidence import Arrangement, arrange, encode_canvases, encode_everywhere, fit
 from dlm_rag.decode.pool import Contexts, EvidencePool
 from dlm_rag.decode.rollout import Committed, Rollout, Step
-from dlm_rag.diffusion.commit import Proposals, select
+from dlm_rag.diffusion.commit import Gram, Proposals, Values, grams, select, settled
 from dlm_rag.errors import QuestionError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.randomness import keyed_generator
@@ -66,6 +66,8 @@ class Row:
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
     first_passage: str = ""  # the best of step 0, for query=feedback
+    grams: dict[Gram, int] = field(default_factory=dict)  # of its facts, for copied_threshold
+    shown: int = 0  # positions of the canvas that the denoiser gets to see
     guesses: Proposals | None = None
     lowest_confidence: float | None = None
     # What the step that is under way has done so far.
@@ -223,6 +225,7 @@ class Decoder:
                     question=question,
                     slot=slot,
                     canvas=Canvas(self.canvas_length, self.tokenizer.mask_id),
+                    shown=min(self.config.canvas_growth or self.canvas_length, self.canvas_length),
                     generator=keyed_generator(self.config.seed, question.id),
                     rollout=Rollout(
                         question.id, question.question, self.evidence_layout, self.canvas_length
@@ -255,6 +258,8 @@ class Decoder:
             seen[name] = min(seen.get(name, text), text, key=len)
         row.arrangement = arrange(fitted, self.evidence_layout, model.shifted, model.passage_length)
         self.contexts.prefetch(row.arrangement)
+        if self.config.copied_threshold is not None:
+            row.grams = grams(fitted.facts)
 
     @torch.inference_mode()
     def _denoise(self, rows: list[Row]) -> None:
@@ -263,7 +268,11 @@ class Decoder:
             return
         revising = self.config.revision_threshold is not None
         laid = [row.arrangement for row in rows if row.arrangement is not None]
-        shown = [self._shown(row.canvas) for row in rows]
+        if self.config.trim_canvas:
+            for row in rows:
+                ends = np.flatnonzero(np.isin(row.canvas.ids[: row.shown], list(self._stop_at)))
+                row.shown = int(ends[0]) + 1 if len(ends) else row.shown
+        shown = [row.shown for row in rows]
         canvases = [row.canvas.ids[:end].tolist() for row, end in zip(rows, shown, strict=True)]
         where = [
             np.arange(end) if revising else np.flatnonzero(row.canvas.masked[:end])
@@ -294,13 +303,15 @@ class Decoder:
             if self.config.revision_threshold is not None:
                 row.remasked = tuple(row.canvas.remask(part[4], self.config.revision_threshold).tolist())
             row.guesses = proposals.at(row.canvas.masked[places])
+            self._grow(row)
 
-    def _shown(self, canvas: Canvas) -> int:
-        """How many positions, from the first, the denoiser gets to see."""
-        if not self.config.trim_canvas:
-            return canvas.length
-        ends = np.flatnonzero(np.isin(canvas.ids, list(self._stop_at)))
-        return int(ends[0]) + 1 if len(ends) else canvas.length
+    def _grow(self, row: Row) -> None:
+        """Shows the next positions of the canvas, unless the text seems to end in those shown now."""
+        if self.config.canvas_growth is None or row.guesses is None:
+            return
+        last = row.canvas.with_guesses(row.guesses, 0.0)[row.shown - 1]
+        if last not in self.tokenizer.end_ids:
+            row.shown = min(row.canvas.length, row.shown + self.config.canvas_growth)
 
     def _read(
         self, rows: list[Row], where: list[NDArray[np.int64]], logits: Iterator[Tensor]
@@ -349,7 +360,7 @@ class Decoder:
                     select(
                         config.commit_rule,
                         candidates,
-                        commit_threshold=config.commit_threshold,
+                        commit_threshold=self._threshold(row, candidates),
                         tokens_per_step=config.tokens_per_step,
                         bound=config.entropy_bound,
                         held=self._held(row, candidates) if config.commit_rule == "grounded" else (),
@@ -363,6 +374,19 @@ class Decoder:
                 still = row.canvas.masked[row.guesses.positions]
                 confidences = row.guesses.confidence[still]
                 row.lowest_confidence = float(confidences.min()) if len(confidences) else None
+
+    def _threshold(self, row: Row, candidates: Proposals) -> float | Values:
+        """The commit threshold: one for all, or one for each candidate with `copied_threshold`."""
+        config = self.config
+        if config.copied_threshold is None:
+            return config.commit_threshold
+        assert row.guesses is not None
+        sure = ~row.canvas.masked
+        sure[candidates.positions] = candidates.confidence >= config.commit_threshold
+        copied = settled(row.canvas.with_guesses(row.guesses, 0.0), sure.tolist(), row.grams)
+        return np.where(
+            np.array(copied)[candidates.positions], config.copied_threshold, config.commit_threshold
+        )
 
     def _held(self, row: Row, candidates: Proposals) -> list[bool]:
         """Whether question or evidence hold the words that each candidate would write."""

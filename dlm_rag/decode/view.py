@@ -92,6 +92,8 @@ def progress_panel(rollout: Rollout) -> Panel:
 def answer_panel(rollout: Rollout) -> Panel:
     """A finished question: what was written and when, the answer, and where each sentence is from."""
     answer = plain(rollout.answer, "bold") if rollout.answer else plain("none was marked", "dim")
+    if rollout.error:
+        answer = plain(rollout.error, "bold red")
     parts: list[RenderableType] = [canvas_text(rollout), Text(), Text("answer  ").append(answer)]
     sources = Table(box=None, show_header=False, padding=(0, 1))
     sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
@@ -123,11 +125,12 @@ class Tally:
     """Running totals of a run: it may answer more questions than fit into memory with their records."""
 
     def __init__(self) -> None:
-        self.answers = self.forwards = self.tokens = 0
+        self.answers = self.forwards = self.tokens = self.failed = 0
         self.seconds: Counter[str] = Counter()
 
     def add(self, rollout: Rollout) -> None:
         self.answers += 1
+        self.failed += bool(rollout.error)
         self.forwards += rollout.forwards
         self.tokens += rollout.tokens_committed
         self.seconds.update({k: v for k, v in rollout.seconds.items() if "/" not in k})
@@ -143,6 +146,7 @@ class Tally:
                 f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
                 ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005),
                 backend,
+                *([f"{self.failed} FAILED"] if self.failed else []),
             ]
         )
 

@@ -48,11 +48,13 @@ class Score:
 
 
 def score(rollout: Rollout, question: Question) -> Score:
-    """Scores a finished rollout, fresh or read back from a trace."""
+    """Scores a finished rollout, fresh or read back from a trace; one that failed has found nothing."""
     return Score(
         exact_match=exact_match(rollout.answer, question.golden_answers),
         f1=f1(rollout.answer, question.golden_answers),
-        recall_first=evidence_recall(rollout.steps[0].passage_ids, question.supporting_ids),
+        recall_first=evidence_recall(
+            rollout.steps[0].passage_ids if rollout.steps else (), question.supporting_ids
+        ),
         recall_last=evidence_recall(rollout.evidence, question.supporting_ids),
         forwards=rollout.forwards,
         tokens_per_forward=rollout.tokens_committed / max(rollout.forwards, 1),
