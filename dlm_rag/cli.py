@@ -55,6 +55,7 @@ class Words:
     config: Config
     questions: list[str]
     switches: set[str]
+    options: dict[str, str]
     file: str | None  # of --config
     settings: list[str]  # KEY=VALUE, of words and flags
 
@@ -69,8 +70,12 @@ def parse(
     *,
     typed: bool = True,
     switches: dict[str, str] | None = None,
+    options: dict[str, tuple[str, str]] | None = None,
 ) -> Words:
-    """Reads a command line; `switches` are flags without a value, with their help texts.
+    """Reads a command line.
+
+    switches: flags without a value, with their help texts. options: flags with a value, with default
+    and help text.
 
     `--help` and `--print-config` print and exit. Raises `ConfigError`.
     """
@@ -91,6 +96,9 @@ def parse(
     offered = {"print-config": "print the resolved config"} | (switches or {})
     for name, help_text in offered.items():
         parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
+    for name, (default, help_text) in (options or {}).items():
+        shown = f"{help_text} ({default})" if default else help_text
+        parser.add_argument(f"--{name}", metavar=name.upper(), default=default, help=shown)
     given = parser.parse_intermixed_args(argv)
     settings = [word for word in given.words if is_setting(word)]
     questions = [word for word in given.words if not is_setting(word)]
@@ -105,7 +113,8 @@ def parse(
     if "print-config" in on:
         print(dump_config(config), end="")
         raise SystemExit(0)
-    return Words(config, questions, on, given.config, settings)
+    with_values = {name: getattr(given, name) for name in options or {}}
+    return Words(config, questions, on, with_values, given.config, settings)
 
 
 def is_setting(word: str) -> bool:

@@ -241,6 +241,8 @@ class Decoder:
             return
         row.found = passages
         model = self.denoiser.config
+        if not self.engine.keep_tokens:
+            self.tokenizer.encode.cache_clear()
         prompt = self.tokenizer.prompt(row.question.question, [passage.text for passage in passages])
         fitted, cut = fit(
             prompt, self.evidence_layout, model.max_position_embeddings, self.canvas_length,

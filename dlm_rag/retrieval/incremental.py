@@ -69,7 +69,7 @@ class SuccessiveSearch:
         if state is None:
             while len(self._kept) >= self._most:
                 self._kept.popitem(last=False)
-            state = Kept(np.zeros(self._passages, dtype=np.int32))
+            state = Kept(np.zeros(-(-self._passages // BLOCK) * BLOCK, dtype=np.int32))
         change = {word: words[word] - state.words[word] for word in words.keys() | state.words.keys()}
         if self._postings(word for word, count in change.items() if count) > self._postings(words):
             state.sums.fill(0)
@@ -91,12 +91,13 @@ class SuccessiveSearch:
     def _top(self, state: Kept, query: NDArray[np.int64], depth: int) -> Ranking:
         # The passages found last time are still that good: none below the worst of them can be best.
         floor = int(state.sums[state.found].min()) if len(state.found) >= depth else 0
-        rows = _candidates(state.sums, depth, len(query), floor)
+        tops = state.sums.reshape(-1, BLOCK).max(axis=1)  # by numpy: numba does not use vectors here
+        rows = _candidates(state.sums, tops, self._passages, depth, len(query), floor)
         scores = _exact(rows, query, *self._columns)
         best = np.sort(scores)[::-1][: depth + 1]
         if (best[1:] == best[:-1]).any():
             # Which of equals is kept follows from all that the heap of a fresh search had seen before.
-            rows = _candidates(state.sums, depth, len(query), 0)
+            rows = _candidates(state.sums, tops, self._passages, depth, len(query), 0)
             scores = _exact(rows, query, *self._columns)
         values, places = _numba_sorted_top_k(scores, depth)
         return [int(rows[place]) for value, place in zip(values, places, strict=True) if value > 0]
@@ -121,7 +122,7 @@ def _add(sums, data, indices, indptr, ids, counts):  # type: ignore[no-untyped-d
 
 
 @njit(nogil=True, cache=True)
-def _candidates(sums, depth, words, floor):  # type: ignore[no-untyped-def]
+def _candidates(sums, tops, passages, depth, words, floor):  # type: ignore[no-untyped-def]
     """Rows, ascending, that may be among the `depth` best by exact scores.
 
     With `floor` 0 they are all that enter the heap of a fresh search at any time. A sum and the exact
@@ -132,18 +133,14 @@ def _candidates(sums, depth, words, floor):  # type: ignore[no-untyped-def]
     best = np.zeros(depth, dtype=np.int64)  # ascending
     lowest = np.int64(floor)
     slack = words + 1 + np.int64(2.1 * words * lowest * 2.0**-24)
-    for start in range(0, len(sums), BLOCK):
-        stop = min(start + BLOCK, len(sums))
-        if start >= depth or floor > 0:
-            top = np.int32(0)
-            for i in range(start, stop):
-                top = max(top, sums[i])
-            if top <= 0 or top <= lowest - slack:
-                continue
-        for i in range(start, stop):
+    for block in range(len(tops)):
+        start = block * BLOCK
+        if (start >= depth or floor > 0) and tops[block] <= max(0, lowest - slack):
+            continue
+        for i in range(start, min(start + BLOCK, passages)):
             value = np.int64(sums[i])
             first = floor == 0 and i < depth  # these fill the heap, whatever they are
-            if not first and (value <= 0 or value <= lowest - slack):
+            if not first and value <= max(0, lowest - slack):
                 continue
             if count == len(rows):
                 larger = np.empty(2 * count, dtype=np.int64)

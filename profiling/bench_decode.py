@@ -1,0 +1,345 @@
+"""What each mechanism of the decode engine saves, against a plain reference mode.
+
+    python profiling/bench_decode.py --out runs/decode                    # the shipped model and world
+    python profiling/bench_decode.py --out runs/dream --config sardi.yaml --model DIR --corpus FILE \\
+        --questions FILE                                                  # a checkpoint of your own
+    python profiling/bench_decode.py --out runs/100m --shape 100m         # random weights, recorded steps
+    python profiling/bench_decode.py --out runs/sweep --sweep passages    # or canvas, batch
+
+The reference mode is the published algorithm: one question at a time, nothing kept, the whole model at
+all positions. Mechanisms are switched on one after another; the exact ones must give its very tokens.
+Settings take turns on the same questions, round after round, each round beginning with another one.
+Times are medians over the rounds with their range, speed-ups medians of the ratios within a round.
+
+--shape: a denoiser of that size with random weights follows the commits and the evidence of decodes of
+the shipped model (canvas 64, 7 passages of 100 tokens). --sweep: seconds a forward of one row, by one
+quantity, with and without the pool. Writes scores.json, table.md and picture.png into --out.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from replay import CANVAS_LENGTH, SHAPES, Replay, ReplayRetriever, ReplayTokenizer, random_denoiser
+from rich.console import Console
+from rich.table import Column, Table
+
+from dlm_rag.cli import Prepared, gather_questions, note, parse, prepare, run, with_shipped
+from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.data.questions import Question
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.errors import ConfigError
+from dlm_rag.evaluation.metrics import exact_match
+
+PLAIN = EngineConfig(pool_gib=0.0, search_memory_gib=0.0, keep_tokens=False, masked_only=False)
+SWEEPS = {
+    "passages": ("retrieval.top_k", (1, 2, 4, 7, 16, 32)),
+    "canvas": ("decode.canvas_length", (48, 64, 96, 128)),
+    "batch": ("decode.batch_size", (1, 2, 4, 8, 16, 32, 64)),
+}
+OPTIONS = {
+    "limit": ("40", "questions, from all over the file"),
+    "rounds": ("5", "times that every setting has its turn"),
+    "shape": ("", f"random weights: {', '.join(SHAPES)}"),
+    "sweep": ("", f"one quantity: {', '.join(SWEEPS)}"),
+}
+
+
+@dataclass
+class Setting:
+    """A way to decode, and what it did in each round."""
+
+    name: str
+    decoder: Decoder
+    exact: bool = True  # whether its tokens must be those of the first setting
+    seconds: list[float] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    stages: Counter[str] = field(default_factory=Counter)
+    reuse: float = 0.0
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    config = with_shipped(words.config, [])
+    if config.out is None:
+        raise ConfigError("the benchmark needs --out FOLDER")
+    for name, known in (("shape", SHAPES), ("sweep", SWEEPS)):
+        if words.options[name] not in ("", *known):
+            raise ConfigError(f"--{name} {words.options[name]} is not one of {', '.join(known)}")
+    limit, rounds = (whole_number(words.options, name) for name in ("limit", "rounds"))
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    config = replace(config, out=None, trace=None)
+    questions = spread(gather_questions(config, []), limit)
+    prepared = prepare(config, questions)
+    stamp = prepared.stamp()
+    if words.options["sweep"]:
+        quantity = words.options["sweep"]
+        key, values = SWEEPS[quantity]
+        lines = []
+        for value in values:
+            at = prepare(with_shipped(words.config_with([f"{key}={value}"]), []), questions)
+            settings = with_and_without_pool(at)
+            measure(settings, questions, rounds)
+            lines += [{quantity: value} | line for line in summarise(settings, questions)]
+        write(out, stamp, lines, quantity)
+        plot_sweep(out / "picture.png", lines, quantity)
+        return
+    if words.options["shape"]:
+        settings = replayed(prepared, questions, words.options["shape"])
+    else:
+        settings = cumulative(prepared)
+    measure(settings, questions, rounds)
+    lines = summarise(settings, questions)
+    write(out, stamp, lines)
+    plot_bars(out / "picture.png", lines)
+    wrong = [line["setting"] for line in lines if line["exact"] and line["same_tokens"] < len(questions)]
+    if wrong and not words.options["shape"]:
+        note(f"not the tokens of {settings[0].name} for every question: {', '.join(wrong)}")
+
+
+def whole_number(options: dict[str, str], name: str) -> int:
+    if not options[name].isdigit() or options[name] == "0":
+        raise ConfigError(f"--{name} {options[name]} is not a whole number above 0")
+    return int(options[name])
+
+
+def spread(questions: list[Question], count: int) -> list[Question]:
+    """`count` questions from all over the file."""
+    count = min(count, len(questions))
+    return [questions[n * len(questions) // count] for n in range(count)]
+
+
+def mechanisms(config: DecodeConfig, layout: str) -> dict[str, tuple[bool, DecodeConfig, EngineConfig]]:
+    """Settings by name, each switching one more thing on: exact?, what is done, how it is done."""
+    batch = replace(config, batch_size=config.batch_size if config.batch_size > 1 else 16)
+    single = replace(config, batch_size=1)
+    tokens = replace(PLAIN, keep_tokens=True)
+    masked = replace(tokens, masked_only=True)
+    search = replace(masked, search_memory_gib=1.0)
+    pool = search if layout == "joint" else replace(search, pool_gib=1.0)
+    of = f"batch of {batch.batch_size}"
+    found = {
+        "reference": (True, single, PLAIN),
+        "+ token ids kept": (True, single, tokens),
+        "+ masked positions only": (True, single, masked),
+        "+ successive search": (True, single, search),
+        "+ evidence pool": (True, single, pool),
+        f"+ {of}": (True, batch, pool),
+        "+ pipeline": (True, replace(batch, overlap="pipeline"), pool),
+        f"{of}, no pool": (True, batch, search),
+        f"{of}, stale evidence": (False, replace(batch, overlap="stale"), pool),
+    }
+    if config.stop_early and config.revision_threshold is None:
+        found[f"{of}, trimmed canvas"] = (False, replace(batch, trim_canvas=True), pool)
+    if layout == "joint":
+        del found["+ evidence pool"], found[f"{of}, no pool"]
+        found[f"{of}, prompts used 4 times more"] = (False, replace(batch, prompt_reuse=4), pool)
+    return found
+
+
+def cumulative(prepared: Prepared) -> list[Setting]:
+    denoiser, layout = prepared.load().denoiser, prepared.evidence_layout
+    return [
+        Setting(
+            name,
+            Decoder(denoiser, prepared.retriever, prepared.tokenizer, decode, layout, engine),
+            exact,
+        )
+        for name, (exact, decode, engine) in mechanisms(prepared.config.decode, layout).items()
+    ]
+
+
+def with_and_without_pool(prepared: Prepared) -> list[Setting]:
+    denoiser = prepared.load().denoiser
+    return [
+        Setting(
+            name,
+            Decoder(
+                denoiser, prepared.retriever, prepared.tokenizer, prepared.config.decode,
+                prepared.evidence_layout, replace(prepared.config.engine, pool_gib=pool),
+            ),
+        )
+        for name, pool in (("no pool", 0.0), ("pool", 1.0))
+    ]  # fmt: skip
+
+
+def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[Setting]:
+    """Random weights that follow recorded decodes: the joint layout, then the independent one."""
+    decode = replace(prepared.config.decode, canvas_length=CANVAS_LENGTH)
+    recorder = replace(prepared, config=replace(prepared.config, decode=decode)).load()
+    recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
+    denoiser = random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
+    note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
+    tokenizer: Any = ReplayTokenizer(denoiser.config.vocab_size)
+    found = []
+    for layout in ("joint", "independent"):
+        for name, (exact, how, engine) in mechanisms(decode, layout).items():
+            if exact and name not in ("+ token ids kept", "+ successive search", "+ pipeline"):
+                retriever = ReplayRetriever(recorder.retriever, recorded)
+                replay = Replay(denoiser, retriever, tokenizer, how, layout, engine)
+                replay.recorded = recorded
+                found.append(Setting(f"{layout}, {name.removeprefix('+ ')}", replay, exact=False))
+    return found
+
+
+def measure(settings: Sequence[Setting], questions: list[Question], rounds: int) -> None:
+    """Gives every setting its turn in every round, after a warm-up of two questions each."""
+    for number in range(-1, rounds):
+        first = max(0, number) % len(settings)
+        asked = questions[:2] if number < 0 else questions
+        for setting in (*settings[first:], *settings[:first]):
+            decoder = setting.decoder
+            decoder.retriever.remember(int(decoder.engine.search_memory_gib * 2**30))
+            decoder.forget()
+            start = time.perf_counter()
+            rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
+            seconds = time.perf_counter() - start
+            if number < 0:
+                continue
+            setting.seconds.append(seconds)
+            setting.rollouts = [rollouts[question.id] for question in asked]
+            setting.reuse = decoder.contexts.reuse.share
+            for rollout in setting.rollouts:
+                setting.stages.update({k: v for k, v in rollout.seconds.items() if "/" not in k})
+            note(f"round {number + 1}, {setting.name}: {len(asked) / seconds:.2f} answers/s")
+
+
+def summarise(settings: Sequence[Setting], questions: list[Question]) -> list[dict[str, Any]]:
+    """The line of each setting: medians, ranges, and how it stands to the first."""
+    lines, first = [], settings[0]
+    for setting in settings:
+        forwards = sum(rollout.forwards for rollout in setting.rollouts)
+        tokens = sum(rollout.tokens_committed for rollout in setting.rollouts)
+        ratios = [theirs / ours for theirs, ours in zip(first.seconds, setting.seconds, strict=True)]
+        whole = sum(setting.stages.values())
+        pairs = zip(setting.rollouts, first.rollouts, strict=True)
+        scored = zip(setting.rollouts, questions, strict=True)
+        lines.append(
+            {
+                "setting": setting.name,
+                "answers_per_second": len(questions) / median(setting.seconds),
+                "answers_per_second_range": [
+                    len(questions) / extreme(setting.seconds) for extreme in (max, min)
+                ],
+                "speed_up": median(ratios),
+                "speed_up_range": [min(ratios), max(ratios)],
+                "seconds_per_forward": median(setting.seconds) / forwards,
+                "forwards": forwards / len(questions),
+                "tokens_per_forward": tokens / forwards,
+                "exact": setting.exact,
+                "same_tokens": sum(tokens_of(ours) == tokens_of(theirs) for ours, theirs in pairs),
+                "exact_match": float(np.mean([exact_match(r.answer, q.golden_answers) for r, q in scored])),
+                "reuse": setting.reuse,
+                "stages": {name: seconds / whole for name, seconds in setting.stages.most_common()},
+                "seconds": setting.seconds,
+            }
+        )
+    return lines
+
+
+def tokens_of(rollout: Rollout) -> list[list[tuple[int, int]]]:
+    return [[(c.position, c.token_id) for c in step.committed] for step in rollout.steps]
+
+
+def write(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]], quantity: str = "") -> None:
+    """The table: on the screen, in Markdown, and whole in JSON."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    record = {"stamp": stamp, "peak_bytes": peak, "settings": lines}
+    (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    headings = [
+        "setting",
+        "answers/s",
+        "speed-up",
+        "same tokens",
+        "EM %",
+        "forwards",
+        "ms/forward",
+        "reused",
+    ]
+    rows = []
+    for line in lines:
+        low, high = line["answers_per_second_range"]
+        least, most = line["speed_up_range"]
+        rows.append(
+            [
+                f"{line[quantity]} {quantity}, {line['setting']}" if quantity else line["setting"],
+                f"{line['answers_per_second']:.2f} [{low:.2f}, {high:.2f}]",
+                f"{line['speed_up']:.2f} [{least:.2f}, {most:.2f}]",
+                str(line["same_tokens"]),
+                f"{100 * line['exact_match']:.1f}",
+                f"{line['forwards']:.1f}",
+                f"{1e3 * line['seconds_per_forward']:.1f}",
+                f"{100 * line['reuse']:.1f} %",
+            ]
+        )
+    narrow = Table(headings[0], *(Column(heading, justify="right") for heading in headings[1:5]))
+    for row in rows:
+        narrow.add_row(*row[:5])
+    Console(file=sys.stdout).print(narrow)
+    stages = [
+        ", ".join(f"{name} {share:.0%}" for name, share in line["stages"].items() if share >= 0.02)
+        for line in lines
+    ]
+    wide = [[*headings, "stages"], ["---"] * 9, *([*row, of] for row, of in zip(rows, stages, strict=True))]
+    origin = f"Commit {stamp['commit']}, {stamp['date']}, {stamp['device']}, {stamp['threads']} threads."
+    (out / "table.md").write_text(
+        "\n".join([*(f"| {' | '.join(row)} |" for row in wide), "", origin, ""]), encoding="utf-8"
+    )
+
+
+def plot_bars(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Answers a second of every setting, with the range over the rounds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.42 * len(lines) + 1), layout="constrained")
+    axis = figure.subplots()
+    for place, line in enumerate(lines):
+        value, (low, high) = line["answers_per_second"], line["answers_per_second_range"]
+        colour = "#3b78b5" if line["exact"] else "#c0873c"
+        axis.barh(
+            place, value, color=colour, xerr=[[value - low], [high - value]], ecolor="0.4", height=0.7
+        )
+        axis.text(high, place, f"  {value:.2f}  ({line['speed_up']:.1f}x)", va="center", fontsize=9)
+    axis.set_yticks(range(len(lines)), [line["setting"] for line in lines])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.25 * max(line["answers_per_second_range"][1] for line in lines))
+    axis.set_xlabel("answers a second; blue: the tokens of the reference, brown: another algorithm")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_sweep(path: Path, lines: list[dict[str, Any]], quantity: str) -> None:
+    """Milliseconds a forward of one row by one quantity, with the slope in log-log coordinates."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    axis = figure.subplots()
+    for name in dict.fromkeys(line["setting"] for line in lines):
+        points = [
+            (line[quantity], 1e3 * line["seconds_per_forward"]) for line in lines if line["setting"] == name
+        ]
+        x, y = np.array(points).T
+        slope = np.polyfit(np.log(x), np.log(y), 1)[0]
+        axis.loglog(x, y, marker="o", label=f"{name} (slope {slope:.2f})")
+    axis.set_xticks(x, [f"{value:.0f}" for value in x])
+    axis.minorticks_off()
+    axis.set_xlabel(SWEEPS[quantity][0])
+    axis.set_ylabel("ms a forward of one row")
+    axis.grid(color="0.9")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    run(main)

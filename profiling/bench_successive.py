@@ -1,0 +1,125 @@
+"""BM25 for queries that follow one another: keeping the scores of a question against searching anew.
+
+    python profiling/bench_successive.py               # 10,000 queries; 10 k, 100 k, 1 M passages; minutes
+    python profiling/bench_successive.py 500 20000     # a quick look: queries, passages
+
+Queries are real: those of the shipped model answering the questions of its world, step by step, one
+token a step so that there are enough of them. Passages are that world's and those of other worlds, up to
+the number asked for. Both ways answer every query, turn by turn; every ranking must be equal.
+Expectation: a fresh search zeroes, fills and scans a score per passage and reads the columns of all
+words; a kept one reads the columns of the changed words and scans once, block by block.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dlm_rag.cli import SHIPPED, note, run
+from dlm_rag.data.questions import read_questions
+from dlm_rag.errors import ConfigError
+from dlm_rag.retrieval.query import Query
+
+REFRESHES, SIZES = 10_000, (10_000, 100_000, 1_000_000)
+TOP_K = 7
+WORLD = 2000  # passages of each world
+
+
+def real_queries(count: int) -> list[Query]:
+    """Queries of whole decodes, question after question, eight questions taking turns."""
+    from dlm_rag import Decoder, Denoiser, load_retriever
+    from dlm_rag.config import DecodeConfig
+    from dlm_rag.tokenizer import Tokenizer
+
+    decoder = Decoder(
+        Denoiser.from_pretrained(SHIPPED / "model"),
+        load_retriever(SHIPPED / "world" / "corpus.jsonl", top_k=TOP_K),
+        Tokenizer.from_pretrained(SHIPPED / "model"),
+        DecodeConfig(commit_rule="top_k", batch_size=8),
+    )
+    asked = read_questions(SHIPPED / "world" / "questions.jsonl")
+    queries: list[Query] = []
+    ask = decoder.retriever.search
+
+    def search(found: list[Query]):  # type: ignore[no-untyped-def]
+        queries.extend(found)
+        return ask(found)
+
+    decoder.retriever.search = search  # type: ignore[method-assign, assignment]
+    for _ in decoder.stream(asked):
+        if len(queries) >= count:
+            break
+    return queries[:count]
+
+
+def write_corpus(path: Path, passages: int) -> None:
+    """The shipped world, then worlds of other seeds; ids are made different."""
+    from dlm_rag.data.world import make_world, passage_record
+
+    with path.open("w", encoding="utf-8") as file:
+        written = 0
+        for line in (
+            (SHIPPED / "world" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()[:passages]
+        ):
+            file.write(line + "\n")
+            written += 1
+        seed = 1000
+        while written < passages:
+            world, seed = make_world(seed, "test", WORLD), seed + 1
+            for entity in world.entities[: passages - written]:
+                record = passage_record(world, entity)
+                file.write(json.dumps(record | {"id": f"{seed}-{record['id']}"}) + "\n")
+                written += 1
+
+
+def measure(passages: int, queries: list[Query]) -> list[str]:
+    from dlm_rag.retrieval import load_retriever
+    from dlm_rag.retrieval.bm25 import BM25Retriever
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "corpus.jsonl")
+        write_corpus(path, passages)
+        note(f"{passages:,} passages written")
+        fresh, kept = (load_retriever(path, top_k=TOP_K, index_folder=f"{folder}/index") for _ in range(2))
+        assert isinstance(kept, BM25Retriever)
+        kept.remember(2**30, passages=0)
+        seconds: dict[str, list[float]] = {"fresh": [], "kept": []}
+        unequal = 0
+        for number, query in enumerate(queries):
+            found = {}
+            ways = [("fresh", fresh), ("kept", kept)]
+            for name, retriever in ways if number % 2 else reversed(ways):
+                start = time.perf_counter()
+                found[name] = retriever.rank([query], TOP_K)
+                seconds[name].append(time.perf_counter() - start)
+            unequal += found["fresh"] != found["kept"]
+    means = {name: 1e3 * float(np.mean(values)) for name, values in seconds.items()}
+    middle = {name: 1e3 * median(values) for name, values in seconds.items()}
+    return [
+        f"{passages:,}", f"{len(queries):,}", str(unequal),
+        f"{means['fresh']:.3f} ({middle['fresh']:.3f})", f"{means['kept']:.3f} ({middle['kept']:.3f})",
+        f"{means['fresh'] / means['kept']:.2f}",
+    ]  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    if not all(word.isdigit() for word in argv):
+        raise ConfigError("the arguments are the number of queries, then numbers of passages")
+    queries = real_queries(int(argv[0]) if argv else REFRESHES)
+    note(f"{len(queries):,} queries of {len({query.asker for query in queries})} questions")
+    table = Table(
+        "passages", "queries", "unequal", "fresh, ms (median)", "kept, ms (median)", "times faster"
+    )
+    for size in map(int, argv[1:]) if argv[1:] else SIZES:
+        table.add_row(*measure(size, queries))
+    Console(file=sys.stdout).print(table)
+
+
+if __name__ == "__main__":
+    run(main)
