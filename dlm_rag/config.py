@@ -210,7 +210,7 @@ class TrainConfig(Checked):
 
     hidden_size: int = setting(192, "width; heads are 32 wide", low=64)
     intermediate_size: int = setting(256, "width of the feed-forward layers", low=32)
-    num_hidden_layers: int = setting(5, "depth", low=1)
+    num_hidden_layers: int = setting(5, "depth", low=2)
     vocabulary: int = setting(1024, "tokens of the tokenizer, learned on training worlds", low=300)
     evidence_layout: str = setting(
         "independent",

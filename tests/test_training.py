@@ -19,7 +19,7 @@ from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.examples import ExampleStream, find
 from dlm_rag.data.world import make_question, make_world
-from dlm_rag.decode.evidence import arrange, encode_canvases, encode_contexts
+from dlm_rag.decode.evidence import arrange, canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Watch
 from dlm_rag.training.objective import batch_loss, pointer_loss
@@ -107,8 +107,9 @@ def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
     for example in few:
         laid = [arrange(example.prompt, "independent", False, denoiser.config.passage_length)]
         canvas = [0 if hide else t for t, hide in zip(example.target, example.masked, strict=True)]
-        hidden, (start,) = encode_canvases(denoiser, laid, [canvas], encode_contexts(denoiser, laid))
-        logits = denoiser.lm_head(denoiser.norm(hidden[start : start + len(canvas)]))
+        contexts, read = encode_contexts(denoiser, laid), [range(len(canvas))]
+        hidden = encode_canvases(denoiser, [laid[0].lead], [canvas], contexts, read)
+        logits = denoiser.lm_head(denoiser.norm(hidden))
         losses = F.cross_entropy(logits, torch.tensor(example.target), reduction="none")
         weights = torch.tensor([0.15 if t == 1 else 1.0 for t in example.target])
         weights = weights * torch.tensor(example.masked)
@@ -124,7 +125,9 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
     laid = [arrange(example.prompt, layout, False, denoiser.config.passage_length)]
     watch = Watch(0)
     contexts = encode_contexts(denoiser, laid)
-    _, starts = encode_canvases(denoiser, laid, [example.target], contexts, watch)
+    leads, canvases = [laid[0].lead], [example.target]
+    encode_canvases(denoiser, leads, canvases, contexts, [[0]], watch)
+    starts = canvas_starts(denoiser, leads, canvases)
     loss, mass = pointer_loss([example], layout, starts, watch)
     expected, masses = [], []
     for p in (p for p in example.pointers if example.masked[p.position]):
