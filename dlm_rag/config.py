@@ -198,6 +198,9 @@ class EngineConfig(Checked):
     search_memory_gib: float = setting(
         1.0, "BM25 scores kept between the queries of a question, in GiB; 0: every search is fresh", low=0
     )
+    compile: bool = setting(
+        False, "torch.compile around attention: faster, after half a minute; changes rounding"
+    )
     keep_tokens: bool = setting(True, "token ids of passages and questions are kept; false: made anew")
     masked_only: bool = setting(
         True, "last layer and head at masked positions only; false: everywhere, as is usual"

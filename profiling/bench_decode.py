@@ -16,6 +16,7 @@ the shipped model (canvas 64, 7 passages of 100 tokens). --sweep: seconds a forw
 quantity, with and without the pool. Writes scores.json, table.md and picture.png into --out.
 """
 
+import copy
 import json
 import resource
 import sys
@@ -136,6 +137,7 @@ def mechanisms(config: DecodeConfig, layout: str) -> dict[str, tuple[bool, Decod
         "+ evidence pool": (True, single, pool),
         f"+ {of}": (True, batch, pool),
         "+ pipeline": (True, replace(batch, overlap="pipeline"), pool),
+        f"{of}, compiled": (False, batch, replace(pool, compile=True)),
         f"{of}, no pool": (True, batch, search),
         f"{of}, stale evidence": (False, replace(batch, overlap="stale"), pool),
     }
@@ -152,11 +154,14 @@ def cumulative(prepared: Prepared) -> list[Setting]:
     return [
         Setting(
             name,
-            Decoder(denoiser, prepared.retriever, prepared.tokenizer, decode, layout, engine),
+            Decoder(
+                copy.deepcopy(denoiser) if engine.compile else denoiser, prepared.retriever,
+                prepared.tokenizer, decode, layout, engine,
+            ),
             exact,
         )
         for name, (exact, decode, engine) in mechanisms(prepared.config.decode, layout).items()
-    ]
+    ]  # fmt: skip
 
 
 def with_and_without_pool(prepared: Prepared) -> list[Setting]:

@@ -1,5 +1,7 @@
 """The transformer against the public models, and its two ways of running against each other."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import tiny_denoiser
@@ -125,3 +127,33 @@ def test_a_shifted_denoiser_reads_the_row_before():
     ids = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(shifted(ids)[:, 1:], plain(ids)[:, :-1])
+
+
+def test_only_the_tokens_that_are_read_go_through_the_last_layer():
+    denoiser = tiny_denoiser(qk_norm=True)
+    ids, lengths = torch.arange(12), [5, 4, 3]
+    positions = torch.tensor([*range(5), *range(4), *range(3)])
+    with torch.no_grad():
+        _, kept = denoiser.encode(ids, positions, lengths, keep=True)
+        context = [kept[1], kept[2], kept[0]]
+        whole, _ = denoiser.encode(ids, positions, lengths, context)
+        found, _ = denoiser.encode(ids, positions, lengths, context, read=[(0, 3), (2,), (1,)])
+        torch.testing.assert_close(found, whole[[0, 3, 7, 10]])
+        nothing, again = denoiser.encode(ids, positions, lengths, keep=True, read=[()] * 3)
+    assert nothing.shape == (0, 32)
+    torch.testing.assert_close(again, kept)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_a_few_graphs_serve_all_layers_and_lengths():
+    plain, compiled = tiny_denoiser(num_hidden_layers=3), tiny_denoiser(num_hidden_layers=3)
+    compiled.compile_layers()
+    compiled.compile_layers()
+    assert plain.compilations is None and compiled.compilations == 0
+    with torch.inference_mode():
+        for lengths in ([7], [3, 9], [5, 2, 6], [30, 31]):
+            ids = torch.arange(sum(lengths))
+            read = [range(0, length, 2) for length in lengths]
+            found, expected = (d.encode(ids, ids, lengths, read=read)[0] for d in (compiled, plain))
+            torch.testing.assert_close(found, expected)
+    assert 2 <= compiled.compilations <= 6

@@ -138,6 +138,8 @@ class Decoder:
         # Revision may still change the text before an end token.
         certain = self.config.stop_early and self.config.revision_threshold is None
         self._stop_at = tokenizer.end_ids if certain else frozenset[int]()
+        if self.engine.compile:
+            denoiser.compile_layers()
         retriever.remember(int(self.engine.search_memory_gib * 2**30))
         self.forget()
 
@@ -160,7 +162,10 @@ class Decoder:
         denoiser, reuse = self.denoiser, self.contexts.reuse
         dtype = str(denoiser.dtype).removeprefix("torch.")
         used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
-        return f"{used}, {reuse.share:.1%} of it reused" if reuse.wanted else used
+        if reuse.wanted:
+            used += f", {reuse.share:.1%} of it reused"
+        graphs = denoiser.compilations
+        return used if graphs is None else f"{used}, {graphs} graphs compiled"
 
     def decode(self, questions: Sequence[str | Question]) -> list[Rollout]:
         """One finished rollout per question, in order.

@@ -93,6 +93,8 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
+    """The projections of attention; who sees whom is decided in `Run`."""
+
     def __init__(self, config: DenoiserConfig) -> None:
         super().__init__()
         c = config
@@ -104,19 +106,13 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """x (n, hidden) -> queries (n, H, D)."""
+        return rotate(self.q_norm(self._heads(self.q_proj(x))), rope)
+
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """x (T, hidden) -> keys and values, each (T, Hk, D)."""
         return rotate(self.k_norm(self._heads(self.k_proj(x))), rope), self._heads(self.v_proj(x))
-
-    def forward(self, x: Tensor, rope: Rope, k: Tensor, v: Tensor, run: Run, layer: int) -> Tensor:
-        """The update (n, hidden) of tokens x (n, hidden); k and v are those of the whole call."""
-        q = rotate(self.q_norm(self._heads(self.q_proj(x))), rope)
-        k, v = run.seen(k, v, layer)
-        if run.watch is not None and run.watch.layer == layer:
-            run.watch.queries, run.watch.keys, run.watch.lengths = q, k, run.keys.lengths
-        stored = run.context if isinstance(run.context, StoredRows) else None
-        out = attention(q, k, v, run.queries, run.keys, run.backend, run.causal, stored)
-        return self.o_proj(rearrange(out, "t h d -> t (h d)"))
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "t (h d) -> t h d", d=self.head_dim)
@@ -145,14 +141,21 @@ class Block(nn.Module):
         """x (T, hidden) -> the same tokens, or those of `run.read`, one layer on (n, hidden); and the
         keys and values of all of them, each (T, Hk, D).
         """
+        x, q, k, v = self.before(x, rope, run.read)
+        return (self.after(x, run.attend(q, k, v, layer)) if len(x) else x), k, v
+
+    def before(self, x: Tensor, rope: Rope, read: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What attention needs: the tokens that go on, their queries, keys and values of all."""
         normed = self.input_layernorm(x)
         k, v = self.self_attn.keys_values(normed, rope)
-        if run.read is not None:
-            x, normed, rope = x[run.read], normed[run.read], (rope[0][run.read], rope[1][run.read])
-        if len(x):
-            x = x + self.self_attn(normed, rope, k, v, run, layer)
-            x = x + self.mlp(self.post_attention_layernorm(x))
-        return x, k, v
+        if read is not None:
+            x, normed, rope = x[read], normed[read], (rope[0][read], rope[1][read])
+        return x, self.self_attn.queries(normed, rope), k, v
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows it: attended (n, H, D) comes in, then the feed-forward."""
+        x = x + self.self_attn.o_proj(rearrange(attended, "t h d -> t (h d)"))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D), float32
@@ -188,7 +191,15 @@ class Run:
     places: Tensor | None = None  # (T,) where the rows' own keys and values go, with `StoredRows`
     read: Tensor | None = None  # (n,) the packed tokens that go through the layer; all where None
 
-    def seen(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
+        k, v = self._seen(k, v, layer)
+        if self.watch is not None and self.watch.layer == layer:
+            self.watch.queries, self.watch.keys, self.watch.lengths = q, k, self.keys.lengths
+        stored = self.context if isinstance(self.context, StoredRows) else None
+        return attention(q, k, v, self.queries, self.keys, self.backend, self.causal, stored)
+
+    def _seen(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that the rows see: of each row its context, then its own k and v (T, Hk, D)."""
         if self.context is None:
             return k, v
@@ -215,6 +226,7 @@ class Denoiser(nn.Module):
         super().__init__()
         self.config = config
         self.attention = "auto"
+        self._compiled_before: int | None = None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -277,6 +289,23 @@ class Denoiser(nn.Module):
     def backend(self) -> str:
         """The attention kernel in use, as stamped on results."""
         return choose_backend(self.attention, self.device, self.dtype)
+
+    def compile_layers(self) -> None:
+        """Compiles what stands before and after attention, once for all layers and lengths.
+
+        The first calls take half a minute; results change by rounding alone. `compilations` counts.
+        """
+        if self._compiled_before is None:
+            self._compiled_before = _graphs()
+            for block in self.layers:
+                assert isinstance(block, Block)
+                block.before = torch.compile(block.before, dynamic=True)  # type: ignore[method-assign]
+                block.after = torch.compile(block.after, dynamic=True)  # type: ignore[method-assign]
+
+    @property
+    def compilations(self) -> int | None:
+        """Graphs compiled since `compile_layers`, or None where it was not called."""
+        return None if self._compiled_before is None else _graphs() - self._compiled_before
 
     def forward(self, input_ids: Tensor, causal: bool = False) -> Tensor:
         """(B, L) ids -> (B, L, V) logits; every position sees every other unless `causal`."""
@@ -343,6 +372,12 @@ class Denoiser(nn.Module):
         The caller un-shifts: in a shifted model the row before a position predicts it.
         """
         return self.lm_head(self.norm(hidden))
+
+
+def _graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def _reading(read: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
