@@ -6,7 +6,8 @@
         --out answers.jsonl decode.batch_size=16
 
 In a terminal the canvas fills in before your eyes. Piped or with --out: JSON lines only; a run that
-was stopped goes on when the same command is given again.
+was stopped goes on when the same command is given again. A question that fails (it is too long, its
+search fails) gets an `error` in its line, the others are answered, and the exit status is 1.
 """
 
 import sys
@@ -31,9 +32,13 @@ def main(argv: list[str]) -> None:
     if words.config.questions is None and not words.questions:
         questions = a_few(questions)
     if config.out is not None:
-        plan(config, questions).run()
+        job = plan(config, questions)
+        job.run()
+        failed = job.failed
     else:
-        decode_to_screen(config, questions)
+        failed = decode_to_screen(config, questions)
+    if failed:
+        raise SystemExit(1)
 
 
 def a_few(questions: "list[Question]", each: int = 2) -> "list[Question]":
@@ -47,8 +52,11 @@ def a_few(questions: "list[Question]", each: int = 2) -> "list[Question]":
     return kept
 
 
-def decode_to_screen(config: "Config", questions: "list[Question]") -> None:
-    """Answers to standard output: a live view in a terminal, JSON lines in a pipe."""
+def decode_to_screen(config: "Config", questions: "list[Question]") -> int:
+    """Answers to standard output: a live view in a terminal, JSON lines in a pipe.
+
+    Returns how many questions failed.
+    """
     from rich.console import Console
 
     from dlm_rag.decode.answers import write_line
@@ -71,6 +79,7 @@ def decode_to_screen(config: "Config", questions: "list[Question]") -> None:
             else:
                 write_line(sys.stdout, rollout.answer_record())
     note(tally.line(time.perf_counter() - start, decoder.describe()))
+    return tally.failed
 
 
 if __name__ == "__main__":

@@ -187,6 +187,8 @@ class Prepared:
             for key, value in asdict(getattr(self.config, section)).items()
             if key not in free
         }
+        if settings["decode.overlap"] == "pipeline":  # the same tokens
+            settings["decode.overlap"] = "none"
         return settings | {
             "model": self.checkpoint.fingerprint,
             "corpus": self.retriever.corpus.fingerprint,
@@ -294,6 +296,11 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
 
     attention = choose_backend(config.model.attention, device, dtype)
     layout = config.model.evidence_layout or checkpoint.config.evidence_layout
+    if config.decode.prompt_reuse and layout != "joint":
+        raise ConfigError(
+            f"decode.prompt_reuse has no effect with evidence_layout={layout}: leave it out, the pool "
+            "keeps what can be kept"
+        )
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     from dlm_rag.decode.evidence import fit
 
@@ -330,7 +337,7 @@ def _oracle(inner: Retriever, questions: list[Question], query: str) -> Retrieve
     return OracleRetriever(inner, support)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """Questions to be answered into files; everything but the weights has been checked."""
 
@@ -338,6 +345,7 @@ class Job:
     remaining: list[Question]  # without an answer yet
     file: AnswersFile
     prepared: Prepared
+    failed: int = 0  # of those that were run; the answers file says why
 
     def run(self, denoiser: Denoiser | None = None) -> Denoiser | None:
         """Answers what remains; `denoiser`, here and returned, saves reading the same weights twice."""
@@ -363,6 +371,7 @@ class Job:
             raise
         finally:
             self.file.close()
+        self.failed = tally.failed
         note(tally.line(time.perf_counter() - start, decoder.describe()))
         return decoder.denoiser
 

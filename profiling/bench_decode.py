@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +32,7 @@ import numpy as np
 from replay import CANVAS_LENGTH, SHAPES, Replay, ReplayRetriever, ReplayTokenizer, random_denoiser
 from rich.console import Console
 from rich.table import Column, Table
+from roofline import Roofline, Work, count_work, measure_roofline
 
 from dlm_rag.cli import Prepared, gather_questions, note, parse, prepare, run, with_shipped
 from dlm_rag.config import DecodeConfig, EngineConfig
@@ -66,6 +67,7 @@ class Setting:
     rollouts: list[Rollout] = field(default_factory=list)
     stages: Counter[str] = field(default_factory=Counter)
     reuse: float = 0.0
+    work: Work = field(default_factory=Work)  # of the last round
 
 
 def main(argv: list[str]) -> None:
@@ -100,7 +102,8 @@ def main(argv: list[str]) -> None:
     else:
         settings = cumulative(prepared)
     measure(settings, questions, rounds)
-    lines = summarise(settings, questions)
+    denoiser = settings[0].decoder.denoiser
+    lines = summarise(settings, questions, measure_roofline(denoiser.device, denoiser.dtype))
     write(out, stamp, lines)
     plot_bars(out / "picture.png", lines)
     wrong = [line["setting"] for line in lines if line["exact"] and line["same_tokens"] < len(questions)]
@@ -199,11 +202,14 @@ def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[
 
 def measure(settings: Sequence[Setting], questions: list[Question], rounds: int) -> None:
     """Gives every setting its turn in every round, after a warm-up of two questions each."""
+    denoisers = {id(setting.decoder.denoiser): setting.decoder.denoiser for setting in settings}
+    counted = {key: count_work(denoiser) for key, denoiser in denoisers.items()}
     for number in range(-1, rounds):
         first = max(0, number) % len(settings)
         asked = questions[:2] if number < 0 else questions
         for setting in (*settings[first:], *settings[:first]):
             decoder = setting.decoder
+            before = replace(counted[id(decoder.denoiser)])
             decoder.retriever.remember(int(decoder.engine.search_memory_gib * 2**30))
             decoder.forget()
             start = time.perf_counter()
@@ -214,13 +220,16 @@ def measure(settings: Sequence[Setting], questions: list[Question], rounds: int)
             setting.seconds.append(seconds)
             setting.rollouts = [rollouts[question.id] for question in asked]
             setting.reuse = decoder.contexts.reuse.share
+            setting.work = counted[id(decoder.denoiser)] - before
             for rollout in setting.rollouts:
                 setting.stages.update({k: v for k, v in rollout.seconds.items() if "/" not in k})
             note(f"round {number + 1}, {setting.name}: {len(asked) / seconds:.2f} answers/s")
 
 
-def summarise(settings: Sequence[Setting], questions: list[Question]) -> list[dict[str, Any]]:
-    """The line of each setting: medians, ranges, and how it stands to the first."""
+def summarise(
+    settings: Sequence[Setting], questions: list[Question], roofline: Roofline | None = None
+) -> list[dict[str, Any]]:
+    """The line of each setting: medians, ranges, how it stands to the first and to the device's best."""
     lines, first = [], settings[0]
     for setting in settings:
         forwards = sum(rollout.forwards for rollout in setting.rollouts)
@@ -247,8 +256,18 @@ def summarise(settings: Sequence[Setting], questions: list[Question]) -> list[di
                 "reuse": setting.reuse,
                 "stages": {name: seconds / whole for name, seconds in setting.stages.most_common()},
                 "seconds": setting.seconds,
+                "flops": setting.work.flops,
+                "bytes": setting.work.bytes,
+                "tokens_run": setting.work.tokens,
+                "calls": setting.work.calls,
             }
         )
+        if roofline is not None:
+            lines[-1] |= {
+                "roofline": asdict(roofline),
+                "roofline_share": roofline.seconds(setting.work) / median(setting.seconds),
+                "bound": roofline.bound(setting.work),
+            }
     return lines
 
 
@@ -287,15 +306,28 @@ def write(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]], quantit
                 f"{100 * line['reuse']:.1f} %",
             ]
         )
-    narrow = Table(headings[0], *(Column(heading, justify="right") for heading in headings[1:5]))
-    for row in rows:
-        narrow.add_row(*row[:5])
+    narrow = Table(
+        Column(headings[0], no_wrap=True),
+        *(Column(heading, justify="right") for heading in ("answers/s", "speed-up", "same tokens", "EM %")),
+    )
+    for row, line in zip(rows, lines, strict=True):
+        narrow.add_row(
+            row[0], f"{line['answers_per_second']:.2f}", f"{line['speed_up']:.2f}", row[3], row[4]
+        )
     Console(file=sys.stdout).print(narrow)
     stages = [
         ", ".join(f"{name} {share:.0%}" for name, share in line["stages"].items() if share >= 0.02)
         for line in lines
     ]
-    wide = [[*headings, "stages"], ["---"] * 9, *([*row, of] for row, of in zip(rows, stages, strict=True))]
+    best = [f"{line['roofline_share']:.0%} ({line['bound']})" if "bound" in line else "" for line in lines]
+    wide = [
+        [*headings, "tokens run", "of the roofline", "stages"],
+        ["---"] * 11,
+        *(
+            [*row, f"{line['tokens_run']:,}", share, of]
+            for row, line, share, of in zip(rows, lines, best, stages, strict=True)
+        ),
+    ]
     origin = f"Commit {stamp['commit']}, {stamp['date']}, {stamp['device']}, {stamp['threads']} threads."
     (out / "table.md").write_text(
         "\n".join([*(f"| {' | '.join(row)} |" for row in wide), "", origin, ""]), encoding="utf-8"

@@ -133,6 +133,14 @@ BAD = {
     "no question": ([], "no question"),
     "no questions file": (["--questions", "nowhere.jsonl"], "'nowhere.jsonl' was not found"),
     "long question": (["why " * 25_000], "question 'q1': the question is .* tokens too long"),
+    "prompts used again where none is run": (
+        ["Who?", "decode.prompt_reuse=2", "model.evidence_layout=prefix"],
+        "prompt_reuse has no effect with evidence_layout=prefix",
+    ),
+    "canvas trimmed but decoded to its end": (
+        ["Who?", "decode.trim_canvas=true", "decode.stop_early=false"],
+        "trim_canvas and canvas_growth need stop_early=true",
+    ),
     "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
     "unknown flag": (["Who?", "--modle", "x"], "--modle"),
     "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k has the wrong type"),
@@ -161,6 +169,17 @@ def test_bad_input_is_one_sentence(call, tmp_path, monkeypatch, name):
     assert code == 2 and out == ""
     (line,) = [line for line in err.splitlines() if not line.startswith("reading corpus")]
     assert line.startswith("error: ") and re.search(says, line), line
+
+
+def test_a_question_that_fails_is_recorded_and_the_others_are_answered(call, tmp_path):
+    out = str(tmp_path / "answers.jsonl")
+    words = ("Tacoma?", "why " * 25_000, "--out", out)
+    code, _, err = call(*words)
+    answered, failed = sorted(records(Path(out).read_text()), key=lambda record: record["id"])
+    assert code == 1 and "1 FAILED" in err
+    assert not answered.get("error") and answered["forwards"]
+    assert failed["id"] == "q2" and "tokens too long" in failed["error"] and failed["response"] == ""
+    assert call(*words)[0] == 0, "both are recorded: nothing is left to do"
 
 
 def test_another_model_needs_a_corpus_of_its_own(call, model):
