@@ -13,7 +13,9 @@ Times are medians over the rounds with their range, speed-ups medians of the rat
 
 --shape: a denoiser of that size with random weights follows the commits and the evidence of decodes of
 the shipped model (canvas 64, 7 passages of 100 tokens). --sweep: seconds a forward of one row, by one
-quantity, with and without the pool. Writes scores.json, table.md and picture.png into --out.
+quantity, with and without the pool. engine.compile=true adds compiled layers. What the device could do
+at best is measured before, FLOPs and bytes are counted (roofline.py). Writes scores.json, table.md and
+picture.png into --out.
 """
 
 import copy
@@ -123,7 +125,9 @@ def spread(questions: list[Question], count: int) -> list[Question]:
     return [questions[n * len(questions) // count] for n in range(count)]
 
 
-def mechanisms(config: DecodeConfig, layout: str) -> dict[str, tuple[bool, DecodeConfig, EngineConfig]]:
+def mechanisms(
+    config: DecodeConfig, layout: str, compiled: bool = False
+) -> dict[str, tuple[bool, DecodeConfig, EngineConfig]]:
     """Settings by name, each switching one more thing on: exact?, what is done, how it is done."""
     batch = replace(config, batch_size=config.batch_size if config.batch_size > 1 else 16)
     single = replace(config, batch_size=1)
@@ -140,12 +144,13 @@ def mechanisms(config: DecodeConfig, layout: str) -> dict[str, tuple[bool, Decod
         "+ evidence pool": (True, single, pool),
         f"+ {of}": (True, batch, pool),
         "+ pipeline": (True, replace(batch, overlap="pipeline"), pool),
-        f"{of}, compiled": (False, batch, replace(pool, compile=True)),
         f"{of}, no pool": (True, batch, search),
         f"{of}, stale evidence": (False, replace(batch, overlap="stale"), pool),
     }
     if config.stop_early and config.revision_threshold is None:
         found[f"{of}, trimmed canvas"] = (False, replace(batch, trim_canvas=True), pool)
+    if compiled:
+        found[f"{of}, compiled"] = (False, batch, replace(pool, compile=True))
     if layout == "joint":
         del found["+ evidence pool"], found[f"{of}, no pool"]
         found[f"{of}, prompts used 4 times more"] = (False, replace(batch, prompt_reuse=4), pool)
@@ -163,7 +168,9 @@ def cumulative(prepared: Prepared) -> list[Setting]:
             ),
             exact,
         )
-        for name, (exact, decode, engine) in mechanisms(prepared.config.decode, layout).items()
+        for name, (exact, decode, engine) in mechanisms(
+            prepared.config.decode, layout, prepared.config.engine.compile
+        ).items()
     ]  # fmt: skip
 
 

@@ -1,0 +1,45 @@
+"""The benchmarks run, and what must be equal in them is equal. No timing is looked at."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+
+def run_benchmark(name, *words):
+    command = [sys.executable, str(ROOT / "profiling" / f"{name}.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
+    run_benchmark("bench_decode", "--out", tmp_path, "--limit", 3, "--rounds", 1, "decode.batch_size=2")
+    found = json.loads((tmp_path / "scores.json").read_text())["settings"]
+    assert [line["same_tokens"] for line in found if line["exact"]] == [3] * 8
+    by_name = {line["setting"]: line for line in found}
+    plain, pooled = by_name["+ successive search"], by_name["+ evidence pool"]
+    assert pooled["reuse"] > 0.5 and pooled["tokens_run"] < plain["tokens_run"] / 2
+    assert (tmp_path / "picture.png").stat().st_size > 10_000 and (tmp_path / "table.md").exists()
+
+
+def test_successive_searches_find_what_fresh_ones_find():
+    found = run_benchmark("bench_successive", 60, 2500)
+    assert [cell.strip() for cell in found.splitlines()[-2].split("│")[1:4]] == ["2,500", "60", "0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--limit", "none"], "--limit none is not a whole number above 0"),
+        (["--shape", "8b"], "--shape 8b is not one of 100m, 1b, 7b"),
+        ([], "the benchmark needs --out FOLDER"),
+    ],
+)
+def test_bad_words_are_one_sentence(tmp_path, words, says):
+    out = ["--out", str(tmp_path)] if words else []
+    command = [sys.executable, str(ROOT / "profiling" / "bench_decode.py"), *out, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == f"error: {says}\n"
