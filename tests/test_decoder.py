@@ -152,12 +152,12 @@ def test_memory_does_not_grow_with_the_number_of_questions(corpus_file):
     decoder.engine = EngineConfig(pool_gib=3e-5)
     decoder.forget()
     sizes = []
-    for start in range(0, 60, 20):
-        decoder.decode([f"{QUESTIONS[n % 3]} {n}" for n in range(start, start + 20)])
+    for start in range(0, 1000, 250):
+        decoder.decode([f"{QUESTIONS[n % 3]} {n}" for n in range(start, start + 250)])
         contexts = decoder.contexts
         sizes.append((contexts._store.keys_values.nbytes, len(contexts._loaded), len(contexts._prompts)))
         assert contexts._pool.bytes[0] <= 3e-5 * 2**30
-    assert sizes[1] == sizes[2]
+    assert sizes[1] == sizes[2] == sizes[3]
 
 
 def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
