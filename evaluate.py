@@ -57,6 +57,8 @@ def main(argv: list[str]) -> None:
             note(f"{name}:")
         denoiser = job.run(denoiser if settings[name].model == model else None)
         model = settings[name].model
+        if job.failed:
+            note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
     report(out, questions, folders)
 
 

@@ -194,6 +194,7 @@ class Prepared:
             "corpus": self.retriever.corpus.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
             "evidence_layout": self.evidence_layout,
+            "engine.compile": self.config.engine.compile,
         }
 
     def stamp(self) -> dict[str, Any]:

@@ -177,6 +177,11 @@ class DecodeConfig(Checked):
                 "trim_canvas and canvas_growth need stop_early=true and revision_threshold=null: positions "
                 "that are not in the canvas are never written"
             )
+        if self.copied_threshold is not None and self.copied_threshold > self.commit_threshold:
+            raise ConfigError(
+                f"copied_threshold={self.copied_threshold} is above commit_threshold="
+                f"{self.commit_threshold}: a copy needs less confidence, not more"
+            )
         if self.copied_threshold is not None and self.commit_rule not in ("threshold", "grounded"):
             raise ConfigError(
                 f"copied_threshold has no effect with commit_rule={self.commit_rule}: set "
@@ -191,9 +196,14 @@ class DecodeConfig(Checked):
 
 @dataclass
 class EngineConfig(Checked):
-    """How the work of decoding is done; nothing here changes an answer."""
+    """How the work of decoding is done; nothing here changes a token, but by the rounding of `compile`."""
 
-    pool_gib: float = setting(1.0, "keys and values of evidence kept on the device, in GiB; 0: none", low=0)
+    pool_gib: float = setting(
+        1.0,
+        "keys and values of evidence kept on the device, in GiB, beside those of the rows in the batch; "
+        "0: none",
+        low=0,
+    )
     host_pool_gib: float = setting(0.0, "more of them in host memory, for what leaves the device", low=0)
     search_memory_gib: float = setting(
         1.0, "BM25 scores kept between the queries of a question, in GiB; 0: every search is fresh", low=0
@@ -205,6 +215,11 @@ class EngineConfig(Checked):
     masked_only: bool = setting(
         True, "last layer and head at masked positions only; false: everywhere, as is usual"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.host_pool_gib and not self.pool_gib:
+            raise ConfigError("host_pool_gib has no effect without a pool on the device: set pool_gib too")
 
 
 @dataclass

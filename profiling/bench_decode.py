@@ -43,6 +43,7 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import exact_match
+from dlm_rag.retrieval import bm25
 
 PLAIN = EngineConfig(pool_gib=0.0, search_memory_gib=0.0, keep_tokens=False, masked_only=False)
 SWEEPS = {
@@ -111,6 +112,7 @@ def main(argv: list[str]) -> None:
     wrong = [line["setting"] for line in lines if line["exact"] and line["same_tokens"] < len(questions)]
     if wrong and not words.options["shape"]:
         note(f"not the tokens of {settings[0].name} for every question: {', '.join(wrong)}")
+        raise SystemExit(1)
 
 
 def whole_number(options: dict[str, str], name: str) -> int:
@@ -126,9 +128,13 @@ def spread(questions: list[Question], count: int) -> list[Question]:
 
 
 def mechanisms(
-    config: DecodeConfig, layout: str, compiled: bool = False
+    config: DecodeConfig, layout: str, passages: int = 0, compiled: bool = False
 ) -> dict[str, tuple[bool, DecodeConfig, EngineConfig]]:
     """Settings by name, each switching one more thing on: exact?, what is done, how it is done."""
+    config = replace(
+        config, overlap="none", prompt_reuse=0, trim_canvas=False, canvas_growth=None, retrieve_every=1,
+        retrieve_below=None,
+    )  # fmt: skip
     batch = replace(config, batch_size=config.batch_size if config.batch_size > 1 else 16)
     single = replace(config, batch_size=1)
     tokens = replace(PLAIN, keep_tokens=True)
@@ -151,6 +157,8 @@ def mechanisms(
         found[f"{of}, trimmed canvas"] = (False, replace(batch, trim_canvas=True), pool)
     if compiled:
         found[f"{of}, compiled"] = (False, batch, replace(pool, compile=True))
+    if passages < bm25.SUCCESSIVE_FROM:
+        del found["+ successive search"]  # a fresh one is as cheap, and nothing is kept
     if layout == "joint":
         del found["+ evidence pool"], found[f"{of}, no pool"]
         found[f"{of}, prompts used 4 times more"] = (False, replace(batch, prompt_reuse=4), pool)
@@ -169,7 +177,7 @@ def cumulative(prepared: Prepared) -> list[Setting]:
             exact,
         )
         for name, (exact, decode, engine) in mechanisms(
-            prepared.config.decode, layout, prepared.config.engine.compile
+            prepared.config.decode, layout, len(prepared.retriever.corpus), prepared.config.engine.compile
         ).items()
     ]  # fmt: skip
 
@@ -199,7 +207,7 @@ def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[
     found = []
     for layout in ("joint", "independent"):
         for name, (exact, how, engine) in mechanisms(decode, layout).items():
-            if exact and name not in ("+ token ids kept", "+ successive search", "+ pipeline"):
+            if exact and name not in ("+ token ids kept", "+ pipeline"):
                 retriever = ReplayRetriever(recorder.retriever, recorded)
                 replay = Replay(denoiser, retriever, tokenizer, how, layout, engine)
                 replay.recorded = recorded
@@ -219,6 +227,7 @@ def measure(settings: Sequence[Setting], questions: list[Question], rounds: int)
             before = replace(counted[id(decoder.denoiser)])
             decoder.retriever.remember(int(decoder.engine.search_memory_gib * 2**30))
             decoder.forget()
+            decoder.tokenizer.encode.cache_clear()
             start = time.perf_counter()
             rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
             seconds = time.perf_counter() - start

@@ -78,7 +78,10 @@ def gpu_kernel(request, monkeypatch):
             k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
         return varlen_reference(q, k, v, cq, ck, mq, mk, causal)
 
-    def varlen(q, k, v, cq, ck, mq, mk, *, window_size=(-1, -1), enable_gqa=False, **paged):
+    def varlen(
+        q, k, v, cq, ck, mq, mk, *, window_size=(-1, -1), enable_gqa=False, num_splits=None, **paged
+    ):
+        assert num_splits == 1, "batch invariant"
         assert enable_gqa and window_size in ((-1, -1), (-1, 0))
         if paged:
             assert ck is None and request.param == "varlen with pages"

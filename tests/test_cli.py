@@ -179,7 +179,9 @@ def test_a_question_that_fails_is_recorded_and_the_others_are_answered(call, tmp
     assert code == 1 and "1 FAILED" in err
     assert not answered.get("error") and answered["forwards"]
     assert failed["id"] == "q2" and "tokens too long" in failed["error"] and failed["response"] == ""
-    assert call(*words)[0] == 0, "both are recorded: nothing is left to do"
+    code, _, err = call(*words)
+    assert code == 1 and "1 of 2 questions are answered already" in err, "what failed is asked again"
+    assert len(records(Path(out).read_text())) == 2
 
 
 def test_another_model_needs_a_corpus_of_its_own(call, model):

@@ -151,13 +151,13 @@ def test_memory_does_not_grow_with_the_number_of_questions(corpus_file):
     decoder = make_decoder(corpus_file, "independent", batch_size=4)
     decoder.engine = EngineConfig(pool_gib=3e-5)
     decoder.forget()
-    sizes = []
+    sizes, held = [], []
     for start in range(0, 1000, 250):
         decoder.decode([f"{QUESTIONS[n % 3]} {n}" for n in range(start, start + 250)])
-        contexts = decoder.contexts
-        sizes.append((contexts._store.keys_values.nbytes, len(contexts._loaded), len(contexts._prompts)))
-        assert contexts._pool.bytes[0] <= 3e-5 * 2**30
+        sizes.append(decoder.contexts._store.keys_values.nbytes)
+        held.append(decoder.contexts._pool.bytes[0])
     assert sizes[1] == sizes[2] == sizes[3]
+    assert 0 < max(held) <= 3e-5 * 2**30
 
 
 def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
@@ -259,9 +259,66 @@ def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
         for kind in (Fragile, CountingRetriever)
     )
     found, expected = decoder.decode(QUESTIONS), healthy.decode(QUESTIONS)
-    assert found[0].error == "the search failed: the disk is gone" and found[0].finished
+    assert found[0].error == "the search failed: RuntimeError: the disk is gone" and found[0].finished
     assert found[0].answer_record()["error"] and not found[0].response
     assert records(found[1:]) == records(expected[1:])
+
+
+def test_a_search_that_no_token_needs_may_fail(corpus):
+    """The last search of a finished canvas is for the record."""
+
+    class OnceOnly(CountingRetriever):
+        def rank(self, queries, depth):
+            if self.asked:
+                raise RuntimeError("the disk is gone")
+            return super().rank(queries, depth)
+
+    config = DecodeConfig(canvas_length=4, commit_threshold=0.5)
+    decoder = Decoder(tiny_denoiser(), OnceOnly(corpus), tiny_tokenizer(), config)
+    script_logits(decoder, "Emma")
+    rollout = decoder.decode(["Who?"])[0]
+    assert (rollout.response, rollout.error, rollout.evidence) == ("Emma", "", rollout.steps[0].passage_ids)
+
+
+def test_a_retriever_with_too_few_results_fails_its_questions(corpus):
+    class Forgetful(CountingRetriever):
+        def rank(self, queries, depth):
+            return super().rank(queries, depth)[1:]
+
+    found = Decoder(tiny_denoiser(), Forgetful(corpus), tiny_tokenizer()).decode(QUESTIONS)
+    assert {r.error for r in found} == {"the search failed: RuntimeError: 0 results for 1 queries"}
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+def test_kept_scores_change_no_token_and_none_are_left(corpus_file, monkeypatch, overlap):
+    plain = make_decoder(corpus_file, overlap=overlap, batch_size=2).decode(QUESTIONS)
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
+    decoder = make_decoder(corpus_file, overlap=overlap, batch_size=2)
+    successive = decoder.retriever._successive
+    assert successive is not None
+    assert records(decoder.decode(QUESTIONS)) == records(plain)
+    assert not successive._kept
+    next(iter(decoder.stream([Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)])))
+    assert not successive._kept, "the caller stopped early"
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file):
+    settings = {"prompt_reuse": 9, "commit_threshold": 1.0, "batch_size": 2}
+    expected = records(make_decoder(corpus_file, **settings).decode(QUESTIONS))
+    decoder = make_decoder(corpus_file, **settings)
+    stream = decoder.stream([Question(f"q{n}", text) for n, text in enumerate(QUESTIONS, 1)])
+    next(stream)
+    stream.close()
+    assert not decoder.contexts._prompts
+    assert records(decoder.decode(QUESTIONS)) == expected
+
+
+def test_both_halves_of_a_pipeline_have_rows(corpus_file):
+    decoder = make_decoder(corpus_file, overlap="pipeline", batch_size=8)
+    sizes, denoise = [], decoder._denoise
+    decoder._denoise = lambda rows: (sizes.append(len(rows)), denoise(rows))
+    decoder.decode(QUESTIONS[:2])
+    assert max(sizes) == 1
 
 
 def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):

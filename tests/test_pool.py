@@ -60,7 +60,7 @@ def test_no_tier_passes_its_budget_in_ten_thousand_refreshes():
         assert tuple(held) == pool.bytes and all(a <= b for a, b in zip(held, budgets, strict=True))
         largest = max(largest, *held)
     assert largest > 0.9 * budgets[1], "the budget is used"
-    assert segment(0, 200) not in pool, "200 tokens of 128 bytes fit nowhere"
+    assert pool.get(segment(0, 200), CPU) is None, "200 tokens of 128 bytes fit nowhere"
 
 
 def laid_out(layout, facts, shifted, question=(1, 2, 3)):

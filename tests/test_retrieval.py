@@ -18,6 +18,7 @@ from dlm_rag.retrieval.bm25 import terms
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.hybrid import HybridRetriever
+from dlm_rag.retrieval.incremental import SuccessiveSearch
 from dlm_rag.retrieval.query import Query
 
 
@@ -253,7 +254,9 @@ def random_edits(rng, words, vocabulary):
 @pytest.mark.parametrize(
     ("passages", "size", "top_k"), [(3, 5, 3), (600, 5, 7), (2000, 30, 50), (2000, 400, 7)]
 )
-def test_successive_queries_find_what_fresh_ones_find_ties_included(tmp_path, passages, size, top_k):
+def test_successive_queries_find_what_fresh_ones_find_ties_included(
+    tmp_path, monkeypatch, passages, size, top_k
+):
     """Short passages of few words: most scores are tied, and which tie stays follows from the heap."""
     rng = random.Random(passages + size)
     vocabulary = [f"w{n}" for n in range(size)]
@@ -264,8 +267,9 @@ def test_successive_queries_find_what_fresh_ones_find_ties_included(tmp_path, pa
     lines = [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
     corpus = write_lines(tmp_path / "corpus.jsonl", lines)
     fresh, kept = (load_retriever(corpus, top_k=top_k) for _ in range(2))
-    kept.remember(2**20, passages=0)
-    assert kept._successive.usable
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
+    kept.remember(2**20)
+    assert kept._successive is not None
     askers = {name: rng.choices(vocabulary, k=rng.randrange(1, 25)) for name in "abc"}
     for _ in range(150):
         name = rng.choice("abc")
@@ -278,11 +282,27 @@ def test_successive_queries_find_what_fresh_ones_find_ties_included(tmp_path, pa
     assert len(kept._successive._kept) <= 3
 
 
-def test_kept_scores_stay_within_their_memory(corpus_file):
+def test_kept_scores_stay_within_their_memory(corpus_file, monkeypatch):
+    """Two states of 512 passages, the least there is, fit; a third asker gets fresh searches."""
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
     retriever = load_retriever(corpus_file, top_k=2)
-    retriever.remember(2 * 4 * len(retriever.corpus), passages=0)
-    for asker in "abcde":
-        retriever.rank([Query("novel", (), asker)], 2)
-    assert list(retriever._successive._kept) == ["d", "e"]
-    retriever.remember(0)
+    retriever.remember(2 * 4 * 512)
+    for asker in "abc":
+        assert retriever.rank([Query("novel", (), asker)], 2) == [[3, 0]]
+    assert list(retriever._successive._kept) == ["a", "b"]
+    retriever.forget("a")
+    retriever.rank([Query("novel", (), "c")], 2)
+    assert list(retriever._successive._kept) == ["b", "c"]
+    retriever.remember(4 * 512 - 1)
     assert retriever.rank([Query("novel", (), "a")], 2) == [[3, 0]]
+    assert not retriever._successive._kept
+
+
+def test_scores_under_the_unit_of_the_kept_sums_still_count():
+    """As those of a word that stands in nearly every passage of a large corpus."""
+    scores = np.array([3e-8, 1e-8, 5e-8, 2e-8, 0.5], dtype=np.float32)
+    rows = np.array([0, 1, 2, 3, 1], dtype=np.int32)  # the word 0 in passages 0 to 3, the word 1 in 1
+    successive = SuccessiveSearch(scores, rows, np.array([0, 4, 5], dtype=np.int32), 6, 0.5, 2**20)
+    assert successive.rank("a", [0], 3) == [2, 0, 3]
+    assert successive.rank("a", [0, 1], 3) == [1, 2, 0]
+    assert successive.rank("a", [0, 0], 2) == [2, 0]

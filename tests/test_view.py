@@ -4,6 +4,7 @@ from rich.console import Console
 from test_decoder import QUESTIONS, make_decoder
 from test_rollout import hand_made
 
+from dlm_rag.data.questions import Question
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.decode.view import LiveView, Tally, answer_panel, canvas_text, colour_of, progress_panel
 
@@ -79,3 +80,14 @@ def test_a_token_in_a_row_is_counted():
     steps = [Step(0, "q", (), True), Step(1, None, (), False, committed=tuple(tokens))]
     shown = canvas_text(Rollout("1", "?", "joint", 10, steps=steps)).plain
     assert shown == "abab<end>×6··"
+
+
+def test_a_question_that_fails_at_once_is_shown_beside_the_others(corpus_file):
+    console = Console(width=100, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
+    decoder = make_decoder(corpus_file, batch_size=2)
+    asked = [Question("long", "why " * 2000), Question("emma", "Who wrote Emma?")]
+    with LiveView(console) as view:
+        for rollout in decoder.stream(asked, view.step):
+            view.finish(rollout)
+    shown = console.export_text()
+    assert "tokens too long" in shown and "Who wrote Emma?" in shown

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,9 +26,10 @@ class AnswersFile:
         self._stamp_path = out.with_name(f"{out.name}.run.json")
         self._stamp = self._read_stamp()
         records = _whole_lines(out)
-        self._answered = {record["id"]: record["question"] for record in records}
+        self._answered = {r["id"]: r["question"] for r in records if not r.get("error")}
+        self._failed = {record["id"] for record in records if record.get("error")}
         if trace is not None:
-            self._check_trace(trace, [record["id"] for record in records])
+            self._check_trace(trace, list(self._answered))
 
     def _read_stamp(self) -> dict[str, Any] | None:
         if not self._out.is_file() or not self._out.stat().st_size:
@@ -44,7 +45,7 @@ class AnswersFile:
             ) from None
 
     def _check_trace(self, trace: Path, answered: list[str]) -> None:
-        traced = [record["id"] for record in _whole_lines(trace)]
+        traced = [i for record in _whole_lines(trace) if (i := record["id"]) not in self._failed]
         # A trace is written before its answer: a kill in between leaves one more of them.
         if traced[: len(answered)] != answered or len(traced) > len(answered) + 1:
             raise ConfigError(
@@ -53,7 +54,10 @@ class AnswersFile:
             )
 
     def remaining(self, questions: Sequence[Question]) -> list[Question]:
-        """The questions without an answer here; raises `ConfigError` if an id has another question's."""
+        """The questions without an answer here, those that failed among them.
+
+        Raises `ConfigError` if an id has another question's answer.
+        """
         for question in questions:
             if self._answered.get(question.id, question.question) != question.question:
                 raise ConfigError(
@@ -73,14 +77,19 @@ class AnswersFile:
                 )
 
     def begin(self, stamp: dict[str, Any]) -> None:
-        """Takes the file for this process, takes away what a kill left half-written, writes the stamp."""
+        """Takes the file for this process and writes the stamp.
+
+        Takes away what a kill left half-written and the lines of questions that failed: they are
+        asked again.
+        """
         try:
             self._lock.acquire()
         except Timeout:
             raise ConfigError(f"out={self._out} is being written by another process") from None
-        _cut_after_lines(self._out, len(self._answered))
-        if self._trace is not None:
-            _cut_after_lines(self._trace, len(self._answered))
+        for path in (self._trace, self._out):
+            if path is not None:
+                _drop_lines(path, self._failed)
+                _cut_after_lines(path, len(self._answered))
         if self._stamp is None:
             scratch = self._stamp_path.with_name(f"{self._stamp_path.name}.part")
             scratch.write_text(json.dumps(stamp, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -125,6 +134,17 @@ def _whole_lines(path: Path) -> list[dict[str, Any]]:
             ) from None
         records.append(record)
     return records
+
+
+def _drop_lines(path: Path, ids: Collection[str]) -> None:
+    """Writes the file anew without the records of these ids; a line that has no end stays."""
+    if not ids or not path.is_file():
+        return
+    whole, _, rest = path.read_bytes().rpartition(b"\n")
+    kept = [line for line in whole.split(b"\n") if json.loads(line)["id"] not in ids]
+    scratch = path.with_name(f"{path.name}.part")
+    scratch.write_bytes(b"".join(line + b"\n" for line in kept) + rest)
+    scratch.replace(path)
 
 
 def _cut_after_lines(path: Path, count: int) -> None:

@@ -93,7 +93,7 @@ class Search:
     """What was asked for some rows; `results` waits while the search is under way."""
 
     rows: list[Row] = field(default_factory=list)
-    results: Callable[[], tuple[list[Found], dict[str, float]]] = lambda: ([], {})
+    results: Callable[[], list[Found]] = list
 
 
 @dataclass
@@ -102,6 +102,7 @@ class Group:
 
     free: list[int]
     on_step: OnStep | None
+    most: int = 0  # rows that it may have
     rows: list[Row] = field(default_factory=list)
     search: Search = field(default_factory=Search)
 
@@ -186,14 +187,22 @@ class Decoder:
         count = min(2, self.config.batch_size) if self.config.overlap == "pipeline" else 1
         groups = [Group(list(range(n, self.config.batch_size, count)), on_step) for n in range(count)]
         take_turn = self._stale_turn if self.config.overlap == "stale" else self._turn
-        with ThreadPoolExecutor(1, "search") as worker:
-            while waiting or any(group.rows for group in groups):
-                for group in groups:
-                    with StageClock() as clock, step_range(turn, len(group.rows)):
-                        done = take_turn(group, waiting, worker, clock)
-                        _charge(clock.take(), [row.seconds for row in group.rows])
-                    yield from (row.rollout for row in done)
-                    turn += 1
+        try:
+            with ThreadPoolExecutor(1, "search") as worker:
+                while waiting or any(group.rows for group in groups):
+                    # As many for each group, where there are fewer questions than places.
+                    share = -(-(len(waiting) + sum(len(group.rows) for group in groups)) // count)
+                    for group in groups:
+                        group.most = share
+                        with StageClock() as clock, step_range(turn, len(group.rows)):
+                            done = take_turn(group, waiting, worker, clock)
+                            _charge(clock.take(), [row.seconds for row in group.rows])
+                        yield from (row.rollout for row in done)
+                        turn += 1
+        finally:  # the caller may not want the rest
+            for group in groups:
+                for row in group.rows:
+                    self._leave(row)
 
     def _turn(
         self, group: Group, waiting: deque[Question], worker: ThreadPoolExecutor, clock: StageClock
@@ -214,16 +223,19 @@ class Decoder:
         """As `_turn`, but what is asked after a step is found while the next step denoises."""
         self._denoise(group.ready)
         self._commit(group.ready)
-        asking = [row for row in group.ready if not row.canvas.finished(self._stop_at)]
+        denoised = group.ready
         self._receive(group.search)
-        ending = group.rows
-        group.search = self._ask(asking + self._join(group, waiting), worker)
+        ending, joined = group.rows, self._join(group, waiting)
+        asking = [
+            row for row in denoised if not row.rollout.error and not row.canvas.finished(self._stop_at)
+        ]
+        group.search = self._ask(asking + joined, worker)
         return self._end_step(group, ending, clock)
 
     def _join(self, group: Group, waiting: deque[Question]) -> list[Row]:
         """Lets waiting questions in where slots are free; returns their rows."""
-        joined = []
-        while waiting and group.free:
+        joined: list[Row] = []
+        while waiting and group.free and len(group.rows) + len(joined) < group.most:
             question, slot = waiting.popleft(), group.free.pop(0)
             joined.append(
                 Row(
@@ -347,6 +359,11 @@ class Decoder:
             )
         return torch.cat(found, dim=1).cpu().numpy().astype(np.float64)
 
+    def _leave(self, row: Row) -> None:
+        """Drops what is kept for a row that takes no more steps."""
+        self.contexts.release(row.slot)
+        self.retriever.forget(row.question.id)
+
     def _uniform(self, rows: list[Row], positions: list[NDArray[np.int64]]) -> Tensor | None:
         """Uniform numbers (n,) for sampling: one per canvas position and step, question by question."""
         if not self.config.temperature:
@@ -437,28 +454,37 @@ class Decoder:
         found = self._search(queries)
         return Search(asking, lambda: found)
 
-    def _search(self, queries: list[Query]) -> tuple[list[Found], dict[str, float]]:
-        """What each query finds, and the seconds of the stages on this thread."""
-        with StageClock() as clock, stage("retrieve"):
-            found = self._find(queries)
-        return found, clock.seconds
+    def _search(self, queries: list[Query]) -> list[Found]:
+        with stage("retrieve"):
+            return self._find(queries)
 
     def _find(self, queries: list[Query]) -> list[Found]:
+        """What each query finds; where a batch fails, each by itself, the error standing for one."""
         try:
-            return list(self.retriever.search(queries))
+            found = self.retriever.search(queries)
+            if len(found) != len(queries):
+                raise RuntimeError(f"{len(found)} results for {len(queries)} queries")
+            return list(found)
         except Exception as error:
             if len(queries) == 1:
+                log.warning("a search failed", exc_info=error)
                 return [error]
             return [found for query in queries for found in self._find([query])]
 
     def _receive(self, search: Search) -> None:
-        """Takes what was found as the evidence of its rows."""
-        found, seconds = search.results()
-        _charge(seconds, [row.seconds for row in search.rows])
+        """Takes what was found as the evidence of its rows.
+
+        Of a search on another thread only the wait counts as time.
+        """
+        with stage("retrieve"):
+            found = search.results()
         with stage("tokenize"):
             for row, passages in zip(search.rows, found, strict=True):
+                if row.rollout.error:
+                    continue
                 if isinstance(passages, Exception):
-                    row.fail(f"the search failed: {passages}")
+                    if not row.canvas.finished(self._stop_at):  # then it changes no token
+                        row.fail(f"the search failed: {type(passages).__name__}: {passages}")
                     continue
                 try:
                     self._take(row, passages)
@@ -491,11 +517,11 @@ class Decoder:
         done = [row for row in rows if row.rollout.error or row in answered]
         for row in done:
             row.rollout.finished = True
-            self.contexts.release(row.slot)
-            self.retriever.forget(row.question.id)
+            self._leave(row)
         if group.on_step is not None:
             for row in rows:
-                group.on_step(row.rollout)
+                if not row.rollout.error:
+                    group.on_step(row.rollout)
         group.rows = [row for row in group.rows if not row.rollout.finished]
         group.free += [row.slot for row in done]
         return done

@@ -26,7 +26,7 @@ class Reuse:
 
     @property
     def share(self) -> float:
-        """The share of the wanted tokens that was there already."""
+        """The share of the wanted tokens that needed no run of their own."""
         return 1 - self.encoded / self.wanted if self.wanted else 0.0
 
 
@@ -45,9 +45,6 @@ class EvidencePool:
     def bytes(self) -> tuple[int, int]:
         """Bytes held now, on the device and in host memory."""
         return self._tiers[0].bytes, self._tiers[1].bytes
-
-    def __contains__(self, segment: Segment) -> bool:
-        return any(segment in tier.kept for tier in self._tiers)
 
     def prefetch(self, segments: Iterable[Segment], device: torch.device) -> None:
         """Starts the copies of what lies in host memory, so that `get` need not wait for them."""

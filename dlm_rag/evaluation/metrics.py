@@ -48,7 +48,7 @@ class Score:
 
 
 def score(rollout: Rollout, question: Question) -> Score:
-    """Scores a finished rollout, fresh or read back from a trace; one that failed has found nothing."""
+    """Scores a finished rollout, fresh or read back from a trace; one that failed has no answer."""
     return Score(
         exact_match=exact_match(rollout.answer, question.golden_answers),
         f1=f1(rollout.answer, question.golden_answers),

@@ -97,14 +97,17 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    paged: dict[str, Any] = {}
-    if stored is not None and _torch_reads_pages():
-        paged = {"seqused_k": keys.counts, "block_table": stored.table}
+    options: dict[str, Any] = {}
+    if "num_splits" in inspect.signature(varlen_attn).parameters:
+        options["num_splits"] = 1  # else rounding would depend on the other rows
+    paged = stored is not None and _torch_reads_pages()
+    if stored is not None and paged:
+        options |= {"seqused_k": keys.counts, "block_table": stored.table}
     elif stored is not None:
         k, v = (torch.cat(stored.views(x, keys.lengths)) for x in (k, v))
     out = varlen_attn(
         q, k, v, queries.cumulative, None if paged else keys.cumulative, queries.longest, keys.longest,
-        window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q.shape[1] != k.shape[-2], **paged,
+        window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q.shape[1] != k.shape[-2], **options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out

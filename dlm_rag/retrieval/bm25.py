@@ -1,10 +1,12 @@
 """Sparse retrieval: BM25 by bm25s, its index built once and mapped from disk."""
 
+import json
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import bm25s
+import numpy as np
 from bm25s.numba import retrieve_utils
 from bm25s.stopwords import STOPWORDS_EN
 
@@ -19,6 +21,7 @@ from dlm_rag.stages import stage
 _TERMS = re.compile(r"(?u)\b\w\w+\b").findall
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 SUCCESSIVE_FROM = 50_000  # passages
+FACTS = "columns.json"  # what `SuccessiveSearch` needs to know about the columns
 
 # bm25s compiles its search in every process, for 5 seconds; numba can keep it on disk (0.2 seconds).
 retrieve_utils._retrieve_internal_jitted_serial.enable_caching()
@@ -39,26 +42,34 @@ class BM25Retriever(Retriever):
     def __init__(self, corpus: Corpus, top_k: int) -> None:
         super().__init__(corpus, top_k)
         folder = build_once(
-            corpus.folder / slug("bm25", bm25s.__version__), lambda scratch: _build(corpus, scratch)
+            corpus.folder / slug("bm25", bm25s.__version__, FACTS), lambda scratch: _build(corpus, scratch)
         )
         self._index = bm25s.BM25.load(folder, mmap=True, backend="numba")
+        self._facts = json.loads(Path(folder, FACTS).read_text(encoding="utf-8"))
         self._successive: SuccessiveSearch | None = None
+        self._memory = 0
         self._search([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def key(self, query: Query) -> Hashable:
         return query.text
 
-    def remember(self, memory: int, passages: int = SUCCESSIVE_FROM) -> None:
+    def remember(self, memory: int) -> None:
         """Keeps scores between the queries of one asker, in up to `memory` bytes.
 
-        For a corpus of fewer than `passages` a fresh search is cheaper, and nothing is kept.
+        For a corpus of fewer than `SUCCESSIVE_FROM` passages a fresh search is cheaper, and nothing is
+        kept.
         """
-        self._successive = None
-        if memory and len(self.corpus) >= passages:
+        if memory == self._memory:
+            return
+        self._memory, self._successive = memory, None
+        if memory and len(self.corpus) >= SUCCESSIVE_FROM and self._facts["ascending"]:
             found = self._index.scores
-            columns = (found["data"], found["indices"], found["indptr"])
-            successive = SuccessiveSearch(*columns, len(self.corpus), memory)
-            self._successive = successive if successive.usable else None
+            self._successive = SuccessiveSearch(
+                found["data"], found["indices"], found["indptr"], len(self.corpus),
+                self._facts["largest"], memory,
+            )  # fmt: skip
+            self._successive.rank("", [0], 1)  # loads its compiled parts
+            self._successive.forget("")
 
     def forget(self, asker: str) -> None:
         if self._successive is not None:
@@ -69,10 +80,11 @@ class BM25Retriever(Retriever):
         with stage("retrieve/search"):
             asked = [self._index.get_tokens_ids(terms(query.text)) for query in queries]
             found: list[Ranking | None] = [[] if not ids else None for ids in asked]
-            if self._successive is not None:
+            successive = self._successive
+            if successive is not None:
                 for number, (query, ids) in enumerate(zip(queries, asked, strict=True)):
                     if ids and query.asker:
-                        found[number] = self._successive.rank(query.asker, ids, depth)
+                        found[number] = successive.rank(query.asker, ids, depth)
             rest = iter(self._search([a for a, f in zip(asked, found, strict=True) if f is None], depth))
             return [next(rest) if ranking is None else ranking for ranking in found]
 
@@ -98,3 +110,11 @@ def _build(corpus: Corpus, scratch: Path) -> None:
     index = bm25s.BM25()
     index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
     index.save(scratch, show_progress=False)
+    data, indices, indptr = (index.scores[name] for name in ("data", "indices", "indptr"))
+    rising = np.diff(indices, prepend=-1) > 0
+    rising[indptr[:-1][indptr[:-1] < len(indices)]] = True  # where a column begins
+    facts = {
+        "largest": float(data.max(initial=0.0)),
+        "ascending": bool(rising.all() and (data > 0).all()),
+    }
+    (scratch / FACTS).write_text(json.dumps(facts), encoding="utf-8")

@@ -7,8 +7,9 @@ only choose candidates. The candidates' scores are then summed in float32 word b
 the heap of bm25s, as a fresh search does: the result is the same, ties included.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +22,8 @@ from dlm_rag.retrieval.base import Ranking
 UNIT = 2.0**-20  # of the kept sums
 BLOCK = 512  # passages whose best sum is looked at before any of them is
 
+_numba_sorted_top_k.enable_caching()  # as in bm25.py
+
 
 @dataclass
 class Kept:
@@ -32,10 +35,10 @@ class Kept:
 
 
 class SuccessiveSearch:
-    """Searches over the columns of a bm25s index, one state for each asker.
+    """Searches over the columns of a bm25s index, one state for each asker, in up to `memory` bytes.
 
-    data, indices, indptr: the scores (float32) and passages (int32, ascending) of each word's column.
-    memory: bytes that states may take; the least recently used is dropped.
+    data, indices, indptr: the scores (float32, above 0, at most `largest`) and the passages (int32,
+    ascending) of each word's column. Safe to be called from several threads.
     """
 
     def __init__(
@@ -44,47 +47,50 @@ class SuccessiveSearch:
         indices: NDArray[np.int32],
         indptr: NDArray[np.int32],
         passages: int,
+        largest: float,
         memory: int,
     ) -> None:
         self._columns = (data, indices, indptr)
-        self._passages, self._most = passages, max(1, memory // (4 * passages))
-        self._largest = float(data.max(initial=0.0))
-        # What the search below relies on: sorted columns, and no score so small that it counts as 0.
-        self.usable = bool(_ascending(indices, indptr)) and float(data.min(initial=1.0)) > UNIT
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._passages, self._largest = passages, largest
+        self._padded = -(-passages // BLOCK) * BLOCK
+        self._most = memory // (4 * self._padded)
+        self._kept: dict[str, Kept] = {}
+        self._lock = threading.Lock()
 
     def forget(self, asker: str) -> None:
         """Drops the state of a question that is finished."""
-        self._kept.pop(asker, None)
+        with self._lock:
+            self._kept.pop(asker, None)
 
     def rank(self, asker: str, query: Sequence[int], depth: int) -> Ranking | None:
-        """The best passages for the words `query` (ids, in order, repeated ones kept), or None.
+        """The best passages for the words `query` (ids, in order, repeated ones kept).
 
-        None where a fresh search is cheaper, or the sums could overflow.
+        None where there is no memory for another asker, or the sums could overflow.
         """
-        if len(query) * self._largest / UNIT >= 2**31 - 1:
+        if len(query) * (self._largest / UNIT + 1) >= 2**31 - 1:
             return None
-        state = self._kept.pop(asker, None)
+        with self._lock:
+            if asker not in self._kept:
+                if len(self._kept) >= self._most:
+                    return None
+                self._kept[asker] = Kept(np.zeros(self._padded, dtype=np.int32))
+            return self._rank(self._kept[asker], query, depth)
+
+    def _rank(self, state: Kept, query: Sequence[int], depth: int) -> Ranking:
         words = Counter(query)
-        if state is None:
-            while len(self._kept) >= self._most:
-                self._kept.popitem(last=False)
-            state = Kept(np.zeros(-(-self._passages // BLOCK) * BLOCK, dtype=np.int32))
         change = {word: words[word] - state.words[word] for word in words.keys() | state.words.keys()}
-        if self._postings(word for word, count in change.items() if count) > self._postings(words):
+        change = {word: count for word, count in change.items() if count}
+        if self._postings(change) > self._postings(words):
             state.sums.fill(0)
             change = words
-        data, indices, indptr = self._columns
-        changed = [(word, count) for word, count in change.items() if count]
-        if changed:
-            ids, counts = np.array(changed, dtype=np.int64).T
-            _add(state.sums, data, indices, indptr, ids, counts)
+        if change:
+            ids, counts = (np.fromiter(part, np.int64) for part in (change.keys(), change.values()))
+            _add(state.sums, *self._columns, ids, counts)
         state.words = words
-        self._kept[asker] = state
         state.found = self._top(state, np.array(query, dtype=np.int64), depth)
         return state.found
 
-    def _postings(self, words) -> int:  # type: ignore[no-untyped-def]
+    def _postings(self, words: Iterable[int]) -> int:
         indptr = self._columns[2]
         return sum(int(indptr[word + 1] - indptr[word]) for word in words)
 
@@ -95,7 +101,7 @@ class SuccessiveSearch:
         rows = _candidates(state.sums, tops, self._passages, depth, len(query), floor)
         scores = _exact(rows, query, *self._columns)
         best = np.sort(scores)[::-1][: depth + 1]
-        if (best[1:] == best[:-1]).any():
+        if floor and (best[1:] == best[:-1]).any():
             # Which of equals is kept follows from all that the heap of a fresh search had seen before.
             rows = _candidates(state.sums, tops, self._passages, depth, len(query), 0)
             scores = _exact(rows, query, *self._columns)
@@ -104,21 +110,11 @@ class SuccessiveSearch:
 
 
 @njit(nogil=True, cache=True)
-def _ascending(indices, indptr):  # type: ignore[no-untyped-def]
-    """Whether the passages of every column ascend."""
-    for word in range(len(indptr) - 1):
-        for j in range(indptr[word] + 1, indptr[word + 1]):
-            if indices[j] <= indices[j - 1]:
-                return False
-    return True
-
-
-@njit(nogil=True, cache=True)
 def _add(sums, data, indices, indptr, ids, counts):  # type: ignore[no-untyped-def]
-    """Adds `counts` times the columns `ids`, in whole units."""
+    """Adds `counts` times the columns `ids`, in whole units; a score is never less than one."""
     for i in range(len(ids)):
         for j in range(indptr[ids[i]], indptr[ids[i] + 1]):
-            sums[indices[j]] += np.int32(counts[i] * np.rint(data[j] / UNIT))
+            sums[indices[j]] += np.int32(counts[i] * max(1.0, np.rint(data[j] / UNIT)))
 
 
 @njit(nogil=True, cache=True)
@@ -126,13 +122,13 @@ def _candidates(sums, tops, passages, depth, words, floor):  # type: ignore[no-u
     """Rows, ascending, that may be among the `depth` best by exact scores.
 
     With `floor` 0 they are all that enter the heap of a fresh search at any time. A sum and the exact
-    score differ by at most half a unit for each word, and by the rounding of float32 in each addition.
+    score differ by less than a unit for each word, and by the rounding of float32 in each addition.
     """
     rows = np.empty(1024, dtype=np.int64)
     count = 0
     best = np.zeros(depth, dtype=np.int64)  # ascending
     lowest = np.int64(floor)
-    slack = words + 1 + np.int64(2.1 * words * lowest * 2.0**-24)
+    slack = 2 * words + 1 + np.int64(2.1 * words * lowest * 2.0**-24)
     for block in range(len(tops)):
         start = block * BLOCK
         if (start >= depth or floor > 0) and tops[block] <= max(0, lowest - slack):
@@ -156,7 +152,7 @@ def _candidates(sums, tops, passages, depth, words, floor):  # type: ignore[no-u
                 best[place] = value
                 if best[0] > lowest:
                     lowest = best[0]
-                    slack = words + 1 + np.int64(2.1 * words * lowest * 2.0**-24)
+                    slack = 2 * words + 1 + np.int64(2.1 * words * lowest * 2.0**-24)
     return rows[:count]
 
 
