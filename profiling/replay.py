@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlm_rag.decode.decoder import Decoder, Row
+from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Committed, Rollout
+from dlm_rag.decode.rows import Row
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
 from dlm_rag.retrieval.base import Ranking, Retriever

@@ -16,11 +16,10 @@ step late.
 """
 
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -31,10 +30,12 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.data.questions import Question, typed_questions
 from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.citations import cite, held_positions
-from dlm_rag.decode.evidence import Arrangement, arrange, encode_canvases, encode_everywhere, fit
+from dlm_rag.decode.evidence import arrange, encode_canvases, encode_everywhere, fit
 from dlm_rag.decode.pool import Contexts, EvidencePool
+from dlm_rag.decode.proposals import read_proposals
 from dlm_rag.decode.rollout import Committed, Rollout, Step
-from dlm_rag.diffusion.commit import Gram, Proposals, Values, grams, select, settled
+from dlm_rag.decode.rows import Found, Group, OnStep, Row, Search
+from dlm_rag.diffusion.commit import Proposals, Values, grams, select, settled
 from dlm_rag.errors import QuestionError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.randomness import keyed_generator
@@ -47,74 +48,7 @@ from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-OnStep = Callable[[Rollout], None]
-Found = list[Passage] | Exception  # by one search
 ROWS_READ = 1024  # logits that exist at a time: the vocabulary is the memory
-
-
-@dataclass(eq=False)
-class Row:
-    """A question in the batch and its state between two steps."""
-
-    question: Question
-    slot: int  # where its context lies
-    canvas: Canvas
-    generator: torch.Generator
-    rollout: Rollout
-    evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
-    found: list[Passage] | None = None  # by the last search; what fits of it is the evidence
-    arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
-    query_key: Hashable = None
-    first_passage: str = ""  # the best of step 0, for query=feedback
-    grams: dict[Gram, int] = field(default_factory=dict)  # of its facts, for copied_threshold
-    shown: int = 0  # positions of the canvas that the denoiser gets to see
-    guesses: Proposals | None = None
-    lowest_confidence: float | None = None
-    # What the step that is under way has done so far.
-    asked: str | None = None
-    searched: bool = False
-    committed: tuple[Committed, ...] = ()
-    remasked: tuple[int, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def step(self) -> int:
-        """The step that is under way."""
-        return len(self.rollout.steps)
-
-    def fail(self, reason: str) -> None:
-        """Ends this question without an answer."""
-        log.warning("question '%s' failed: %s", self.question.id, reason)
-        self.rollout.error = reason
-
-
-@dataclass
-class Search:
-    """What was asked for some rows; `results` waits while the search is under way."""
-
-    rows: list[Row] = field(default_factory=list)
-    results: Callable[[], list[Found]] = list
-
-
-@dataclass
-class Group:
-    """Rows that take their steps together, the slots free for more of them, their search."""
-
-    free: list[int]
-    on_step: OnStep | None
-    most: int = 0  # rows that it may have
-    rows: list[Row] = field(default_factory=list)
-    search: Search = field(default_factory=Search)
-
-    @property
-    def live(self) -> list[Row]:
-        """The rows that have not failed."""
-        return [row for row in self.rows if not row.rollout.error]
-
-    @property
-    def ready(self) -> list[Row]:
-        """Those of them that have evidence, be it empty."""
-        return [row for row in self.live if row.arrangement is not None]
 
 
 class Decoder:
@@ -557,40 +491,6 @@ def as_questions(questions: Sequence[str | Question]) -> list[Question]:
     if len({question.id for question in asked}) < len(asked):
         raise QuestionError("two questions have the same id")
     return asked
-
-
-def read_proposals(
-    logits: Tensor, uniform: Tensor | None, temperature: float, written: Tensor, mask_id: int, spread: bool
-) -> Tensor:
-    """(5, n): token, confidence, entropy, margin, and the probability of `written`.
-
-    logits: (n, V) float32. The token is the most probable one, or with `temperature` the one at the
-    quantile `uniform` (n,) of softmax(logits / temperature); the mask itself is never proposed. Its
-    confidence is its probability at temperature 1. Entropy and margin cost a pass over the whole
-    distribution: without `spread` they are 0.
-    """
-    # The largest weight is 1 and confidences near 1 stay apart, which log-sum-exp would round away.
-    highest = logits.amax(-1, keepdim=True)
-    weights = (logits - highest).exp_()
-    total = weights.sum(-1)
-    entropy = margin = torch.zeros_like(total)
-    if spread:
-        probability = weights / total[:, None]
-        entropy = torch.special.entr(probability).sum(-1)
-        best = probability.topk(2, dim=-1).values
-        margin = best[:, 0] - best[:, 1]
-    allowed = logits.index_fill(1, torch.tensor([mask_id], device=logits.device), -math.inf)
-    token = allowed.argmax(-1)
-    if uniform is not None:
-        above = allowed.double() - allowed.amax(-1, keepdim=True)
-        cumulative = (above / temperature).softmax(-1).cumsum(-1)
-        quantile = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, quantile).squeeze(1).clamp(max=logits.shape[1] - 1)
-    confidence, old = (
-        weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, written.to(logits.device))
-    )
-    # Token ids are exact in float32 below 2 ** 24; not every device has float64.
-    return torch.stack([x.float() for x in (token, confidence, entropy, margin, old)])
 
 
 def _charge(seconds: dict[str, float], shares: list[dict[str, float]]) -> None:
