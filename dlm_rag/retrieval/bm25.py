@@ -1,6 +1,7 @@
 """Sparse retrieval: BM25 by bm25s, its index built once and mapped from disk."""
 
 import json
+import logging
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from dlm_rag.retrieval.incremental import SuccessiveSearch
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.retrieval.query import Query
 from dlm_rag.stages import stage
+
+log = logging.getLogger(__name__)
 
 # The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
 _TERMS = re.compile(r"(?u)\b\w\w+\b").findall
@@ -62,7 +65,10 @@ class BM25Retriever(Retriever):
         if memory == self._memory:
             return
         self._memory, self._successive = memory, None
-        if memory and len(self.corpus) >= SUCCESSIVE_FROM and self._facts["ascending"]:
+        if memory and len(self.corpus) >= SUCCESSIVE_FROM:
+            if not self._facts["ascending"]:
+                log.warning("the columns of this BM25 index are not in order: every search is a fresh one")
+                return
             found = self._index.scores
             self._successive = SuccessiveSearch(
                 found["data"], found["indices"], found["indptr"], len(self.corpus),
