@@ -29,7 +29,7 @@ ONSETS = "b br d dr f fl g gr h j k kl l m n p pr r s sh sk st t th tr v w z".sp
 VOWELS = "a e i o u ai ea ou".split()
 CODAS = ["", "", *"n l r s m th nd lk rt sk".split()]
 
-OCCUPATIONS = "painter printer composer chemist pilot poet surgeon farmer judge sailor architect".split()
+OCCUPATIONS = "painter printer composer chemist pilot poet surgeon farmer judge sailor weaver".split()
 PRODUCTS = "clocks glass wool paper salt tiles knives bells candles honey ropes lenses".split()
 GENRES = {
     "book": ("novel", "memoir", "play"),
