@@ -285,11 +285,13 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.retrieval.corpus import open_corpus
 
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
+    from dlm_rag.decode.decoder import with_checkpoints_own
     from dlm_rag.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(config.model.path)
-    length = config.decode.canvas_length or checkpoint.config.canvas_length
-    config = replace(config, decode=replace(config.decode, canvas_length=length))
+    decode = with_checkpoints_own(config.decode, checkpoint.config)
+    config = replace(config, decode=decode)
+    assert decode.canvas_length is not None
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     from dlm_rag.model.attention import choose_backend
@@ -310,7 +312,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
         try:
             fit(
                 tokenizer.prompt(question.question, []), layout,
-                checkpoint.config.max_position_embeddings, length,
+                checkpoint.config.max_position_embeddings, decode.canvas_length,
                 checkpoint.config.passage_length,
             )  # fmt: skip
         except QuestionError as error:

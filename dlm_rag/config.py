@@ -97,7 +97,10 @@ class DecodeConfig(Checked):
         None, "response positions, all masked at first; unset takes the checkpoint's own, 100", low=1
     )
     block_length: int | None = setting(
-        None, "commit within the first unfinished block of this many positions; unset: anywhere", low=1
+        None,
+        "commit within the first unfinished block of this many positions, 0: anywhere; unset takes the "
+        "checkpoint's own, anywhere",
+        low=0,
     )
     commit_rule: str = setting(
         "threshold",

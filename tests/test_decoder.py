@@ -1,6 +1,7 @@
 """The loop: the same tokens alone and together, and what it promises about evidence and queries."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conftest import tiny_denoiser, tiny_tokenizer
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.data.questions import Question
+from dlm_rag.decode.decoder import with_checkpoints_own
 from dlm_rag.decode.proposals import read_proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.retrieval.base import Retriever
@@ -569,3 +571,15 @@ def test_a_tiny_temperature_is_the_most_probable_token():
     written = torch.zeros(50, dtype=torch.long)
     sampled = read_proposals(logits, uniform, 1e-40, written, 19, False)
     assert (sampled[0] == read_proposals(logits, None, 0.0, written, 19, False)[0]).all()
+
+
+def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise():
+    own = replace(tiny_denoiser().config, canvas_length=24, block_length=8)
+    for given, lengths in {
+        (): (24, 8),
+        (("block_length", 0),): (24, 0),
+        (("canvas_length", 4),): (4, 4),
+        (("canvas_length", 96), ("block_length", 16)): (96, 16),
+    }.items():
+        found = with_checkpoints_own(DecodeConfig(**dict(given)), own)
+        assert (found.canvas_length, found.block_length) == lengths

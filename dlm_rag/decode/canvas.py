@@ -29,7 +29,7 @@ class Canvas:
 
     def candidates(self, block_length: int | None) -> NDArray[np.bool_]:
         """Mask (n,) of the positions that may be committed: masked, in the first unfinished block."""
-        if block_length is None or not self.masked.any():
+        if not block_length or not self.masked.any():
             return self.masked.copy()
         start = int(np.argmax(self.masked)) // block_length * block_length
         within = np.zeros(self.length, dtype=bool)

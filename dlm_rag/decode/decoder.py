@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.decode.rows import Found, Group, OnStep, Row, Search
 from dlm_rag.diffusion.commit import Proposals, Values, grams, select, settled
 from dlm_rag.errors import QuestionError
-from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
@@ -51,11 +51,19 @@ log = logging.getLogger(__name__)
 ROWS_READ = 1024  # logits that exist at a time: the vocabulary is the memory
 
 
+def with_checkpoints_own(config: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:
+    """`config` with the lengths of canvas and blocks that it leaves to the checkpoint."""
+    canvas, block = config.canvas_length or own.canvas_length, config.block_length
+    if block is None:
+        block = min(own.block_length or 0, canvas)
+    return replace(config, canvas_length=canvas, block_length=block)
+
+
 class Decoder:
     """Answers questions with a denoiser, a retriever and a `DecodeConfig`.
 
-    `evidence_layout` defaults to the checkpoint's own. `engine` says how the work is done; it changes
-    no token.
+    `evidence_layout` and the lengths of canvas and blocks default to the checkpoint's own. `engine` says
+    how the work is done; it changes no token.
     """
 
     def __init__(
@@ -68,7 +76,8 @@ class Decoder:
         engine: EngineConfig | None = None,
     ) -> None:
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
-        self.config, self.engine = config or DecodeConfig(), engine or EngineConfig()
+        self.config = with_checkpoints_own(config or DecodeConfig(), denoiser.config)
+        self.engine = engine or EngineConfig()
         self.evidence_layout = evidence_layout or denoiser.config.evidence_layout
         # Revision may still change the text before an end token.
         certain = self.config.stop_early and self.config.revision_threshold is None
@@ -80,8 +89,9 @@ class Decoder:
 
     @property
     def canvas_length(self) -> int:
-        """Response positions: the config's, or the checkpoint's own."""
-        return self.config.canvas_length or self.denoiser.config.canvas_length
+        """Response positions."""
+        assert self.config.canvas_length is not None, "see with_checkpoints_own"
+        return self.config.canvas_length
 
     def forget(self) -> None:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""

@@ -59,6 +59,7 @@ class DenoiserConfig:
     # follows. A longer passage is cut.
     passage_length: int = 512
     canvas_length: int = 100  # response positions where the config names no other number
+    block_length: int | None = None  # as in DecodeConfig, where the config names none
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -222,6 +222,7 @@ def fresh_denoiser(config: Config) -> Denoiser:
             evidence_layout=train.evidence_layout,
             passage_length=train.passage_length,
             canvas_length=canvas_length(config),
+            block_length=config.decode.block_length,
         )
     )
     generator = keyed_generator("weights", train.seed)
