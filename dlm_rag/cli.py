@@ -136,7 +136,9 @@ def _list_keys() -> str:
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Runs a program: user errors are one sentence and exit code 2, Ctrl-C is exit code 130."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setLevel(logging.INFO)  # some libraries lower their own loggers to DEBUG
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
     logging.getLogger("dlm_rag").setLevel(logging.INFO)
     try:
         main(sys.argv[1:])

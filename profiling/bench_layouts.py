@@ -1,17 +1,22 @@
 """Which evidence layout learns best, for equal time and for equal rows.
 
-    python profiling/bench_layouts.py --config tiny.yaml --out runs/layouts train.decay_share=0
+    OMP_NUM_THREADS=1 python profiling/bench_layouts.py --at-once 2 --config tiny.yaml --out runs/layouts \\
+        train.decay_share=0 retrieval.top_k=2 train.steps=1200 train.validate_every=300
 
 Trains a denoiser in every layout for each of three seeds, all on the same examples; the learning rate
 should not fall, so that every moment of a run can be compared. Equal rows: after the last step. Equal
 time: when the fastest layout had done its last step. Intervals are of Student's t over the seeds, for
-the difference from `joint` of the same seed.
+the difference from `joint` of the same seed. --at-once: runs side by side, which share the machine; a
+finished run is not repeated.
 """
 
 import json
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -30,28 +35,38 @@ METRICS = {"NELBO per token": "nelbo_per_token", "exact match": "exact_match"}
 
 
 def main(argv: list[str]) -> None:
-    config = parse(__doc__ or "", argv, typed=False).config
+    options = {"at-once": ("1", "runs side by side")}
+    words = parse(__doc__ or "", argv, typed=False, options=options)
+    config, at_once = words.config, words.options["at-once"]
     if config.out is None:
         raise ConfigError("the runs need --out FOLDER")
+    if not at_once.isdigit() or at_once == "0":
+        raise ConfigError(f"--at-once {at_once} is not a whole number above 0")
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
+    keys = [(layout, seed) for seed in SEEDS for layout in EVIDENCE_LAYOUTS]
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for seed in SEEDS:
-        for layout in reversed(EVIDENCE_LAYOUTS):
-            path = out / f"{layout}-{seed}.json"
-            if not path.exists():
-                points = train(
-                    replace(config, train=replace(config.train, evidence_layout=layout, seed=seed)),
-                    out / f"{layout}-{seed}",
-                )
-                path.write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
-            runs[layout, seed] = json.loads(path.read_text(encoding="utf-8"))
-            note(f"{layout}, seed {seed}: {runs[layout, seed][-1]}")
+    with ProcessPoolExecutor(int(at_once), mp_context=get_context("spawn")) as pool:
+        for key, points in zip(keys, pool.map(partial(trained, config, out), keys), strict=True):
+            runs[key] = points
+            note(f"{key[0]}, seed {key[1]}: {points[-1]}")
     for title, chosen in (
         ("equal rows", {key: points[-1] for key, points in runs.items()}),
         ("equal time", {key: at_time(points, fastest(runs, key[1])) for key, points in runs.items()}),
     ):
         show(title, chosen)
+
+
+def trained(config: Config, out: Path, key: tuple[str, int]) -> list[dict[str, Any]]:
+    """The points of a run of that layout and seed, from its file where it was done before."""
+    layout, seed = key
+    path = out / f"{layout}-{seed}.json"
+    if not path.exists():
+        config = replace(config, train=replace(config.train, evidence_layout=layout, seed=seed))
+        points = train(config, out / f"{layout}-{seed}")
+        path.write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def train(config: Config, folder: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprin
 log = logging.getLogger(__name__)
 
 MANIFEST = "corpus.json"
+SAY_FROM = 10_000_000  # bytes of a corpus that takes a while to read
 _MISSING = object()
 
 
@@ -152,7 +153,8 @@ def _scan(path: Path) -> "array[int]":
 
     Blank lines belong to the passage before them, as white space that JSON ignores.
     """
-    log.info("reading corpus %s", path)
+    if path.stat().st_size > SAY_FROM:
+        log.info("reading corpus %s", path)
     offsets, ids, start = array("q"), set[str](), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
