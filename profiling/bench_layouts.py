@@ -1,12 +1,12 @@
 """Which evidence layout learns best, for equal time and for equal rows.
 
-    OMP_NUM_THREADS=1 python profiling/bench_layouts.py --at-once 2 --config tiny.yaml --out runs/layouts \\
+    OMP_NUM_THREADS=1 python profiling/bench_layouts.py --workers 2 --config tiny.yaml --out runs/layouts \\
         train.decay_share=0 retrieval.top_k=2 train.steps=1200 train.validate_every=300
 
 Trains a denoiser in every layout for each of three seeds, all on the same examples; the learning rate
 should not fall, so that every moment of a run can be compared. Equal rows: after the last step. Equal
 time: when the fastest layout had done its last step. Intervals are of Student's t over the seeds, for
-the difference from `joint` of the same seed. --at-once: runs side by side, which share the machine; a
+the difference from `joint` of the same seed. --workers: runs side by side, which share the machine; a
 finished run is not repeated.
 """
 
@@ -35,18 +35,18 @@ METRICS = {"NELBO per token": "nelbo_per_token", "exact match": "exact_match"}
 
 
 def main(argv: list[str]) -> None:
-    options = {"at-once": ("1", "runs side by side")}
+    options = {"workers": ("1", "runs side by side")}
     words = parse(__doc__ or "", argv, typed=False, options=options)
-    config, at_once = words.config, words.options["at-once"]
+    config, workers = words.config, words.options["workers"]
     if config.out is None:
         raise ConfigError("the runs need --out FOLDER")
-    if not at_once.isdigit() or at_once == "0":
-        raise ConfigError(f"--at-once {at_once} is not a whole number above 0")
+    if not workers.isdigit() or workers == "0":
+        raise ConfigError(f"--workers {workers} is not a whole number above 0")
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     keys = [(layout, seed) for seed in SEEDS for layout in EVIDENCE_LAYOUTS]
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    with ProcessPoolExecutor(int(at_once), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(int(workers), mp_context=get_context("spawn")) as pool:
         for key, points in zip(keys, pool.map(partial(trained, config, out), keys), strict=True):
             runs[key] = points
             note(f"{key[0]}, seed {key[1]}: {points[-1]}")
