@@ -1,6 +1,6 @@
 """Train a denoiser from scratch on invented worlds, to answer by reading what it retrieves.
 
-    python train.py --config tiny.yaml             # on a small scale
+    python train.py --config tiny.yaml             # the whole way on a small scale
     python train.py --config tiny.yaml --resume    # goes on where a run was stopped, however it was
     torchrun --nproc-per-node 2 train.py --config world.yaml    # on two processes
 
