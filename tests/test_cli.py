@@ -347,7 +347,11 @@ def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corp
         "--corpus", str(corpus_file), "decode.batch_size=1", "decode.canvas_length=24",
         "decode.stop_early=false", "decode.commit_rule=top_k",
     ]  # fmt: skip
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ)
+    # Shells start background jobs with SIGINT ignored, and children inherit that.
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (out.exists() and out.read_text().count("\n") >= 2):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
