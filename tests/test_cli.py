@@ -110,6 +110,11 @@ def wrong_shape(folder):
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
 
 
+def wrong_blocks(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_length": "eight"}))
+
+
 def missing_shard(folder):
     index = {"weight_map": {"norm.weight": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -157,6 +162,7 @@ BAD = {
     "pickled weights only": (bad_checkpoint(pickled), "pickled weights only"),
     "remote code only": (bad_checkpoint(remote_code), "code of its own, which is never executed"),
     "wrong shape": (bad_checkpoint(wrong_shape), r"has shape \[64, 32\], its config asks for \[65, 32\]"),
+    "wrong blocks": (bad_checkpoint(wrong_blocks), "block_length='eight' must be a whole number"),
     "missing shard": (bad_checkpoint(missing_shard), "lacks the shard model-00002-of-00002"),
 }
 

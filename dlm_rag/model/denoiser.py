@@ -72,6 +72,9 @@ class DenoiserConfig:
             raise ValueError("key-value heads must divide the heads, and head_dim must be even")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
+        block = self.block_length
+        if block is not None and (not isinstance(block, int) or block < 0):
+            raise ValueError(f"block_length={block!r} must be a whole number, 0 for no blocks, or null")
         if self.evidence_layout not in EVIDENCE_LAYOUTS:
             raise ValueError(f"evidence_layout={self.evidence_layout!r} is unknown")
 
