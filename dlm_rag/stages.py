@@ -1,14 +1,23 @@
 """Where time goes: one word, `with stage("retrieve"):`, for NVTX and the host clock.
 
-A range costs about a microsecond when no profiler listens. Seconds are kept only while a
-`StageClock` is open on the same thread. On a GPU the host clock counts what the host waits for:
-`denoise` ends when the proposals have arrived on the host.
+A range costs about a microsecond when no profiler listens. While torch's profiler does, the same names
+reach it as well. Seconds are kept only while a `StageClock` is open on the same thread. On a GPU the
+host clock counts what the host waits for: `denoise` ends when the proposals have arrived on the host.
+
+With DLM_RAG_CAPTURE=FIRST:LAST in the environment a range `capture` is open from the beginning of step
+FIRST to the end of step LAST (or of the program), for `nsys profile --capture-range=nvtx`; see `Capture`.
 """
 
+import os
+import sys
+import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
 from functools import cache
+from types import TracebackType
 
 import nvtx
 
@@ -50,6 +59,53 @@ class StageClock(AbstractContextManager["StageClock"]):
         return taken
 
 
+@dataclass
+class Capture:
+    """The steps that a profiler is to record, counted from 0 in this process.
+
+    Counted are steps that lie in no other range of this thread: not those of validations.
+    """
+
+    first: int
+    last: int | None
+    begin: Callable[[], object]
+    end: Callable[[], object]
+    steps: int = 0  # begun until now
+    open: bool = False
+    _here: threading.local = field(default_factory=threading.local)
+
+    def enter(self, is_step: bool = False) -> None:
+        """A range is about to open."""
+        depth = getattr(self._here, "depth", 0)
+        self._here.depth = depth + 1
+        if is_step and not depth:
+            if self.steps == self.first:
+                self.open = True
+                self.begin()
+            self.steps += 1
+
+    def leave(self, is_step: bool = False) -> None:
+        """A range has closed."""
+        self._here.depth -= 1
+        if is_step and not self._here.depth and self.open and self.steps - 1 == self.last:
+            self.open = False
+            self.end()
+
+
+def _capture_range(window: str) -> Capture:
+    first, _, last = window.partition(":")
+    opened: list[object] = []
+    return Capture(
+        int(first),
+        int(last) if last else None,
+        lambda: opened.append(nvtx.start_range("capture", domain=DOMAIN)),
+        lambda: nvtx.end_range(opened.pop()),
+    )
+
+
+capture = _capture_range(os.environ["DLM_RAG_CAPTURE"]) if "DLM_RAG_CAPTURE" in os.environ else None
+
+
 @cache
 def _range(message: str) -> nvtx.annotate:
     return nvtx.annotate(message, domain=DOMAIN)
@@ -61,7 +117,7 @@ class stage(AbstractContextManager[None]):  # noqa: N801 - reads as a statement
     Raises `ValueError` for a name that is not in `STAGES`.
     """
 
-    __slots__ = ("_name", "_range", "_start")
+    __slots__ = ("_name", "_range", "_start", "_torch")
 
     def __init__(self, name: str) -> None:
         if name not in STAGES:
@@ -69,18 +125,62 @@ class stage(AbstractContextManager[None]):  # noqa: N801 - reads as a statement
         self._name = name
 
     def __enter__(self) -> None:
+        if capture is not None:
+            capture.enter()
         self._range = _range(self._name)
         self._range.__enter__()
+        self._torch = _torch_range(self._name)
         self._start = time.perf_counter()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
         elapsed = time.perf_counter() - self._start
-        self._range.__exit__(*error)
+        if self._torch is not None:
+            self._torch.__exit__(kind, error, trace)
+        self._range.__exit__(kind, error, trace)
+        if capture is not None:
+            capture.leave()
         clock = _clock.get()
         if clock is not None:
             clock.add(self._name, elapsed)
 
 
-def step_range(step: int, rows: int) -> AbstractContextManager[object]:
+@contextmanager
+def step_range(step: int, rows: int) -> Iterator[None]:
     """The range that encloses one step of a loop: `step 12 rows 8`, readable in any nsys version."""
-    return nvtx.annotate(f"step {step} rows {rows}", domain=DOMAIN)
+    if capture is not None:
+        capture.enter(is_step=True)
+    message = f"step {step} rows {rows}"
+    try:
+        with nvtx.annotate(message, domain=DOMAIN):
+            torch_range = _torch_range(message)
+            try:
+                yield
+            finally:
+                if torch_range is not None:
+                    torch_range.__exit__(None, None, None)
+    finally:
+        if capture is not None:
+            capture.leave(is_step=True)
+
+
+def mark(message: str) -> None:
+    """A moment: that a question was finished, say."""
+    nvtx.mark(message, domain=DOMAIN)
+    torch_range = _torch_range(message)
+    if torch_range is not None:
+        torch_range.__exit__(None, None, None)
+
+
+def _torch_range(message: str) -> AbstractContextManager[object] | None:
+    """A range of torch's profiler, entered, where one is running; this module does not import torch."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.autograd.profiler._is_profiler_enabled:
+        return None
+    entered: AbstractContextManager[object] = torch.profiler.record_function(message)
+    entered.__enter__()
+    return entered

@@ -86,3 +86,17 @@ def test_every_stage_of_a_decode_reaches_nvtx_in_one_domain(corpus_file, monkeyp
     decoding = [name for name in STAGES[: STAGES.index("data")] if name != "retrieve/embed"]
     assert set(decoding) <= set(seen)
     assert "step 1 rows 3" in seen and any(name.startswith("step 2 rows ") for name in seen)
+
+
+def test_torch_profiler_gets_the_same_names():
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with stages.step_range(3, 8), stage("denoise"):
+            stages.mark("question q1")
+        with pytest.raises(KeyError), stages.step_range(4, 8), stage("commit"):
+            raise KeyError
+    names = [event.name for event in profiler.events()]
+    assert {"step 3 rows 8", "denoise", "question q1", "step 4 rows 8", "commit"} <= set(names)
+    with stage("denoise"):
+        assert stages._torch_range("denoise") is None, "nobody listens any more"

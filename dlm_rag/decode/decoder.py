@@ -42,7 +42,7 @@ from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
-from dlm_rag.stages import StageClock, stage, step_range
+from dlm_rag.stages import StageClock, mark, stage, step_range
 from dlm_rag.text import words
 from dlm_rag.tokenizer import Tokenizer
 
@@ -461,6 +461,7 @@ class Decoder:
         done = [row for row in rows if row.rollout.error or row in answered]
         for row in done:
             row.rollout.finished = True
+            mark(f"question {row.question.id}")
             self._leave(row)
         if group.on_step is not None:
             for row in rows:

@@ -21,7 +21,7 @@ from dlm_rag.data.examples import ExampleStream
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
 from dlm_rag.randomness import keyed_generator
-from dlm_rag.stages import stage
+from dlm_rag.stages import stage, step_range
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer
 from dlm_rag.training.objective import batch_loss
 from dlm_rag.training.parallel import Processes
@@ -70,6 +70,10 @@ class Trainer:
 
     def step(self) -> dict[str, float]:
         """One optimizer step; returns its metrics."""
+        with step_range(self.state.step, self.config.train.groups * self.config.train.rows):
+            return self._step()
+
+    def _step(self) -> dict[str, float]:
         train, state = self.config.train, self.state
         left = share_left(state.step, train.steps, train.decay_share)
         rate = min(left, (state.step + 1) / (train.warmup_steps + 1))

@@ -45,8 +45,12 @@ class Validation:
 
     def scores(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
         """Exact match and forwards for all questions, and exact match by hops."""
+        with stage("evaluate"):
+            return self._scores(denoiser, tokenizer)
+
+    def _scores(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
         decoder = Decoder(denoiser.eval(), self._retriever, tokenizer, self._config)
-        with stage("evaluate"), torch.inference_mode():
+        with torch.inference_mode():
             rollouts = decoder.decode(self._questions)
         scored = [score(r, q) for r, q in zip(rollouts, self._questions, strict=True)]
         denoiser.train()
