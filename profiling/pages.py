@@ -1,0 +1,184 @@
+"""An attribution as a person reads it: tables, one picture, one page."""
+
+import base64
+import html
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attribute import OUTSIDE, Attribution, compare, outer_steps, stage_of
+from reports import Session, Spans, Times
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+COLOURS = {
+    "denoise": "#3b78b5", "encode_evidence": "#5fb0c9", "retrieve": "#c0873c", "retrieve/search": "#dcae6b",
+    "retrieve/embed": "#e8cfa0", "tokenize": "#7a9e55", "detokenize": "#a9c48a", "commit": "#8e6fb0",
+    "forward": "#3b78b5", "loss": "#5fb0c9", "backward": "#27507d", "optimizer": "#8e6fb0",
+    "data": "#c0873c", "checkpoint": "#7a9e55", "evaluate": "#b0b0b0", "step": "#d9d9d9",
+    OUTSIDE: "#f0f0f0",
+}  # fmt: skip
+SHOWN_STEPS, SHOWN_RANGES = 4, 2000
+NAME_LENGTH = 60  # of a kernel
+HEADINGS = ["stage", "calls", "wall, s", "self, s", "self, %", "beside, s"]
+GPU_HEADINGS = ["GPU busy, s", "GPU idle, s", "host waits, s"]
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:right;"
+    "border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}img{max-width:100%}"
+)
+
+Grid = tuple[str, list[str], list[list[str]]]  # title, headings, rows
+
+
+def grids(found: Attribution, baseline: Attribution | None) -> list[Grid]:
+    """The tables of an attribution."""
+    gpu = found.gpu_busy > 0
+    rows = []
+    for part in found.stages:
+        row = [part.stage, f"{part.calls:,}" if part.calls else "", f"{part.wall:.3f}"]
+        row += [f"{part.self_time:.3f}", f"{100 * part.share:.1f}"]
+        row.append(f"{part.beside:.3f}" if part.beside else "")
+        if gpu:
+            row += [f"{seconds:.3f}" for seconds in (part.gpu_busy, part.gpu_idle, part.host_waits)]
+        rows.append(row)
+    whole = ["all", "", f"{found.wall:.3f}", f"{found.wall:.3f}", "100.0", ""]
+    rows.append(
+        [*whole, f"{found.gpu_busy:.3f}", f"{found.wall - found.gpu_busy:.3f}", ""] if gpu else whole
+    )
+    tables: list[Grid] = [("Where the time went", HEADINGS + (GPU_HEADINGS if gpu else []), rows)]
+    if gpu:
+        kernels = [
+            [part.stage, kernel[:NAME_LENGTH], f"{seconds:.3f}"]
+            for part in found.stages
+            for kernel, seconds in part.kernels.items()
+        ]
+        tables.append(("The heaviest kernels", ["stage", "kernel", "s"], kernels))
+    if found.steps is not None:
+        steps = found.steps
+        times = [f"{1e3 * t:.2f}" for t in (steps.first, steps.median, steps.p95, steps.last)]
+        headings = ["steps", "rows a step", "first, ms", "median", "95 %", "last"]
+        tables.append(("Steps", headings, [[f"{steps.count:,}", f"{steps.rows:.1f}", *times]]))
+    unit, count = next(iter(found.units.items()))
+    if unit != "session":
+        parts = [[part.stage, f"{1e3 * part.self_time / count:.2f}"] for part in found.stages]
+        parts.append(["all", f"{1e3 * found.wall / count:.2f}"])
+        tables.append((f"A {unit}, of {count:,}", ["stage", "self, ms"], parts))
+    if baseline is not None:
+        unit, slower = compare(found, baseline)
+        lines = [
+            [name, f"{1e3 * old:.2f}", f"{1e3 * new:.2f}", f"{1e3 * (new - old):+.2f}"]
+            for name, old, new in slower
+        ]
+        title = f"A {unit} against the baseline, what got slower first"
+        tables.append((title, ["stage", "before, ms", "now, ms", "more"], lines))
+    return tables
+
+
+def remark(found: Attribution) -> str:
+    """What ran beside what, and what is not in the tables."""
+    said = f"{found.overlap:.3f} s of retrieval ran" if found.overlap else "No retrieval ran"
+    left_out = f" Ranges of {found.others} other processes are left out." if found.others else ""
+    gpu = "" if found.gpu_busy else " There is no GPU work in this report (--trace=nvtx,cuda records it)."
+    return f"{said} beside denoising.{left_out}{gpu}"
+
+
+def show(found: Attribution, baseline: Attribution | None) -> None:
+    """The tables on the terminal."""
+    console = Console(file=sys.stdout)
+    for title, headings, rows in grids(found, baseline):
+        columns = [Column(headings[0], no_wrap=True), *(Column(h, justify="right") for h in headings[1:])]
+        table = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+    console.print(Text(remark(found)))
+
+
+def write(out: Path, session: Session, found: Attribution, baseline: Attribution | None) -> None:
+    """report.json, report.md, report.png and report.html in a folder."""
+    record = {"now": asdict(found)} | ({"baseline": asdict(baseline)} if baseline else {})
+    (out / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    parts, tags = [f"# {Path(found.source).name}\n"], [f"<h1>{html.escape(Path(found.source).name)}</h1>"]
+    plot(out / "report.png", session, found)
+    picture = base64.b64encode((out / "report.png").read_bytes()).decode()
+    tags.append(f'<img alt="steps and shares" src="data:image/png;base64,{picture}">')
+    for title, headings, rows in grids(found, baseline):
+        lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+        parts += [f"**{title}**\n", "\n".join(map(markdown, lines)) + "\n"]
+        cells = [f"<tr>{''.join(f'<th>{html.escape(h)}</th>' for h in headings)}</tr>"]
+        cells += [f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in rows]
+        tags += [f"<h2>{html.escape(title)}</h2>", f"<table>{''.join(cells)}</table>"]
+    (out / "report.md").write_text("\n".join([*parts, remark(found), ""]), encoding="utf-8")
+    head = f"<!doctype html><meta charset=utf-8><title>Where the time went</title><style>{STYLE}</style>"
+    (out / "report.html").write_text(f"{head}{''.join(tags)}<p>{remark(found)}</p>\n", encoding="utf-8")
+
+
+def markdown(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def colour(stage: str) -> str:
+    return COLOURS.get(stage, "#999999")
+
+
+def bars(
+    axis: Any, spans: Session | Spans, chosen: Times, begin: int, level: int, height: float, filled: str
+) -> None:
+    """Intervals as bars on one level, in milliseconds from `begin`."""
+    left = (spans.start[chosen] - begin) / 1e6
+    widths = (spans.end[chosen] - spans.start[chosen]) / 1e6
+    pairs = list(zip(left.tolist(), widths.tolist(), strict=True))
+    axis.broken_barh(pairs, (level - height / 2, height), color=filled, linewidth=0)
+
+
+def plot(path: Path, session: Session, found: Attribution) -> None:
+    """A timeline of some steps around the middle, above the share of each stage."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    stages = np.array([stage_of(name) for name in session.names])[session.name]
+    places = np.flatnonzero(outer_steps(session, stages))
+    middle = max(0, len(places) // 2 - SHOWN_STEPS // 2)
+    window = places[middle : middle + SHOWN_STEPS]
+    begin = int(session.start[window].min() if len(window) else session.start.min())
+    finish = int(session.end[window].max() if len(window) else session.end.max())
+    threads = [session.main, *(t for t in np.unique(session.thread).tolist() if t != session.main)]
+    figure = Figure(figsize=(11, 3.4 + 0.5 * len(threads)), layout="constrained")
+    time, shares = figure.subplots(2, 1, height_ratios=[len(threads) + 1.2, 1])
+    shown = np.flatnonzero((session.end > begin) & (session.start < finish))[:SHOWN_RANGES]
+    labels = []
+    for level, thread in enumerate(threads):
+        ours = shown[session.thread[shown] == thread]
+        for part in dict.fromkeys(["step", *stages[ours].tolist()]):
+            height = 0.8 if part == "step" else 0.6 if "/" not in part else 0.3
+            bars(time, session, ours[stages[ours] == part], begin, level, height, colour(part))
+        labels.append("steps" if thread == session.main else "beside")
+    running = np.flatnonzero((session.gpu.end > begin) & (session.gpu.start < finish))[:SHOWN_RANGES]
+    if len(running):
+        bars(time, session.gpu, running, begin, len(threads), 0.6, "#444444")
+        labels.append("GPU")
+    time.set_yticks(range(len(labels)), labels)
+    time.invert_yaxis()
+    time.set_xlim(0, (finish - begin) / 1e6)
+    time.set_xlabel("ms")
+    time.set_title(f"{len(window)} of {len(places)} steps, from the middle", loc="left", fontsize=11)
+    at = 0.0
+    parts = [(part.stage, part.share) for part in found.stages]
+    for name, share in parts:
+        shares.barh(0, 100 * share, left=at, color=colour(name), edgecolor="white")
+        if share > 0.05:
+            shares.text(at + 50 * share, 0, f"{100 * share:.0f}", ha="center", va="center", fontsize=9)
+        at += 100 * share
+    shares.set_xlim(0, 100)
+    shares.set_yticks([])
+    shares.set_xlabel("% of the session, by self time")
+    legend = [Patch(color=colour(name), label=name) for name, share in parts if share >= 0.002]
+    figure.legend(handles=legend, loc="outside right center", frameon=False)
+    for axis in (time, shares):
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(path, dpi=150)
