@@ -1,0 +1,67 @@
+"""What the ranges of `stages.py` cost when no profiler listens.
+
+    python profiling/bench_ranges.py [questions]
+
+Times an empty stage and an empty step by themselves (median of repeats), counts how many a decode of the
+shipped model opens (16 questions at a time; a step is counted for each of its questions, which is too
+much), and gives the sum as a share of that decode. Two decodes differ by more than that.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import count
+from statistics import median
+
+from dlm_rag import stages
+from dlm_rag.cli import gather_questions, parse, prepare, run, with_shipped
+from dlm_rag.errors import ConfigError
+
+CALLS, REPEATS = 20_000, 9
+
+
+def main(argv: list[str]) -> None:
+    limit = argv[0] if argv else "40"
+    if len(argv) > 1 or not limit.isdigit() or limit == "0":
+        raise ConfigError("the one word of this benchmark is a number of questions")
+    config = with_shipped(parse("", ["decode.batch_size=16"], typed=False).config, [])
+    asked = gather_questions(config, [])
+    questions = [asked[n * len(asked) // int(limit)] for n in range(int(limit))]
+    decoder = prepare(config, questions).load()
+    list(decoder.decode(questions))
+    decoder.forget()  # kernels stay warm, evidence is computed again
+    opened, add = list[str](), stages.StageClock.add
+
+    def counted(clock: stages.StageClock, name: str, seconds: float) -> None:
+        opened.append(name)
+        add(clock, name, seconds)
+
+    stages.StageClock.add = counted  # type: ignore[assignment, method-assign]
+    start = time.perf_counter()
+    rollouts = list(decoder.decode(questions))
+    seconds = time.perf_counter() - start
+    steps = sum(rollout.forwards + 1 for rollout in rollouts)
+    a_stage = seconds_each(partial(stages.stage, "denoise"))
+    numbers = count()
+    a_step = seconds_each(lambda: stages.step_range(next(numbers), 16))  # NVTX registers each new text
+    spent = a_stage * len(opened) + a_step * steps
+    print(f"a stage: {1e6 * a_stage:.2f} us, a step: {1e6 * a_step:.2f} us")
+    print(f"{len(opened):,} stages and at most {steps:,} steps in a decode of {len(questions)} questions")
+    print(f"together {1e3 * spent:.2f} ms of {seconds:.2f} s, {spent / seconds:.3%}")
+
+
+def seconds_each(make: Callable[[], AbstractContextManager[None]]) -> float:
+    """Median seconds of an empty range."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            with make():
+                pass
+        times.append((time.perf_counter() - start) / CALLS)
+    return median(times)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,168 @@
+"""One command from a program to the table that says where its time went.
+
+    python profiling/nsys.py sample [words of sample.py] [--report FOLDER] [--from-step 3] [--steps 100]
+    python profiling/nsys.py train --config tiny.yaml train.steps=60
+    python profiling/nsys.py sample --with torch        # torch.profiler, where nsys cannot run
+
+Runs the program under `nsys profile` (NVTX, and CUDA and the OS runtime where they can be traced), prints
+that line for use by hand, imports and exports the report, and ends in the tables of attribute.py. Recorded
+are --steps steps from --from-step on: before it kernels are compiled and caches filled. FOLDER
+(runs/nsys-sample) gets the report, its sqlite export, and report.md, .json, .png, .html.
+"""
+
+import argparse
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from attribute import main as attribute
+from attribute import make_folder
+
+from dlm_rag import stages
+from dlm_rag.cli import note, run
+from dlm_rag.errors import ConfigError
+from dlm_rag.stages import DOMAIN
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = {"sample": "sample.py", "train": "train.py"}
+MISSING = (
+    "nsys is not installed: take it from developer.nvidia.com/nsight-systems or Debian's non-free "
+    "nsight-systems; `nsys.py --with torch` works without it, and attribute.py reads what "
+    "`nsys export --type=sqlite` made elsewhere"
+)
+
+
+def find_nsys() -> str:
+    """The nsys on the PATH; raises `ConfigError` with the remedy."""
+    found = shutil.which("nsys")
+    if found is None:
+        raise ConfigError(MISSING)
+    return found
+
+
+def profile_line(nsys: str, report: Path, command: list[str], window: str | None = None) -> list[str]:
+    """The whole `nsys profile` line; no sampling, which makes reports large.
+
+    window: `FIRST:LAST` (no LAST: to the end), the steps to record.
+    """
+    traced = "nvtx,osrt,cuda" if shutil.which("nvidia-smi") else "nvtx,osrt"
+    line = [nsys, "profile", f"--trace={traced}", "--sample=none", "--cpuctxsw=none", "--kill=none"]
+    if window is not None:
+        line += [
+            "--capture-range=nvtx", f"--nvtx-capture=capture@{DOMAIN}", "--capture-range-end=stop",
+            f"--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0,DLM_RAG_CAPTURE={window}",
+        ]  # fmt: skip
+    return [*line, "--force-overwrite=true", f"--output={report}", *command]
+
+
+def record(report: Path, command: list[str], window: str | None = None) -> tuple[Path, int]:
+    """Runs a command under nsys; returns the report and the exit status.
+
+    The report is imported by hand where nsys could not. Raises `ConfigError` where there is none
+    afterwards.
+    """
+    whole, raw = report.with_suffix(".nsys-rep"), report.with_suffix(".qdstrm")
+    for old in (whole, raw, report.with_suffix(".sqlite")):
+        old.unlink(missing_ok=True)
+    line = profile_line(find_nsys(), report, command, window)
+    note(f"$ {shlex.join(line)}")
+    code = subprocess.run(line, check=False).returncode
+    if not whole.is_file() and raw.is_file():
+        note(f"nsys could not import {raw.name}; its importer is called by hand")
+        imported(raw)
+        raw.unlink()
+    if not whole.is_file():
+        few = f"; are there steps {window}? --from-step 0 --steps 0 records everything" if window else ""
+        raise ConfigError(f"nsys left no report at {whole} (exit status {code}){few}")
+    return whole, code
+
+
+def trace(target: Path, script: Path, words: list[str], first: int, last: int | None) -> int:
+    """Runs a script in this process under torch.profiler, writes a Chrome trace; returns its exit status.
+
+    Raises `ConfigError` where nothing was recorded.
+    """
+    import torch
+
+    # Searches run on a thread of their own with decode.overlap.
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    profiler = torch.profiler.profile(experimental_config=threads)
+    capture = stages.capture = stages.Capture(first, last, profiler.start, profiler.stop)
+    sys.argv, code = [str(script), *words], 0
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+    if capture.open:
+        profiler.stop()
+    if capture.steps <= first:
+        raise ConfigError(f"the program made {capture.steps} steps (exit status {code}): lower --from-step")
+    profiler.export_chrome_trace(str(target))
+    return code
+
+
+def imported(raw: Path) -> Path:
+    """The .nsys-rep of a .qdstrm, beside it; anything else is returned as it is.
+
+    Debian's nsys 2022 does not find its own importer, which lies beside the host's libraries. Raises
+    `ConfigError` where there is none or it fails.
+    """
+    if raw.suffix != ".qdstrm":
+        return raw
+    report = raw.with_suffix(".nsys-rep")
+    places = [Path(find_nsys()).resolve().parent.parent, Path("/usr/lib/nsight-systems")]
+    importers = [found for place in places for found in place.glob("host-linux-*/QdstrmImporter")]
+    if not importers:
+        raise ConfigError(f"nsys could not import {raw}, and its QdstrmImporter was not found")
+    report.unlink(missing_ok=True)
+    subprocess.run([str(importers[0]), "-i", str(raw), "-o", str(report)], check=False, capture_output=True)
+    if not report.is_file():
+        raise ConfigError(f"{raw} is no whole recording of nsys: {importers[0].name} could not import it")
+    return report
+
+
+def export(report: Path) -> Path:
+    """The report as sqlite, beside it; raises `ConfigError` where nsys cannot read it."""
+    target, part = report.with_suffix(".sqlite"), report.with_suffix(".part.sqlite")
+    if target.is_file() and target.stat().st_mtime >= report.stat().st_mtime:
+        return target
+    line = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={part}", str(report)]
+    done = subprocess.run([find_nsys(), *line], capture_output=True, text=True, check=False)
+    if done.returncode or not part.is_file() or not part.stat().st_size:
+        part.unlink(missing_ok=True)
+        says = (done.stderr or done.stdout).strip().splitlines()
+        raise ConfigError(f"nsys cannot export {report}: {says[-1] if says else 'it says nothing'}")
+    part.rename(target)
+    return target
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="nsys.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("--report", type=Path, help="folder of the session")
+    parser.add_argument("--with", dest="tool", choices=("nsys", "torch"), default="nsys")
+    parser.add_argument("--from-step", type=int, default=3, help="first step to record")
+    parser.add_argument("--steps", type=int, default=100, help="how many of them; 0: to the end")
+    given, words = parser.parse_known_args(argv)
+    first, last = given.from_step, given.from_step + given.steps - 1 if given.steps else None
+    folder = given.report or Path("runs", f"{given.tool}-{given.program}")
+    make_folder(folder)
+    script = ROOT / PROGRAMS[given.program]
+    if given.tool == "nsys":
+        window = f"{first}:{'' if last is None else last}" if first or last is not None else None
+        report, code = record(folder.resolve() / "report", [sys.executable, str(script), *words], window)
+    else:
+        report = folder / "trace.json"
+        code = trace(report, script, words, first, last)
+    attribute([str(report), "--out", str(folder)])
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    run(main)
