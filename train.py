@@ -1,74 +1,125 @@
-"""Train a denoiser from scratch on invented worlds, to answer by reading what it retrieves.
+"""Train a denoiser: from nothing, or from a public checkpoint, to answer by reading what it retrieves.
 
-    python train.py --config tiny.yaml             # the whole way on a small scale
+    python train.py --config tiny.yaml             # the whole way on a small scale, on invented worlds
     python train.py --config tiny.yaml --resume    # goes on where a run was stopped, however it was
+    python train.py --config gb300.yaml --plan     # what it takes, before anything is allocated
     torchrun --nproc-per-node 2 train.py --config world.yaml    # on two processes
 
 The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, which sample.py reads:
 
     python sample.py --model runs/tiny/model --corpus runs/tiny/validation/corpus.jsonl "Who ...?"
+
+SIGTERM saves a checkpoint and ends with exit status 0.
 """
 
-import sys
+import signal
+import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dlm_rag.cli import parse, run
+from dlm_rag.cli import note, parse, run
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
+    from dlm_rag.training.parallel import Processes
+    from dlm_rag.training.report import Report
+    from dlm_rag.training.start import Start
     from dlm_rag.training.trainer import Trainer
+    from dlm_rag.training.validation import Validation
+
+SWITCHES = {
+    "resume": "go on from the last checkpoint",
+    "plan": "print what the run takes in memory, time and energy, and do nothing",
+}
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, switches={"resume": "go on from the last checkpoint"})
-    config = words.config
+    words = parse(__doc__ or "", argv, typed=False, switches=SWITCHES)
+    config, resume = words.config, "resume" in words.switches
     folder = Path(config.out or "runs/train")
-    if (folder / "checkpoints").exists() and "resume" not in words.switches:
+    if "plan" not in words.switches:
+        make_folder(folder, resume)
+    if "plan" in words.switches:
+        from dlm_rag.training.plan import print_plan
+
+        print_plan(config)
+        return
+    from dlm_rag.training.parallel import Processes
+    from dlm_rag.training.start import begin
+
+    start = begin(config)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    processes = Processes.join()
+    try:
+        train(config, start, folder, processes, stop)
+    finally:
+        processes.leave()
+
+
+def make_folder(folder: Path, resume: bool) -> None:
+    """Raises `ConfigError` where the folder cannot be one, or holds a run that is not to be resumed."""
+    if (folder / "checkpoints").exists() and not resume:
         raise ConfigError(f"{folder} holds a run already: add --resume to go on, or name another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
-    from dlm_rag.training.parallel import Processes
+
+
+def train(
+    config: "Config", start: "Start", folder: Path, processes: "Processes", stop: threading.Event
+) -> None:
+    """The phases, one after another; each begins with the checkpoint of the one before."""
+    from dlm_rag.training.batches import open_phase
+    from dlm_rag.training.card import write_card
+    from dlm_rag.training.plan import refuse_too_large
+    from dlm_rag.training.report import Report
+    from dlm_rag.training.saving import position
     from dlm_rag.training.trainer import Trainer
 
-    processes = Processes.join()
-    trainer = Trainer(config, folder, processes)
-    if "resume" in words.switches and trainer.restore() and processes.first:
-        print(f"going on from step {trainer.state.step}", file=sys.stderr)
+    device = processes.device(config.model.device)
+    step, left = position(folder, list(config.train.in_phases()))
+    if step and processes.first:
+        note(f"going on from step {step}")
+    with Report(folder, config, from_step=step, quiet=not processes.first) as report:
+        for phase in left:
+            refuse_too_large(config, phase, start.config, device, processes)
+            batches, validation = open_phase(config, phase, start, folder)
+            trainer = Trainer(config, start, batches, folder, processes, device, phase)
+            trainer.restore()
+            run_phase(trainer, validation, report, stop)
+            if stop.is_set():
+                break
+    if stop.is_set():
+        if processes.first:
+            note(f"stopped after step {trainer.state.step}: its checkpoint is saved, --resume goes on")
+        return
+    trainer.export(folder / "model")
     if processes.first:
-        train(trainer, config, folder)
-    else:
-        while trainer.state.step < config.train.steps:
-            trainer.step()
-    processes.leave()
+        write_card(folder / "model", trainer.denoiser, config, report.lines())
 
 
-def train(trainer: "Trainer", config: "Config", folder: Path) -> None:
-    """The loop, in plain steps."""
-    import torch
-
-    from dlm_rag.training.card import write_card
-    from dlm_rag.training.report import Report
-    from dlm_rag.training.validation import Validation
-
-    settings, state = config.train, trainer.state
-    validation = Validation(config, folder / "validation")
-    with Report(folder, config, from_step=state.step) as report:
-        while state.step < settings.steps:
-            start = time.perf_counter()
-            metrics: dict[str, Any] = trainer.step()
-            metrics["seconds"] = time.perf_counter() - start
-            if state.step % settings.validate_every == 0 or state.step == settings.steps:
-                metrics |= validation.scores(trainer.denoiser, trainer.tokenizer)
-            report.add(metrics)
-            if state.step % settings.save_every == 0 or state.step == settings.steps:
-                trainer.save()
-    trainer.export(folder / "model", torch.bfloat16)
-    write_card(folder / "model", trainer.denoiser, config, report.lines())
+def run_phase(
+    trainer: "Trainer", validation: "Validation", report: "Report", stop: threading.Event
+) -> None:
+    """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop."""
+    settings, state = trainer.train, trainer.state
+    while not trainer.finished:
+        begun = time.perf_counter()
+        metrics = trainer.step()
+        metrics |= trainer.speed(metrics, time.perf_counter() - begun)
+        if trainer.processes.any(stop.is_set()):
+            stop.set()
+        if not stop.is_set() and (state.phase_step % settings.validate_every == 0 or trainer.finished):
+            metrics |= validation.scores(trainer)
+        report.add(metrics)
+        if state.phase_step % settings.save_every == 0 or trainer.finished or stop.is_set():
+            trainer.save()
+        if stop.is_set():
+            return
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dlm_rag import __version__
 from dlm_rag.config import Config, dump_config, known_keys, load_config
-from dlm_rag.errors import ConfigError, QuestionError, UserError
+from dlm_rag.errors import ConfigError, QuestionError, RunError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +145,9 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+    except RunError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None

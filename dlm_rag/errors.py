@@ -24,6 +24,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be loaded; names the tensor or file."""
 
 
+class RunError(RuntimeError):
+    """What goes wrong while a program runs, and no input could be blamed for; one sentence, exit code 1."""
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """` (nearest: 'x')` for the candidate most like `word`, or an empty string when none is."""
     close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)

@@ -1,8 +1,10 @@
 """Random generators that depend on what they are for and on nothing else."""
 
 import hashlib
+from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 
 def keyed_generator(*key: object) -> torch.Generator:
@@ -12,3 +14,9 @@ def keyed_generator(*key: object) -> torch.Generator:
     """
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+
+
+@lru_cache(maxsize=16)
+def permutation(key: tuple[object, ...], count: int) -> Tensor:
+    """The numbers (count,) from 0 in an order that depends on `key`."""
+    return torch.randperm(count, generator=keyed_generator(*key))

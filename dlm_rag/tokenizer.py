@@ -108,6 +108,8 @@ class Tokenizer:
         turn_end = self._suffix[:1] if self._suffix and self._suffix[0] in self.special_ids else ()
         eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
         self.end_ids = frozenset({*end_ids, *eos, *turn_end})
+        # With which training fills the canvas behind a response.
+        self.end_id = eos[0] if eos else min(self.end_ids, default=None)
         texts = (self._decode([token]) for token in sorted(self.special_ids))
         self._special_texts = [text for text in texts if text]
         self.encode = lru_cache(maxsize=65536)(self._encode)
@@ -131,7 +133,7 @@ class Tokenizer:
         template = PromptTemplate.read(
             checkpoint.raw.get("prompt"), evidence_layout or checkpoint.config.evidence_layout
         )
-        inner = _read_tokenizer(checkpoint.folder)
+        inner = read_tokenizer(checkpoint.folder)
         return cls(inner, checkpoint.config.mask_token_id, template, checkpoint.end_token_ids)
 
     def _chat(self) -> tuple[str, str]:
@@ -205,7 +207,8 @@ class Tokenizer:
         return self._decode([token])
 
 
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a checkpoint's folder; raises `CheckpointError`."""
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     try:

@@ -14,8 +14,9 @@ Times are medians over the rounds with their range, speed-ups medians of the rat
 --shape: a denoiser of that size with random weights follows the commits and the evidence of decodes of
 the shipped model (canvas 64, 7 passages of 100 tokens). --sweep: seconds a forward of one row, by one
 quantity, with and without the pool. engine.compile=true adds compiled layers. What the device could do
-at best is measured before, FLOPs and bytes are counted (roofline.py). Writes scores.json, table.md and
-picture.png into --out.
+at best is measured before, FLOPs and bytes are counted (roofline.py). --before: a pool as it is in the
+middle of a long run; it has seen that many other questions, and every round asks new ones. Writes
+scores.json, table.md and picture.png into --out.
 """
 
 import copy
@@ -34,15 +35,17 @@ import numpy as np
 from replay import CANVAS_LENGTH, SHAPES, Replay, ReplayRetriever, ReplayTokenizer, random_denoiser
 from rich.console import Console
 from rich.table import Column, Table
-from roofline import Roofline, Work, count_work, measure_roofline
+from roofline import Roofline, measure_roofline
 
 from dlm_rag.cli import Prepared, gather_questions, note, parse, prepare, run, with_shipped
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.data.questions import Question
 from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.pool import Reuse
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import exact_match
+from dlm_rag.model.cost import Work, count_work
 from dlm_rag.retrieval import bm25
 
 PLAIN = EngineConfig(pool_gib=0.0, search_memory_gib=0.0, keep_tokens=False, masked_only=False)
@@ -51,9 +54,15 @@ SWEEPS = {
     "canvas": ("decode.canvas_length", (48, 64, 96, 128)),
     "batch": ("decode.batch_size", (1, 2, 4, 8, 16, 32, 64)),
 }
+# What --shape leaves out: too small to be seen beside a large model, or measured in the other layout.
+REPLAYED = {
+    "joint": ("+ token ids kept", "+ pipeline", "+ masked positions only"),
+    "independent": ("+ token ids kept", "+ pipeline", "reference"),
+}
 OPTIONS = {
     "limit": ("40", "questions, from all over the file"),
     "rounds": ("5", "times that every setting has its turn"),
+    "before": ("0", "questions that every pool has seen before the first round"),
     "shape": ("", f"random weights: {', '.join(SHAPES)}"),
     "sweep": ("", f"one quantity: {', '.join(SWEEPS)}"),
 }
@@ -85,7 +94,15 @@ def main(argv: list[str]) -> None:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     config = replace(config, out=None, trace=None)
-    questions = spread(gather_questions(config, []), limit)
+    before = int(words.options["before"]) if words.options["before"].isdigit() else -1
+    if before < 0:
+        raise ConfigError(f"--before {words.options['before']} is not a whole number")
+    everything = gather_questions(config, [])
+    asked = spread(everything, limit * rounds if before else limit)
+    # With pools that stay full, a question asked twice would find its own evidence.
+    turns = [asked[n::rounds] if before else asked for n in range(rounds)]
+    earlier = spread([q for q in everything if q not in asked], before)
+    questions = [*asked, *earlier]
     prepared = prepare(config, questions)
     stamp = prepared.stamp()
     if words.options["sweep"]:
@@ -95,8 +112,8 @@ def main(argv: list[str]) -> None:
         for value in values:
             at = prepare(with_shipped(words.config_with([f"{key}={value}"]), []), questions)
             settings = with_and_without_pool(at)
-            measure(settings, questions, rounds)
-            lines += [{quantity: value} | line for line in summarise(settings, questions)]
+            measure(settings, turns)
+            lines += [{quantity: value} | line for line in summarise(settings, turns)]
         write(out, stamp, lines, quantity)
         plot_sweep(out / "picture.png", lines, quantity)
         return
@@ -104,12 +121,12 @@ def main(argv: list[str]) -> None:
         settings = replayed(prepared, questions, words.options["shape"])
     else:
         settings = cumulative(prepared)
-    measure(settings, questions, rounds)
+    measure(settings, turns, earlier)
     denoiser = settings[0].decoder.denoiser
-    lines = summarise(settings, questions, measure_roofline(denoiser.device, denoiser.dtype))
+    lines = summarise(settings, turns, measure_roofline(denoiser.device, denoiser.dtype))
     write(out, stamp, lines)
     plot_bars(out / "picture.png", lines)
-    wrong = [line["setting"] for line in lines if line["exact"] and line["same_tokens"] < len(questions)]
+    wrong = [line["setting"] for line in lines if line["exact"] and line["same_tokens"] < len(turns[-1])]
     if wrong and not words.options["shape"]:
         note(f"not the tokens of {settings[0].name} for every question: {', '.join(wrong)}")
         raise SystemExit(1)
@@ -128,7 +145,7 @@ def spread(questions: list[Question], count: int) -> list[Question]:
 
 
 def mechanisms(
-    config: DecodeConfig, layout: str, passages: int = 0, compiled: bool = False
+    config: DecodeConfig, layout: str, pool_gib: float, passages: int = 0, compiled: bool = False
 ) -> dict[str, tuple[bool, DecodeConfig, EngineConfig]]:
     """Settings by name, each switching one more thing on: exact?, what is done, how it is done."""
     config = replace(
@@ -140,7 +157,7 @@ def mechanisms(
     tokens = replace(PLAIN, keep_tokens=True)
     masked = replace(tokens, masked_only=True)
     search = replace(masked, search_memory_gib=1.0)
-    pool = search if layout == "joint" else replace(search, pool_gib=1.0)
+    pool = search if layout == "joint" else replace(search, pool_gib=pool_gib)
     of = f"batch of {batch.batch_size}"
     found = {
         "reference": (True, single, PLAIN),
@@ -177,7 +194,8 @@ def cumulative(prepared: Prepared) -> list[Setting]:
             exact,
         )
         for name, (exact, decode, engine) in mechanisms(
-            prepared.config.decode, layout, len(prepared.retriever.corpus), prepared.config.engine.compile
+            prepared.config.decode, layout, prepared.config.engine.pool_gib or 1.0,
+            len(prepared.retriever.corpus), prepared.config.engine.compile,
         ).items()
     ]  # fmt: skip
 
@@ -205,9 +223,10 @@ def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[
     note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
     tokenizer: Any = ReplayTokenizer(denoiser.config.vocab_size)
     found = []
-    for layout in ("joint", "independent"):
-        for name, (exact, how, engine) in mechanisms(decode, layout).items():
-            if exact and name not in ("+ token ids kept", "+ pipeline"):
+    for layout, left_out in REPLAYED.items():
+        pool_gib = prepared.config.engine.pool_gib or 1.0
+        for name, (exact, how, engine) in mechanisms(decode, layout, pool_gib).items():
+            if exact and name not in left_out:
                 retriever = ReplayRetriever(recorder.retriever, recorded)
                 replay = Replay(denoiser, retriever, tokenizer, how, layout, engine)
                 replay.recorded = recorded
@@ -215,27 +234,37 @@ def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[
     return found
 
 
-def measure(settings: Sequence[Setting], questions: list[Question], rounds: int) -> None:
-    """Gives every setting its turn in every round, after a warm-up of two questions each."""
+def measure(
+    settings: Sequence[Setting], turns: list[list[Question]], earlier: Sequence[Question] = ()
+) -> None:
+    """Gives every setting its turn in every round, after a warm-up of two questions each.
+
+    turns: what is asked in each round. earlier: what every pool has seen; then it is never emptied.
+    """
     denoisers = {id(setting.decoder.denoiser): setting.decoder.denoiser for setting in settings}
     counted = {key: count_work(denoiser) for key, denoiser in denoisers.items()}
-    for number in range(-1, rounds):
+    for number in range(-1, len(turns)):
         first = max(0, number) % len(settings)
-        asked = questions[:2] if number < 0 else questions
+        asked = turns[0][:2] if number < 0 else turns[number]
         for setting in (*settings[first:], *settings[:first]):
             decoder = setting.decoder
             before = replace(counted[id(decoder.denoiser)])
             decoder.retriever.remember(int(decoder.engine.search_memory_gib * 2**30))
-            decoder.forget()
-            decoder.tokenizer.encode.cache_clear()
+            if not earlier:
+                decoder.forget()
+                decoder.tokenizer.encode.cache_clear()
+            elif number < 0:
+                asked = earlier if decoder.engine.pool_gib else earlier[:2]
             start = time.perf_counter()
             rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
             seconds = time.perf_counter() - start
             if number < 0:
+                decoder.contexts.reuse = Reuse()
                 continue
             setting.seconds.append(seconds)
             setting.rollouts = [rollouts[question.id] for question in asked]
-            setting.reuse = decoder.contexts.reuse.share
+            reuse = decoder.contexts.reuse
+            setting.reuse, decoder.contexts.reuse = reuse.share, Reuse()
             setting.work = counted[id(decoder.denoiser)] - before
             for rollout in setting.rollouts:
                 setting.stages.update({k: v for k, v in rollout.seconds.items() if "/" not in k})
@@ -243,10 +272,10 @@ def measure(settings: Sequence[Setting], questions: list[Question], rounds: int)
 
 
 def summarise(
-    settings: Sequence[Setting], questions: list[Question], roofline: Roofline | None = None
+    settings: Sequence[Setting], turns: list[list[Question]], roofline: Roofline | None = None
 ) -> list[dict[str, Any]]:
     """The line of each setting: medians, ranges, how it stands to the first and to the device's best."""
-    lines, first = [], settings[0]
+    lines, first, questions = [], settings[0], turns[-1]
     for setting in settings:
         forwards = sum(rollout.forwards for rollout in setting.rollouts)
         tokens = sum(rollout.tokens_committed for rollout in setting.rollouts)

@@ -4,8 +4,8 @@
     python profiling/bench_successive.py 500 20000     # a quick look: queries, passages
 
 Queries are real: those of the shipped model answering the questions of its world, step by step, one
-token a step so that there are enough of them. Passages are that world's and those of other worlds, up to
-the number asked for. Both ways answer every query, turn by turn; every ranking must be equal.
+token a step and anywhere, so that there are enough of them. Passages are that world's and those of other
+worlds, up to the number asked for. Both ways answer every query, turn by turn; every ranking must be equal.
 Expectation: a fresh search zeroes, fills and scans a score per passage and reads the columns of all
 words; a kept one reads the columns of the changed words and scans once, block by block.
 """
@@ -41,7 +41,7 @@ def real_queries(count: int) -> list[Query]:
         Denoiser.from_pretrained(SHIPPED / "model"),
         load_retriever(SHIPPED / "world" / "corpus.jsonl", top_k=TOP_K),
         Tokenizer.from_pretrained(SHIPPED / "model"),
-        DecodeConfig(commit_rule="top_k", batch_size=8),
+        DecodeConfig(commit_rule="top_k", block_length=0, batch_size=8),
     )
     asked = read_questions(SHIPPED / "world" / "questions.jsonl")
     queries: list[Query] = []

@@ -120,3 +120,28 @@ def tiny_denoiser(seed: int = 0, **changes) -> Denoiser:
                     value, std={"lm_head.weight": 0.5, "embed_tokens.weight": 1.0}.get(name, 0.2)
                 )
     return denoiser.eval()
+
+
+def write_autoregressive(folder: Path, config, kind):
+    """A tiny Qwen2 or Llama with its tokenizer, as its own class writes it; returns folder and model."""
+    torch.manual_seed(0)
+    model = kind(
+        config(
+            vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=64, max_position_embeddings=256, eos_token_id=256, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    model.save_pretrained(folder)
+    backend = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    backend["added_tokens"] = [t | {"id": 256} for t in backend["added_tokens"] if t["content"] == "<end>"]
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder, model
+
+
+@pytest.fixture
+def autoregressive_qwen(tmp_path) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return write_autoregressive(tmp_path / "qwen", Qwen2Config, Qwen2ForCausalLM)[0]

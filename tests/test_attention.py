@@ -14,14 +14,14 @@ from dlm_rag.model.context import ContextStore
 CPU = torch.device("cpu")
 
 
-def by_the_book(q, k, v, causal):
+def by_the_book(q, k, v, ahead=None):
     """softmax(q k / sqrt(D)) v for one row, each key head repeated for its group of query heads."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     q, k = q.transpose(0, 1), k.transpose(0, 1)
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+    if ahead is not None:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1 + ahead).bool(), float("-inf"))
     return (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1)
 
 
@@ -32,14 +32,14 @@ def random_rows(query_lengths, key_lengths, heads=4, key_heads=2, width=8):
     return q, k, v
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ahead", [None, 0, 2])
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 7, 1)], ids=["even", "ragged"])
-def test_each_row_attends_to_itself_alone(lengths, causal):
+def test_each_row_attends_to_itself_alone(lengths, ahead):
     q, k, v = random_rows(lengths, lengths)
     rows = Ragged(lengths, CPU)
-    out = attention(q, k, v, rows, rows, "sdpa", causal)
+    out = attention(q, k, v, rows, rows, "sdpa", ahead)
     expected = torch.cat(
-        [by_the_book(*row, causal) for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
+        [by_the_book(*row, ahead) for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
     )
     torch.testing.assert_close(out, expected)
 
@@ -49,18 +49,24 @@ def test_rows_may_see_more_keys_than_they_have_queries():
     q, k, v = random_rows(queries, keys)
     out = attention(q, k, v, Ragged(queries, CPU), Ragged(keys, CPU), "sdpa")
     rows = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    torch.testing.assert_close(out, torch.cat([by_the_book(*row, False) for row in rows]))
+    torch.testing.assert_close(out, torch.cat([by_the_book(*row) for row in rows]))
 
 
-def varlen_reference(q, k, v, cumulative_q, cumulative_k, longest_q, longest_k, causal):
+def varlen_reference(q, k, v, cumulative_q, cumulative_k, longest_q, longest_k, ahead):
     """What a variable-length kernel is documented to do, from its own arguments."""
     assert cumulative_q.dtype == cumulative_k.dtype == torch.int32
     assert longest_q == cumulative_q.diff().max() and longest_k == cumulative_k.diff().max()
     rows = [
-        by_the_book(q[a:b], k[c:d], v[c:d], causal)
+        by_the_book(q[a:b], k[c:d], v[c:d], ahead)
         for (a, b), (c, d) in zip(pairwise(cumulative_q), pairwise(cumulative_k), strict=True)
     ]
     return torch.cat(rows)
+
+
+def ahead_of(window_size):
+    """-1 stands for no bound, to the left and to the right."""
+    assert window_size[0] == -1
+    return None if window_size[1] == -1 else window_size[1]
 
 
 def read_pages(x, table, lengths):
@@ -73,22 +79,22 @@ def read_pages(x, table, lengths):
 def gpu_kernel(request, monkeypatch):
     """The kernels themselves need a GPU; here stand-ins check the arguments and do the sum."""
 
-    def flash(q, k, v, cq, ck, mq, mk, causal=False, block_table=None):
+    def flash(q, k, v, cq, ck, mq, mk, window_size=(-1, -1), block_table=None):
         if block_table is not None:
             k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
-        return varlen_reference(q, k, v, cq, ck, mq, mk, causal)
+        return varlen_reference(q, k, v, cq, ck, mq, mk, ahead_of(window_size))
 
     def varlen(
         q, k, v, cq, ck, mq, mk, *, window_size=(-1, -1), enable_gqa=False, num_splits=None, **paged
     ):
         assert num_splits == 1, "batch invariant"
-        assert enable_gqa and window_size in ((-1, -1), (-1, 0))
+        assert enable_gqa
         if paged:
             assert ck is None and request.param == "varlen with pages"
             used = paged["seqused_k"]
             k, v = (read_pages(x, paged["block_table"], used) for x in (k, v))
             ck = torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32)))
-        return varlen_reference(q, k, v, cq, ck, mq, mk, window_size == (-1, 0))
+        return varlen_reference(q, k, v, cq, ck, mq, mk, ahead_of(window_size))
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
@@ -97,13 +103,13 @@ def gpu_kernel(request, monkeypatch):
     return request.param.split()[0]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, causal):
+@pytest.mark.parametrize("ahead", [None, 0, 2])
+def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, ahead):
     lengths = (3, 7, 1)
     q, k, v = random_rows(lengths, lengths)
     rows = Ragged(lengths, CPU)
     torch.testing.assert_close(
-        attention(q, k, v, rows, rows, gpu_kernel, causal), attention(q, k, v, rows, rows, "sdpa", causal)
+        attention(q, k, v, rows, rows, gpu_kernel, ahead), attention(q, k, v, rows, rows, "sdpa", ahead)
     )
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -17,16 +18,17 @@ from safetensors.torch import load_file
 
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import TrainConfig, load_config
-from dlm_rag.data.examples import ExampleStream, find
+from dlm_rag.data.examples import WorldExamples, find
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.decode.evidence import arrange, canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Watch
-from dlm_rag.training.objective import batch_loss, pointer_loss
+from dlm_rag.training.batches import open_phase
+from dlm_rag.training.objective import ChunkedLoss, Counts, Objective, Weights, pointer_loss
 from dlm_rag.training.parallel import Processes
 from dlm_rag.training.report import Report
-from dlm_rag.training.trainer import TEMPLATE, Trainer, share_left
-from dlm_rag.training.validation import Validation
+from dlm_rag.training.start import TEMPLATE, begin
+from dlm_rag.training.trainer import Trainer, share_left
 from dlm_rag.training.vocabulary import learn_tokenizer
 
 MICRO = [
@@ -35,6 +37,16 @@ MICRO = [
     "train.steps_per_world=2", "train.validate_every=100", "train.validation_questions=1",
     "decode.canvas_length=120", "retrieval.top_k=3",
 ]  # fmt: skip
+ALONE = Processes(0, 1, 0)
+CPU = torch.device("cpu")
+
+
+def make_trainer(folder, *words):
+    config = load_config(None, [*MICRO, *words])
+    phase = next(iter(config.train.in_phases()))
+    start = begin(config)
+    batches, _ = open_phase(config, phase, start, folder)
+    return Trainer(config, start, batches, folder, ALONE, CPU, phase)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +56,12 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def examples(tokenizer):
-    return make_stream(tokenizer).batch(7, (3, 5))
+    return make_stream(tokenizer).examples(7, range(6), (3, 5))
 
 
 def make_stream(tokenizer, seed=0):
     train = TrainConfig(seed=seed, groups=6, rows=6, world_passages=150, steps_per_world=3, worlds=2)
-    return ExampleStream(tokenizer, train, canvas_length=120, top_k=5)
+    return WorldExamples(tokenizer, train, canvas_length=120, top_k=5)
 
 
 def test_a_name_has_the_same_tokens_wherever_it_stands(tokenizer):
@@ -71,9 +83,10 @@ def test_the_tokenizer_reads_back_what_it_wrote(tokenizer):
 def test_examples_follow_from_seed_and_step_alone(tokenizer, examples):
     fresh, used = make_stream(tokenizer), make_stream(tokenizer)
     for step in (0, 3, 6):
-        used.batch(step, (2, 2))
-    assert fresh.batch(7, (3, 5)) == used.batch(7, (3, 5)) == examples
-    assert fresh.batch(8, (3, 5)) != examples and make_stream(tokenizer, 1).batch(7, (3, 5)) != examples
+        used.examples(step, range(6), (2, 2))
+    assert fresh.examples(7, range(6), (3, 5)) == used.examples(7, range(6), (3, 5)) == examples
+    assert fresh.examples(8, range(6), (3, 5)) != examples
+    assert make_stream(tokenizer, 1).examples(7, range(6), (3, 5)) != examples
 
 
 def test_examples_are_what_they_say(tokenizer, examples):
@@ -91,18 +104,19 @@ def test_examples_are_what_they_say(tokenizer, examples):
     assert missing < len(examples) / 3
 
 
-ALONE = Processes(0, 1, 0)
-
-
 def micro_denoiser(*words):
-    return Trainer(load_config(None, [*MICRO, "train.vocabulary=1024", *words]), ROOT / "nowhere").denoiser
+    return begin(load_config(None, [*MICRO, "train.vocabulary=1024", *words])).denoiser(CPU, torch.float32)
+
+
+def objective_of(denoiser, layout="independent"):
+    return Objective(denoiser, layout, frozenset({1}), logit_chunk=7)
 
 
 def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
     """The loss equals the textbook one: full logits, cross-entropy, mean over masked by weight."""
     denoiser = micro_denoiser()
     few = examples[:5]
-    found = batch_loss(denoiser, few, "independent", end_id=1, end_weight=0.15)
+    found, sums = objective_of(denoiser)(few, Counts.of(few, {1}, 0.15), Weights(end=0.15))
     total = weight = 0.0
     for example in few:
         laid = [arrange(example.prompt, "independent", False, denoiser.config.passage_length)]
@@ -114,13 +128,27 @@ def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
         weights = torch.tensor([0.15 if t == 1 else 1.0 for t in example.target])
         weights = weights * torch.tensor(example.masked)
         total, weight = total + float((losses * weights).sum().detach()), weight + float(weights.sum())
-    assert float(found.total(found.sums, 0.0)) == pytest.approx(total / weight, rel=1e-5)
+    assert float(found) == pytest.approx(total / weight, rel=1e-5)
+    assert float(sums[0]) == pytest.approx(total, rel=1e-5)
+
+
+def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 8, generator=generator, requires_grad=True) for n in (23, 50))
+    targets, weights = torch.arange(23) % 50, torch.rand(23, generator=generator)
+    expected = (F.cross_entropy(x @ head.t(), targets, reduction="none") * weights).sum()
+    slopes = torch.autograd.grad(expected * 0.3, (x, head))
+    for chunk in (1, 5, 23, 100):
+        found, right = ChunkedLoss.apply(x, head, targets, weights, chunk)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found * 0.3, (x, head)), slopes)
+        assert torch.equal(right, (x @ head.t()).argmax(-1) == targets)
 
 
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
 def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
     """Against the softmax over all keys of the row, written out for each pointer."""
-    denoiser = micro_denoiser(f"train.evidence_layout={layout}")
+    denoiser = micro_denoiser(f"model.evidence_layout={layout}")
     example = next(e for e in examples if any(e.masked[p.position] for p in e.pointers))
     laid = [arrange(example.prompt, layout, False, denoiser.config.passage_length)]
     watch = Watch(0)
@@ -144,50 +172,47 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
     assert mass == pytest.approx(float(torch.stack(masses).sum()), rel=1e-5)
 
 
-def test_the_shares_of_several_processes_add_up_to_the_step_of_one(tokenizer):
+def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
     """Losses are divided by the counts of all: the gradients of two halves sum to the whole's."""
     stream, denoiser = make_stream(tokenizer), micro_denoiser()
-    whole = stream.batch(1, (2, 3))
-    halves = [stream.batch(1, (2, 3), Processes(rank, 2, rank).share(6)) for rank in (0, 1)]
+    objective, weights = objective_of(denoiser), Weights(0.15, 0.3)
+    halves = [stream.examples(1, Processes(rank, 2, rank).share(6), (2, 3)) for rank in (0, 1)]
+    whole = stream.examples(1, range(6), (2, 3))
     assert halves[0][:6] + halves[1][:6] == whole[:12] and len(halves[1]) == 18
-    settings = {"end_id": 1, "end_weight": 0.15}
-    loss = batch_loss(denoiser, whole, "independent", **settings)
-    loss.total(loss.sums.over(ALONE), 0.3).backward()
+    over = Counts.of(whole, {1}, 0.15)
+    summed = Counts.total([Counts.of(half, {1}, 0.15) for half in halves])
+    assert astuple(over) == pytest.approx(astuple(summed))
+    objective(whole, over, weights)[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
     denoiser.zero_grad()
     for half in halves:
-        batch_loss(denoiser, half, "independent", **settings).total(loss.sums, 0.3).backward()
+        objective(half, over, weights)[0].backward()
     for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
 
 
-def test_two_processes_train_what_one_trains(tmp_path):
-    """torchrun over gloo, as on two cores: the same losses, to rounding, and one set of files."""
-    words = [*MICRO, "train.steps=3"]
-    one = [sys.executable, "train.py", "--out", str(tmp_path / "one"), *words]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    two = [*launcher, "train.py", "--out", str(tmp_path / "two"), *words]
-    for command in (one, two):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    runs = [
-        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
-        for run in ("one", "two")
-    ]
-    for ours, theirs in zip(*runs, strict=True):
-        assert ours["supervised_tokens"] == theirs["supervised_tokens"]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-    assert runs[0][-1]["nelbo_per_token"] == pytest.approx(runs[1][-1]["nelbo_per_token"], rel=1e-2)
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_checkpointing_changes_no_gradient(examples, kind):
+    denoiser = micro_denoiser()
+    objective, over = objective_of(denoiser), Counts.of(examples, {1}, 0.15)
+    objective(examples, over, Weights(0.15, 0.3))[0].backward()
+    expected = [p.grad.clone() for p in denoiser.parameters()]
+    denoiser.zero_grad()
+    denoiser.checkpointing = kind
+    objective(examples, over, Weights(0.15, 0.3))[0].backward()
+    for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
     """Weights near zero predict all tokens alike: the bound is then log V, whatever was drawn."""
     config = load_config(None, MICRO)
-    trainer = Trainer(config, tmp_path)
+    start = begin(config)
+    _, validation = open_phase(config, "", start, tmp_path)
+    denoiser = start.denoiser(CPU, torch.float32)
     with torch.no_grad():
-        trainer.denoiser.lm_head.weight.mul_(1e-4)
-    validation = Validation(config, tmp_path / "validation")
-    found = validation.nelbo_per_token(trainer.denoiser, trainer.tokenizer)
+        denoiser.lm_head.weight.mul_(1e-4)
+    found = validation.nelbo_per_token(denoiser, start.tokenizer)
     assert found == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
 
 
@@ -196,16 +221,15 @@ def weights_of(trainer):
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
-    config = load_config(None, MICRO)
-    whole = Trainer(config, tmp_path / "whole")
+    whole = make_trainer(tmp_path / "whole")
     for _ in range(8):
         whole.step()
-    first = Trainer(config, tmp_path / "stopped")
+    first = make_trainer(tmp_path / "stopped")
     for _ in range(5):
         first.step()
         if first.state.step in (2, 4):
             first.save()
-    second = Trainer(config, tmp_path / "stopped")
+    second = make_trainer(tmp_path / "stopped")
     assert second.restore() and second.state.step == 4
     while second.state.step < 8:
         second.step()
@@ -260,21 +284,22 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
 
 
 def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
-    Trainer(load_config(None, MICRO), tmp_path).save()
-    assert Trainer(load_config(None, [*MICRO, "train.steps=20", "train.wandb=offline"]), tmp_path).restore()
+    make_trainer(tmp_path).save()
+    assert make_trainer(tmp_path, "train.steps=20", "train.wandb=offline").restore()
     with pytest.raises(ConfigError, match=r"begun with train.learning_rate=0.008, not 0.1"):
-        Trainer(load_config(None, [*MICRO, "train.learning_rate=0.1"]), tmp_path).restore()
+        make_trainer(tmp_path, "train.learning_rate=0.1").restore()
+    with pytest.raises(ConfigError, match=r"the run was begun with retrieval.top_k=3, not 4"):
+        make_trainer(tmp_path, "retrieval.top_k=4").restore()
 
 
 def test_loss_falls(tmp_path):
-    config = load_config(None, [*MICRO, "train.steps=40", "train.warmup_steps=5"])
-    trainer = Trainer(config, tmp_path)
+    trainer = make_trainer(tmp_path, "train.steps=40", "train.warmup_steps=5")
     losses = [trainer.step()["loss"] for _ in range(40)]
     assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
 def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
-    trainer = Trainer(load_config(None, [*MICRO, "retrieval.top_k=7"]), tmp_path)
+    trainer = make_trainer(tmp_path, "retrieval.top_k=7")
     assert trainer.passages == (2, 2)
     for _ in range(200):
         trainer._advance(1.0)
@@ -305,6 +330,6 @@ def test_wandb_offline_needs_no_account_and_no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     with Report(tmp_path, load_config(None, [*MICRO, "train.wandb=offline"]), from_step=0) as report:
         shown = dict.fromkeys(("loss", "name_accuracy", "pointer_mass"), 0.5)
-        report.add({"step": 0, "seconds": 1.0, "supervised_tokens": 10, **shown})
+        report.add({"step": 0, "seconds": 1.0, "tokens": 20, "supervised_tokens": 10, **shown})
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert list(run.glob("*.wandb")) and (tmp_path / "metrics.jsonl").read_text().count("\n") == 1

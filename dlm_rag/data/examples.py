@@ -39,12 +39,18 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Example:
-    """One row: a prompt, the true canvas, which of it is masked, and where its names stand."""
+    """One row: a prompt, the true canvas, which of it is masked, and where its names stand.
+
+    In the loss of a step each masked token counts `weight`, and the row adds `divisor` to what the sum is
+    divided by; None: what its masked tokens count.
+    """
 
     prompt: Prompt
     target: tuple[int, ...]
     masked: tuple[bool, ...]
-    pointers: tuple[Pointer, ...]
+    pointers: tuple[Pointer, ...] = ()
+    weight: float = 1.0
+    divisor: float | None = None
 
 
 class IndexedWorld:
@@ -65,7 +71,7 @@ class IndexedWorld:
         return self.retriever.search([build_query("proxy", question, response)])[0]
 
 
-class ExampleStream:
+class WorldExamples:
     """Batches of examples for every step; the worlds change as training goes on."""
 
     def __init__(self, tokenizer: Tokenizer, train: TrainConfig, canvas_length: int, top_k: int) -> None:
@@ -75,16 +81,16 @@ class ExampleStream:
         self._side_hops = [n for n in SIDE_HOPS if n <= train.hops]
         self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
 
-    def batch(
-        self, step: int, passages: tuple[int, int], groups: Iterable[int] | None = None
-    ) -> list[Example]:
-        """The examples of a step, with between passages[0] and passages[1] passages in each prompt.
+    @property
+    def items(self) -> int:
+        """Groups in a step."""
+        return self._train.groups
 
-        `groups`: which of them; all where none are named.
-        """
+    def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
+        """Some groups of a step, with between passages[0] and passages[1] passages in each prompt."""
         newest = step // self._train.steps_per_world
         examples: list[Example] = []
-        for group in range(self._train.groups) if groups is None else groups:
+        for group in items:
             rng = random.Random(f"examples/{self._train.seed}/{step}/{group}")
             world = self._world(rng.randrange(max(0, newest - self._train.worlds + 1), newest + 1))
             examples.extend(self._group(rng, world, rng.randint(*passages)))
@@ -146,11 +152,8 @@ class ExampleStream:
     ) -> Example:
         tokenizer = self._tokenizer
         ids = list(tokenizer.encode(question.reasoning))
-        length = self._canvas_length
-        if rng.random() >= FULL_CANVAS:
-            length = min(length, len(ids) + rng.randint(1, 10))
-        (end,) = tokenizer.end_ids
-        target = (ids + [end] * length)[:length]
+        target = canvas_of(rng, ids, self._canvas_length, tokenizer.end_id)
+        length = len(target)
         prompt = tokenizer.prompt(question.question, [passage.text for passage in evidence])
         mentions = self._mentions(question, ids)
         rows = {passage.id: row for row, passage in enumerate(evidence)}
@@ -162,7 +165,8 @@ class ExampleStream:
                 pointers += [
                     Pointer(p, row, at + n) for n, p in enumerate(positions) if p < length
                 ]  # fmt: skip
-        masked = self._mask(rng, len(ids), length, mentions, written)
+        known = [position for hop, where in mentions[:-1] if hop < written for position in where]
+        masked = random_mask(rng, len(ids), length, max(known, default=-1) + 1)
         return Example(prompt, tuple(target), masked, tuple(pointers))
 
     def _mentions(self, question: WorldQuestion, ids: list[int]) -> list[tuple[int, list[int]]]:
@@ -174,24 +178,30 @@ class ExampleStream:
             for hop, start, stop in question.mentions()
         ]
 
-    @staticmethod
-    def _mask(
-        rng: random.Random, used: int, length: int, mentions: list[tuple[int, list[int]]], written: int
-    ) -> tuple[bool, ...]:
-        """Which positions are masked: each with the same probability, or all after a cut."""
-        if rng.random() < UNIFORM_MASKS:
-            time = rng.random()
-            masked = [rng.random() < time for _ in range(length)]
-        else:
-            cut = rng.choice((0, rng.randrange(used)))
-            if written and rng.random() < 0.6:  # as many hops stand as the evidence was found with
-                cut = (
-                    max(position for hop, where in mentions[:-1] if hop < written for position in where) + 1
-                )
-            masked = [position >= cut or rng.random() < 0.05 for position in range(length)]
-        if not any(masked):
-            masked[rng.randrange(length)] = True
-        return tuple(masked)
+
+def random_mask(rng: random.Random, used: int, length: int, stands: int) -> tuple[bool, ...]:
+    """Which positions of a canvas are masked: each with the same probability, or all after a cut.
+
+    used: tokens of the response. stands: how many of them stood when the evidence was found.
+    """
+    if rng.random() < UNIFORM_MASKS:
+        time = rng.random()
+        masked = [rng.random() < time for _ in range(length)]
+    else:
+        cut = rng.choice((0, rng.randrange(used)))
+        if stands and rng.random() < 0.6:
+            cut = stands
+        masked = [position >= cut or rng.random() < 0.05 for position in range(length)]
+    if not any(masked):
+        masked[rng.randrange(length)] = True
+    return tuple(masked)
+
+
+def canvas_of(rng: random.Random, ids: list[int], longest: int, end_id: int | None) -> list[int]:
+    """A response with end tokens behind it: a few, or now and then up to the whole canvas."""
+    assert end_id is not None, "a tokenizer without an end token"
+    length = longest if rng.random() < FULL_CANVAS else min(longest, len(ids) + rng.randint(1, 10))
+    return (ids + [end_id] * length)[:length]
 
 
 def find(tokens: tuple[int, ...], part: list[int]) -> int | None:

@@ -18,6 +18,7 @@ class Question:
     golden_answers: tuple[str, ...] = ()
     supporting_ids: tuple[str, ...] = ()
     hops: int | None = None
+    response: str | None = None  # what training is to teach: reasoning, `###`, the answer
     labels: tuple[str, ...] = ()  # fields that are true, by which results can be told apart
 
 
@@ -83,13 +84,16 @@ def _parse(row: dict[str, Any], place: str) -> Question:
         raise QuestionError(f"{place}: the question is blank")
     if row.get("id") is None:
         raise QuestionError(f"{place}: the question has no 'id'")
-    hops = row.get("hops")
+    hops, response = row.get("hops"), row.get("response")
+    if response is not None and (not isinstance(response, str) or not response.strip()):
+        raise QuestionError(f"{place}: the 'response' is no text")
     return Question(
         id=str(row["id"]),
         question=text,
         golden_answers=_texts(row, ("golden_answers", "answer"), place),
         supporting_ids=_texts(row, ("supporting_ids", "supporting_docs"), place),
         hops=hops if isinstance(hops, int) else None,
+        response=response,
         labels=tuple(name for name, value in row.items() if value is True),
     )
 

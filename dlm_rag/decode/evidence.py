@@ -20,6 +20,7 @@ from torch import Tensor
 from dlm_rag.errors import QuestionError
 from dlm_rag.model.context import StoredRows
 from dlm_rag.model.denoiser import Denoiser, Watch
+from dlm_rag.model.sharing import SequenceShare, Stretches
 from dlm_rag.tokenizer import Prompt
 
 
@@ -140,15 +141,44 @@ def encode_canvases(
     contexts: Sequence[Tensor] | StoredRows | None,
     read: Sequence[Sequence[int]],
     watch: Watch | None = None,
+    ahead: int | None = None,
 ) -> Tensor:
     """Hidden states (n, hidden) that predict the canvas positions `read` (from 0, ascending), row by row.
 
-    Only these go through the last layer.
+    Only these go through the last layer. ahead: as in `Denoiser.encode`.
     """
     ids, positions, lengths = _runs(denoiser, leads, canvases)
-    first = _first_rows(denoiser, leads)
+    first = first_rows(denoiser, leads)
     asked = [[start + place for place in places] for start, places in zip(first, read, strict=True)]
-    return denoiser.encode(ids, positions, lengths, contexts, watch=watch, read=asked)[0]
+    return denoiser.encode(ids, positions, lengths, contexts, ahead, watch=watch, read=asked)[0]
+
+
+def encode_stretches(
+    denoiser: Denoiser,
+    leads: Sequence[Segment],
+    canvases: Sequence[Sequence[int]],
+    read: Sequence[Sequence[int]],
+    share: SequenceShare,
+) -> tuple[Tensor, list[list[int]]]:
+    """As `encode_canvases` without contexts, on this process's stretch of every row.
+
+    Returns the hidden states and the places that they are of: those of `read` that are predicted here.
+    """
+    runs = [Segment((*lead.ids, *canvas), lead.start) for lead, canvas in zip(leads, canvases, strict=True)]
+    own = [share.stretch(len(run.ids)) for run in runs]
+    parts = [
+        Segment(run.ids[s.start : s.stop], run.start + s.start) for run, s in zip(runs, own, strict=True)
+    ]
+    rows = list(zip(first_rows(denoiser, leads), own, read, strict=True))
+    here = [[place for place in places if start + place in s] for start, s, places in rows]
+    asked = [
+        [start + place - s.start for place in places]
+        for (start, s, _), places in zip(rows, here, strict=True)
+    ]
+    ids, positions = pack(parts, denoiser.device)
+    stretches = Stretches(share, tuple(len(run.ids) for run in runs))
+    hidden, _ = denoiser.encode(ids, positions, stretches.own, read=asked, stretches=stretches)
+    return hidden, here
 
 
 def encode_everywhere(
@@ -171,10 +201,11 @@ def canvas_starts(
     """Where in the packed rows of lead and canvas the state stands that predicts each first position."""
     lengths = [len(lead.ids) + len(canvas) for lead, canvas in zip(leads, canvases, strict=True)]
     starts = accumulate(lengths[:-1], initial=0)
-    return [start + first for start, first in zip(starts, _first_rows(denoiser, leads), strict=True)]
+    return [start + first for start, first in zip(starts, first_rows(denoiser, leads), strict=True)]
 
 
-def _first_rows(denoiser: Denoiser, leads: Sequence[Segment]) -> list[int]:
+def first_rows(denoiser: Denoiser, leads: Sequence[Segment]) -> list[int]:
+    """Where in each row of lead and canvas the state stands that predicts the first position."""
     return [len(lead.ids) - int(denoiser.config.shifted) for lead in leads]
 
 
@@ -189,5 +220,6 @@ def pack(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Ten
     """Ids and positions (T,) of segments behind one another, on the device."""
     ids = [token for segment in segments for token in segment.ids]
     positions = [place for segment in segments for place in range(segment.start, segment.end)]
-    both = torch.tensor((ids, positions)).to(device, non_blocking=True)
+    both = torch.tensor((ids, positions), pin_memory=device.type == "cuda")
+    both = both.to(device, non_blocking=True)
     return both[0], both[1]

@@ -1,7 +1,7 @@
 """Attention over ragged rows, through one function with three interchangeable kernels.
 
 Rows are packed one behind another without padding, so a question gets the same arithmetic alone
-and in a batch. No kernel needs a mask: who sees whom is decided by which keys a row is given.
+and in a batch. Who sees whom is decided by which keys a row is given, and by how far it sees ahead.
 
 Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads (H a multiple of Hk);
 D head width.
@@ -59,26 +59,37 @@ def attention(
     queries: Ragged,
     keys: Ragged,
     backend: str,
-    causal: bool = False,
+    ahead: int | None = None,
     stored: StoredRows | None = None,
 ) -> Tensor:
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
     With `stored`, `k` and `v` are the slots (slots, capacity, Hk, D) of a `ContextStore`: row r sees the
-    first keys.lengths[r] tokens of its slot. `causal` asks for rows of equal query and key length.
-    `backend` is one of `choose_backend`'s.
+    first keys.lengths[r] tokens of its slot. ahead: how many tokens after itself each one sees, 0 in a
+    causal model, for rows of equal query and key length; None: all. `backend` is one of
+    `choose_backend`'s.
     """
-    assert not causal or queries.lengths == keys.lengths, "causal rows see only themselves"
-    return _KERNELS[backend](q, k, v, queries, keys, causal, stored)
+    assert ahead is None or queries.lengths == keys.lengths, "such rows see only themselves"
+    if ahead is not None and ahead >= keys.longest - 1:
+        ahead = None
+    return _KERNELS[backend](q, k, v, queries, keys, ahead, stored)
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool, stored: StoredRows | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Ragged,
+    keys: Ragged,
+    ahead: int | None,
+    stored: StoredRows | None,
 ) -> Tensor:
+    causal = ahead == 0
     if stored is None and queries.even and keys.even:
         rows = len(queries.lengths)
         q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        mask = _window(ahead, q.shape[2], q.device)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
     if stored is None:
         row_keys, row_values = (x.split(keys.lengths) for x in (k, v))
@@ -87,13 +98,28 @@ def _sdpa(
     out_rows = []
     for row in zip(q.split(queries.lengths), row_keys, row_values, strict=True):
         one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in row)
-        out = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=causal, enable_gqa=True)
+        mask = _window(ahead, len(row[0]), q.device)
+        out = F.scaled_dot_product_attention(one_q, one_k, one_v, mask, is_causal=causal, enable_gqa=True)
         out_rows.append(out[0].transpose(0, 1))
     return torch.cat(out_rows)
 
 
+def _window(ahead: int | None, length: int, device: torch.device) -> Tensor | None:
+    """(length, length) who sees whom; None where the kernel needs no mask for it."""
+    if not ahead:
+        return None
+    place = torch.arange(length, device=device)
+    return place[None, :] <= place[:, None] + ahead
+
+
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool, stored: StoredRows | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Ragged,
+    keys: Ragged,
+    ahead: int | None,
+    stored: StoredRows | None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -107,21 +133,27 @@ def _varlen(
         k, v = (torch.cat(stored.views(x, keys.lengths)) for x in (k, v))
     out = varlen_attn(
         q, k, v, queries.cumulative, None if paged else keys.cumulative, queries.longest, keys.longest,
-        window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q.shape[1] != k.shape[-2], **options,
+        window_size=(-1, -1 if ahead is None else ahead), enable_gqa=q.shape[1] != k.shape[-2], **options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, queries: Ragged, keys: Ragged, causal: bool, stored: StoredRows | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Ragged,
+    keys: Ragged,
+    ahead: int | None,
+    stored: StoredRows | None,
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     table = None if stored is None else stored.table
     return flash_attn_varlen_func(
         q, k, v, queries.cumulative, keys.cumulative, queries.longest, keys.longest,
-        causal=causal, block_table=table,
+        window_size=(-1, -1 if ahead is None else ahead), block_table=table,
     )  # fmt: skip
 
 

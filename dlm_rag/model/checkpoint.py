@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+SHARD_BYTES = 5 * 10**9
+# What no public architecture knows and a checkpoint trained here carries all the same.
+OWN_FIELDS = ("evidence_layout", "passage_length", "canvas_length", "block_length")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -163,7 +166,7 @@ class Checkpoint:
     config: DenoiserConfig
     homes: dict[str, tuple[Path, str]]  # our tensor name -> file, name in that file
 
-    def load_into(self, denoiser: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def load_into(self, denoiser: Denoiser, device: torch.device, dtype: torch.dtype) -> None:
         """Reads every tensor straight to its place; one tensor at a time is in flight."""
         by_file: dict[Path, dict[str, str]] = {}
         for ours, (path, theirs) in self.homes.items():
@@ -175,9 +178,7 @@ class Checkpoint:
                     for ours, theirs in names.items()
                 }
             denoiser.load_state_dict(values, strict=False, assign=True)
-        if self.config.tie_word_embeddings:
-            assert isinstance(denoiser, Denoiser)
-            denoiser.lm_head.weight = denoiser.embed_tokens.weight
+        denoiser.tie()
         denoiser.to(device)
 
     @cached_property
@@ -226,7 +227,7 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
         )
     family = FAMILIES[kind]
     try:
-        config = family.read(raw)
+        config = replace(family.read(raw), **{name: raw[name] for name in OWN_FIELDS if name in raw})
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
     return Checkpoint(folder, family, raw, config, _match(folder, config, family))
@@ -234,21 +235,61 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
 
 def save(denoiser: Denoiser, folder: Path, extra: dict[str, Any]) -> None:
     """Writes a folder that `open_checkpoint` reads; `extra` keys join the config (prompt, end ids)."""
+    save_tensors(denoiser.state_dict(), denoiser.config, folder, extra)
+
+
+def save_tensors(
+    tensors: dict[str, Tensor],
+    config: DenoiserConfig,
+    folder: Path,
+    extra: dict[str, Any],
+    origin: Checkpoint | None = None,
+) -> None:
+    """As `save`, from tensors by our names; in shards of at most `SHARD_BYTES`.
+
+    With `origin` the folder gets that checkpoint's family, tensor names and config, with what `config`
+    says otherwise.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "dlm_rag",
-        "architectures": ["Denoiser"],
-        **asdict(denoiser.config),
-        **extra,
-        "torch_dtype": str(denoiser.dtype).removeprefix("torch."),
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = {
-        name: value.detach().contiguous()
-        for name, value in denoiser.state_dict().items()
-        if not (denoiser.config.tie_word_embeddings and name == "lm_head.weight")
-    }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    named = {name: value.detach().contiguous() for name, value in tensors.items()}
+    if config.tie_word_embeddings:
+        named.pop("lm_head.weight", None)
+    raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
+    if origin is not None and origin.raw["model_type"] != "dlm_rag":
+        named = {origin.family.rename(name): value for name, value in named.items()}
+        raw = _rewritten(origin.raw, config)
+    raw |= {**extra, "torch_dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, value in named.items():
+        if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + value.nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = value
+    if len(shards) == 1:
+        save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+        return
+    homes = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        homes |= dict.fromkeys(shard, name)
+    total = sum(value.nbytes for value in named.values())
+    index = {"metadata": {"total_size": total}, "weight_map": homes}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
+    """A public checkpoint's config with what training has changed."""
+    found = {**raw, **{name: getattr(config, name) for name in OWN_FIELDS}}
+    found["mask_token_id"] = config.mask_token_id
+    for key in ("vocab_size", "embedding_size"):
+        if key in raw:
+            found[key] = max(raw[key], config.vocab_size)
+    if isinstance(raw.get("rope_parameters"), dict):
+        found["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": config.rope_theta}
+    else:
+        found["rope_theta"] = config.rope_theta
+    return found
 
 
 def _locate(path_or_hub_id: str | Path) -> Path:

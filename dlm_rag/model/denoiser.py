@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from dlm_rag.model.attention import Ragged, attention, choose_backend
 from dlm_rag.model.context import StoredRows
+from dlm_rag.model.sharing import Stretches
 
 if TYPE_CHECKING:
     from dlm_rag.model.checkpoint import Checkpoint
@@ -112,11 +114,13 @@ class Attention(nn.Module):
 
     def queries(self, x: Tensor, rope: Rope) -> Tensor:
         """x (n, hidden) -> queries (n, H, D)."""
-        return rotate(self.q_norm(self._heads(self.q_proj(x))), rope)
+        q = self._heads(self.q_proj(x))
+        return rotate(self.q_norm(q), rope).to(q.dtype)  # under autocast norms are in float32
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """x (T, hidden) -> keys and values, each (T, Hk, D)."""
-        return rotate(self.k_norm(self._heads(self.k_proj(x))), rope), self._heads(self.v_proj(x))
+        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return rotate(self.k_norm(k), rope).to(k.dtype), v
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "t (h d) -> t h d", d=self.head_dim)
@@ -146,7 +150,9 @@ class Block(nn.Module):
         keys and values of all of them, each (T, Hk, D).
         """
         x, q, k, v = self.before(x, rope, run.read)
-        return (self.after(x, run.attend(q, k, v, layer)) if len(x) else x), k, v
+        if not len(x) and run.stretches is None:
+            return x, k, v
+        return self.after(x, run.attend(q, k, v, layer)), k, v
 
     def before(self, x: Tensor, rope: Rope, read: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What attention needs: the tokens that go on, their queries, keys and values of all."""
@@ -190,10 +196,11 @@ class Run:
     keys: Ragged
     context: Sequence[Tensor] | StoredRows | None  # tensors: per row (N, 2, n, Hk, D); n may be 0
     backend: str
-    causal: bool
+    ahead: int | None
     watch: Watch | None
     places: Tensor | None = None  # (T,) where the rows' own keys and values go, with `StoredRows`
     read: Tensor | None = None  # (n,) the packed tokens that go through the layer; all where None
+    stretches: Stretches | None = None  # where other processes have the rest of the rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
@@ -201,10 +208,12 @@ class Run:
         if self.watch is not None and self.watch.layer == layer:
             self.watch.queries, self.watch.keys, self.watch.lengths = q, k, self.keys.lengths
         stored = self.context if isinstance(self.context, StoredRows) else None
-        return attention(q, k, v, self.queries, self.keys, self.backend, self.causal, stored)
+        return attention(q, k, v, self.queries, self.keys, self.backend, self.ahead, stored)
 
     def _seen(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that the rows see: of each row its context, then its own k and v (T, Hk, D)."""
+        if self.stretches is not None:
+            k, v = self.stretches.gather(torch.stack((k, v), dim=1)).unbind(1)
         if self.context is None:
             return k, v
         if isinstance(self.context, StoredRows):
@@ -230,17 +239,29 @@ class Denoiser(nn.Module):
         super().__init__()
         self.config = config
         self.attention = "auto"
+        self.checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
-        frequencies, self.rope_gain = rope_frequencies(config)
-        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+        self.tie()
+        self.set_rope(config.rope_theta)
         if not self.embed_tokens.weight.is_meta:
             self.initialise()
+
+    def tie(self) -> None:
+        """Makes head and embedding one, where the config says so: after either was replaced."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def set_rope(self, theta: float) -> None:
+        """Gives the rotary positions another base, as before training on longer contexts."""
+        self.config = replace(self.config, rope_theta=theta)
+        frequencies, self.rope_gain = rope_frequencies(self.config)
+        if not self.embed_tokens.weight.is_meta:
+            frequencies = frequencies.to(self.device)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     @torch.no_grad()
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -292,7 +313,10 @@ class Denoiser(nn.Module):
     @property
     def backend(self) -> str:
         """The attention kernel in use, as stamped on results."""
-        return choose_backend(self.attention, self.device, self.dtype)
+        kind, dtype = self.device.type, self.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        return choose_backend(self.attention, self.device, dtype)
 
     def compile_layers(self) -> None:
         """Compiles what stands before and after attention, once for all layers and lengths.
@@ -311,11 +335,14 @@ class Denoiser(nn.Module):
         """Graphs compiled since `compile_layers`, or None where it was not called."""
         return None if self._compiled_before is None else _graphs() - self._compiled_before
 
-    def forward(self, input_ids: Tensor, causal: bool = False) -> Tensor:
-        """(B, L) ids -> (B, L, V) logits; every position sees every other unless `causal`."""
+    def forward(self, input_ids: Tensor, ahead: int | None = None) -> Tensor:
+        """(B, L) ids -> (B, L, V) logits; every position sees every other, or `ahead` after it.
+
+        `ahead=0` is the causal attention of autoregressive models.
+        """
         rows, length = input_ids.shape
         positions = torch.arange(length, device=input_ids.device).repeat(rows)
-        hidden, _ = self.encode(input_ids.flatten(), positions, [length] * rows, causal=causal)
+        hidden, _ = self.encode(input_ids.flatten(), positions, [length] * rows, ahead=ahead)
         source = torch.arange(rows * length, device=input_ids.device).view(rows, length)
         if self.config.shifted:
             source = torch.cat((source[:, :1], source[:, :-1]), dim=1)
@@ -327,10 +354,11 @@ class Denoiser(nn.Module):
         positions: Tensor,
         lengths: Sequence[int],
         context: Sequence[Tensor] | StoredRows | None = None,
-        causal: bool = False,
+        ahead: int | None = None,
         keep: bool = False,
         watch: Watch | None = None,
         read: Sequence[Sequence[int]] | None = None,
+        stretches: Stretches | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the layers over packed rows; each row sees its `context` and itself.
 
@@ -339,7 +367,9 @@ class Denoiser(nn.Module):
         (from 0, ascending) whose hidden states are asked for; the others are spared the last layer.
         Returns hidden states (T or number read, hidden) before the final norm and, with `keep`, the
         keys and values of each row for use as context, else an empty list. `watch` is filled with the
-        queries and keys of its layer.
+        queries and keys of its layer. ahead: tokens after itself that each token of a row without context
+        sees, 0 in a causal model; None: all. stretches: the whole rows, where this call has but a part of
+        each.
         """
         device = ids.device
         if isinstance(context, StoredRows):
@@ -347,28 +377,47 @@ class Denoiser(nn.Module):
         else:
             seen = [kept.shape[2] for kept in context] if context else [0] * len(lengths)
             context = context if any(seen) else None
+        whole = lengths if stretches is None else stretches.lengths
         run = Run(
             queries=Ragged(tuple(lengths), device),
-            keys=Ragged(tuple(a + b for a, b in zip(seen, lengths, strict=True)), device),
+            keys=Ragged(tuple(a + b for a, b in zip(seen, whole, strict=True)), device),
             context=context,
             backend=self.backend,
-            causal=causal,
+            ahead=ahead,
             watch=watch,
+            stretches=stretches,
             places=context.places(lengths) if isinstance(context, StoredRows) else None,
         )
-        last = run if read is None else replace(run, **_reading(read, lengths, device))
+        reading = {} if read is None else _reading(read, lengths, device)
+        # Who sees how far ahead is known for whole rows only.
+        last = run if ahead is not None else replace(run, **reading)
         angles = positions.float()[:, None, None] * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)
         x = self.embed_tokens(ids)
         kept = []
         for layer, block in enumerate(self.layers):
-            x, k, v = block(x, rope, last if layer == len(self.layers) - 1 else run, layer)
+            x, k, v = self._through(block, x, rope, last if layer == len(self.layers) - 1 else run, layer)
             if keep:
                 kept.append(torch.stack((k, v)))
+        if ahead is not None and read is not None:
+            x = x[reading["read"]]
         if not keep:
             return x, []
         return x, list(torch.stack(kept).split(list(lengths), dim=2))
+
+    def _through(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """One layer; with `checkpointing`, backward computes its activations again."""
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            found: tuple[Tensor, Tensor, Tensor] = block(*inputs)
+            return found
+        from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+        options: dict[str, Any] = {}
+        if self.checkpointing == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _kept_products())
+        again: tuple[Tensor, Tensor, Tensor] = checkpoint(block, *inputs, use_reentrant=False, **options)
+        return again
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """Logits (n, V) from hidden states (n, hidden), through norm and head.
@@ -376,6 +425,21 @@ class Denoiser(nn.Module):
         The caller un-shifts: in a shifted model the row before a position predicts it.
         """
         return self.lm_head(self.norm(hidden))
+
+
+@cache
+def _kept_products() -> list[Any]:
+    """What selective checkpointing keeps: the results of matrix products and of attention."""
+    aten = torch.ops.aten
+    attention = [
+        getattr(aten, name).default
+        for name in dir(aten)
+        if name.startswith("_scaled_dot_product_") and not name.endswith("_backward")
+    ]
+    own = getattr(torch.ops, "torch_attn", None)  # of torch.nn.attention.varlen
+    if own is not None and hasattr(own, "_varlen_attn"):
+        attention.append(own._varlen_attn.default)
+    return [aten.mm.default, aten.addmm.default, *attention]
 
 
 def _graphs() -> int:

@@ -19,7 +19,7 @@ def write_card(folder: Path, denoiser: Denoiser, config: Config, metrics: list[d
 
     metrics: every line of the run's `metrics.jsonl`.
     """
-    validated = [line for line in metrics if "exact_match" in line]
+    validated = [line for line in metrics if validation_of(line)]
     record = {
         "command": command_line(),
         "commit": commit_of_code(),
@@ -63,11 +63,29 @@ def _text(record: dict[str, Any], settings: dict[str, Any]) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     listed = "\n".join(f"    {key}: {value}" for key, value in settings.items())
     return (
-        "# A denoiser trained from nothing on invented worlds\n\n"
+        f"# {_title(record['config'])}\n\n"
         f"    {record['command']}\n\n| | |\n|---|---|\n{table}\n\n"
         "![Losses, pointer mass and exact match while training](curves.png)\n\n"
-        f"Settings that are not the defaults:\n\n{listed}\n\n"
-        "It knows the English of these worlds and nothing else: it answers about passages that tell of\n"
+        f"Settings that are not the defaults:\n\n{listed}\n{_knows(record['config'])}"
+    )
+
+
+def _title(config: dict[str, Any]) -> str:
+    start = config["model"]["path"]
+    return f"A denoiser trained from {start or 'nothing'} on {_data(config)}"
+
+
+def _data(config: dict[str, Any]) -> str:
+    data = config["data"]
+    named = [*data["documents"], *([data["questions"]] if data["questions"] else [])]
+    return ", ".join(named) or "invented worlds"
+
+
+def _knows(config: dict[str, Any]) -> str:
+    if config["model"]["path"] or _data(config) != "invented worlds":
+        return ""
+    return (
+        "\nIt knows the English of these worlds and nothing else: it answers about passages that tell of\n"
         "invented people, places, works and companies, by reading what it retrieves.\n"
     )
 
@@ -88,14 +106,18 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
         axis.plot(steps, means, label=label, linewidth=1.5, **style)
 
     curve(left, "loss", "masked tokens, training", color="#1f5c99")
-    curve(left, "pointer_loss", "pointers, training", color="#b8862b")
+    if any(line["pointer_mass"] for line in metrics):
+        curve(left, "pointer_loss", "pointers, training", color="#b8862b")
+        curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
     curve(right, "name_accuracy", "masked names right, training", color="0.55")
-    curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
+    bounded = [line for line in metrics if "nelbo_per_token" in line]
+    if bounded:
+        at = [line["step"] + 1 for line in bounded]
+        left.plot(at, [line["nelbo_per_token"] for line in bounded], "o-", color="#b3423c", markersize=3,
+                  label="NELBO per token, validation")  # fmt: skip
     validated = [line for line in metrics if "exact_match" in line]
     at = [line["step"] + 1 for line in validated]
     if validated:
-        left.plot(at, [line["nelbo_per_token"] for line in validated], "o-", color="#b3423c", markersize=3,
-                  label="NELBO per token, validation")  # fmt: skip
         shades = ("#cfe3d4", "#93c3a0", "#4f9a68", "#1d6b3c")
         for hops, shade in enumerate(shades, start=1):
             if f"exact_match_{hops}_hops" not in validated[0]:

@@ -3,24 +3,37 @@
     torchrun --nproc-per-node 2 train.py --config world.yaml
 
 Losses are divided by the counts of the whole batch and gradients are summed, so a step is the same
-step on any number of processes, up to the order of additions.
+step on any number of processes, in whole copies (DDP) or shards (FSDP), up to the order of additions.
 """
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
+from dlm_rag.cli import choose_device
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.sharing import SequenceShare
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that torchrun started; alone without it."""
+    """This process among those that torchrun started; alone without it.
+
+    `sharing` neighbours work on the same sequences, each on its part of them.
+    """
 
     rank: int
     count: int
     local_rank: int
+    sharing: int = 1
 
     @classmethod
     def join(cls) -> "Processes":
@@ -40,27 +53,117 @@ class Processes:
 
     def share(self, items: int) -> range:
         """Which of a batch's items this process computes."""
-        return range(self.rank, items, self.count)
+        return range(self.rank // self.sharing, items, self.count // self.sharing)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the processes."""
         if self.count == 1:
             return list(values)
         summed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(summed)
+        with others_alive():
+            dist.all_reduce(summed)
         return summed.tolist()
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Every gradient summed over the processes, all in one message."""
-        if self.count == 1:
-            return
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on any process."""
+        return self.sum([float(flag)])[0] > 0
+
+    def device(self, name: str) -> torch.device:
+        """Where this process computes; CUDA devices are dealt out by the place on the machine."""
+        device = choose_device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(device)
+        return device
+
+    def sharing_sequences(self, count: int) -> tuple["Processes", SequenceShare | None]:
+        """These processes with `count` neighbours at a time on the same sequences; every one must call.
+
+        Raises `ConfigError` where they cannot be divided so.
+        """
+        if count == 1:
+            return self, None
+        if self.count % count:
+            raise ConfigError(f"context_parallel={count} must divide the number of processes, {self.count}")
+        group, _ = dist.new_subgroups(group_size=count)
+        return replace(self, sharing=count), SequenceShare(self.rank % count, count, group)
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.count > 1:
+            self.sum([0.0])  # over gloo, whose barrier needs no device
 
     def leave(self) -> None:
         """Ends the group, so that torch has nothing to complain about."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def spread(
+    objective: nn.Module, denoiser: Denoiser, kind: str, processes: Processes, dtype: torch.dtype
+) -> nn.Module:
+    """The objective to call on each process: itself alone, in DDP, or sharded in place by FSDP2.
+
+    dtype: of the arithmetic; shards are gathered in it, gradients are summed in float32.
+    """
+    if processes.count == 1:
+        return objective
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            objective, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(denoiser.device.type, (processes.count,))
+    low = dtype != torch.float32
+    # Inputs stay as they are: the rotary angles need float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if low else None,
+        reduce_dtype=torch.float32 if low else None,
+        cast_forward_inputs=False,
+    )
+    for block in denoiser.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(objective, mesh=mesh, mp_policy=policy)
+
+
+def without_sum(root: nn.Module) -> AbstractContextManager[Any]:
+    """While it is open, backward leaves gradients as they are on each process: all parts but the last."""
+    if isinstance(root, nn.parallel.DistributedDataParallel):
+        return root.no_sync()
+    if hasattr(root, "set_requires_gradient_sync"):
+        return _Unsynced(root)
+    return nullcontext()
+
+
+class _Unsynced(AbstractContextManager[None]):
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def __enter__(self) -> None:
+        self._root.set_requires_gradient_sync(False)
+
+    def __exit__(self, *error: object) -> None:
+        self._root.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def others_alive() -> Iterator[None]:
+    """Turns what torch says when another process is gone into a `RunError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search(
+            r"connection|peer|socket|timed? ?out|NCCL|remote process", str(error), re.IGNORECASE
+        ):
+            raise
+        raise RunError(
+            "another process of this run has died or lost its connection; the last checkpoint is as it "
+            "was: start the run again with --resume"
+        ) from None
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor gathered from its shards, where it has any."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -21,16 +21,19 @@ SHOWN = ("loss", "name_accuracy", "pointer_mass")
 class Report:
     """Writes `metrics.jsonl` in `folder`; a resumed run rewrites what it computes again."""
 
-    def __init__(self, folder: Path, config: Config, from_step: int) -> None:
-        self._path, self._config = folder / "metrics.jsonl", config
-        kept = []
-        if self._path.is_file():
-            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < from_step]
-        self._path.write_text("".join(kept), encoding="utf-8")
+    def __init__(self, folder: Path, config: Config, from_step: int, quiet: bool = False) -> None:
+        """quiet: nothing is written, as on all processes but the first."""
+        self._path, self._quiet = folder / "metrics.jsonl", quiet
+        if not quiet:
+            kept = []
+            if self._path.is_file():
+                lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] < from_step]
+            self._path.write_text("".join(kept), encoding="utf-8")
+        self._steps = sum(phase.steps for phase in config.train.in_phases().values())
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._validated: dict[str, float] = {}
-        self._wandb = start_wandb(config, folder)
+        self._wandb = None if quiet else start_wandb(config, folder)
         self._progress = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(bar_width=20),
@@ -38,10 +41,9 @@ class Report:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
+            disable=quiet or not sys.stderr.isatty(),
         )
-        steps = config.train.steps
-        self._task = self._progress.add_task("train", total=steps, completed=from_step, figures="")
+        self._task = self._progress.add_task("train", total=self._steps, completed=from_step, figures="")
 
     def __enter__(self) -> "Report":
         self._progress.start()
@@ -54,21 +56,29 @@ class Report:
 
     def add(self, metrics: dict[str, Any]) -> None:
         """The metrics of one step."""
+        if self._quiet:
+            return
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
         self._recent.append(metrics)
         self._validated |= validation_of(metrics)
-        tokens = sum(m["supervised_tokens"] for m in self._recent)
-        figures = [f"{name.replace('_', ' ')} {self._mean(name):.3f}" for name in SHOWN]
-        figures.append(f"{tokens / sum(m['seconds'] for m in self._recent):,.0f} tokens/s")
-        if "exact_match" in self._validated:
-            figures.append(f"EM {self._validated['exact_match']:.1%}")
+        seconds = sum(m["seconds"] for m in self._recent)
+        rates = [sum(m[name] for m in self._recent) / seconds for name in ("tokens", "supervised_tokens")]
+        figures = [
+            f"{name.replace('_', ' ')} {self._mean(name):.3f}" for name in SHOWN if metrics.get(name)
+        ]
+        figures.append(f"{rates[0]:,.0f} tokens/s, {rates[1]:,.0f} supervised")
+        if "mfu" in metrics:
+            figures.append(f"MFU {self._mean('mfu'):.0%}")
+        for name, form in (("exact_match", "EM {:.1%}"), ("nelbo_per_token", "NELBO {:.3f}")):
+            if name in self._validated:
+                figures.append(form.format(self._validated[name]))
         done, text = metrics["step"] + 1, " · ".join(figures)
         self._progress.update(self._task, completed=done, figures=text)
         if self._progress.disable and done % WINDOW == 0:
-            note(f"step {done:,}/{self._config.train.steps:,} {text}")
+            note(f"step {done:,}/{self._steps:,} {text}")
 
     def _mean(self, name: str) -> float:
         return sum(m[name] for m in self._recent) / len(self._recent)

@@ -1,65 +1,97 @@
-"""A training run: everything it needs to go on is in `TrainState`, the weights and the optimizers.
+"""A phase of a training run: everything it needs to go on is in `TrainState`, weights and optimizers.
 
 Examples follow from (seed, step), so a run that was killed and resumed is the run that was not: on a
 CPU the weights are equal bit for bit.
 """
 
-import copy
-import json
 import math
-import shutil
-from dataclasses import asdict, dataclass
+import resource
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from dlm_rag.cli import choose_device
-from dlm_rag.config import Config
-from dlm_rag.data.examples import ExampleStream
-from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
-from dlm_rag.randomness import keyed_generator
+from dlm_rag.cli import choose_dtype
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.data.examples import Example
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.model.cost import count_work, head_work
+from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.stages import stage, step_range
-from dlm_rag.tokenizer import PromptTemplate, Tokenizer
-from dlm_rag.training.objective import batch_loss
-from dlm_rag.training.parallel import Processes
-from dlm_rag.training.vocabulary import learn_tokenizer
+from dlm_rag.training.machines import this_machine
+from dlm_rag.training.objective import Counts, Objective, Sums, Weights
+from dlm_rag.training.parallel import Processes, spread, whole, without_sum
+from dlm_rag.training.saving import Checkpoints, whole_state
+from dlm_rag.training.start import Start
 
-HEAD_WIDTH = 32
-QUESTION_LENGTH = 64  # positions that the longest question of a world needs
-TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
-KEPT_CHECKPOINTS = 2
+# What may change while a run goes on: how long it is, what is reported, how the work is done.
+FREE = {
+    "steps", "decay_share", "save_every", "validate_every", "validation_questions", "wandb", "phases",
+    "accumulate", "checkpointing", "logit_chunk", "compile", "parallel", "context_parallel",
+}  # fmt: skip
+
+
+class Batches(Protocol):
+    """What a phase trains on."""
+
+    @property
+    def items(self) -> int:
+        """In a step: what processes share among themselves."""
+        ...
+
+    def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
+        """The rows of some items of a step; passages: how many in a prompt, at least and at most."""
+        ...
 
 
 @dataclass
 class TrainState:
     """Where a run stands, beside its weights and optimizers."""
 
-    step: int = 0
+    step: int = 0  # of the run
+    phase: str = ""
+    phase_step: int = 0
     stage: int = 0  # of the curriculum: 2 passages, 2 to 4, 4 to top_k
     name_accuracy: float = 0.0  # running mean
 
 
 class Trainer:
-    """Trains a fresh denoiser, or goes on from the newest checkpoint in `folder`."""
+    """Trains one phase: from the first weights, or from the newest checkpoint in `folder`."""
 
-    def __init__(self, config: Config, folder: Path, processes: Processes | None = None) -> None:
-        self.config, self.folder = config, folder
-        self.processes = processes or Processes(0, 1, 0)
-        train = config.train
-        self.tokenizer = Tokenizer(learn_tokenizer(train.seed, train.vocabulary), 0, TEMPLATE, (1,))
-        device = choose_device(config.model.device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", self.processes.local_rank)
-        self.denoiser = fresh_denoiser(config).to(device)
-        self.optimizers = make_optimizers(self.denoiser, train.matrix_learning_rate, train.learning_rate)
+    def __init__(
+        self, config: Config, start: Start, batches: Batches, folder: Path, processes: Processes,
+        device: torch.device, phase: str = "",
+    ) -> None:  # fmt: skip
+        """The phase's own settings are taken from the config; weights are read."""
+        self.config, self.start, self.batches = config, start, batches
+        self.train = train = config.train.in_phases()[phase]
+        self.processes, share = processes.sharing_sequences(train.context_parallel)
+        self.device, self.dtype = device, choose_dtype(train.dtype, device)
+        self.checkpoints = Checkpoints(folder / "checkpoints", processes)
+        self.state = TrainState(phase=phase)
+        again = bool(self.checkpoints.saved()) and not start.lora_rank
+        self.denoiser = start.denoiser(device, self.dtype, empty=again)
+        self.denoiser.attention = config.model.attention
+        self.denoiser.checkpointing = train.checkpointing
+        if train.rope_theta is not None:
+            self.denoiser.set_rope(train.rope_theta)
+        if train.compile:
+            self.denoiser.compile_layers()
+        self._work, self._flops = count_work(self.denoiser), 0.0
+        machine = this_machine(device)
+        self._peak = None if machine is None else machine.flops.get(self.dtype)
+        tokenizer = start.tokenizer
+        layout = self.denoiser.config.evidence_layout if train.objective == "sft" else "joint"
+        objective = Objective(self.denoiser, layout, tokenizer.end_ids, train.logit_chunk, share)
+        self.root = spread(objective, self.denoiser, train.parallel, processes, self.dtype)
+        self.optimizers = make_optimizers(self.denoiser, train)
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
-        self.state = TrainState()
-        self.stream = ExampleStream(
-            self.tokenizer, train, self.denoiser.config.canvas_length, config.retrieval.top_k
-        )
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self._loader = Loader(self._load)
 
     @property
     def passages(self) -> tuple[int, int]:
@@ -68,207 +100,269 @@ class Trainer:
         lowest, highest = ((2, 2), (2, 4), (4, most))[self.state.stage]
         return min(lowest, most), min(highest, most)
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step; returns its metrics."""
-        with step_range(self.state.step, self.config.train.groups * self.config.train.rows):
+    @property
+    def finished(self) -> bool:
+        """Whether the phase has made its steps."""
+        return self.state.phase_step >= self.train.steps
+
+    def step(self) -> dict[str, Any]:
+        """One optimizer step; returns its metrics. Raises `RunError` where the loss is not a number."""
+        with step_range(self.state.step, self.batches.items):
             return self._step()
 
-    def _step(self) -> dict[str, float]:
-        train, state = self.config.train, self.state
-        left = share_left(state.step, train.steps, train.decay_share)
-        rate = min(left, (state.step + 1) / (train.warmup_steps + 1))
-        end_weight = train.late_end_weight + left * (train.end_weight - train.late_end_weight)
-        pointer_weight = train.late_pointer_weight + left * (
-            train.pointer_weight - train.late_pointer_weight
-        )
+    def _step(self) -> dict[str, Any]:
+        train, state, now = self.train, self.state, self.state.phase_step
+        left = share_left(now, train.steps, train.decay_share)
+        rate = min(left, (now + 1) / (train.warmup_steps + 1))
+        weights = self._weights(left)
         for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
             for group, full in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = full * rate
         with stage("data"):
-            groups = self.processes.share(train.groups)
-            examples = self.stream.batch(state.step, self.passages, groups)
-        with stage("forward"):
-            loss = batch_loss(
-                self.denoiser, examples, train.evidence_layout, end_id=1, end_weight=end_weight
-            )
-        sums = loss.sums.over(self.processes)
-        with stage("backward"):
-            loss.total(sums, pointer_weight).backward()
-            self.processes.sum_gradients(self.denoiser.parameters())
+            parts = self._loader.take(now, self.passages)
+            self._loader.begin(now + 1, self.passages)
+            counts = [Counts.of(part, self.start.tokenizer.end_ids, weights.end) for part in parts]
+            mine = Counts.total(counts)
+            over = mine.over(self.processes)
+        ahead = self._ahead(now)
+        sums, before = [], replace(self._work)
+        for number, part in enumerate(parts, start=1):
+            summed = number == len(parts)
+            with nullcontext() if summed else without_sum(self.root):
+                with stage("forward"), self.arithmetic():
+                    loss, found = self.root(part, over, weights, ahead)
+                with stage("backward"):
+                    # DDP and FSDP take means over the processes.
+                    self._scaler.scale(loss * self.processes.count).backward()
+            sums.append(found)
         with stage("optimizer"):
-            norm = torch.nn.utils.clip_grad_norm_(self.denoiser.parameters(), 1.0)
             for optimizer in self.optimizers:
-                optimizer.step()
+                self._scaler.unscale_(optimizer)
+            trained = [p for p in self.denoiser.parameters() if p.requires_grad]
+            norm = whole(torch.nn.utils.clip_grad_norm_(trained, 1.0))
+            for optimizer in self.optimizers:
+                self._scaler.step(optimizer)
                 optimizer.zero_grad(set_to_none=True)
+            self._scaler.update()
+            total = Sums.of(sums, self.processes)
+        done = self._work - before + head_work(self.denoiser.config, round(mine.supervised), 4)
+        # Backward is twice forward, but for the weights' own half where they are frozen.
+        self._flops = (2 if self.start.lora_rank else 3) * done.flops
         metrics = {
             "step": state.step,
-            "loss": sums.tokens / sums.weight,
-            "pointer_loss": sums.pointers / max(1, sums.names),
-            "pointer_mass": sums.passage_mass / max(1, sums.names),
-            "name_accuracy": sums.names_right / max(1, sums.names),
+            "loss": total.tokens / over.divisor,
+            "pointer_loss": total.pointers / max(1, over.pointed),
+            "pointer_mass": total.passage_mass / max(1, over.pointed),
+            "name_accuracy": total.names_right / max(1, over.pointed),
             "passages": self.passages[1],
             "learning_rate_share": rate,
             "gradient_norm": float(norm),
-            "rows": train.groups * train.rows,
-            "supervised_tokens": round(sums.count),
+            "rows": round(over.rows),
+            "tokens": round(over.tokens),
+            "supervised_tokens": round(over.supervised),
         }
+        if state.phase:
+            metrics["phase"] = state.phase
         if not math.isfinite(metrics["loss"]):
-            raise FloatingPointError(f"the loss of step {state.step} is not a number")
-        self._advance(metrics["name_accuracy"] if sums.names else state.name_accuracy)
+            raise RunError(
+                f"the loss of step {state.step} is not a number; the last checkpoint is as it was: "
+                "--resume with a lower learning rate"
+            )
+        self._advance(metrics["name_accuracy"] if over.pointed else state.name_accuracy)
         return metrics
+
+    def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
+        """Tokens a second, all and supervised; peak memory; on a known machine MFU (nothing counts twice)."""
+        found = {"seconds": seconds}
+        for name in ("tokens", "supervised_tokens"):
+            found[f"{name}_per_second"] = metrics[name] / seconds
+        if self.device.type == "cuda":
+            found["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        else:
+            found["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if self._peak is not None:
+            found["mfu"] = self._flops / seconds / self._peak
+        return found
+
+    @contextmanager
+    def evaluating(self) -> Iterator[bool]:
+        """While it is open the denoiser can be called by itself; whether it is to be, on this process.
+
+        Shards are gathered layer by layer as all processes make the same calls; of whole copies one is
+        enough.
+        """
+        self._loader.pause()  # searches of two threads at once would not do
+        sharded = hasattr(self.root, "unshard")
+        if sharded:
+            self.root.unshard()
+        self.denoiser.eval()
+        with torch.no_grad(), self.arithmetic():
+            yield sharded or self.processes.first
+        self.denoiser.train()
+        if sharded:
+            self.root.reshard()
+
+    def arithmetic(self) -> Any:
+        """The context in which the denoiser runs: autocast below float32."""
+        low = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled=low)
+
+    def _load(self, step: int, passages: tuple[int, int]) -> list[list[Example]]:
+        """This process's examples of a step, in as many parts as its gradients are accumulated from."""
+        mine = list(self.processes.share(self.batches.items))
+        count = self.train.accumulate
+        if len(mine) < count:
+            raise ConfigError(
+                f"a step of {self.batches.items} has no work for {self.processes.count} processes in "
+                f"{count} parts each: lower accumulate, or raise groups (sft) or batch_tokens"
+            )
+        return [self.batches.examples(step, mine[n::count], passages) for n in range(count)]
+
+    def _weights(self, left: float) -> Weights:
+        train = self.train
+        if train.objective != "sft":
+            return Weights()
+        fresh = self.start.checkpoint is None
+        pointers, late = (
+            (default if fresh else 0.0) if value is None else value
+            for value, default in ((train.pointer_weight, 0.3), (train.late_pointer_weight, 0.08))
+        )
+        return Weights(
+            end=train.late_end_weight + left * (train.end_weight - train.late_end_weight),
+            pointers=late + left * (pointers - late),
+        )
+
+    def _ahead(self, step: int) -> int | None:
+        """How far each token sees ahead while attention opens: from 0, doubling at an even pace, to all."""
+        train, length = self.train, self.train.sequence_length
+        opening = train.opening_share * train.steps
+        if train.objective != "adapt" or step >= opening:
+            return None
+        return round(length ** (step / opening)) - 1
 
     def _advance(self, name_accuracy: float) -> None:
         state = self.state
         state.step += 1
+        state.phase_step += 1
         state.name_accuracy = 0.97 * state.name_accuracy + 0.03 * name_accuracy
-        if state.name_accuracy > self.config.train.next_stage_accuracy and state.stage < 2:
+        if state.name_accuracy > self.train.next_stage_accuracy and state.stage < 2:
             state.stage, state.name_accuracy = state.stage + 1, 0.3
 
     def save(self) -> Path:
-        """Writes a checkpoint that is whole or not there, and drops the oldest beyond two."""
+        """Writes a checkpoint that is whole or not there; every process takes part."""
         with stage("checkpoint"):
-            target = self._checkpoints / f"step-{self.state.step:08d}"
-            scratch = target.with_suffix(".part")
-            shutil.rmtree(scratch, ignore_errors=True)
-            self.export(scratch)
-            tensors = {
-                f"{number}.{parameter}.{name}": value
-                for number, optimizer in enumerate(self.optimizers)
-                for parameter, values in optimizer.state_dict()["state"].items()
-                for name, value in values.items()
-            }
-            save_file(tensors, scratch / "optimizer.safetensors")
-            record = {"state": asdict(self.state), "settings": self._settings()}
-            (scratch / "state.json").write_text(json.dumps(record), encoding="utf-8")
-            shutil.rmtree(target, ignore_errors=True)
-            scratch.rename(target)
-            for old in self._saved()[:-KEPT_CHECKPOINTS]:
-                shutil.rmtree(old)
-        return target
-
-    def _settings(self) -> dict[str, Any]:
-        """All that the steps depend on; the length of the run and what is reported may change."""
-        free = {"steps", "decay_share", "save_every", "validate_every", "validation_questions", "wandb"}
-        train = {f"train.{k}": v for k, v in asdict(self.config.train).items() if k not in free}
-        return train | {
-            "retrieval.top_k": self.config.retrieval.top_k,
-            "decode.canvas_length": self.denoiser.config.canvas_length,
-        }
+            record = {
+                "state": asdict(self.state), "run": run_settings(self.config),
+                "phase": phase_settings(self.train),
+            }  # fmt: skip
+            return self.checkpoints.save(self.state.step, self.root, self.optimizers, record)
 
     def restore(self) -> bool:
-        """Goes on from the newest checkpoint; False where there is none.
+        """Goes on from the newest checkpoint, of this phase or the one before; False without one.
 
         Raises `ConfigError` where it was begun with other settings, `CheckpointError` where it is
         broken.
         """
-        saved = self._saved()
-        if not saved:
+        found = self.checkpoints.newest()
+        if found is None:
             return False
-        try:
-            record = json.loads((saved[-1] / "state.json").read_text(encoding="utf-8"))
-            for key, now in self._settings().items():
-                if (then := record["settings"].get(key)) != now:
-                    raise ConfigError(
-                        f"the run in {self.folder} was begun with {key}={then}, not {now}: give the same, "
-                        "or another --out"
-                    )
-            self.denoiser.load_state_dict(load_file(saved[-1] / "model.safetensors"), strict=False)
-            found = load_file(saved[-1] / "optimizer.safetensors")
-            self.state = TrainState(**record["state"])
-            for number, optimizer in enumerate(self.optimizers):
-                whole = optimizer.state_dict()
-                for key, value in found.items():
-                    owner, parameter, name = key.split(".")
-                    if int(owner) == number:
-                        whole["state"].setdefault(int(parameter), {})[name] = value
-                optimizer.load_state_dict(whole)
-        except ConfigError:
-            raise
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{saved[-1]} does not belong to this run: {error}") from None
+        path, record = found
+        state = TrainState(**record["state"])
+        same = state.phase == self.state.phase
+        refuse_others("the run", record["run"], run_settings(self.config))
+        if same:
+            refuse_others(
+                "the phase" if state.phase else "the run", record["phase"], phase_settings(self.train)
+            )
+        kept = same or record["phase"]["train.optimizer"] == self.train.optimizer
+        self.checkpoints.load(path, self.root, self.optimizers if kept else [])
+        self.state = state if same else replace(state, phase=self.state.phase, phase_step=0)
         return True
 
-    def export(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """A folder that `sample.py --model` reads: weights, config, prompt template, tokenizer."""
-        prompt = {"head": TEMPLATE.head, "fact": TEMPLATE.fact}
-        copy.deepcopy(self.denoiser).to(dtype).save_pretrained(folder, prompt=prompt, eos_token_id=1)
-        self.tokenizer.inner.save_pretrained(folder)
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    def _saved(self) -> list[Path]:
-        return sorted(p for p in self._checkpoints.glob("step-*") if p.suffix != ".part")
+    def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """A folder that `sample.py --model` reads; every process takes part."""
+        tensors = whole_state(self.root)
+        if self.processes.first:
+            self.start.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
+        self.processes.wait()
 
 
-def fresh_denoiser(config: Config) -> Denoiser:
-    """A denoiser of the configured shape with fresh weights that depend on the seed alone.
+class Loader:
+    """Prepares the examples of the next step on a thread of its own."""
 
-    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by
-    the square root of their number; QK gains start at 1.5.
+    def __init__(self, load: Callable[[int, tuple[int, int]], list[list[Example]]]) -> None:
+        self._load, self._worker = load, ThreadPoolExecutor(1, "examples")
+        self._asked: tuple[int, tuple[int, int]] | None = None
+        self._found: Future[list[list[Example]]] | None = None
+
+    def begin(self, step: int, passages: tuple[int, int]) -> None:
+        """Starts on a step."""
+        self._asked, self._found = (step, passages), self._worker.submit(self._load, step, passages)
+
+    def take(self, step: int, passages: tuple[int, int]) -> list[list[Example]]:
+        """The parts of a step, prepared now where nobody has begun on them."""
+        self.pause()
+        if self._found is not None and self._asked == (step, passages):
+            return self._found.result()
+        return self._load(step, passages)
+
+    def pause(self) -> None:
+        if self._found is not None:
+            self._found.exception()
+
+
+def refuse_others(what: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises `ConfigError` for the first setting that has another value than before."""
+    for key, value in now.items():
+        if then.get(key) != value:
+            raise ConfigError(
+                f"{what} was begun with {key}={then.get(key)}, not {value}: give the same, or another --out"
+            )
+
+
+def run_settings(config: Config) -> dict[str, Any]:
+    """What the whole run depends on."""
+    names = [
+        "seed", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers", "vocabulary",
+        "passage_length", "lora_rank",
+    ]  # fmt: skip
+    return {f"train.{name}": getattr(config.train, name) for name in names} | {
+        "model.path": config.model.path,
+        "model.evidence_layout": config.model.evidence_layout,
+        "retrieval.top_k": config.retrieval.top_k,
+        "decode.canvas_length": config.decode.canvas_length,
+        **{f"data.{key}": value for key, value in asdict(config.data).items()},
+    }
+
+
+def phase_settings(train: TrainConfig) -> dict[str, Any]:
+    """What the steps of a phase depend on."""
+    return {f"train.{key}": value for key, value in asdict(train).items() if key not in FREE}
+
+
+def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices of the layers, AdamW on the rest, four times as fast on the QK gains; or
+    AdamW on all.
     """
-    train = config.train
-    heads = train.hidden_size // HEAD_WIDTH
-    denoiser = Denoiser(
-        DenoiserConfig(
-            vocab_size=train.vocabulary,
-            hidden_size=train.hidden_size,
-            num_hidden_layers=train.num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=HEAD_WIDTH,
-            intermediate_size=train.intermediate_size,
-            max_position_embeddings=_context_length(config),
-            qk_norm=True,
-            tie_word_embeddings=True,
-            mask_token_id=0,
-            evidence_layout=train.evidence_layout,
-            passage_length=train.passage_length,
-            canvas_length=canvas_length(config),
-            block_length=config.decode.block_length,
-        )
-    )
-    generator = keyed_generator("weights", train.seed)
-    with torch.no_grad():
-        for name, value in denoiser.named_parameters():
-            if value.dim() == 2:
-                value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                value.mul_((2 * train.num_hidden_layers) ** -0.5)
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                value.fill_(1.5)
-    return denoiser
-
-
-def _context_length(config: Config) -> int:
-    """Positions for the question, the canvas, and all passages where they stand behind one another."""
-    passages = 1 if config.train.evidence_layout == "independent" else config.retrieval.top_k
-    return passages * config.train.passage_length + QUESTION_LENGTH + canvas_length(config)
-
-
-def canvas_length(config: Config) -> int:
-    """Response positions that the denoiser is trained on."""
-    return config.decode.canvas_length or DenoiserConfig.canvas_length
-
-
-def make_optimizers(
-    denoiser: Denoiser, matrix_learning_rate: float, learning_rate: float
-) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of the layers, AdamW on the rest, four times as fast on the QK gains."""
-    matrices, gains, rest = [], [], []
+    matrices, gains, rest, decayed = [], [], [], []
     for name, value in denoiser.named_parameters():
+        if not value.requires_grad:
+            continue
         if value.dim() == 2 and name.startswith("layers."):
-            matrices.append(value)
-        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            (matrices if train.optimizer == "muon" else decayed).append(value)
+        elif train.optimizer == "muon" and name.endswith(("q_norm.weight", "k_norm.weight")):
             gains.append(value)
         else:
             rest.append(value)
-    groups = [{"params": rest, "lr": learning_rate}, {"params": gains, "lr": 4 * learning_rate}]
-    return [
-        torch.optim.Muon(matrices, lr=matrix_learning_rate, weight_decay=0.0),
-        torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    rate, decay = train.learning_rate, train.weight_decay
+    groups = [
+        {"params": rest, "lr": rate}, {"params": gains, "lr": 4 * rate},
+        {"params": decayed, "lr": rate, "weight_decay": decay},
+    ]  # fmt: skip
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), weight_decay=0.0)
+    if not matrices:
+        return [adamw]
+    return [torch.optim.Muon(matrices, lr=train.matrix_learning_rate, weight_decay=decay), adamw]
 
 
 def share_left(step: int, steps: int, decay_share: float) -> float:

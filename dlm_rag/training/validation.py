@@ -1,59 +1,60 @@
-"""Validation: the real decoder, and the NELBO, on a world whose words training never sees."""
+"""Validation: the real decoder and the NELBO on questions, the NELBO on documents, all held out."""
 
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from dlm_rag.config import Config
+from dlm_rag.config import DecodeConfig
+from dlm_rag.data.documents import Documents
 from dlm_rag.data.examples import Example
-from dlm_rag.data.questions import read_questions
-from dlm_rag.data.world import write_world
+from dlm_rag.data.questions import Question
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
 from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times, mask_tokens
 from dlm_rag.evaluation.metrics import mean_score, score
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.randomness import keyed_generator
-from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.query import build_query
 from dlm_rag.stages import stage
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.objective import run_masked
+from dlm_rag.training.objective import Counts, Sums, Weights, run_masked
+from dlm_rag.training.trainer import Trainer
 
 NELBO_TIMES = 4  # for each question
-VALIDATION_SEED = 1_000_000  # test worlds of reports have small seeds
 
 
-class Validation:
-    """A test-split world in `folder`, written once, and its questions."""
+class Validation(Protocol):
+    """Says how good a denoiser is."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        train = config.train
-        written = write_world(
-            folder,
-            VALIDATION_SEED + train.seed,
-            "test",
-            train.world_passages,
-            train.validation_questions,
-            hops=train.hops,
-        )
-        self._truths, self._seed = [question.reasoning for question in written], train.seed
-        self._questions = read_questions(folder / "questions.jsonl")
-        self._retriever = load_retriever(
-            folder / "corpus.jsonl", top_k=config.retrieval.top_k, index_folder=str(folder / "index")
-        )
-        self._config = config.decode
+    def scores(self, trainer: Trainer) -> dict[str, float]:
+        """Figures by name; every process takes part, and the first one's are right."""
+        ...
 
-    def scores(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
-        """Exact match and forwards for all questions, and exact match by hops."""
-        with stage("evaluate"):
-            return self._scores(denoiser, tokenizer)
 
-    def _scores(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
-        decoder = Decoder(denoiser.eval(), self._retriever, tokenizer, self._config)
-        with torch.inference_mode():
-            rollouts = decoder.decode(self._questions)
+class QuestionValidation:
+    """Held-out questions with their true responses."""
+
+    def __init__(
+        self, questions: list[Question], truths: list[str], retriever: Retriever, decode: DecodeConfig,
+        seed: int,
+    ) -> None:  # fmt: skip
+        self._questions, self._truths, self._seed = questions, truths, seed
+        self._retriever, self._config = retriever, decode
+
+    def scores(self, trainer: Trainer) -> dict[str, float]:
+        """Exact match and forwards for all questions, exact match by hops, and the NELBO."""
+        if not self._questions:
+            return {}
+        with stage("evaluate"), trainer.evaluating() as here:
+            return self.scores_of(trainer.denoiser, trainer.start.tokenizer) if here else {}
+
+    def scores_of(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
+        """As `scores`, for a denoiser by itself."""
+        decoder = Decoder(denoiser, self._retriever, tokenizer, self._config)
+        rollouts = decoder.decode(self._questions)
         scored = [score(r, q) for r, q in zip(rollouts, self._questions, strict=True)]
-        denoiser.train()
         found = {
             "exact_match": mean_score(scored).exact_match,
             "forwards_per_answer": mean_score(scored).forwards,
@@ -63,30 +64,55 @@ class Validation:
             found[f"exact_match_{hops}_hops"] = mean_score(part).exact_match
         return found | {"nelbo_per_token": self.nelbo_per_token(denoiser, tokenizer)}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def nelbo_per_token(self, denoiser: Denoiser, tokenizer: Tokenizer) -> float:
         """The NELBO in nats of the true responses and one end token, for each of these tokens.
 
-        Given the passages that hold the answer; linear schedule, antithetic times, one sample of
-        masks for every question and time.
+        Given the passages that hold the answer (where they are not named: those found for question and
+        response); linear schedule, antithetic times, one sample of masks for every question and time.
         """
         schedule = SCHEDULES["linear"]
-        (end,) = tokenizer.end_ids
-        passages = {passage.id: passage.text for passage in self._retriever.corpus}
         total = tokens = 0.0
         for number, (question, truth) in enumerate(zip(self._questions, self._truths, strict=True)):
             generator = keyed_generator("nelbo", self._seed, number)
             times = antithetic_times(NELBO_TIMES, generator)
-            target = (*tokenizer.encode(truth), end)
+            target = (*tokenizer.encode(truth), tokenizer.end_id)
             ids = torch.tensor(target).expand(len(times), -1)
             hidden = mask_tokens(ids, schedule.alpha(times), -1, generator) < 0
             some = hidden.any(dim=1)  # a row without masks adds nothing
-            prompt = tokenizer.prompt(question.question, [passages[i] for i in question.supporting_ids])
+            prompt = tokenizer.prompt(question.question, self._evidence(question, truth))
             tokens += len(target)
-            examples = [Example(prompt, target, tuple(row), ()) for row in hidden[some].tolist()]
+            examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
             if examples:
                 masked = run_masked(denoiser, examples, denoiser.config.evidence_layout)
-                losses = token_losses(masked.logits, masked.targets).double().cpu()
+                losses = token_losses(denoiser.read_out(masked.hidden), masked.targets).double().cpu()
                 sums = losses.new_zeros(len(examples)).index_add(0, masked.rows.cpu(), losses)
                 total += float(nelbo(sums[:, None], times[some], schedule).sum()) / len(times)
         return total / tokens
+
+    def _evidence(self, question: Question, truth: str) -> Sequence[str]:
+        if not question.supporting_ids:
+            (found,) = self._retriever.search([build_query("proxy", question.question, truth)])
+            return [passage.text for passage in found]
+        wanted = set(question.supporting_ids)
+        texts = {passage.id: passage.text for passage in self._retriever.corpus if passage.id in wanted}
+        return [texts[name] for name in question.supporting_ids if name in texts]
+
+
+class DocumentValidation:
+    """The last sequences of every source, which no step trains on."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    def scores(self, trainer: Trainer) -> dict[str, float]:
+        """The NELBO per token in nats, of all sources together."""
+        held = self._documents.held_out()
+        if len(held) < trainer.processes.count:  # each must have work
+            return {}
+        mine = [held[n] for n in trainer.processes.share(len(held))]
+        ends = trainer.start.tokenizer.end_ids
+        with stage("evaluate"), torch.no_grad(), trainer.arithmetic():
+            over = Counts.of(mine, ends, 1.0).over(trainer.processes)
+            _, found = trainer.root(mine, over, Weights())
+            return {"nelbo_per_token": Sums.of([found], trainer.processes).tokens / over.divisor}

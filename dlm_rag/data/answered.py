@@ -1,0 +1,86 @@
+"""Training examples from questions of one's own: evidence as our own retriever finds it while decoding.
+
+An item of a step is one question at one moment: some sentences of its response stand, the passages are
+those that the query of that moment brings, the rest is masked in several ways. Everything follows from
+(seed, phase, step, item).
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from dlm_rag.config import TrainConfig
+from dlm_rag.data.examples import Example, canvas_of, random_mask
+from dlm_rag.data.questions import Question
+from dlm_rag.decode.evidence import fit
+from dlm_rag.errors import QuestionError
+from dlm_rag.model.denoiser import DenoiserConfig
+from dlm_rag.randomness import permutation
+from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.query import build_query
+from dlm_rag.text import sentence_spans
+from dlm_rag.tokenizer import Prompt, Tokenizer
+
+
+class AnsweredQuestions:
+    """The batches of a phase of fine-tuning on questions with known responses."""
+
+    def __init__(
+        self, questions: Sequence[Question], retriever: Retriever, tokenizer: Tokenizer,
+        denoiser: DenoiserConfig, train: TrainConfig, phase: str,
+    ) -> None:  # fmt: skip
+        """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
+        self._questions, self._retriever, self._tokenizer = questions, retriever, tokenizer
+        self._denoiser, self._train, self._key = denoiser, train, (train.seed, phase)
+        for question in questions:
+            if not response_of(question):
+                raise QuestionError(f"question '{question.id}' has neither 'response' nor 'golden_answers'")
+            try:
+                self._prompt(question, [])
+            except QuestionError as error:
+                raise QuestionError(f"question '{question.id}': {error}") from None
+
+    @property
+    def items(self) -> int:
+        """Questions in a step."""
+        return self._train.groups
+
+    def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
+        """Rows of some questions of a step; all that is found goes into the prompt."""
+        moments = []
+        for item in items:
+            epoch, place = divmod(step * self.items + item, len(self._questions))
+            order = permutation((*self._key, "questions", epoch), len(self._questions))
+            rng = random.Random(f"answered/{self._key}/{step}/{item}")
+            question = self._questions[int(order[place])]
+            response = response_of(question)
+            ends = [0, *(end for _, end in sentence_spans(response))]
+            moments.append((rng, question, response, rng.choice(ends)))
+        queries = [
+            build_query("proxy", q.question, response[:stands]) for _, q, response, stands in moments
+        ]
+        found = self._retriever.search(queries)
+        examples = []
+        for (rng, question, response, stands), passages_found in zip(moments, found, strict=True):
+            prompt = self._prompt(question, [passage.text for passage in passages_found])
+            ids = list(self._tokenizer.encode(response))
+            standing = len(self._tokenizer.encode(response[:stands])) if stands else 0
+            for _ in range(self._train.rows):
+                target = canvas_of(rng, ids, self._denoiser.canvas_length, self._tokenizer.end_id)
+                masked = random_mask(rng, len(ids), len(target), standing)
+                examples.append(Example(prompt, tuple(target), masked))
+        return examples
+
+    def _prompt(self, question: Question, passages: list[str]) -> Prompt:
+        shape = self._denoiser
+        prompt = self._tokenizer.prompt(question.question, passages)
+        return fit(
+            prompt, shape.evidence_layout, shape.max_position_embeddings, shape.canvas_length,
+            shape.passage_length,
+        )[0]  # fmt: skip
+
+
+def response_of(question: Question) -> str:
+    """What the denoiser is to write: the question's `response`, else `### ` and its first answer."""
+    if question.response:
+        return question.response
+    return f"### {question.golden_answers[0]}" if question.golden_answers else ""

@@ -1,0 +1,199 @@
+"""Documents to pre-train on: tokenised once, packed into sequences of one length, mixed by weight.
+
+A file becomes one long array of token ids, each document followed by an end token. Sequence n is the
+n-th stretch of that array; a row is what of one document lies in it, so that no token sees another
+document, and packing leaves no padding. Everything follows from (seed, phase, number of the sequence):
+nothing has to be saved to go on, and any process can make any sequence.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dlm_rag.config import TrainConfig
+from dlm_rag.data.examples import Example
+from dlm_rag.diffusion.noise import SCHEDULES
+from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.jsonl import is_blank, parse_object
+from dlm_rag.randomness import permutation
+from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
+from dlm_rag.tokenizer import Prompt, Tokenizer
+
+BLOCK = 1000  # sequences within which every source has its exact share
+HELD_OUT = 8  # sequences of each source at its end, for validation; at most one in 20
+LOWEST_TIME = 1e-3  # below it a token of a short row would count too much
+GOLDEN = 0.6180339887498949  # rows of a sequence get times spread by it
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of documents as token ids: (n,) of them, and where each document ends."""
+
+    tokens: NDArray[np.uint32]
+    ends: NDArray[np.int64]  # of each document, its end token included
+
+    def sequences(self, length: int) -> int:
+        """How many whole sequences of that length there are."""
+        return len(self.tokens) // length
+
+    def rows(self, number: int, length: int) -> list[list[int]]:
+        """Sequence `number`, cut where documents end."""
+        first, last = number * length, (number + 1) * length
+        inside = self.ends[np.searchsorted(self.ends, first, "right") : np.searchsorted(self.ends, last)]
+        return [part.tolist() for part in np.split(self.tokens[first:last], inside - first)]
+
+
+def read_documents(path: str | Path) -> Iterator[str]:
+    """The texts of a file of JSON lines, `text` or `contents` of each.
+
+    Raises `CorpusError` naming file and line.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise CorpusError(f"documents '{path}' were not found")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if is_blank(line):
+                continue
+            place = f"{path}, line {number}"
+            record = parse_object(line, place, CorpusError)
+            text = record.get("text", record.get("contents"))
+            if not isinstance(text, str) or not text.strip():
+                raise CorpusError(f"{place}: there is no 'text'")
+            yield text
+
+
+def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = None) -> TokenFile:
+    """The token ids of a file, made at the first use and mapped into memory from then on.
+
+    folder: where they are kept; None: where indexes are. Raises `CorpusError`.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise CorpusError(f"documents '{path}' were not found")
+    vocabulary = tokenizer.inner.backend_tokenizer.to_str()
+    root = Path(folder).expanduser() if folder else default_index_folder()
+    name = slug(path.stem, "tokens", fingerprint_file(path), vocabulary)
+    (end, *_) = sorted(tokenizer.end_ids)
+
+    def build(scratch: Path) -> None:
+        ends, at = [], 0
+        with (scratch / "tokens.bin").open("wb") as file:
+            for text in read_documents(path):
+                ids = np.array((*tokenizer.inner.encode(text, add_special_tokens=False), end), np.uint32)
+                file.write(ids.tobytes())
+                at += len(ids)
+                ends.append(at)
+        if not ends:
+            raise CorpusError(f"{path} holds no documents")
+        np.save(scratch / "ends.npy", np.array(ends, np.int64))
+
+    built = build_once(root / name, build)
+    return TokenFile(np.memmap(built / "tokens.bin", np.uint32, "r"), np.load(built / "ends.npy"))
+
+
+class Documents:
+    """The batches of a phase of pre-training: sequences of several sources, masked at random times."""
+
+    def __init__(
+        self,
+        sources: dict[str, TokenFile],
+        tokenizer: Tokenizer,
+        train: TrainConfig,
+        phase: str,
+        shifted: bool,
+    ) -> None:
+        """Raises `ConfigError` for a mixture of unknown sources and for a source shorter than a sequence.
+
+        shifted: the denoiser predicts a token from the row before it, so that every row needs one.
+        """
+        self._train, self._key = train, (train.seed, phase)
+        (end, *_) = sorted(tokenizer.end_ids)
+        self._prompt = Prompt((end,) if shifted else (), (), ())
+        weights = train.mixture or dict.fromkeys(sources, 1.0)
+        unknown = sorted(set(weights) - set(sources))
+        if unknown:
+            raise ConfigError(f"mixture names '{unknown[0]}', which is none of {', '.join(sources)}")
+        whole = sum(weights.values())
+        if whole <= 0 or min(weights.values()) < 0:
+            raise ConfigError("the shares of a mixture must not be negative, nor all of them 0")
+        self._names = [name for name, weight in weights.items() if weight]
+        self._files = [sources[name] for name in self._names]
+        whole_ones = [file.sequences(train.sequence_length) for file in self._files]
+        self._sequences = [count - min(HELD_OUT, count // 20) for count in whole_ones]
+        self._quotas = quotas([weights[name] / whole for name in self._names], BLOCK)
+        for name, file, count in zip(self._names, self._files, self._sequences, strict=True):
+            if not count:
+                raise ConfigError(
+                    f"the documents '{name}' have {len(file.tokens):,} tokens, fewer than one sequence of "
+                    f"sequence_length={train.sequence_length}"
+                )
+
+    @property
+    def items(self) -> int:
+        """Sequences in a step."""
+        return self._train.batch_tokens // self._train.sequence_length
+
+    def examples(self, step: int, items: Iterable[int], _: Any = None) -> list[Example]:
+        """The rows of some of the sequences of a step."""
+        offset = random.Random(f"times/{self._key}/{step}").random()
+        found: list[Example] = []
+        for item in items:
+            number = step * self.items + item
+            # One time in each of `items` equal parts of the interval: they vary less than independent ones.
+            time = (offset + item / self.items) % 1
+            rng = np.random.default_rng([*map(ord, f"masks/{self._key}"), number])
+            for row, ids in enumerate(self.sequence(number)):
+                found.append(self._mask(ids, (time + row * GOLDEN) % 1, rng))
+        return found
+
+    def sequence(self, number: int) -> list[list[int]]:
+        """The rows of sequence `number` of the phase."""
+        block, place = divmod(number, BLOCK)
+        order = _order((*self._key, block), self._quotas)
+        source = int(order[place])
+        drawn = block * self._quotas[source] + int((order[:place] == source).sum())
+        file, length = self._files[source], self._train.sequence_length
+        epoch, index = divmod(drawn, self._sequences[source])
+        order = permutation((*self._key, source, epoch), self._sequences[source])
+        return file.rows(int(order[index]), length)
+
+    def held_out(self) -> list[Example]:
+        """The rows of the sequences that are kept for validation, each masked at one time."""
+        length, rng = self._train.sequence_length, np.random.default_rng(0)
+        rows = [
+            ids
+            for file, first in zip(self._files, self._sequences, strict=True)
+            for number in range(first, file.sequences(length))
+            for ids in file.rows(number, length)
+        ]
+        return [self._mask(ids, (n + 0.5) * GOLDEN % 1, rng) for n, ids in enumerate(rows)]
+
+    def _mask(self, ids: list[int], time: float, rng: np.random.Generator) -> Example:
+        schedule = SCHEDULES["linear"]
+        at = torch.tensor(LOWEST_TIME + (1 - LOWEST_TIME) * time, dtype=torch.float64)
+        masked = rng.random(len(ids)) >= float(schedule.alpha(at))
+        weight = float(schedule.weight(at))
+        return Example(self._prompt, tuple(ids), tuple(masked.tolist()), (), weight, float(len(ids)))
+
+
+def quotas(shares: list[float], count: int) -> list[int]:
+    """Whole numbers in proportion to `shares`, `count` together (largest remainders first)."""
+    exact = [share * count for share in shares]
+    found = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda n: found[n] - exact[n])
+    for n in by_remainder[: count - sum(found)]:
+        found[n] += 1
+    return found
+
+
+def _order(key: tuple[object, ...], counts: list[int]) -> NDArray[np.int64]:
+    """Which source each sequence of a block comes from."""
+    sources = np.repeat(np.arange(len(counts)), counts)
+    return sources[permutation((*key, "order"), len(sources)).numpy()]

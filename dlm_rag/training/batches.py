@@ -1,0 +1,91 @@
+"""What each phase trains on and is validated with: worlds, one's own questions, documents."""
+
+import json
+import random
+from pathlib import Path
+
+from dlm_rag.config import Config
+from dlm_rag.data.answered import AnsweredQuestions, response_of
+from dlm_rag.data.documents import Documents, open_documents
+from dlm_rag.data.examples import WorldExamples
+from dlm_rag.data.questions import read_questions
+from dlm_rag.data.world import make_question, make_world, passage_record, write_world
+from dlm_rag.errors import ConfigError
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.index import build_once
+from dlm_rag.training.start import Start
+from dlm_rag.training.trainer import Batches
+from dlm_rag.training.validation import DocumentValidation, QuestionValidation, Validation
+
+VALIDATION_SEED = 1_000_000  # test worlds of reports have small seeds
+WORLDS_OF_DOCUMENTS = 20
+
+
+def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[Batches, Validation]:
+    """The batches of a phase, and what it is validated with; raises `UserError` for data that cannot do."""
+    train, tokenizer = config.train.in_phases()[phase], start.tokenizer
+    if train.objective != "sft":
+        files = config.data.documents or {"worlds": str(world_documents(config, folder))}
+        where = config.retrieval.index_folder
+        sources = {name: open_documents(path, tokenizer, where) for name, path in files.items()}
+        longest = start.config.max_position_embeddings
+        if train.sequence_length + start.config.shifted > longest and train.rope_theta is None:
+            raise ConfigError(
+                f"sequence_length={train.sequence_length} is beyond the model's {longest} positions: set "
+                "rope_theta too"
+            )
+        documents = Documents(sources, tokenizer, train, phase, start.config.shifted)
+        return documents, DocumentValidation(documents)
+    if config.data.questions is None or config.data.corpus is None:
+        canvas, most = start.config.canvas_length, config.retrieval.top_k
+        batches = WorldExamples(tokenizer, train, canvas, most)
+        return batches, world_validation(config, phase, folder / "validation")
+    retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
+    retriever = load_retriever(retrieval, corpus)
+    questions = read_questions(config.data.questions)
+    held = min(train.validation_questions, len(questions) // 10)
+    kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
+    truths = [response_of(question) for question in asked]
+    validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed)
+    return AnsweredQuestions(kept, retriever, tokenizer, start.config, train, phase), validation
+
+
+def world_validation(config: Config, phase: str, folder: Path) -> QuestionValidation:
+    """A test-split world, whose words training never sees, written once into `folder`."""
+    train = config.train.in_phases()[phase]
+    seed, passages = VALIDATION_SEED + train.seed, train.world_passages
+    number, hops = train.validation_questions, train.hops
+    built = build_once(folder, lambda scratch: write_validation(scratch, seed, passages, number, hops))
+    questions = read_questions(built / "questions.jsonl")
+    truths = json.loads((built / "responses.json").read_text(encoding="utf-8"))
+    retriever = load_retriever(
+        built / "corpus.jsonl", top_k=config.retrieval.top_k, index_folder=str(built / "index")
+    )
+    return QuestionValidation(questions, truths, retriever, config.decode, train.seed)
+
+
+def write_validation(folder: Path, seed: int, passages: int, questions: int, hops: int) -> None:
+    """Corpus, questions and true responses of a test world."""
+    written = write_world(folder, seed, "test", passages, questions, hops=hops)
+    truths = [question.reasoning for question in written]
+    (folder / "responses.json").write_text(json.dumps(truths), encoding="utf-8")
+
+
+def world_documents(config: Config, folder: Path) -> Path:
+    """Passages and answered questions of training worlds as documents, written once into `folder`."""
+
+    def write(scratch: Path) -> None:
+        with (scratch / "documents.jsonl").open("w", encoding="utf-8") as file:
+            for number in range(WORLDS_OF_DOCUMENTS):
+                seed = config.train.seed * 1_000_003 + number
+                world = make_world(seed, "train", config.train.world_passages)
+                rng = random.Random(f"documents/{seed}")
+                texts = [passage_record(world, entity) for entity in world.entities]
+                lines = [f"{record['title']}\n{record['contents']}" for record in texts]
+                asked = (make_question(rng, world, rng.randint(1, 4), training=True) for _ in lines)
+                lines += [f"{q.question}\n{q.reasoning}" for q in asked if q is not None]
+                rng.shuffle(lines)
+                file.writelines(json.dumps({"text": line}) + "\n" for line in lines)
+
+    return build_once(folder / "documents", write) / "documents.jsonl"

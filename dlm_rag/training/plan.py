@@ -1,0 +1,292 @@
+"""What a run takes, before anything is allocated: bytes, FLOPs, time, energy, money.
+
+python train.py --config gb300.yaml --plan [plan.machine=gb10 plan.devices=20 plan.days=18 ...]
+"""
+
+import math
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.data.examples import Example
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.checkpoint import FAMILIES
+from dlm_rag.model.cost import Work, encode_work, head_work
+from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.tokenizer import Prompt
+from dlm_rag.training.machines import MACHINES, Machine
+from dlm_rag.training.memory import StepMemory, optimizer_bytes, step_memory
+from dlm_rag.training.parallel import Processes
+from dlm_rag.training.start import QUESTION_LENGTH, begin, trained_shape
+
+GB = 1e9
+RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
+DAY = 86_400.0
+# The shapes of checkpoints that people begin with, so that a plan needs neither network nor weights.
+PUBLIC: dict[str | None, dict[str, Any]] = {
+    "GSAI-ML/LLaDA-8B-Instruct": {
+        "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
+        "mlp_hidden_size": 12_288, "vocab_size": 126_464, "embedding_size": 126_464, "rms_norm_eps": 1e-5,
+        "max_sequence_length": 4096, "rope_theta": 500_000.0, "mask_token_id": 126_336,
+    },
+    "Dream-org/Dream-v0-Instruct-7B": {
+        "model_type": "Dream", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072, "rope_theta": 1e6, "mask_token_id": 151_666,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32_768, "rope_theta": 1e6, "mask_token_id": 151_665,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """One phase on `devices` devices of a kind that need not be known."""
+
+    name: str
+    train: TrainConfig
+    tokens: float  # of a step, prompts and canvases
+    flops: float  # of a step: forward and backward, nothing computed twice
+    memory: StepMemory  # with one item in each part of a step
+    per_item: float  # bytes of activations that another item adds
+    items: int  # of a step
+    devices: int
+    gathered: float  # bytes of what shards are gathered into: two layers, embedding and head
+
+    @property
+    def part(self) -> int:
+        """Items in each part that a device computes at once."""
+        return math.ceil(self.items / (self.devices * self.train.accumulate))
+
+    def bytes(self) -> dict[str, float]:
+        """Bytes on each device, by what they are for."""
+        memory, shards = self.memory, self.devices if self.train.parallel == "fsdp" else 1
+        return {
+            "weights": memory.weights / shards,
+            "gradients": memory.gradients / shards,
+            "optimizer": memory.optimizer / shards,
+            "gathered": self.gathered if shards > 1 else 0.0,
+            "activations and logits": memory.activations + self.per_item * (self.part - 1),
+        }
+
+    def largest_part(self, machine: Machine) -> int:
+        """Items that fit into one part of a step on a device; 0 where not one does."""
+        fixed = sum(self.bytes().values()) - self.per_item * (self.part - 1)
+        room = (1 - RESERVE) * machine.memory - fixed
+        return 0 if room < 0 else 1 + int(room / max(1.0, self.per_item))
+
+
+def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
+    """The plan of every phase, with the arithmetic in `dtype`; pointer supervision is left out."""
+    found = []
+    for name, train in config.train.in_phases().items():
+        one, two = (sample_items(config, train, shape, count) for count in (1, 2))
+        layout = shape.evidence_layout if train.objective == "sft" else "joint"
+        memory, more = (step_memory(shape, train, layout, items, dtype) for items in (one, two))
+        items = train.groups if train.objective == "sft" else train.batch_tokens // train.sequence_length
+        found.append(
+            PhasePlan(
+                name=name,
+                train=train,
+                tokens=float(items * tokens_of(one, layout)),
+                flops=items * step_flops(shape, one, layout, bool(train.lora_rank)),
+                memory=memory,
+                per_item=float(max(0, more.activations - memory.activations)),
+                items=items,
+                devices=config.plan.devices,
+                gathered=gathered_bytes(shape, dtype),
+            )
+        )
+    return found
+
+
+def gathered_bytes(shape: DenoiserConfig, dtype: torch.dtype) -> float:
+    """Two layers, the one at work and the next, with embedding and head."""
+    with torch.device("meta"):
+        denoiser = Denoiser(shape)
+    layers = sum(p.numel() for p in denoiser.layers.parameters())
+    whole = sum(p.numel() for p in denoiser.parameters())
+    return float(dtype.itemsize * (2 * layers / shape.num_hidden_layers + whole - layers))
+
+
+def sample_items(config: Config, train: TrainConfig, shape: DenoiserConfig, count: int) -> list[Example]:
+    """Rows as `count` items of a step have them: full prompts, half of each canvas masked."""
+    rng = random.Random(0)
+
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(shape.vocab_size) for _ in range(length))
+
+    if train.objective != "sft":
+        length = train.sequence_length
+        masked = tuple(n % 2 == 0 for n in range(length))
+        return [
+            Example(Prompt((), (), ()), ids(length), masked, (), 1.0, float(length)) for _ in range(count)
+        ]
+    masked = tuple(n % 2 == 0 for n in range(shape.canvas_length))
+    found = []
+    for _ in range(count):
+        facts = tuple(ids(train.passage_length) for _ in range(config.retrieval.top_k))
+        for _ in range(train.rows):
+            found.append(Example(Prompt(ids(QUESTION_LENGTH), facts, ()), ids(shape.canvas_length), masked))
+    return found
+
+
+def tokens_of(examples: list[Example], layout: str) -> int:
+    """Tokens that the layers run for these rows: shared passages once where the layout allows it."""
+    return int(sum(sum(lengths) for lengths, *_ in _calls(examples, layout)))
+
+
+def _calls(examples: list[Example], layout: str) -> list[tuple[list[int], list[int], list[int]]]:
+    """Lengths, keys and tokens through the last layer of the calls that a batch makes."""
+    canvases = [len(e.target) for e in examples]
+    read = [sum(e.masked) for e in examples]
+    prompts = [len(e.prompt) for e in examples]
+    if layout == "joint":
+        lengths = [a + b for a, b in zip(prompts, canvases, strict=True)]
+        return [(lengths, lengths, read)]
+    if layout == "prefix":
+        context = prompts
+    else:
+        context = [len(fact) for fact in {fact for e in examples for fact in e.prompt.facts}]
+        context += [len(e.prompt.head) for e in examples]
+    keys = [a + b for a, b in zip(prompts, canvases, strict=True)]
+    return [(context, context, [0] * len(context)), (canvases, keys, read)]
+
+
+def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, frozen: bool) -> float:
+    """FLOPs of forward and backward: three times forward, or twice where the weights are frozen."""
+    work = Work()
+    for lengths, keys, through in _calls(examples, layout):
+        work += encode_work(shape, lengths, keys, through, 2)
+    work += head_work(shape, sum(sum(e.masked) for e in examples), 2)
+    return (2 if frozen else 3) * work.flops
+
+
+def refuse_too_large(
+    config: Config, phase: str, shape: DenoiserConfig, device: torch.device, processes: Processes
+) -> None:
+    """Raises `ConfigError` where weights, gradients and optimizer alone are more than the device holds."""
+    train = config.train.in_phases()[phase]
+    with torch.device("meta"):
+        denoiser = Denoiser(shape)
+    each = 4 * sum(p.numel() for p in denoiser.parameters())
+    need = each / 2 if train.lora_rank else 2 * each + optimizer_bytes(denoiser, train)
+    if train.parallel == "fsdp":
+        need /= processes.count
+    have = device_memory(device) / (processes.count if device.type == "cpu" else 1)
+    if need > have:
+        raise ConfigError(
+            f"weights, gradients and optimizer alone take {need / GB:.0f} GB on each device, and this "
+            f"{device.type} has {have / GB:.0f} GB: see what fits with --plan (parallel=fsdp on several "
+            "devices, lora_rank, a smaller checkpoint)"
+        )
+
+
+def device_memory(device: torch.device) -> float:
+    """Bytes of a device's memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def shape_of(config: Config) -> DenoiserConfig:
+    """The architecture that a run would train; of well-known checkpoints without network or folder."""
+    path = config.model.path
+    if path not in PUBLIC or Path(path).exists():
+        return begin(config).config
+    return trained_shape(config, FAMILIES[PUBLIC[path]["model_type"]].read(PUBLIC[path]))
+
+
+def print_plan(config: Config) -> None:
+    """The page."""
+    shape = shape_of(config)
+    plan = config.plan
+    machines = [MACHINES[plan.machine]] if plan.machine else list(MACHINES.values())
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(config.train.dtype, torch.bfloat16)
+    phases = plan_phases(config, shape, dtype)
+    console = Console(width=100) if not sys.stdout.isatty() else Console()
+    memory = phases[0].memory
+    source = config.model.path or "fresh weights"
+    console.print(
+        f"{source}: {memory.parameters / 1e9:.3f} B parameters, {memory.trained / 1e9:.3f} B of them "
+        "trained, "
+        f"arithmetic in {str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
+    )
+    table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
+    lines: dict[str, list[str]] = {
+        "steps": [f"{p.train.steps:,}" for p in phases],
+        "tokens": [_short(p.tokens) for p in phases],
+        "FLOPs": [f"{p.flops:.2e}" for p in phases],
+        "items a part": [f"{p.part:,}" for p in phases],
+    }
+    for name in phases[0].bytes():
+        lines[f"{name}, GB"] = [f"{p.bytes()[name] / GB:.2f}" for p in phases]
+    lines["together, GB a device"] = [f"{sum(p.bytes().values()) / GB:.2f}" for p in phases]
+    for name, values in lines.items():
+        table.add_row(name, *values)
+    console.print(table)
+    own = sum(phase.tokens * phase.train.steps for phase in phases)
+    flops = sum(phase.flops * phase.train.steps for phase in phases)
+    if plan.tokens is not None:
+        flops, own = flops * plan.tokens / own, plan.tokens
+    console.print(f"\n{_short(own)} tokens, {flops:.2e} FLOPs, at {plan.mfu:.0%} of the peak:\n")
+    console.print(_machine_table(machines, phases, flops, dtype, plan))
+    for machine in machines:
+        if plan.days is not None:
+            console.print(verdict(machine, flops, dtype, plan.devices, plan.days))
+        console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
+
+
+def _machine_table(
+    machines: list[Machine], phases: list[PhasePlan], flops: float, dtype: torch.dtype, plan: Any
+) -> Table:
+    table = Table(
+        Column("machine"), *(Column(h, justify="right") for h in (
+            "peak TFLOP/s", "GB", "largest part", "days", "kWh", "electricity",
+        )),
+    )  # fmt: skip
+    for machine in machines:
+        peak = machine.flops.get(dtype)
+        largest = " / ".join(str(phase.largest_part(machine)) or "-" for phase in phases)
+        if peak is None:
+            table.add_row(machine.name, "none", f"{machine.memory / GB:.0f}", largest, "", "", "")
+            continue
+        seconds = flops / (plan.devices * peak * plan.mfu)
+        energy = seconds * machine.watts * plan.devices / 3.6e6
+        table.add_row(
+            machine.name, f"{peak / 1e12:,.0f}", f"{machine.memory / GB:.0f}", largest,
+            f"{seconds / DAY:,.2f}", f"{energy:,.1f}", f"${energy * plan.kwh_price:,.2f}",
+        )  # fmt: skip
+    return table
+
+
+def verdict(machine: Machine, flops: float, dtype: torch.dtype, devices: int, days: float) -> str:
+    """Whether a claim of so many days can be true."""
+    peak = machine.flops.get(dtype)
+    if peak is None:
+        return f"{machine.name} has no {dtype}."
+    share = flops / (days * DAY * devices * peak)
+    if share > 1:
+        return (
+            f"{days:g} days on {devices} x {machine.name} would take {share:.0%} of the peak: it cannot be "
+            f"done; at the peak itself it takes {flops / (devices * peak) / DAY:.1f} days."
+        )
+    return f"{days:g} days on {devices} x {machine.name} ask for {share:.0%} of the peak."
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.0f}"

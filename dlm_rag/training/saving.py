@@ -1,0 +1,152 @@
+"""Checkpoints of a run: safetensors in shards, whole or not there, read by any number of processes.
+
+torch.distributed.checkpoint writes and reads them in its safetensors form, so nothing is pickled. A
+folder takes its name by one rename after every process has written its part.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from dlm_rag.errors import CheckpointError, ConfigError, RunError
+from dlm_rag.training.parallel import Processes
+
+KEPT_CHECKPOINTS = 2
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+STATE = "state.json"
+
+
+def position(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
+    """Where a run in `folder` stands: its step, and the phases from that of the newest checkpoint on.
+
+    Raises `ConfigError` where that is none of `phases`.
+    """
+    found = Checkpoints(folder / "checkpoints", Processes(0, 1, 0)).newest()
+    if found is None:
+        return 0, phases
+    state = found[1]["state"]
+    if state["phase"] not in phases:
+        raise ConfigError(
+            f"the run in {folder} is in its phase '{state['phase']}', which the config does not name"
+        )
+    return state["step"], phases[phases.index(state["phase"]) :]
+
+
+class Checkpoints:
+    """The checkpoints of a run in `folder`, named by step."""
+
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self._folder, self._processes = folder, processes
+
+    def saved(self) -> list[Path]:
+        """Those that are whole, the oldest first."""
+        return sorted(p for p in self._folder.glob("step-*") if p.suffix != ".part")
+
+    def save(
+        self,
+        step: int,
+        root: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        record: dict[str, Any],
+    ) -> Path:
+        """Writes a checkpoint and drops the oldest beyond two; every process takes part."""
+        target = self._folder / f"step-{step:08d}"
+        scratch = target.with_suffix(".part")
+        if self._processes.first:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        self._processes.wait()
+        tensors = state_of(root, optimizers)
+        writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True)
+        try:
+            with quietly():
+                dcp.save(tensors, storage_writer=writer, no_dist=self._processes.count == 1)
+        except Exception as error:  # torch wraps what went wrong in its own types
+            raise RunError(
+                f"the checkpoint of step {step} could not be written to {self._folder} "
+                f"({reason_of(error)}); the one before is as it was: make room and --resume"
+            ) from None
+        if self._processes.first:
+            (scratch / STATE).write_text(json.dumps(record), encoding="utf-8")
+            shutil.rmtree(target, ignore_errors=True)
+            scratch.rename(target)
+            for old in self.saved()[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old)
+        self._processes.wait()
+        return target
+
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint and its record; raises `CheckpointError` where it cannot be read."""
+        saved = self.saved()
+        if not saved:
+            return None
+        try:
+            record = json.loads((saved[-1] / STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{saved[-1]} is no checkpoint of a run: {error}") from None
+        return saved[-1], record
+
+    def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Reads weights, and the state of the optimizers where any are given, into their places."""
+        tensors = state_of(root, optimizers)
+        try:
+            with quietly():
+                reader = HuggingFaceStorageReader(str(path))
+                dcp.load(tensors, storage_reader=reader, no_dist=self._processes.count == 1)
+        except Exception as error:  # torch raises a dozen unrelated types, and wraps them
+            raise CheckpointError(f"{path} does not belong to this run: {reason_of(error)}") from None
+        for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
+            whole = get_optimizer_state_dict(root, optimizer, options=_FLAT)
+            whole |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            set_optimizer_state_dict(root, optimizer, whole, options=_FLAT)
+
+
+def state_of(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Weights and optimizer states by name, as they lie in memory (in shards, where there are any)."""
+    # Neither a tied head, which would come twice, nor frozen weights, which have a checkpoint of their own.
+    once = {name.removeprefix("module.") for name, value in root.named_parameters() if value.requires_grad}
+    tensors = {f"model.{name}": v for name, v in get_model_state_dict(root).items() if name in once}
+    for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
+        found = get_optimizer_state_dict(root, optimizer, options=_FLAT)
+        tensors |= {f"{prefix}{k}": v for k, v in found.items() if k.startswith("state.")}
+    return tensors
+
+
+def whole_state(root: nn.Module) -> dict[str, Tensor]:
+    """All weights of the denoiser by its own names, gathered in host memory of the first process."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = get_model_state_dict(root, options=options)
+    return {name.removeprefix("denoiser."): value for name, value in found.items()}
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without torch's remark that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def reason_of(error: BaseException) -> str:
+    """The last line of an error's text."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1]
+
+
+def _prefixes(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    return [f"optimizer{number}." for number in range(len(optimizers))]

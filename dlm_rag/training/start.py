@@ -1,0 +1,219 @@
+"""What a run begins with, and what it ends in: a denoiser and its tokenizer, fresh or of a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlm_rag.config import Config
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
+from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.randomness import keyed_generator
+from dlm_rag.tokenizer import PromptTemplate, Tokenizer, read_tokenizer
+from dlm_rag.training.vocabulary import learn_tokenizer
+
+QUESTION_LENGTH = 64  # positions that the longest question of a world needs
+TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
+MASK = "<|mask|>"  # for tokenizers that have none
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Start:
+    """An architecture with its tokenizer, before any weight is there."""
+
+    config: DenoiserConfig
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint | None  # that the weights come from; None: fresh ones
+    seed: int
+    lora_rank: int
+
+    def denoiser(self, device: torch.device, frozen_dtype: torch.dtype, empty: bool = False) -> Denoiser:
+        """The denoiser with its first weights, float32 where they are trained.
+
+        frozen_dtype: of weights beside which low-rank adapters are trained. empty: shapes alone, for
+        weights that come from elsewhere.
+        """
+        if empty:
+            with torch.device("meta"):
+                denoiser = Denoiser(self.config)
+            denoiser.to_empty(device=device)
+            denoiser.tie()
+            denoiser.set_rope(self.config.rope_theta)
+        elif self.checkpoint is not None:
+            dtype = frozen_dtype if self.lora_rank else torch.float32
+            denoiser = load_wider(self.config, self.checkpoint, device, dtype)
+        else:
+            denoiser = fresh_denoiser(self.config, self.seed).to(device)
+        if self.lora_rank:
+            add_adapters(denoiser, self.lora_rank, self.seed)
+        return denoiser
+
+    def export(
+        self, folder: Path, tensors: dict[str, Tensor], rope_theta: float, dtype: torch.dtype
+    ) -> None:
+        """A folder that `sample.py --model` reads; of a public family, also that family's own classes.
+
+        tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
+        """
+        tensors = {name: value.to(dtype) for name, value in merged(tensors, self.lora_rank).items()}
+        template = self.tokenizer.template
+        extra: dict[str, Any] = {
+            "prompt": {"head": template.head, "fact": template.fact, "tail": template.tail},
+            "eos_token_id": self.tokenizer.end_id,
+        }
+        if self.checkpoint is not None:
+            extra.pop("eos_token_id")
+        config = replace(self.config, rope_theta=rope_theta)
+        save_tensors(tensors, config, folder, extra, self.checkpoint)
+        self.tokenizer.inner.save_pretrained(folder)
+        if self.checkpoint is not None:
+            for path in self.checkpoint.folder.iterdir():
+                # The code that public classes consist of; it is copied, never run.
+                if path.suffix == ".py" or path.name == "generation_config.json":
+                    shutil.copyfile(path, folder / path.name)
+
+
+def begin(config: Config) -> Start:
+    """What the config says the run begins with; raises `UserError` before any weight is read."""
+    if config.model.path is None:
+        return _fresh(config)
+    checkpoint = open_checkpoint(config.model.path)
+    train, own = config.train, checkpoint.config
+    inner = read_tokenizer(checkpoint.folder)
+    mask_id = own.mask_token_id
+    if mask_id is None:
+        first = next(iter(train.in_phases().values()))
+        if first.objective != "adapt":
+            raise ConfigError(
+                f"{checkpoint.folder} is an autoregressive model: begin with a phase of objective=adapt"
+            )
+        if inner.mask_token is None:
+            inner.add_special_tokens({"mask_token": MASK})
+        mask_id = int(inner.mask_token_id)
+    vocabulary = max(own.vocab_size, mask_id + 1)
+    shape = trained_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
+    template = PromptTemplate.read(checkpoint.raw.get("prompt"), shape.evidence_layout)
+    tokenizer = Tokenizer(inner, mask_id, template, checkpoint.end_token_ids)
+    return Start(shape, tokenizer, checkpoint, train.seed, train.lora_rank)
+
+
+def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
+    """A checkpoint's architecture with what training gives it: layout, lengths, room for long contexts."""
+    train, decode = config.train, config.decode
+    longest = [
+        p.sequence_length + 1 for p in train.in_phases().values() if p.objective != "sft" and p.rope_theta
+    ]
+    return replace(
+        own,
+        evidence_layout=config.model.evidence_layout or "independent",
+        passage_length=train.passage_length,
+        canvas_length=decode.canvas_length or own.canvas_length,
+        block_length=own.block_length if decode.block_length is None else decode.block_length,
+        max_position_embeddings=max(own.max_position_embeddings, *longest, 0),
+    )
+
+
+def _fresh(config: Config) -> Start:
+    train, layout = config.train, config.model.evidence_layout or "independent"
+    if train.lora_rank:
+        raise ConfigError("lora_rank needs a checkpoint: a fresh denoiser has nothing to stand beside")
+    heads, canvas = train.hidden_size // train.head_dim, config.decode.canvas_length
+    canvas = canvas or DenoiserConfig.canvas_length
+    # Positions for the question, the canvas, and all passages where they stand behind one another.
+    passages = 1 if layout == "independent" else config.retrieval.top_k
+    room = passages * train.passage_length + QUESTION_LENGTH + canvas
+    longest = [p.sequence_length + 1 for p in train.in_phases().values() if p.objective != "sft"]
+    shape = DenoiserConfig(
+        vocab_size=train.vocabulary,
+        hidden_size=train.hidden_size,
+        num_hidden_layers=train.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=train.head_dim,
+        intermediate_size=train.intermediate_size,
+        max_position_embeddings=max(room, *longest, 0),
+        qk_norm=True,
+        tie_word_embeddings=True,
+        mask_token_id=0,
+        evidence_layout=layout,
+        passage_length=train.passage_length,
+        canvas_length=canvas,
+        block_length=config.decode.block_length,
+    )
+    tokenizer = Tokenizer(learn_tokenizer(train.seed, train.vocabulary), 0, TEMPLATE, (1,))
+    return Start(shape, tokenizer, None, train.seed, 0)
+
+
+def fresh_denoiser(config: DenoiserConfig, seed: int) -> Denoiser:
+    """A denoiser with fresh weights that depend on the seed alone.
+
+    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by
+    the square root of their number; QK gains start at 1.5.
+    """
+    denoiser = Denoiser(config)
+    generator = keyed_generator("weights", seed)
+    with torch.no_grad():
+        for name, value in denoiser.named_parameters():
+            if value.dim() == 2:
+                value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                value.mul_((2 * config.num_hidden_layers) ** -0.5)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                value.fill_(1.5)
+    return denoiser
+
+
+def load_wider(
+    config: DenoiserConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> Denoiser:
+    """A checkpoint's denoiser; where the config has more tokens, new ones get the mean of the old."""
+    with torch.device("meta"):
+        denoiser = Denoiser(replace(config, vocab_size=checkpoint.config.vocab_size, mask_token_id=None))
+    checkpoint.load_into(denoiser, device, dtype)
+    denoiser.config = config
+    more = config.vocab_size - checkpoint.config.vocab_size
+    if more:
+        for module in (denoiser.embed_tokens, denoiser.lm_head):
+            old = module.weight.detach()
+            module.weight = nn.Parameter(torch.cat((old, old.mean(0, keepdim=True).expand(more, -1))))
+        denoiser.tie()
+    return denoiser
+
+
+def add_adapters(denoiser: Denoiser, rank: int, seed: int) -> None:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) beside all matrices of the layers, which are frozen."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ConfigError("lora_rank needs peft: install it with `pip install 'dlm_rag[lora]'`") from None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(
+            LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(ADAPTED)), denoiser
+        )
+    for name, parameter in denoiser.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+
+
+def merged(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """A denoiser's tensors by their plain names, adapters added to the weights beside them: W + 2 B A."""
+    if not rank:
+        return tensors
+    found = {}
+    for name, value in tensors.items():
+        if ".lora_" in name:
+            continue
+        if ".base_layer." in name and name.endswith(".weight"):
+            a, b = (tensors[name.replace("base_layer", f"lora_{x}.default")].float() for x in "AB")
+            value = (value.float() + 2.0 * b @ a).to(value.dtype)
+        found[name.replace(".base_layer", "")] = value
+    return found

@@ -1,0 +1,234 @@
+"""Our training step against a plain Hugging Face Trainer: same weights, documents, batches and loss.
+
+    python profiling/bench_train.py --out runs/bench_train [--steps 20] [--rounds 3]    # needs accelerate
+
+The Trainer runs transformers' own Llama (attention in both directions) on padded batches, with logits at
+all positions and the masked-diffusion loss over them. Ours packs the same documents, and computes logits
+of masked positions in chunks. Both take the same batches in the same order with AdamW in float32; their
+losses must agree. Turns alternate. Memory: bytes that operators allocated, at most, in one step.
+Expectation: full logits are (tokens x vocabulary x 4 bytes) several times over; half of the tokens are
+masked, and padding is whatever the lengths of the documents make it.
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from dlm_rag.cli import commit_of_code, machine_name, note, parse, run
+from dlm_rag.config import TrainConfig
+from dlm_rag.data.documents import Documents, open_documents
+from dlm_rag.data.examples import Example
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.memory import LiveBytes
+from dlm_rag.training.objective import Counts, Objective, Weights
+from dlm_rag.training.start import TEMPLATE
+from dlm_rag.training.vocabulary import learn_tokenizer
+
+VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
+BATCH, SEQUENCE = 4096, 512  # tokens
+RATE = 1e-3
+OPTIONS = {"steps": ("20", "optimizer steps in each turn"), "rounds": ("3", "turns of each")}
+
+
+def documents(steps: int, folder: str) -> tuple[list[list[Example]], Tokenizer]:
+    """The batches of all steps: passages and answered questions of invented worlds."""
+    from dlm_rag.config import Config
+    from dlm_rag.training.batches import world_documents
+
+    tokenizer = Tokenizer(learn_tokenizer(0, 1024), 0, TEMPLATE, (1,))
+    train = TrainConfig(objective="pretrain", sequence_length=SEQUENCE, batch_tokens=BATCH)
+    path = world_documents(Config(train=train), Path(folder))
+    source = {"worlds": open_documents(path, tokenizer, folder)}
+    batches = Documents(source, tokenizer, train, "", shifted=True)
+    return [batches.examples(step, range(batches.items)) for step in range(steps)], tokenizer
+
+
+class Padded(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Batches as a padded collator makes them: ids, mask of real tokens, labels and weights."""
+
+    def __init__(self, batches: list[list[Example]], mask_id: int) -> None:
+        self._batches, self._mask_id = batches, mask_id
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        rows = self._batches[number]
+        lead = len(rows[0].prompt)
+        longest = lead + max(len(row.target) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        labels = torch.full((len(rows), longest), -100)
+        real = torch.zeros(len(rows), longest, dtype=torch.bool)
+        weights = torch.zeros(len(rows), longest)
+        for place, row in enumerate(rows):
+            stop = lead + len(row.target)
+            target, masked = torch.tensor(row.target), torch.tensor(row.masked)
+            ids[place, :lead] = torch.tensor(row.prompt.ids)
+            ids[place, lead:stop] = target.where(~masked, self._mask_id)
+            labels[place, lead:stop] = target.where(masked, -100)
+            weights[place, lead:stop] = row.weight
+            real[place, :stop] = True
+        divisor = torch.tensor(sum(row.divisor or 0.0 for row in rows))
+        return {"input_ids": ids, "real": real, "labels": labels, "weights": weights, "divisor": divisor}
+
+
+class PlainTrainer(Trainer):
+    """The loop that most would write: full logits, cross-entropy over them."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        real = inputs["real"]
+        seen = torch.zeros(real.shape, dtype=torch.float32).masked_fill(~real, float("-inf"))
+        places = torch.arange(real.shape[1]).expand_as(inputs["input_ids"])
+        logits = model(
+            input_ids=inputs["input_ids"], position_ids=places,
+            attention_mask=seen[:, None, None, :].expand(-1, 1, real.shape[1], -1), use_cache=False,
+        ).logits.float()  # fmt: skip
+        losses = F.cross_entropy(  # row i predicts token i + 1
+            logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), reduction="none"
+        )
+        return (losses * inputs["weights"][:, 1:].flatten()).sum() / inputs["divisor"]
+
+
+class Losses(TrainerCallback):
+    """Keeps the loss of every step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.found.append(logs["loss"])
+
+
+def plainly(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
+    """Seconds and losses of the Hugging Face loop."""
+    model = LlamaForCausalLM.from_pretrained(weights, attn_implementation="sdpa")
+    kept = Losses()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = PlainTrainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=folder, max_steps=len(batches), per_device_train_batch_size=1,
+                learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, adam_beta2=0.95,
+                logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True,
+                dataloader_pin_memory=False, remove_unused_columns=False,
+            ),
+            train_dataset=Padded(batches, 0),
+            data_collator=lambda found: found[0],
+            callbacks=[kept],
+        )  # fmt: skip
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(range(len(batches)))
+        start = time.perf_counter()
+        trainer.train()
+    return time.perf_counter() - start, kept.found
+
+
+def ours(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
+    """Seconds and losses of our step."""
+    denoiser = denoiser_of(weights)
+    objective = Objective(denoiser, "joint", frozenset({1}))
+    optimizer = torch.optim.AdamW(denoiser.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    start = time.perf_counter()
+    for examples in batches:
+        loss, _ = objective(examples, Counts.of(examples, frozenset({1}), 1.0), Weights())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(denoiser.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))
+    return time.perf_counter() - start, losses
+
+
+def denoiser_of(weights: Path) -> Denoiser:
+    """The same weights, with the mask that Llama has no name for."""
+    config = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps(config | {"mask_token_id": 0}))
+    return Denoiser.from_pretrained(weights).train()
+
+
+def peaks(weights: Path, examples: list[Example]) -> list[int]:
+    """Bytes that operators had allocated at most in forward and backward of one batch: plain, ours."""
+    model = LlamaForCausalLM.from_pretrained(weights, attn_implementation="sdpa")
+    inputs = Padded([examples], 0)[0]
+    objective = Objective(denoiser_of(weights), "joint", frozenset({1}))
+    found = []
+    for step in (
+        lambda: PlainTrainer.compute_loss(None, model, inputs).backward(),  # type: ignore[arg-type]
+        lambda: objective(examples, Counts.of(examples, frozenset({1}), 1.0), Weights())[0].backward(),
+    ):
+        with LiveBytes() as alive:
+            step()
+        found.append(alive.peak)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    if words.config.out is None:
+        raise ConfigError("the benchmark needs --out FOLDER")
+    steps, rounds = int(words.options["steps"]), int(words.options["rounds"])
+    out = Path(words.config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS,
+        num_attention_heads=HIDDEN // 32, num_key_value_heads=HIDDEN // 32, intermediate_size=4 * HIDDEN, max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder, "llama")
+        LlamaForCausalLM(config).save_pretrained(weights)
+        batches, _ = documents(steps, folder)
+        seconds: dict[str, list[float]] = {"plain": [], "ours": []}
+        losses: dict[str, list[float]] = {}
+        ways = [("plain", plainly), ("ours", ours)]
+        for number in range(rounds):
+            for name, way in ways if number % 2 else reversed(ways):
+                took, losses[name] = way(weights, batches)
+                seconds[name].append(took)
+                note(f"round {number + 1}, {name}: {steps * BATCH / took:,.0f} tokens/s")
+        memory = dict(zip(seconds, peaks(weights, batches[0]), strict=True))
+    apart = max(abs(a - b) / b for a, b in zip(losses["ours"], losses["plain"], strict=True))
+    padded = [max(len(row.target) for row in rows) * len(rows) for rows in batches]
+    ratios = [a / b for a, b in zip(seconds["plain"], seconds["ours"], strict=True)]
+    record = {
+        "commit": commit_of_code(),
+        "machine": machine_name(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "tokens_per_step": BATCH,
+        "padding_of_plain": 1 - steps * BATCH / sum(padded),
+        "seconds": seconds,
+        "speed_up": median(ratios),
+        "speed_up_range": [min(ratios), max(ratios)],
+        "peak_bytes": memory,
+        "losses": losses,
+        "largest_relative_difference": apart,
+    }
+    (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    table = Table("", *(Column(h, justify="right") for h in ("tokens/s", "peak MB", "last loss")))
+    for name, label in (("plain", "Hugging Face Trainer"), ("ours", "ours")):
+        rate = steps * BATCH / median(seconds[name])
+        table.add_row(label, f"{rate:,.0f}", f"{memory[name] / 1e6:,.0f}", f"{losses[name][-1]:.5f}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{record['speed_up']:.2f} times as fast [{min(ratios):.2f}, {max(ratios):.2f}]; losses differ by "
+        f"{apart:.1e} at most; {record['padding_of_plain']:.0%} of the plain batches is padding"
+    )
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,151 @@
+"""How training scales over processes: time of a step, efficiency, share of communication.
+
+    python profiling/scaling.py --config tiny.yaml --out runs/scaling [--processes 1,2] [--steps 10]
+
+Strong: the same batch shared by more processes. Weak: a batch that grows with them. The phase is the
+config's first. Communication is what a step takes longer than one whose gradients are left where they are;
+on a GPU cluster start the workers by hand, on every node:
+
+    torchrun --nnodes N ... profiling/scaling.py --worker strong --config NAME --out FOLDER
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from dlm_rag.cli import note, parse, run
+from dlm_rag.config import Config
+from dlm_rag.errors import ConfigError
+
+WARM_UP = 3
+OPTIONS = {
+    "processes": ("1,2", "numbers of processes on this machine"),
+    "steps": ("10", "steps measured with communication, and as many without"),
+    "worker": ("", "strong or weak: measure as one process among those that torchrun started"),
+}
+
+
+def worker(config: Config, kind: str, steps: int, folder: Path) -> None:
+    """Measures this number of processes; the first writes `KIND-COUNT.json`."""
+    import torch
+
+    from dlm_rag.training import trainer as training
+    from dlm_rag.training.batches import open_phase
+    from dlm_rag.training.parallel import Processes, without_sum
+    from dlm_rag.training.start import begin
+    from dlm_rag.training.trainer import Trainer
+
+    processes = Processes.join()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # as torchrun sets it; a single process gets no more
+    if kind == "weak":
+        train = config.train
+        more = {
+            "groups": train.groups * processes.count,
+            "batch_tokens": train.batch_tokens * processes.count,
+        }
+        config = replace(config, train=replace(train, **more))
+    start = begin(config)
+    phase = next(iter(config.train.in_phases()))
+    batches, _ = open_phase(config, phase, start, folder)
+    device = processes.device(config.model.device)
+    trainer = Trainer(config, start, batches, folder / "run", processes, device, phase)
+    root = trainer.root
+
+    def measured(count: int) -> tuple[list[float], float]:
+        found, tokens = [], 0.0
+        for _ in range(count):
+            processes.wait()
+            begun = time.perf_counter()
+            metrics = trainer.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            processes.wait()
+            found.append(time.perf_counter() - begun)
+            tokens += metrics["tokens"]
+        return found, tokens / sum(found)
+
+    measured(WARM_UP)
+    seconds, rate = measured(steps)
+    training.nullcontext = lambda: without_sum(root)  # type: ignore[assignment, attr-defined]
+    alone, _ = measured(steps)
+    if processes.first:
+        found = {
+            "kind": kind, "processes": processes.count, "seconds": median(seconds),
+            "without_sum": median(alone), "tokens_per_second": rate,
+        }  # fmt: skip
+        (folder / f"{kind}-{processes.count}.json").write_text(json.dumps(found))
+    processes.leave()
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    if words.config.out is None:
+        raise ConfigError("the benchmark needs --out FOLDER")
+    folder, steps = Path(words.config.out), int(words.options["steps"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if words.options["worker"]:
+        worker(words.config, words.options["worker"], steps, folder)
+        return
+    counts = [int(word) for word in words.options["processes"].split(",")]
+    lines = []
+    for kind in ("strong", "weak"):
+        for count in counts:
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                str(count), str(Path(__file__).resolve()), *argv, "--worker", kind,
+            ]  # fmt: skip
+            note(f"{kind}, {count} process(es)")
+            subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            lines.append(json.loads((folder / f"{kind}-{count}.json").read_text()))
+    report(folder, lines)
+
+
+def report(folder: Path, lines: list[dict[str, Any]]) -> None:
+    """Table, plot and JSON."""
+    for line in lines:
+        (first,) = (
+            x for x in lines if x["kind"] == line["kind"] and x["processes"] == lines[0]["processes"]
+        )
+        gain = line["tokens_per_second"] / first["tokens_per_second"]
+        line["efficiency"] = gain * first["processes"] / line["processes"]
+        line["communication"] = max(0.0, 1 - line["without_sum"] / line["seconds"])
+    (folder / "scores.json").write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
+    headings = ("processes", "s a step", "tokens/s", "efficiency", "communication")
+    table = Table("", *(Column(h, justify="right") for h in headings))
+    for line in lines:
+        table.add_row(
+            line["kind"], str(line["processes"]), f"{line['seconds']:.3f}",
+            f"{line['tokens_per_second']:,.0f}", f"{line['efficiency']:.0%}", f"{line['communication']:.0%}",
+        )  # fmt: skip
+    Console().print(table)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    axis = figure.subplots()
+    for kind, colour in (("strong", "#3b78b5"), ("weak", "#c0873c")):
+        part = [line for line in lines if line["kind"] == kind]
+        axis.plot(
+            [x["processes"] for x in part], [x["efficiency"] for x in part], "o-", color=colour, label=kind
+        )
+    axis.set_ylim(0, 1.1)
+    axis.set_xticks(sorted({line["processes"] for line in lines}))
+    axis.set_xlabel("processes")
+    axis.set_ylabel("efficiency: tokens/s of each, against the first")
+    axis.grid(color="0.9")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(folder / "picture.png", dpi=150)
+
+
+if __name__ == "__main__":
+    run(main)

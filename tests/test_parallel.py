@@ -1,0 +1,144 @@
+"""The same global batch is the same step: alone, in copies, in shards, in parts, in stretches of a row."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+from two_processes import CASES, run
+
+from dlm_rag.training.parallel import Processes
+
+ALONE = Processes(0, 1, 0)
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+SAME = {  # case on two processes -> case on one
+    "sft": "sft",
+    "sft muon": "sft muon",
+    "sft accumulated": "sft",
+    "sft sharded": "sft",
+    "sft sharded, accumulated, checkpointed": "sft",
+    "pretrain": "pretrain",
+    "pretrain sharded": "pretrain",
+    "pretrain shared": "pretrain",
+    "pretrain shared, sharded": "pretrain",
+    "adapt": "adapt",
+}
+
+
+def torchrun(folder, *cases, processes=2):
+    command = [*LAUNCHER, str(processes), str(ROOT / "tests/two_processes.py"), str(folder), *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {case: json.loads((folder / case / "found.json").read_text()) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process computes, with and without accumulation."""
+    folder = tmp_path_factory.mktemp("alone")
+    found = {}
+    for case in {*SAME.values(), "sft accumulated"}:
+        (folder / case).mkdir()
+        found[case] = run(case, folder / case, ALONE)
+    return folder, found
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("together")
+    return folder, torchrun(folder, *SAME)
+
+
+def test_accumulation_is_the_same_step(alone):
+    _, found = alone
+    assert found["sft accumulated"]["loss"] == pytest.approx(found["sft"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_two_processes_take_the_steps_of_one(alone, together, case):
+    theirs, ours = alone[1][SAME[case]], together[1][case]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-2)
+    assert ours["scores"]["nelbo_per_token"] == pytest.approx(theirs["scores"]["nelbo_per_token"], rel=1e-3)
+
+
+@pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded"])
+def test_what_shards_export_is_whole(alone, together, case):
+    ours, theirs = (
+        load_file(folder / name / "model" / "model.safetensors")
+        for folder, name in ((together[0], case), (alone[0], SAME[case]))
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-2, atol=2e-4)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded")])
+def test_a_run_goes_on_with_another_number_of_processes(alone, together, tmp_path, saved, resumed):
+    """Two in shards -> one; one -> two in shards: the losses of the second half are the same."""
+    source = together[0] / saved if saved == "sft sharded" else alone[0] / saved
+    shutil.copytree(source / "checkpoints", tmp_path / resumed / "checkpoints")
+    found = (
+        run(resumed, tmp_path / resumed, ALONE) if resumed == "sft"
+        else torchrun(tmp_path, resumed)[resumed]
+    )  # fmt: skip
+    assert found["from"] == 2
+    assert found["loss"] == pytest.approx(alone[1]["sft"]["loss"][2:], rel=1e-3)
+
+
+def test_two_processes_resume_bit_for_bit(together, tmp_path):
+    case = "sft sharded"
+    shutil.copytree(together[0] / case / "checkpoints", tmp_path / case / "checkpoints")
+    found = torchrun(tmp_path, case)[case]
+    assert found["loss"] == together[1][case]["loss"][2:]
+    ours, theirs = (load_file(f / case / "model" / "model.safetensors") for f in (tmp_path, together[0]))
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def start_training(folder, *words, launcher=()):
+    command = [*(launcher or [sys.executable]), "train.py", "--out", str(folder), *words]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 90
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+LONG = [word for word in CASES["sft"] if "steps" not in word] + [
+    "train.steps=500", "train.save_every=1000", "train.validate_every=1000",
+]  # fmt: skip
+
+
+def test_sigterm_saves_and_ends_well(tmp_path):
+    process = start_training(tmp_path, *LONG)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "--resume goes on" in error, error
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
+    assert saved.name == f"step-{steps:08d}", "the step that was under way is whole"
+
+
+def test_a_dead_process_is_named_and_the_checkpoint_stays(tmp_path):
+    words = [*LONG, "train.save_every=1"]
+    process = start_training(tmp_path, *words, launcher=[*LAUNCHER, "2"])
+    listed = subprocess.run(
+        ["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True, check=True
+    )
+    victim = max(int(pid) for pid in listed.stdout.split())
+    subprocess.run(["kill", "-KILL", str(victim)], check=True)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode != 0
+    done = subprocess.run(
+        [sys.executable, "train.py", "--out", str(tmp_path), "--resume", *words, "train.steps=3"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "going on from step" in done.stderr, (error, done.stderr)

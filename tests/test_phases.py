@@ -1,0 +1,161 @@
+"""Runs of several phases, and the configs of real machines shrunk to a toy size."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
+from test_training import MICRO
+
+from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.config import TrainConfig, load_config
+from dlm_rag.data.answered import AnsweredQuestions, response_of
+from dlm_rag.data.questions import Question, read_questions
+from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.retrieval import load_retriever
+
+
+def train(folder, *words):
+    command = [sys.executable, "train.py", "--out", str(folder), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+PHASES = [
+    *MICRO, "train.optimizer=adamw", "train.learning_rate=0.001",
+    "train.phases.read.objective=pretrain", "train.phases.read.steps=3",
+    "train.phases.read.sequence_length=64", "train.phases.read.batch_tokens=256",
+    "train.phases.long.objective=pretrain", "train.phases.long.steps=2",
+    "train.phases.long.sequence_length=128", "train.phases.long.batch_tokens=256",
+    "train.phases.long.rope_theta=50000", "train.phases.long.parallel=fsdp",
+    "train.phases.answer.steps=3", "train.phases.answer.rope_theta=50000",
+]  # fmt: skip
+
+
+def test_phases_follow_one_another_and_a_stopped_run_ends_the_same(tmp_path):
+    done = train(tmp_path / "whole", *PHASES)
+    assert done.returncode == 0, done.stderr
+    lines = metrics_of(tmp_path / "whole")
+    assert [line["phase"] for line in lines] == ["read"] * 3 + ["long"] * 2 + ["answer"] * 3
+    assert [line["step"] for line in lines] == list(range(8))
+    assert "nelbo_per_token" in lines[2] and "exact_match" in lines[7]
+    assert Denoiser.from_pretrained(tmp_path / "whole" / "model").config.rope_theta == 50000
+    short = [word for word in PHASES if "phases.answer" not in word and "phases.long" not in word]
+    assert train(tmp_path / "stopped", *short).returncode == 0
+    done = train(tmp_path / "stopped", *PHASES, "--resume")
+    assert done.returncode == 0 and "going on from step 3" in done.stderr, done.stderr
+    again = metrics_of(tmp_path / "stopped")
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines], "bit for bit"
+
+
+@pytest.mark.parametrize(
+    ("word", "match"),
+    [
+        ("train.phases.a.stps=3", r"train.phases.a.stps is unknown \(nearest: 'steps'\)"),
+        ("train.phases.a.steps=few", "train.phases.a.steps: Value 'few'"),
+        ("train.phases.a.steps=0", "train.phases.a: steps=0 is out of range"),
+        ("train.phases.a.seed=1", "train.phases.a.seed belongs to the run"),
+        ("train.phases.a=3", "must name settings"),
+        ("train.phases={a: {context_parallel: 2}}", "context_parallel needs objective=pretrain"),
+        ("data.questions=q.jsonl", "data.questions needs data.corpus too"),
+    ],
+)
+def test_a_wrong_phase_is_one_sentence(word, match):
+    with pytest.raises(ConfigError, match=match):
+        load_config(None, [word])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A tiny public-style denoiser."""
+    folder = tmp_path / "checkpoint"
+    tiny_denoiser(max_position_embeddings=512).save_pretrained(folder, eos_token_id=257)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def own_data(tmp_path):
+    """Questions with responses, their passages, and documents."""
+    passages = [
+        {"id": str(n), "title": f"Town {n}", "contents": f"Town {n} lies in land {n % 5}."}
+        for n in range(40)
+    ]
+    questions = [
+        {
+            "id": str(n), "question": f"In which land does town {n} lie?", "supporting_ids": [str(n)],
+            "golden_answers": [f"land {n % 5}"],
+            **({"response": f"Town {n} lies in land {n % 5}. ### land {n % 5}"} if n % 2 else {}),
+        }
+        for n in range(40)
+    ]  # fmt: skip
+    write_lines(tmp_path / "corpus.jsonl", passages)
+    write_lines(tmp_path / "questions.jsonl", questions)
+    for name in ("web", "quality"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": p["contents"] * 3} for p in passages])
+    return tmp_path
+
+
+TOY = [
+    "model.device=cpu", "train.dtype=float32", "decode.canvas_length=64", "retrieval.top_k=2",
+    "train.passage_length=96", "train.world_passages=100", "train.worlds=1", "train.validation_questions=1",
+]  # fmt: skip
+SFT = ["train.steps=2", "train.groups=4", "train.rows=2", "train.save_every=2", "train.validate_every=2"]
+PARTS = {"open": 128, "short": 128, "long": 512}
+B200 = [
+    *(f"train.phases.{name}.{key}" for name, length in PARTS.items() for key in (
+        "steps=2", "accumulate=1", f"sequence_length={length}", f"batch_tokens={2 * length}",
+    )),
+    "train.phases.long.context_parallel=1", "train.phases.answer.steps=2", "train.phases.answer.groups=2",
+    "train.phases.answer.rows=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gb300", "gb10", "gb10_cluster", "h200", "v100x4"])
+def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
+    if name in ("gb10", "v100x4"):
+        pytest.importorskip("peft")
+    done = train(tmp_path / "run", "--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *SFT)
+    assert done.returncode == 0, done.stderr
+    (_, last) = metrics_of(tmp_path / "run")
+    assert last["exact_match"] >= 0 and last["tokens_per_second"] > last["supervised_tokens_per_second"] > 0
+    model = Denoiser.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.evidence_layout == "independent"
+    assert Tokenizer.from_pretrained(tmp_path / "run" / "model").mask_id == 256
+
+
+def test_the_phases_of_b200_run_at_a_toy_size_on_own_data(autoregressive_qwen, own_data, tmp_path):
+    data = [
+        f"data.documents.web={own_data}/web.jsonl", f"data.documents.quality={own_data}/quality.jsonl",
+        f"data.questions={own_data}/questions.jsonl", f"data.corpus={own_data}/corpus.jsonl",
+    ]  # fmt: skip
+    done = train(
+        tmp_path / "run", "--config", "b200.yaml", "--model", str(autoregressive_qwen), *TOY, *B200, *data
+    )
+    assert done.returncode == 0, done.stderr
+    lines = metrics_of(tmp_path / "run")
+    assert [line["phase"] for line in lines[::2]] == ["open", "short", "long", "answer"]
+    model = Denoiser.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.shifted and model.config.mask_token_id == 257
+    assert model.config.max_position_embeddings == 513, "as long as the longest phase was"
+
+
+def test_own_questions_become_what_decoding_sees(own_data):
+    from conftest import tiny_tokenizer
+
+    questions = read_questions(own_data / "questions.jsonl")
+    retriever = load_retriever(own_data / "corpus.jsonl", top_k=2)
+    shape = tiny_denoiser(canvas_length=80, evidence_layout="independent").config
+    train = TrainConfig(groups=10, rows=3)
+    batches = AnsweredQuestions(questions, retriever, tiny_tokenizer(), shape, train, "")
+    rows = [row for step in range(4) for row in batches.examples(step, range(10), (1, 2))]
+    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.masked) for row in rows)
+    seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
+    assert seen == {response_of(q)[:80] for q in questions}, "every question once an epoch"
+    assert batches.examples(2, [3], (1, 2)) == batches.examples(2, range(10), (1, 2))[9:12]
+    with pytest.raises(QuestionError, match="'x' has neither 'response' nor 'golden_answers'"):
+        AnsweredQuestions([Question("x", "Why?")], retriever, tiny_tokenizer(), shape, train, "")

@@ -1,0 +1,91 @@
+"""What a run begins with: public checkpoints in, public checkpoints out."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import write_autoregressive
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.config import load_config
+from dlm_rag.errors import ConfigError
+from dlm_rag.training.saving import whole_state
+from dlm_rag.training.start import begin, merged
+
+CPU = torch.device("cpu")
+IDS = torch.arange(24).view(2, 12) * 7 % 256
+
+
+@pytest.fixture(params=[(Qwen2Config, Qwen2ForCausalLM), (LlamaConfig, LlamaForCausalLM)])
+def autoregressive(request, tmp_path):
+    return write_autoregressive(tmp_path / "ar", *request.param)
+
+
+def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
+    """Causal, the denoiser is the autoregressive model: row i - 1 predicts token i."""
+    folder, model = autoregressive
+    start = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
+    assert start.config.mask_token_id == 257 and start.config.shifted, "one token more than there were"
+    denoiser = start.denoiser(CPU, torch.float32)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        found = denoiser(IDS, ahead=0)
+    torch.testing.assert_close(found[:, 1:, :257], expected[:, :-1], atol=1e-5, rtol=1e-5)
+
+
+def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_path):
+    folder, model = autoregressive
+    start = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
+    denoiser = start.denoiser(CPU, torch.float32)
+    with torch.no_grad():
+        denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
+    start.export(tmp_path / "out", whole_state(denoiser), 20000.0, torch.float32)
+    again = Denoiser.from_pretrained(tmp_path / "out")
+    assert again.config.rope_theta == 20000.0 and again.config.evidence_layout == "independent"
+    assert Tokenizer.from_pretrained(tmp_path / "out").mask_id == 257
+    public = type(model).from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        ours = again(IDS, ahead=0)
+        torch.testing.assert_close(ours[:, 1:], public(IDS).logits[:, :-1], atol=1e-5, rtol=1e-5)
+
+
+def test_an_autoregressive_model_must_be_adapted_first(autoregressive):
+    with pytest.raises(ConfigError, match="begin with a phase of objective=adapt"):
+        begin(load_config(None, [f"model.path={autoregressive[0]}"]))
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
+    folder = golden / "checkpoints" / name
+    start = begin(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
+    denoiser = start.denoiser(CPU, torch.float32)
+    start.export(tmp_path, whole_state(denoiser), start.config.rope_theta, torch.float32)
+    ids = torch.arange(40).view(2, 20) * 13 % 1500
+    with torch.no_grad():
+        torch.testing.assert_close(
+            Denoiser.from_pretrained(tmp_path)(ids), Denoiser.from_pretrained(folder)(ids)
+        )
+    theirs, ours = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path))
+    changed = {key for key in theirs if ours[key] != theirs[key]}
+    assert changed <= {"torch_dtype"} and ours["model_type"] == theirs["model_type"]
+
+
+def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
+    pytest.importorskip("peft")
+    folder = golden / "checkpoints" / "tiny-llada"
+    start = begin(load_config(None, [f"model.path={folder}", "train.lora_rank=4"]))
+    denoiser = start.denoiser(CPU, torch.float32)
+    trained = {name for name, value in denoiser.named_parameters() if value.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    with torch.no_grad():
+        for name, value in denoiser.named_parameters():
+            if "lora_B" in name:
+                value.normal_(0, 0.05)
+        plain = Denoiser(start.config)
+        plain.load_state_dict(merged(denoiser.state_dict(), 4))
+        expected = denoiser(IDS)
+        torch.testing.assert_close(plain(IDS), expected, atol=1e-4, rtol=1e-4)
+        original = Denoiser.from_pretrained(folder)(IDS)
+    assert F.mse_loss(expected, original) > 1e-3, "the adapters do something"

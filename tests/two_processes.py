@@ -1,0 +1,81 @@
+"""Run under torchrun by test_parallel.py: the same few steps in several ways; writes what came out.
+
+torchrun --nproc-per-node 2 tests/two_processes.py FOLDER CASE...
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from dlm_rag.config import load_config
+from dlm_rag.training.batches import open_phase
+from dlm_rag.training.parallel import Processes
+from dlm_rag.training.start import begin
+from dlm_rag.training.trainer import Trainer
+
+STEPS = 4
+SHAPE = [
+    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=400", "train.world_passages=100",
+    "train.worlds=1", "train.validation_questions=1", "train.steps=4", "train.warmup_steps=0",
+    "decode.canvas_length=48", "retrieval.top_k=3", "train.optimizer=adamw", "train.learning_rate=0.001",
+]  # fmt: skip
+SFT = [*SHAPE, "train.groups=4", "train.rows=4"]
+PRETRAIN = [
+    *SHAPE, "train.objective=pretrain", "train.sequence_length=96", "train.batch_tokens=384",
+]  # fmt: skip
+CASES = {
+    "sft": SFT,
+    "sft muon": [*SFT, "train.optimizer=muon"],
+    "sft accumulated": [*SFT, "train.accumulate=2"],
+    "sft sharded": [*SFT, "train.parallel=fsdp"],
+    "sft sharded, accumulated, checkpointed": [
+        *SFT, "train.parallel=fsdp", "train.accumulate=2", "train.checkpointing=full",
+    ],
+    "pretrain": PRETRAIN,
+    "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
+    "pretrain shared": [*PRETRAIN, "train.context_parallel=2"],
+    "pretrain shared, sharded": [*PRETRAIN, "train.context_parallel=2", "train.parallel=fsdp"],
+    "adapt": [*PRETRAIN, "train.objective=adapt", "train.opening_share=0.75"],
+}  # fmt: skip
+
+
+def make_trainer(case: str, folder: Path, processes: Processes) -> tuple[Trainer, object]:
+    config = load_config(None, CASES[case])
+    start = begin(config)
+    batches, validation = open_phase(config, "", start, folder)
+    return Trainer(config, start, batches, folder, processes, torch.device("cpu")), validation
+
+
+def run(case: str, folder: Path, processes: Processes) -> dict:
+    """Steps, a checkpoint in the middle, the validation at the end."""
+    trainer, validation = make_trainer(case, folder, processes)
+    found = {"loss": [], "norm": []}
+    if trainer.restore():
+        found["from"] = trainer.state.step
+    while not trainer.finished:
+        metrics = trainer.step()
+        found["loss"].append(metrics["loss"])
+        found["norm"].append(metrics["gradient_norm"])
+        if trainer.state.step == STEPS // 2:
+            trainer.save()
+    found["scores"] = validation.scores(trainer)
+    trainer.export(folder / "model", torch.float32)
+    return found
+
+
+def main() -> None:
+    root, *cases = sys.argv[1:]
+    processes = Processes.join()
+    torch.set_num_threads(1)
+    for case in cases:
+        found = run(case, Path(root, case), processes)
+        if processes.first:
+            Path(root, case, "found.json").write_text(json.dumps(found))
+        processes.wait()
+    processes.leave()
+
+
+if __name__ == "__main__":
+    main()
