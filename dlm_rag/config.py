@@ -365,7 +365,7 @@ class TrainConfig(Checked):
 
         known = [item.name for item in fields(self)]
         may = known[known.index("objective") :]
-        found = {}
+        found: dict[str, Any] = {}
         for name, differences in self.phases.items():
             if not isinstance(differences, dict):
                 raise ConfigError(f"train.phases.{name} must name settings, as in {{steps: 100}}")

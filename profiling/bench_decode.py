@@ -245,7 +245,7 @@ def measure(
     counted = {key: count_work(denoiser) for key, denoiser in denoisers.items()}
     for number in range(-1, len(turns)):
         first = max(0, number) % len(settings)
-        asked = turns[0][:2] if number < 0 else turns[number]
+        asked: Sequence[Question] = turns[0][:2] if number < 0 else turns[number]
         for setting in (*settings[first:], *settings[:first]):
             decoder = setting.decoder
             before = replace(counted[id(decoder.denoiser)])
@@ -414,6 +414,10 @@ def plot_sweep(path: Path, lines: list[dict[str, Any]], quantity: str) -> None:
         slope = np.polyfit(np.log(x), np.log(y), 1)[0]
         axis.loglog(x, y, marker="o", label=f"{name} (slope {slope:.2f})")
     axis.set_xticks(x, [f"{value:.0f}" for value in x])
+    low, high = axis.get_ylim()
+    ticks = [v * 10.0**e for e in range(-2, 5) for v in (1, 2, 5)]
+    ticks = [tick for tick in ticks if low < tick < high]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.set_xlabel(SWEEPS[quantity][0])
     axis.set_ylabel("ms a forward of one row")

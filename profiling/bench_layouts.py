@@ -62,7 +62,8 @@ def trained(config: Config, out: Path, key: tuple[str, int]) -> list[dict[str, A
     layout, seed = key
     path = out / f"{layout}-{seed}.json"
     if not path.exists():
-        config = replace(config, train=replace(config.train, evidence_layout=layout, seed=seed))
+        model = replace(config.model, evidence_layout=layout)
+        config = replace(config, model=model, train=replace(config.train, seed=seed))
         points = train(config, out / f"{layout}-{seed}")
         path.write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
     found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
@@ -71,17 +72,16 @@ def trained(config: Config, out: Path, key: tuple[str, int]) -> list[dict[str, A
 
 def train(config: Config, folder: Path) -> list[dict[str, Any]]:
     """A run; its validations, with the rows seen and the seconds spent on training until then."""
-    from dlm_rag.training.trainer import Trainer
-    from dlm_rag.training.validation import Validation
+    from dlm_rag.training.phase import open_trainer
 
-    trainer, validation = Trainer(config, folder), Validation(config, folder)
+    trainer, validation = open_trainer(config, folder)
     points, seconds, rows = [], 0.0, 0
     while trainer.state.step < config.train.steps:
         start = time.perf_counter()
         rows += int(trainer.step()["rows"])
         seconds += time.perf_counter() - start
         if trainer.state.step % config.train.validate_every == 0:
-            scores = validation.scores(trainer.denoiser, trainer.tokenizer)
+            scores = validation.scores(trainer)
             points.append(
                 {"rows": rows, "seconds": round(seconds, 1), "stage": trainer.state.stage, **scores}
             )

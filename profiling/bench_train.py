@@ -45,7 +45,7 @@ OPTIONS = {"steps": ("20", "optimizer steps in each turn"), "rounds": ("3", "tur
 def documents(steps: int, folder: str) -> tuple[list[list[Example]], Tokenizer]:
     """The batches of all steps: passages and answered questions of invented worlds."""
     from dlm_rag.config import Config
-    from dlm_rag.training.batches import world_documents
+    from dlm_rag.training.phase import world_documents
 
     tokenizer = Tokenizer(learn_tokenizer(0, 1024), 0, TEMPLATE, (1,))
     train = TrainConfig(objective="pretrain", sequence_length=SEQUENCE, batch_tokens=BATCH)
@@ -55,7 +55,7 @@ def documents(steps: int, folder: str) -> tuple[list[list[Example]], Tokenizer]:
     return [batches.examples(step, range(batches.items)) for step in range(steps)], tokenizer
 
 
-class Padded(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class Padded(torch.utils.data.Dataset[Any]):
     """Batches as a padded collator makes them: ids, mask of real tokens, labels and weights."""
 
     def __init__(self, batches: list[list[Example]], mask_id: int) -> None:
@@ -87,7 +87,9 @@ class Padded(torch.utils.data.Dataset):  # type: ignore[type-arg]
 class PlainTrainer(Trainer):
     """The loop that most would write: full logits, cross-entropy over them."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    def compute_loss(  # type: ignore[override]
+        self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+    ) -> Any:
         real = inputs["real"]
         seen = torch.zeros(real.shape, dtype=torch.float32).masked_fill(~real, float("-inf"))
         places = torch.arange(real.shape[1]).expand_as(inputs["input_ids"])
@@ -121,15 +123,16 @@ def plainly(weights: Path, batches: list[list[Example]]) -> tuple[float, list[fl
             model=model,
             args=TrainingArguments(
                 output_dir=folder, max_steps=len(batches), per_device_train_batch_size=1,
-                learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, adam_beta2=0.95,
-                logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True,
-                dataloader_pin_memory=False, remove_unused_columns=False,
+                learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0,
+                adam_beta2=0.95, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
+                use_cpu=True, dataloader_pin_memory=False, remove_unused_columns=False,
             ),
             train_dataset=Padded(batches, 0),
             data_collator=lambda found: found[0],
             callbacks=[kept],
         )  # fmt: skip
-        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(range(len(batches)))
+        in_order = torch.utils.data.SequentialSampler(range(len(batches)))
+        trainer._get_train_sampler = lambda *_: in_order  # type: ignore[method-assign]
         start = time.perf_counter()
         trainer.train()
     return time.perf_counter() - start, kept.found
@@ -185,8 +188,8 @@ def main(argv: list[str]) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 32, num_key_value_heads=HIDDEN // 32, intermediate_size=4 * HIDDEN, max_position_embeddings=2048,
-        tie_word_embeddings=False,
+        num_attention_heads=HIDDEN // 32, num_key_value_heads=HIDDEN // 32, intermediate_size=4 * HIDDEN,
+        max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder, "llama")

@@ -38,28 +38,18 @@ def worker(config: Config, kind: str, steps: int, folder: Path) -> None:
     """Measures this number of processes; the first writes `KIND-COUNT.json`."""
     import torch
 
-    from dlm_rag.training import trainer as training
-    from dlm_rag.training.batches import open_phase
     from dlm_rag.training.parallel import Processes, without_sum
-    from dlm_rag.training.start import begin
-    from dlm_rag.training.trainer import Trainer
+    from dlm_rag.training.phase import open_trainer
 
     processes = Processes.join()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # as torchrun sets it; a single process gets no more
     if kind == "weak":
         train = config.train
-        more = {
-            "groups": train.groups * processes.count,
-            "batch_tokens": train.batch_tokens * processes.count,
-        }
-        config = replace(config, train=replace(train, **more))
-    start = begin(config)
-    phase = next(iter(config.train.in_phases()))
-    batches, _ = open_phase(config, phase, start, folder)
-    device = processes.device(config.model.device)
-    trainer = Trainer(config, start, batches, folder / "run", processes, device, phase)
-    root = trainer.root
+        groups, tokens = (n * processes.count for n in (train.groups, train.batch_tokens))
+        config = replace(config, train=replace(train, groups=groups, batch_tokens=tokens))
+    trainer, _ = open_trainer(config, folder, processes)
+    device = trainer.device
 
     def measured(count: int) -> tuple[list[float], float]:
         found, tokens = [], 0.0
@@ -76,8 +66,8 @@ def worker(config: Config, kind: str, steps: int, folder: Path) -> None:
 
     measured(WARM_UP)
     seconds, rate = measured(steps)
-    training.nullcontext = lambda: without_sum(root)  # type: ignore[assignment, attr-defined]
-    alone, _ = measured(steps)
+    with without_sum(trainer.root):
+        alone, _ = measured(steps)
     if processes.first:
         found = {
             "kind": kind, "processes": processes.count, "seconds": median(seconds),
@@ -125,7 +115,8 @@ def report(folder: Path, lines: list[dict[str, Any]]) -> None:
     for line in lines:
         table.add_row(
             line["kind"], str(line["processes"]), f"{line['seconds']:.3f}",
-            f"{line['tokens_per_second']:,.0f}", f"{line['efficiency']:.0%}", f"{line['communication']:.0%}",
+            f"{line['tokens_per_second']:,.0f}", f"{line['efficiency']:.0%}",
+            f"{line['communication']:.0%}",
         )  # fmt: skip
     Console().print(table)
     from matplotlib.figure import Figure

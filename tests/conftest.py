@@ -128,7 +128,8 @@ def write_autoregressive(folder: Path, config, kind):
     model = kind(
         config(
             vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, intermediate_size=64, max_position_embeddings=256, eos_token_id=256, tie_word_embeddings=False,
+            num_key_value_heads=2, intermediate_size=64, max_position_embeddings=256, eos_token_id=256,
+            tie_word_embeddings=False,
         )
     ).eval()  # fmt: skip
     model.save_pretrained(folder)

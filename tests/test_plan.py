@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from test_training import ALONE, CPU, MICRO, make_trainer
+from test_training import ALONE, MICRO, make_trainer
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -103,9 +103,11 @@ def test_a_claim_beyond_the_peak_is_named():
 
 def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
     monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device: 1e6)
-    config = load_config(None, MICRO)
     with pytest.raises(ConfigError, match="see what fits with --plan"):
-        refuse_too_large(config, "", begin(config).config, CPU, ALONE)
+        refuse_too_large(load_config(None, MICRO), ALONE)
+    monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device: 24e9)
+    with pytest.raises(ConfigError, match="alone take 128 GB on each device, and this cpu has 24 GB"):
+        refuse_too_large(load_config("gb300"), ALONE)  # without a network
 
 
 @pytest.mark.parametrize("name", ["gb300", "gb10", "gb10_cluster", "h200", "b200", "v100x4"])

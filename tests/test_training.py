@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,12 +24,12 @@ from dlm_rag.data.world import make_question, make_world
 from dlm_rag.decode.evidence import arrange, canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Watch
-from dlm_rag.training.batches import open_phase
 from dlm_rag.training.objective import ChunkedLoss, Counts, Objective, Weights, pointer_loss
 from dlm_rag.training.parallel import Processes
+from dlm_rag.training.phase import open_phase, open_trainer
 from dlm_rag.training.report import Report
 from dlm_rag.training.start import TEMPLATE, begin
-from dlm_rag.training.trainer import Trainer, share_left
+from dlm_rag.training.trainer import share_left
 from dlm_rag.training.vocabulary import learn_tokenizer
 
 MICRO = [
@@ -42,11 +43,7 @@ CPU = torch.device("cpu")
 
 
 def make_trainer(folder, *words):
-    config = load_config(None, [*MICRO, *words])
-    phase = next(iter(config.train.in_phases()))
-    start = begin(config)
-    batches, _ = open_phase(config, phase, start, folder)
-    return Trainer(config, start, batches, folder, ALONE, CPU, phase)
+    return open_trainer(load_config(None, [*MICRO, *words]), folder)[0]
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +271,38 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     Tokenizer.from_pretrained(model)
     assert Denoiser.from_pretrained(model).config.evidence_layout == "independent"
     assert json.loads((model / "training.json").read_text())["config"]["train"]["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("limit", "words", "said"),
+    [
+        ("ulimit -f 200;", [], "the checkpoint of step 2 could not be written"),  # files of 200 KiB
+        ("", ["train.learning_rate=1e30", "train.save_every=1", "train.warmup_steps=0"], "is not a number"),
+    ],
+    ids=["disk full", "loss not a number"],
+)
+def test_what_fails_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path, limit, words, said):
+    make_trainer(tmp_path, *words).save()
+    command = [sys.executable, "train.py", "--resume", "--out", str(tmp_path), *MICRO, *words]
+    done = subprocess.run(
+        ["bash", "-c", f"{limit} exec {shlex.join(command)}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert said in done.stderr and "as it was" in done.stderr
+    assert make_trainer(tmp_path, *words).restore()
+
+
+def test_float16_scales_its_loss_and_bfloat16_needs_not(tmp_path):
+    losses = {
+        dtype: [make_trainer(tmp_path / dtype, f"train.dtype={dtype}").step()["loss"] for _ in range(1)]
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=1e-2)
+    trainer = make_trainer(tmp_path, "train.dtype=float16", "train.steps=30", "train.warmup_steps=3")
+    found = [trainer.step()["loss"] for _ in range(30)]
+    assert sum(found[-5:]) < 0.9 * sum(found[:5]), "it learns"
+    assert trainer._scaler.get_scale() > 1
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from dlm_rag.config import load_config
-from dlm_rag.training.batches import open_phase
 from dlm_rag.training.parallel import Processes
-from dlm_rag.training.start import begin
+from dlm_rag.training.phase import open_trainer
 from dlm_rag.training.trainer import Trainer
 
 STEPS = 4
@@ -42,10 +41,7 @@ CASES = {
 
 
 def make_trainer(case: str, folder: Path, processes: Processes) -> tuple[Trainer, object]:
-    config = load_config(None, CASES[case])
-    start = begin(config)
-    batches, validation = open_phase(config, "", start, folder)
-    return Trainer(config, start, batches, folder, processes, torch.device("cpu")), validation
+    return open_trainer(load_config(None, CASES[case]), folder, processes)
 
 
 def run(case: str, folder: Path, processes: Processes) -> dict:

@@ -156,9 +156,9 @@ class Documents:
     def sequence(self, number: int) -> list[list[int]]:
         """The rows of sequence `number` of the phase."""
         block, place = divmod(number, BLOCK)
-        order = _order((*self._key, block), self._quotas)
-        source = int(order[place])
-        drawn = block * self._quotas[source] + int((order[:place] == source).sum())
+        drawers = _order((*self._key, block), self._quotas)
+        source = int(drawers[place])
+        drawn = block * self._quotas[source] + int((drawers[:place] == source).sum())
         file, length = self._files[source], self._train.sequence_length
         epoch, index = divmod(drawn, self._sequences[source])
         order = permutation((*self._key, source, epoch), self._sequences[source])

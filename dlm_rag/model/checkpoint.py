@@ -268,7 +268,7 @@ def save_tensors(
     if len(shards) == 1:
         save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
         return
-    homes = {}
+    homes: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})

@@ -93,6 +93,6 @@ def count_work(denoiser: Denoiser) -> Work:
         count(head_work(config, hidden.shape[0], size))
         return read_out(hidden)
 
-    denoiser.encode = counting_encode  # type: ignore[method-assign, assignment]
+    denoiser.encode = counting_encode  # type: ignore[method-assign]
     denoiser.read_out = counting_read_out  # type: ignore[method-assign]
     return work

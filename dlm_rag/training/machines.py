@@ -41,8 +41,8 @@ MACHINES = {
         Machine(
             "gb10", "GB10", _peak(125, 125, 31), 128 * GIGA, 273e9, 12e9, 140,
             "DGX Spark: 128 GB, 273 GB/s, 140 W (ai-infrastructure.net/dgx-spark); BF16 is an eighth of "
-            "the quoted 1 PFLOP/s of sparse FP4 and was seen at half of that (J. Carmack, 2025); 96 Gb/s as "
-            "users measured between two",
+            "the quoted 1 PFLOP/s of sparse FP4 and was seen at half of that (J. Carmack, 2025); 96 Gb/s "
+            "as users measured between two",
         ),
         Machine(
             "h100", "H100", _peak(989, 989, 67), 80 * GIGA, 3.35e12, 450e9, 700,

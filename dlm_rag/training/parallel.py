@@ -125,7 +125,8 @@ def spread(
     )
     for block in denoiser.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(objective, mesh=mesh, mp_policy=policy)
+    fully_shard(objective, mesh=mesh, mp_policy=policy)  # in place
+    return objective
 
 
 def without_sum(root: nn.Module) -> AbstractContextManager[Any]:

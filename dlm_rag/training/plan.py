@@ -31,7 +31,7 @@ GB = 1e9
 RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
 DAY = 86_400.0
 # The shapes of checkpoints that people begin with, so that a plan needs neither network nor weights.
-PUBLIC: dict[str | None, dict[str, Any]] = {
+PUBLIC: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Instruct": {
         "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
         "mlp_hidden_size": 12_288, "vocab_size": 126_464, "embedding_size": 126_464, "rms_norm_eps": 1e-5,
@@ -173,24 +173,23 @@ def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, froz
     return (2 if frozen else 3) * work.flops
 
 
-def refuse_too_large(
-    config: Config, phase: str, shape: DenoiserConfig, device: torch.device, processes: Processes
-) -> None:
-    """Raises `ConfigError` where weights, gradients and optimizer alone are more than the device holds."""
-    train = config.train.in_phases()[phase]
-    with torch.device("meta"):
-        denoiser = Denoiser(shape)
-    each = 4 * sum(p.numel() for p in denoiser.parameters())
-    need = each / 2 if train.lora_rank else 2 * each + optimizer_bytes(denoiser, train)
-    if train.parallel == "fsdp":
-        need /= processes.count
+def refuse_too_large(config: Config, processes: Processes) -> None:
+    """Raises `ConfigError` where weights, gradients and optimizer alone are more than a device holds."""
+    device = processes.device(config.model.device)
     have = device_memory(device) / (processes.count if device.type == "cpu" else 1)
-    if need > have:
-        raise ConfigError(
-            f"weights, gradients and optimizer alone take {need / GB:.0f} GB on each device, and this "
-            f"{device.type} has {have / GB:.0f} GB: see what fits with --plan (parallel=fsdp on several "
-            "devices, lora_rank, a smaller checkpoint)"
-        )
+    with torch.device("meta"):
+        denoiser = Denoiser(shape_of(config))
+    each = 4 * sum(p.numel() for p in denoiser.parameters())
+    for train in config.train.in_phases().values():
+        need = each / 2 if train.lora_rank else 2 * each + optimizer_bytes(denoiser, train)
+        if train.parallel == "fsdp":
+            need /= processes.count
+        if need > have:
+            raise ConfigError(
+                f"weights, gradients and optimizer alone take {need / GB:.0f} GB on each device, and this "
+                f"{device.type} has {have / GB:.0f} GB: see what fits with --plan (parallel=fsdp on "
+                "several devices, lora_rank, a smaller checkpoint)"
+            )
 
 
 def device_memory(device: torch.device) -> float:
@@ -203,7 +202,7 @@ def device_memory(device: torch.device) -> float:
 def shape_of(config: Config) -> DenoiserConfig:
     """The architecture that a run would train; of well-known checkpoints without network or folder."""
     path = config.model.path
-    if path not in PUBLIC or Path(path).exists():
+    if path is None or path not in PUBLIC or Path(path).exists():
         return begin(config).config
     return trained_shape(config, FAMILIES[PUBLIC[path]["model_type"]].read(PUBLIC[path]))
 

@@ -111,7 +111,7 @@ class Checkpoints:
         except Exception as error:  # torch raises a dozen unrelated types, and wraps them
             raise CheckpointError(f"{path} does not belong to this run: {reason_of(error)}") from None
         for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
-            whole = get_optimizer_state_dict(root, optimizer, options=_FLAT)
+            whole: dict[str, Any] = dict(get_optimizer_state_dict(root, optimizer, options=_FLAT))
             whole |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             set_optimizer_state_dict(root, optimizer, whole, options=_FLAT)
 
@@ -120,7 +120,7 @@ def state_of(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> di
     """Weights and optimizer states by name, as they lie in memory (in shards, where there are any)."""
     # Neither a tied head, which would come twice, nor frozen weights, which have a checkpoint of their own.
     once = {name.removeprefix("module.") for name, value in root.named_parameters() if value.requires_grad}
-    tensors = {f"model.{name}": v for name, v in get_model_state_dict(root).items() if name in once}
+    tensors: dict[str, Any] = {f"model.{k}": v for k, v in get_model_state_dict(root).items() if k in once}
     for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
         found = get_optimizer_state_dict(root, optimizer, options=_FLAT)
         tensors |= {f"{prefix}{k}": v for k, v in found.items() if k.startswith("state.")}
@@ -130,7 +130,7 @@ def state_of(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> di
 def whole_state(root: nn.Module) -> dict[str, Tensor]:
     """All weights of the denoiser by its own names, gathered in host memory of the first process."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_model_state_dict(root, options=options)
+    found: dict[str, Any] = dict(get_model_state_dict(root, options=options))
     return {name.removeprefix("denoiser."): value for name, value in found.items()}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from dlm_rag.cli import choose_dtype
 from dlm_rag.config import Config, TrainConfig
@@ -148,7 +149,7 @@ class Trainer:
         done = self._work - before + head_work(self.denoiser.config, round(mine.supervised), 4)
         # Backward is twice forward, but for the weights' own half where they are frozen.
         self._flops = (2 if self.start.lora_rank else 3) * done.flops
-        metrics = {
+        metrics: dict[str, Any] = {
             "step": state.step,
             "loss": total.tokens / over.divisor,
             "pointer_loss": total.pointers / max(1, over.pointed),
@@ -172,7 +173,7 @@ class Trainer:
         return metrics
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Tokens a second, all and supervised; peak memory; on a known machine MFU (nothing counts twice)."""
+        """Tokens a second, all and supervised; peak memory; MFU on a known machine (no repeats)."""
         found = {"seconds": seconds}
         for name in ("tokens", "supervised_tokens"):
             found[f"{name}_per_second"] = metrics[name] / seconds
@@ -192,15 +193,16 @@ class Trainer:
         enough.
         """
         self._loader.pause()  # searches of two threads at once would not do
-        sharded = hasattr(self.root, "unshard")
+        root: Any = self.root
+        sharded = hasattr(root, "unshard")
         if sharded:
-            self.root.unshard()
+            root.unshard()
         self.denoiser.eval()
         with torch.no_grad(), self.arithmetic():
             yield sharded or self.processes.first
         self.denoiser.train()
         if sharded:
-            self.root.reshard()
+            root.reshard()
 
     def arithmetic(self) -> Any:
         """The context in which the denoiser runs: autocast below float32."""
@@ -344,7 +346,8 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
     """Muon on the matrices of the layers, AdamW on the rest, four times as fast on the QK gains; or
     AdamW on all.
     """
-    matrices, gains, rest, decayed = [], [], [], []
+    matrices: list[Tensor] = []
+    gains, rest, decayed = list[Tensor](), list[Tensor](), list[Tensor]()
     for name, value in denoiser.named_parameters():
         if not value.requires_grad:
             continue

@@ -1,6 +1,5 @@
 """Validation: the real decoder and the NELBO on questions, the NELBO on documents, all held out."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -76,6 +75,7 @@ class QuestionValidation:
         for number, (question, truth) in enumerate(zip(self._questions, self._truths, strict=True)):
             generator = keyed_generator("nelbo", self._seed, number)
             times = antithetic_times(NELBO_TIMES, generator)
+            assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
             ids = torch.tensor(target).expand(len(times), -1)
             hidden = mask_tokens(ids, schedule.alpha(times), -1, generator) < 0
@@ -90,7 +90,7 @@ class QuestionValidation:
                 total += float(nelbo(sums[:, None], times[some], schedule).sum()) / len(times)
         return total / tokens
 
-    def _evidence(self, question: Question, truth: str) -> Sequence[str]:
+    def _evidence(self, question: Question, truth: str) -> list[str]:
         if not question.supporting_ids:
             (found,) = self._retriever.search([build_query("proxy", question.question, truth)])
             return [passage.text for passage in found]

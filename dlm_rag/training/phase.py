@@ -1,4 +1,4 @@
-"""What each phase trains on and is validated with: worlds, one's own questions, documents."""
+"""A phase put together: its data (worlds, own questions, documents), its validation, its trainer."""
 
 import json
 import random
@@ -14,12 +14,31 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.index import build_once
-from dlm_rag.training.start import Start
-from dlm_rag.training.trainer import Batches
+from dlm_rag.training.parallel import Processes
+from dlm_rag.training.start import Start, begin
+from dlm_rag.training.trainer import Batches, Trainer
 from dlm_rag.training.validation import DocumentValidation, QuestionValidation, Validation
 
 VALIDATION_SEED = 1_000_000  # test worlds of reports have small seeds
 WORLDS_OF_DOCUMENTS = 20
+
+
+def open_trainer(
+    config: Config,
+    folder: Path,
+    processes: Processes | None = None,
+    phase: str | None = None,
+    start: Start | None = None,
+) -> tuple[Trainer, Validation]:
+    """The trainer of a phase (the first where none is named) and its validation; weights are read.
+
+    Raises `UserError`.
+    """
+    processes, start = processes or Processes(0, 1, 0), start or begin(config)
+    phase = next(iter(config.train.in_phases())) if phase is None else phase
+    device = processes.device(config.model.device)
+    batches, validation = open_phase(config, phase, start, folder)
+    return Trainer(config, start, batches, folder, processes, device, phase), validation
 
 
 def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[Batches, Validation]:

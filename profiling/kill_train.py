@@ -1,0 +1,96 @@
+"""Kills a small training run at random moments and resumes it: does it end where it would have?
+
+    python profiling/kill_train.py --out runs/killed [--kills 100]       # 25 minutes on 2 cores
+
+One run goes through. Another, the same, is sent SIGKILL again and again, at a random moment after its first
+new step, while it computes or saves, and is started with --resume each time; then it may finish. Both must
+have the same weights bit for bit, and the same loss at every step.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from dlm_rag.cli import note, parse, run
+from dlm_rag.errors import ConfigError, RunError
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=400", "train.groups=2",
+    "train.rows=4", "train.world_passages=100", "train.save_every=2", "train.worlds=2",
+    "train.steps_per_world=50", "train.validate_every=100000", "train.validation_questions=1",
+    "decode.canvas_length=120", "retrieval.top_k=3",
+]  # fmt: skip
+STEPS_PER_KILL = 12  # about as many as a life has
+LONGEST_LIFE = 1.5  # seconds after the first new step
+OPTIONS = {"kills": ("100", "how often")}
+
+
+def start(folder: Path, steps: int, *more: str) -> "subprocess.Popen[bytes]":
+    command = [
+        sys.executable,
+        "train.py",
+        "--out",
+        str(folder.resolve()),
+        *TINY,
+        f"train.steps={steps}",
+        *more,
+    ]
+    return subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def lines_of(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    if words.config.out is None:
+        raise ConfigError("the script needs --out FOLDER")
+    kills, out = int(words.options["kills"]), Path(words.config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    steps = STEPS_PER_KILL * kills
+    whole, killed = out / "whole", out / "killed"
+    begun = start(whole, steps)
+    rng, saving = random.Random(0), 0
+    for number in range(1, kills + 1):
+        before = lines_of(killed)
+        process = start(killed, steps, "--resume")
+        # What a resumed run computes again rewrites its lines: fewer, then more.
+        while process.poll() is None and lines_of(killed) in (before, 0):
+            time.sleep(0.01)
+        time.sleep(rng.random() * LONGEST_LIFE)
+        process.send_signal(signal.SIGKILL)
+        if process.wait() == 0:
+            raise RunError(f"the run had finished before kill {number}: nothing was killed")
+        saving += any((killed / "checkpoints").glob("*.part"))
+        note(f"kill {number}: {lines_of(killed)} of {steps} steps, {saving} kills while saving", end="\r")
+    if start(killed, steps, "--resume").wait() or begun.wait():
+        raise RunError("a run failed")
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (killed, whole))
+    same = all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (killed, whole)
+    ]
+    print(
+        f"{kills} kills, {saving} of them while a checkpoint was written; {steps} steps; weights "
+        f"{'equal' if same else 'NOT equal'} bit for bit, losses "
+        f"{'equal' if losses[0] == losses[1] else 'NOT equal'}"
+    )
+    raise SystemExit(0 if same and losses[0] == losses[1] else 1)
+
+
+if __name__ == "__main__":
+    run(main)
