@@ -285,6 +285,9 @@ def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
     for key in ("vocab_size", "embedding_size"):
         if key in raw:
             found[key] = max(raw[key], config.vocab_size)
+    for key in ("max_position_embeddings", "max_sequence_length"):
+        if key in raw:
+            found[key] = config.max_position_embeddings
     if isinstance(raw.get("rope_parameters"), dict):
         found["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": config.rope_theta}
     else:

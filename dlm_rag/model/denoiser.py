@@ -194,7 +194,8 @@ class Run:
 
     queries: Ragged
     keys: Ragged
-    context: Sequence[Tensor] | StoredRows | None  # tensors: per row (N, 2, n, Hk, D); n may be 0
+    # Tensors: per row, per layer, (2, n, Hk, D); n may be 0.
+    context: Sequence[Sequence[Tensor]] | StoredRows | None
     backend: str
     ahead: int | None
     watch: Watch | None
@@ -219,10 +220,11 @@ class Run:
         if isinstance(self.context, StoredRows):
             assert self.places is not None
             return self.context.write(layer, self.places, k, v)
-        own = [len_k - kept.shape[2] for len_k, kept in zip(self.keys.lengths, self.context, strict=True)]
-        rows = list(zip(self.context, k.split(own), v.split(own), strict=True))
-        seen_k = torch.cat([part for kept, own_k, _ in rows for part in (kept[layer, 0], own_k)])
-        seen_v = torch.cat([part for kept, _, own_v in rows for part in (kept[layer, 1], own_v)])
+        kept = [row[layer].unbind(0) for row in self.context]
+        own = [whole - len(before) for whole, (before, _) in zip(self.keys.lengths, kept, strict=True)]
+        rows = list(zip(kept, k.split(own), v.split(own), strict=True))
+        seen_k = torch.cat([part for (before, _), own_k, _ in rows for part in (before, own_k)])
+        seen_v = torch.cat([part for (_, before), _, own_v in rows for part in (before, own_v)])
         return seen_k, seen_v
 
 
@@ -376,12 +378,13 @@ class Denoiser(nn.Module):
             seen = list(context.seen)
         else:
             seen = [kept.shape[2] for kept in context] if context else [0] * len(lengths)
-            context = context if any(seen) else None
+            # Taken apart once: indexing layer by layer would give each a gradient as large as all.
+            layers = [kept.unbind(0) for kept in context] if context and any(seen) else None
         whole = lengths if stretches is None else stretches.lengths
         run = Run(
             queries=Ragged(tuple(lengths), device),
             keys=Ragged(tuple(a + b for a, b in zip(seen, whole, strict=True)), device),
-            context=context,
+            context=context if isinstance(context, StoredRows) else layers,
             backend=self.backend,
             ahead=ahead,
             watch=watch,

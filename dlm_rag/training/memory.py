@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from dlm_rag.config import TrainConfig
 from dlm_rag.data.examples import Example
 from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
-from dlm_rag.training.objective import Counts, Objective, Weights
+from dlm_rag.training.objective import Counts, Objective, Weights, arithmetic
 from dlm_rag.training.start import add_adapters
 from dlm_rag.training.trainer import make_optimizers
 
@@ -39,6 +39,10 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.add(tensor)
         return found
+
+    def know(self, tensor: Tensor) -> None:
+        """Leaves out what was there before."""
+        self._known.add(tensor.untyped_storage())
 
     def add(self, tensor: Tensor) -> None:
         """Counts a tensor's storage, once, for as long as it lives."""
@@ -77,8 +81,10 @@ def step_memory(
         objective = Objective(denoiser, layout, frozenset({0}), train.logit_chunk)
         counts, weights = Counts.of(examples, frozenset(), 1.0), Weights()
         alive = LiveBytes()
+        for tensor in (*denoiser.parameters(), *denoiser.buffers()):
+            alive.know(tensor)
         with alive:
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            with arithmetic("cpu", dtype):
                 loss, _ = objective(examples, counts, weights)
             loss.backward()
     parameters = list(denoiser.parameters())

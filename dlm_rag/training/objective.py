@@ -30,6 +30,15 @@ from dlm_rag.training.parallel import Processes
 PASSAGE_HEAD, TOKEN_HEAD = 0, 1
 
 
+def arithmetic(device: str, dtype: torch.dtype) -> torch.autocast:
+    """The context in which the denoiser is trained: autocast below float32.
+
+    It keeps no copies of weights: checkpointing would find them there when it computes again, and not do
+    the same.
+    """
+    return torch.autocast(device, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+
 @dataclass(frozen=True)
 class Weights:
     """What the parts of the loss count."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -76,7 +77,7 @@ class Checkpoints:
         try:
             with quietly():
                 dcp.save(tensors, storage_writer=writer, no_dist=self._processes.count == 1)
-        except Exception as error:  # torch wraps what went wrong in its own types
+        except (Exception, CheckpointException) as error:  # what torch wraps a failure in is no Exception
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {self._folder} "
                 f"({reason_of(error)}); the one before is as it was: make room and --resume"
@@ -108,7 +109,7 @@ class Checkpoints:
             with quietly():
                 reader = HuggingFaceStorageReader(str(path))
                 dcp.load(tensors, storage_reader=reader, no_dist=self._processes.count == 1)
-        except Exception as error:  # torch raises a dozen unrelated types, and wraps them
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} does not belong to this run: {reason_of(error)}") from None
         for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
             whole: dict[str, Any] = dict(get_optimizer_state_dict(root, optimizer, options=_FLAT))

@@ -24,7 +24,7 @@ from dlm_rag.model.cost import count_work, head_work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.stages import stage, step_range
 from dlm_rag.training.machines import this_machine
-from dlm_rag.training.objective import Counts, Objective, Sums, Weights
+from dlm_rag.training.objective import Counts, Objective, Sums, Weights, arithmetic
 from dlm_rag.training.parallel import Processes, spread, whole, without_sum
 from dlm_rag.training.saving import Checkpoints, whole_state
 from dlm_rag.training.start import Start
@@ -206,8 +206,7 @@ class Trainer:
 
     def arithmetic(self) -> Any:
         """The context in which the denoiser runs: autocast below float32."""
-        low = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled=low)
+        return arithmetic(self.device.type, self.dtype)
 
     def _load(self, step: int, passages: tuple[int, int]) -> list[list[Example]]:
         """This process's examples of a step, in as many parts as its gradients are accumulated from."""
