@@ -1,7 +1,9 @@
 """The loop: the same tokens alone and together, and what it promises about evidence and queries."""
 
 import math
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -583,3 +585,21 @@ def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise(
     }.items():
         found = with_checkpoints_own(DecodeConfig(**dict(given)), own)
         assert (found.canvas_length, found.block_length) == lengths
+
+
+def test_memory_does_not_grow_over_a_thousand_questions(corpus_file):
+    """Slots, pool and searches are those of the rows at work, however many have been."""
+    decoder = make_decoder(corpus_file, "independent", canvas_length=4, batch_size=8)
+    decoder.engine = EngineConfig(pool_gib=1e-4)
+    decoder.forget()
+
+    def resident(first, last):
+        """Bytes of this process after some more questions, all different."""
+        for _ in decoder.stream(
+            Question(f"{n}", f"Who wrote book number {n}?") for n in range(first, last)
+        ):
+            pass
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident(0, 300)
+    assert resident(300, 1300) - before < 8 * 2**20

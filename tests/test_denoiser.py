@@ -87,7 +87,7 @@ def test_a_context_encoded_apart_counts_as_if_it_stood_before_the_row():
     with torch.no_grad():
         whole, _ = denoiser.encode(ids, torch.arange(20), [20])
         _, kept = denoiser.encode(ids[:12], torch.arange(12), [12], keep=True)
-        after, _ = denoiser.encode(ids[12:], torch.arange(12, 20), [8], context=kept)
+        after, _ = denoiser.encode(ids[12:], torch.arange(12, 20), [8], context=[kept])
     assert not torch.allclose(whole[12:], after), "the first part must not see the second"
     by_mask = masked_reference(denoiser, ids, split=12)
     torch.testing.assert_close(after, by_mask[12:])
@@ -135,7 +135,7 @@ def test_only_the_tokens_that_are_read_go_through_the_last_layer():
     positions = torch.tensor([*range(5), *range(4), *range(3)])
     with torch.no_grad():
         _, kept = denoiser.encode(ids, positions, lengths, keep=True)
-        context = [kept[1], kept[2], kept[0]]
+        context = [[kept[1]], [kept[2]], [kept[0]]]
         whole, _ = denoiser.encode(ids, positions, lengths, context)
         found, _ = denoiser.encode(ids, positions, lengths, context, read=[(0, 3), (2,), (1,)])
         torch.testing.assert_close(found, whole[[0, 3, 7, 10]])

@@ -121,8 +121,8 @@ def encode_segments(
     return denoiser.encode(ids, positions, lengths, keep=True, read=read)[1]
 
 
-def encode_contexts(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[Tensor] | None:
-    """Per row the keys and values (layers, 2, n, kv_heads, head_dim) of its context, or None.
+def encode_contexts(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[list[Tensor]] | None:
+    """Per row the keys and values (layers, 2, n, kv_heads, head_dim) of its segments, or None.
 
     Segments that several rows share are encoded once. Gradients flow through; decoding, which keeps
     them from step to step, has `pool.Contexts` instead.
@@ -131,14 +131,14 @@ def encode_contexts(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[Ten
     if not segments:
         return None
     by_segment = dict(zip(segments, encode_segments(denoiser, segments), strict=True))
-    return [torch.cat([by_segment[segment] for segment in row.context], dim=2) for row in laid]
+    return [[by_segment[segment] for segment in row.context] for row in laid]
 
 
 def encode_canvases(
     denoiser: Denoiser,
     leads: Sequence[Segment],
     canvases: Sequence[Sequence[int]],
-    contexts: Sequence[Tensor] | StoredRows | None,
+    contexts: Sequence[Sequence[Tensor]] | StoredRows | None,
     read: Sequence[Sequence[int]],
     watch: Watch | None = None,
     ahead: int | None = None,
@@ -185,7 +185,7 @@ def encode_everywhere(
     denoiser: Denoiser,
     leads: Sequence[Segment],
     canvases: Sequence[Sequence[int]],
-    contexts: Sequence[Tensor] | StoredRows | None,
+    contexts: Sequence[Sequence[Tensor]] | StoredRows | None,
 ) -> tuple[Tensor, list[int]]:
     """Hidden states (T, hidden) of each row's lead and canvas, and which of them predicts each canvas's
     first position; the one after it predicts the second, and so on.

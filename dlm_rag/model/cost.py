@@ -82,7 +82,10 @@ def count_work(denoiser: Denoiser) -> Work:
     ) -> Any:
         seen = [0] * len(lengths)
         if context is not None:
-            seen = list(context.seen) if isinstance(context, StoredRows) else [k.shape[2] for k in context]
+            if isinstance(context, StoredRows):
+                seen = list(context.seen)
+            else:
+                seen = [sum(part.shape[2] for part in parts) for parts in context]
         read = named.get("read")
         through = lengths if read is None else [len(tokens) for tokens in read]
         keys = [a + b for a, b in zip(seen, lengths, strict=True)]

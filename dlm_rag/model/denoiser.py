@@ -194,8 +194,8 @@ class Run:
 
     queries: Ragged
     keys: Ragged
-    # Tensors: per row, per layer, (2, n, Hk, D); n may be 0.
-    context: Sequence[Sequence[Tensor]] | StoredRows | None
+    # Tensors: per row, part and layer keys and values, each (n, Hk, D).
+    context: Sequence[Sequence[Sequence[tuple[Tensor, ...]]]] | StoredRows | None
     backend: str
     ahead: int | None
     watch: Watch | None
@@ -220,11 +220,14 @@ class Run:
         if isinstance(self.context, StoredRows):
             assert self.places is not None
             return self.context.write(layer, self.places, k, v)
-        kept = [row[layer].unbind(0) for row in self.context]
-        own = [whole - len(before) for whole, (before, _) in zip(self.keys.lengths, kept, strict=True)]
+        kept = [[part[layer] for part in parts] for parts in self.context]
+        own = [
+            whole - sum(len(part_k) for part_k, _ in parts)
+            for whole, parts in zip(self.keys.lengths, kept, strict=True)
+        ]
         rows = list(zip(kept, k.split(own), v.split(own), strict=True))
-        seen_k = torch.cat([part for (before, _), own_k, _ in rows for part in (before, own_k)])
-        seen_v = torch.cat([part for (_, before), _, own_v in rows for part in (before, own_v)])
+        seen_k = torch.cat([x for parts, own_k, _ in rows for x in (*(part[0] for part in parts), own_k)])
+        seen_v = torch.cat([x for parts, _, own_v in rows for x in (*(part[1] for part in parts), own_v)])
         return seen_k, seen_v
 
 
@@ -355,7 +358,7 @@ class Denoiser(nn.Module):
         ids: Tensor,
         positions: Tensor,
         lengths: Sequence[int],
-        context: Sequence[Tensor] | StoredRows | None = None,
+        context: Sequence[Sequence[Tensor]] | StoredRows | None = None,
         ahead: int | None = None,
         keep: bool = False,
         watch: Watch | None = None,
@@ -364,9 +367,10 @@ class Denoiser(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs the layers over packed rows; each row sees its `context` and itself.
 
-        ids, positions: (T,) rows of `lengths` behind one another. context: per row keys and values
-        (N, 2, n, Hk, D) of earlier calls, or their places in a `ContextStore`. read: per row the tokens
-        (from 0, ascending) whose hidden states are asked for; the others are spared the last layer.
+        ids, positions: (T,) rows of `lengths` behind one another. context: per row keys and values of
+        earlier calls, in parts (N, 2, n, Hk, D) that rows may share, or their places in a
+        `ContextStore`. read: per row the tokens (from 0, ascending) whose hidden states are asked for;
+        the others are spared the last layer.
         Returns hidden states (T or number read, hidden) before the final norm and, with `keep`, the
         keys and values of each row for use as context, else an empty list. `watch` is filled with the
         queries and keys of its layer. ahead: tokens after itself that each token of a row without context
@@ -377,9 +381,12 @@ class Denoiser(nn.Module):
         if isinstance(context, StoredRows):
             seen = list(context.seen)
         else:
-            seen = [kept.shape[2] for kept in context] if context else [0] * len(lengths)
+            rows = context or [()] * len(lengths)
+            seen = [sum(part.shape[2] for part in parts) for parts in rows]
             # Taken apart once: indexing layer by layer would give each a gradient as large as all.
-            layers = [kept.unbind(0) for kept in context] if context and any(seen) else None
+            once = {id(part): part for parts in rows for part in parts}
+            apart = {key: [layer.unbind(0) for layer in part.unbind(0)] for key, part in once.items()}
+            layers = [[apart[id(part)] for part in parts] for parts in rows] if any(seen) else None
         whole = lengths if stretches is None else stretches.lengths
         run = Run(
             queries=Ragged(tuple(lengths), device),
