@@ -151,19 +151,6 @@ def test_the_rest_of_a_copy_needs_less_confidence(corpus):
         assert [c.position for c in rollout.steps[1].committed] == written
 
 
-def test_memory_does_not_grow_with_the_number_of_questions(corpus_file):
-    decoder = make_decoder(corpus_file, "independent", batch_size=4)
-    decoder.engine = EngineConfig(pool_gib=3e-5)
-    decoder.forget()
-    sizes, held = [], []
-    for start in range(0, 1000, 250):
-        decoder.decode([f"{QUESTIONS[n % 3]} {n}" for n in range(start, start + 250)])
-        sizes.append(decoder.contexts._store.keys_values.nbytes)
-        held.append(decoder.contexts._pool.bytes[0])
-    assert sizes[1] == sizes[2] == sizes[3]
-    assert 0 < max(held) <= 3e-5 * 2**30
-
-
 def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
     decoder = make_decoder(corpus_file, batch_size=2)
     asked = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
