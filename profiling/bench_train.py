@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from dlm_rag.cli import commit_of_code, machine_name, note, parse, run
 from dlm_rag.config import TrainConfig
@@ -87,6 +88,8 @@ class Padded(torch.utils.data.Dataset[Any]):
 class PlainTrainer(Trainer):
     """The loop that most would write: full logits, cross-entropy over them."""
 
+    found: list[float]  # the loss of every step
+
     def compute_loss(  # type: ignore[override]
         self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
     ) -> Any:
@@ -100,42 +103,32 @@ class PlainTrainer(Trainer):
         losses = F.cross_entropy(  # row i predicts token i + 1
             logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), reduction="none"
         )
-        return (losses * inputs["weights"][:, 1:].flatten()).sum() / inputs["divisor"]
-
-
-class Losses(TrainerCallback):
-    """Keeps the loss of every step."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if logs and "loss" in logs:
-            self.found.append(logs["loss"])
+        loss = (losses * inputs["weights"][:, 1:].flatten()).sum() / inputs["divisor"]
+        self.found.append(float(loss.detach()))
+        return loss
 
 
 def plainly(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
     """Seconds and losses of the Hugging Face loop."""
     model = LlamaForCausalLM.from_pretrained(weights, attn_implementation="sdpa")
-    kept = Losses()
     with tempfile.TemporaryDirectory() as folder:
         trainer = PlainTrainer(
             model=model,
             args=TrainingArguments(
                 output_dir=folder, max_steps=len(batches), per_device_train_batch_size=1,
                 learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0,
-                adam_beta2=0.95, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
+                adam_beta2=0.95, logging_strategy="no", report_to=[], disable_tqdm=True, save_strategy="no",
                 use_cpu=True, dataloader_pin_memory=False, remove_unused_columns=False,
             ),
             train_dataset=Padded(batches, 0),
             data_collator=lambda found: found[0],
-            callbacks=[kept],
         )  # fmt: skip
         in_order = torch.utils.data.SequentialSampler(range(len(batches)))
         trainer._get_train_sampler = lambda *_: in_order  # type: ignore[method-assign]
+        trainer.found = []
         start = time.perf_counter()
         trainer.train()
-    return time.perf_counter() - start, kept.found
+    return time.perf_counter() - start, trainer.found
 
 
 def ours(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
@@ -169,7 +162,7 @@ def peaks(weights: Path, examples: list[Example]) -> list[int]:
     objective = Objective(denoiser_of(weights), "joint", frozenset({1}))
     found = []
     for step in (
-        lambda: PlainTrainer.compute_loss(None, model, inputs).backward(),  # type: ignore[arg-type]
+        lambda: PlainTrainer.compute_loss(SimpleNamespace(found=[]), model, inputs).backward(),  # type: ignore[arg-type]
         lambda: objective(examples, Counts.of(examples, frozenset({1}), 1.0), Weights())[0].backward(),
     ):
         with LiveBytes() as alive:
