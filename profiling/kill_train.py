@@ -1,6 +1,6 @@
 """Kills a small training run at random moments and resumes it: does it end where it would have?
 
-    python profiling/kill_train.py --out runs/killed [--kills 100]       # 25 minutes on 2 cores
+    python profiling/kill_train.py --out runs/killed [--kills 100]
 
 One run goes through. Another, the same, is sent SIGKILL again and again, at a random moment after its first
 new step, while it computes or saves, and is started with --resume each time; then it may finish. Both must

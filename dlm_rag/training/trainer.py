@@ -108,7 +108,8 @@ class Trainer:
 
     def step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics. Raises `RunError` where the loss is not a number."""
-        with step_range(self.state.step, self.batches.items):
+        rows = self.train.rows if self.train.objective == "sft" else 1  # a sequence counts as one
+        with step_range(self.state.step, self.batches.items * rows):
             return self._step()
 
     def _step(self) -> dict[str, Any]:
@@ -146,7 +147,11 @@ class Trainer:
                 optimizer.zero_grad(set_to_none=True)
             self._scaler.update()
             total = Sums.of(sums, self.processes)
-        done = self._work - before + head_work(self.denoiser.config, round(mine.supervised), 4)
+        done = (
+            self._work
+            - before
+            + head_work(self.denoiser.config, round(mine.supervised / self.processes.sharing), 4)
+        )
         # Backward is twice forward, but for the weights' own half where they are frozen.
         self._flops = (2 if self.start.lora_rank else 3) * done.flops
         metrics: dict[str, Any] = {
@@ -166,8 +171,8 @@ class Trainer:
             metrics["phase"] = state.phase
         if not math.isfinite(metrics["loss"]):
             raise RunError(
-                f"the loss of step {state.step} is not a number; the last checkpoint is as it was: "
-                "--resume with a lower learning rate"
+                f"the loss of step {state.step} is not a number; the last checkpoint is as it was: begin "
+                "again in another --out with a lower learning rate"
             )
         self._advance(metrics["name_accuracy"] if over.pointed else state.name_accuracy)
         return metrics
