@@ -32,3 +32,12 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     """` (nearest: 'x')` for the candidate most like `word`, or an empty string when none is."""
     close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return f" (nearest: '{close[0]}')" if close else ""
+
+
+def fold_message(error: BaseException) -> str:
+    """The first line of an exception's text."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        return f"line {mark.line + 1}: {getattr(error, 'problem', lines[0])}"
+    return lines[0].rstrip(".")

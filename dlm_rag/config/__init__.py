@@ -1,0 +1,35 @@
+"""The configuration: one tree of dataclasses, the only home of every default.
+
+Settings arrive in this order, later ones winning: the dataclasses, a YAML file, `key=value` words.
+A field's metadata holds its help text and, where it has them, its choices or bounds; both the
+command line and the constructors check them. This room knows no other room of the package.
+"""
+
+from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
+from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
+from dlm_rag.config.tree import (
+    CONFIG_FOLDER,
+    Config,
+    differing_keys,
+    dump_config,
+    find_config,
+    known_keys,
+    load_config,
+)
+
+__all__ = [
+    "CONFIG_FOLDER",
+    "Config",
+    "DataConfig",
+    "DecodeConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "PlanConfig",
+    "RetrievalConfig",
+    "TrainConfig",
+    "differing_keys",
+    "dump_config",
+    "find_config",
+    "known_keys",
+    "load_config",
+]

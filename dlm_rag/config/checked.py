@@ -1,0 +1,40 @@
+"""Fields that carry their help text and their bounds, and refuse what is outside them."""
+
+from dataclasses import field, fields
+from typing import Any
+
+from dlm_rag.errors import ConfigError, nearest
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A dataclass field with its help text and its allowed values (bounds are inclusive)."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Checked:
+    """Refuses field values outside the declared choices and bounds, when constructed."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            value, rule = getattr(self, item.name), item.metadata
+            if value is None or not rule:
+                continue
+            if rule["choices"] and value not in rule["choices"]:
+                raise ConfigError(
+                    f"{item.name}={value!r} is not one of {', '.join(rule['choices'])}"
+                    f"{nearest(str(value), rule['choices'])}"
+                )
+            low, high = rule["low"], rule["high"]
+            if (low is not None and not value >= low) or (high is not None and not value <= high):
+                bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+                raise ConfigError(f"{item.name}={value} is out of range: it must be {bounds}")

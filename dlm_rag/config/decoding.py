@@ -1,0 +1,185 @@
+"""Settings of the model, the retriever and the denoising loop."""
+
+from dataclasses import dataclass
+
+from dlm_rag.config.checked import Checked, setting
+from dlm_rag.errors import ConfigError
+
+
+@dataclass
+class ModelConfig(Checked):
+    """Which denoiser, where it runs, and who sees whom."""
+
+    path: str | None = setting(None, "checkpoint: a Hugging Face style folder, or a hub id")
+    device: str = setting("auto", "cpu, cuda, cuda:1, mps; auto takes CUDA where there is one")
+    dtype: str = setting(
+        "auto",
+        "auto takes bfloat16 on CUDA and float32 elsewhere",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    attention: str = setting(
+        "auto",
+        "flash (flash-attn), varlen (torch's own kernels), sdpa; auto takes the first that works",
+        choices=("auto", "flash", "varlen", "sdpa"),
+    )
+    evidence_layout: str | None = setting(
+        None,
+        "who sees whom in the prompt; unset takes the checkpoint's own, joint for public ones",
+        choices=("joint", "prefix", "independent"),
+    )
+
+
+@dataclass
+class RetrievalConfig(Checked):
+    """Which passages can become evidence, and how they are found."""
+
+    corpus: str | None = setting(None, "JSON lines of passages, or an index folder built from it")
+    kind: str = setting("bm25", "how passages are found", choices=("bm25", "dense", "hybrid", "none"))
+    top_k: int = setting(7, "passages in the evidence (K)", low=1)
+    oracle: bool = setting(False, "the passages that support a question come first (needs supporting_ids)")
+    index_folder: str | None = setting(
+        None, "where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"
+    )
+    dense_model: str = setting(
+        "sentence-transformers/all-MiniLM-L6-v2", "any sentence-transformers model, folder or hub id"
+    )
+    dense_batch_size: int = setting(64, "texts embedded at once", low=1)
+    query_prompt: str = setting("", "put before every dense query ('query: ' for E5)")
+    passage_prompt: str = setting("", "put before every dense passage ('passage: ' for E5)")
+    fusion_depth: int = setting(50, "ranks of BM25 and dense that hybrid fuses", low=1)
+
+
+@dataclass
+class DecodeConfig(Checked):
+    """The denoising loop: what is committed, what is asked, when evidence is refreshed."""
+
+    canvas_length: int | None = setting(
+        None, "response positions, all masked at first; unset takes the checkpoint's own, 100", low=1
+    )
+    block_length: int | None = setting(
+        None,
+        "commit within the first unfinished block of this many positions, 0: anywhere; unset takes the "
+        "checkpoint's own, anywhere",
+        low=0,
+    )
+    commit_rule: str = setting(
+        "threshold",
+        "which masked positions are written down at a step",
+        choices=("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded"),
+    )
+    commit_threshold: float = setting(
+        0.9, "confidence at which a position is committed (tau_c): threshold, grounded", low=0, high=1
+    )
+    copied_threshold: float | None = setting(
+        None,
+        "commit_threshold of tokens that continue a copy which one passage alone holds; unset: the same",
+        low=0,
+        high=1,
+    )
+    tokens_per_step: int | None = setting(
+        None,
+        "positions committed a step: exactly so many for top_k, entropy, margin (unset: 1), at most "
+        "so many for the other rules (unset: no bound)",
+        low=1,
+    )
+    entropy_bound: float = setting(0.1, "nats of joint entropy committed a step", low=0)
+    revision_threshold: float | None = setting(
+        None, "committed tokens below this probability are masked again, once; unset: never",
+        low=0, high=1,
+    )  # fmt: skip
+    query: str = setting(
+        "proxy",
+        "what becomes the search query",
+        choices=("proxy", "committed", "question", "feedback", "response"),
+    )
+    query_threshold: float = setting(
+        0.0, "confidence at which a guess may enter the query (tau_q); 1: committed only", low=0, high=1
+    )
+    retrieve_every: int = setting(1, "steps between two refreshes of the evidence", low=1)
+    retrieve_below: float | None = setting(
+        None, "refresh only when the lowest confidence is under this; unset: always", low=0, high=1
+    )
+    temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)
+    seed: int = setting(0, "of the sampling; every question has a generator of its own")
+    batch_size: int = setting(8, "questions denoised together", low=1)
+    canvas_growth: int | None = setting(
+        None,
+        "the canvas starts with this many positions and grows by as many, up to its length, while its "
+        "last one is no end token; unset: all at once",
+        low=4,
+    )
+    trim_canvas: bool = setting(
+        False, "positions behind a committed end token leave the canvas; approximate: others saw them"
+    )
+    prompt_reuse: int = setting(
+        0,
+        "joint only, approximate: steps for which an unchanged prompt is not run again (0: exact)",
+        low=0,
+    )
+    overlap: str = setting(
+        "none",
+        "search while the denoiser works: on the other half of the batch (the same tokens), or with "
+        "evidence one step late",
+        choices=("none", "pipeline", "stale"),
+    )
+    stop_early: bool = setting(
+        True, "stop once an end token and all before it are committed: the text can't change"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_length and self.canvas_length and self.block_length > self.canvas_length:
+            raise ConfigError(
+                f"block_length={self.block_length} is longer than the canvas: set it to at most "
+                f"canvas_length={self.canvas_length}"
+            )
+        if (self.trim_canvas or self.canvas_growth) and (
+            not self.stop_early or self.revision_threshold is not None
+        ):
+            raise ConfigError(
+                "trim_canvas and canvas_growth need stop_early=true and revision_threshold=null: positions "
+                "that are not in the canvas are never written"
+            )
+        if self.copied_threshold is not None and self.copied_threshold > self.commit_threshold:
+            raise ConfigError(
+                f"copied_threshold={self.copied_threshold} is above commit_threshold="
+                f"{self.commit_threshold}: a copy needs less confidence, not more"
+            )
+        if self.copied_threshold is not None and self.commit_rule not in ("threshold", "grounded"):
+            raise ConfigError(
+                f"copied_threshold has no effect with commit_rule={self.commit_rule}: set "
+                "commit_rule=threshold"
+            )
+        if self.query == "committed" and self.query_threshold not in (0.0, 1.0):
+            raise ConfigError(
+                f"query_threshold={self.query_threshold} has no effect with query=committed: "
+                "set query=proxy"
+            )
+
+
+@dataclass
+class EngineConfig(Checked):
+    """How the work of decoding is done; nothing here changes a token, but by the rounding of `compile`."""
+
+    pool_gib: float = setting(
+        1.0,
+        "keys and values of evidence kept on the device, in GiB, beside those of the rows in the batch; "
+        "0: none",
+        low=0,
+    )
+    host_pool_gib: float = setting(0.0, "more of them in host memory, for what leaves the device", low=0)
+    search_memory_gib: float = setting(
+        1.0, "BM25 scores kept between the queries of a question, in GiB; 0: every search is fresh", low=0
+    )
+    compile: bool = setting(
+        False, "torch.compile around attention: faster, after half a minute; changes rounding"
+    )
+    keep_tokens: bool = setting(True, "token ids of passages and questions are kept; false: made anew")
+    masked_only: bool = setting(
+        True, "last layer and head at masked positions only; false: everywhere, as is usual"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.host_pool_gib and not self.pool_gib:
+            raise ConfigError("host_pool_gib has no effect without a pool on the device: set pool_gib too")

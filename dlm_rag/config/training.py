@@ -1,0 +1,181 @@
+"""Settings of training: its data, the run and its phases, the plan."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from dlm_rag.config.checked import Checked, setting
+from dlm_rag.errors import ConfigError, fold_message, nearest
+
+
+@dataclass
+class DataConfig(Checked):
+    """Data of one's own to train on; where nothing is named, invented worlds take its place."""
+
+    questions: str | None = setting(
+        None, "sft: file of questions with a `response`, or at least `golden_answers`; needs data.corpus"
+    )
+    corpus: str | None = setting(None, "sft: the passages that evidence for them is retrieved from")
+    documents: dict[str, str] = setting(  # noqa: RUF009 - a factory
+        dict, "pretrain, adapt: files of JSON lines with a `text`, by a name for each"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.questions is None) != (self.corpus is None):
+            given, lacking = ("questions", "corpus") if self.questions else ("corpus", "questions")
+            raise ConfigError(f"data.{given} needs data.{lacking} too")
+
+
+@dataclass
+class TrainConfig(Checked):
+    """What is trained, on what, and how; each of `phases` may set all but the first group anew."""
+
+    # The run.
+    phases: dict[str, Any] = setting(  # noqa: RUF009 - a factory
+        dict, "phases by name, one after another; each names what differs"
+    )
+    seed: int = setting(0, "of weights, worlds, examples")
+    wandb: str = setting("off", "metrics to Weights & Biases too", choices=("off", "offline", "online"))
+    hidden_size: int = setting(192, "width of a fresh denoiser", low=64)
+    head_dim: int = setting(32, "width of its heads", low=8)
+    intermediate_size: int = setting(256, "width of its feed-forward layers", low=32)
+    num_hidden_layers: int = setting(5, "its depth", low=2)
+    vocabulary: int = setting(1024, "tokens of its tokenizer, learned on training worlds", low=300)
+    passage_length: int = setting(96, "positions of a passage in the independent layout", low=16)
+    lora_rank: int = setting(0, "train low-rank adapters beside frozen weights (needs peft); 0: all", low=0)
+    # What a phase trains on.
+    objective: str = setting(
+        "sft",
+        "sft: questions, evidence, responses; pretrain: documents; adapt: documents, from an "
+        "autoregressive checkpoint whose attention opens step by step",
+        choices=("sft", "pretrain", "adapt"),
+    )
+    steps: int = setting(2000, "optimizer steps; may be raised on --resume", low=1)
+    groups: int = setting(6, "sft: sets of passages a step, over all processes", low=1)
+    rows: int = setting(12, "sft: questions and masks on each set", low=1)
+    mixture: dict[str, float] = setting(  # noqa: RUF009 - a factory
+        dict, "pretrain, adapt: share of each of data.documents; unset: equal shares"
+    )
+    sequence_length: int = setting(1024, "pretrain, adapt: tokens of a packed sequence", low=8)
+    batch_tokens: int = setting(16384, "pretrain, adapt: tokens a step, over all processes", low=8)
+    rope_theta: float | None = setting(None, "base of the rotary positions; unset: the model's own", low=1)
+    opening_share: float = setting(
+        0.3,
+        "adapt: share of the steps in which attention opens from causal to bidirectional",
+        low=0,
+        high=1,
+    )
+    # How it is optimised.
+    optimizer: str = setting(
+        "muon", "muon: on the matrices of the layers, adamw on the rest; adamw: on all",
+        choices=("muon", "adamw"),
+    )  # fmt: skip
+    matrix_learning_rate: float = setting(0.02, "of Muon", low=0)
+    learning_rate: float = setting(8e-3, "of AdamW; four-fold on QK gains beside Muon", low=0)
+    weight_decay: float = setting(0.0, "of the matrices", low=0)
+    warmup_steps: int = setting(50, "steps until the full rate", low=0)
+    decay_share: float = setting(
+        0.25, "share of the steps, at the end, in which the rate falls to 0", low=0, high=1
+    )
+    # What it takes: none of this changes the loss, but by rounding.
+    dtype: str = setting(
+        "auto",
+        "of the arithmetic; weights under training are float32. auto: bfloat16 on CUDA, else float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    accumulate: int = setting(1, "parts that each process computes its share of a step in", low=1)
+    checkpointing: str = setting(
+        "none",
+        "activations that backward computes again: all of a layer, or all but its matrix products",
+        choices=("none", "selective", "full"),
+    )
+    logit_chunk: int = setting(4096, "supervised positions whose logits are computed at a time", low=1)
+    compile: bool = setting(False, "torch.compile around attention")
+    parallel: str = setting(
+        "ddp",
+        "on several processes: whole copies (ddp), or weights, gradients and optimizer in shards (fsdp)",
+        choices=("ddp", "fsdp"),
+    )
+    context_parallel: int = setting(
+        1, "pretrain: processes that share each sequence, for very long ones", low=1
+    )
+    # Training on worlds.
+    next_stage_accuracy: float = setting(
+        0.62, "running accuracy on names at which prompts get more passages: 2, 2-4, 4 to top_k", low=0
+    )
+    end_weight: float = setting(0.15, "what an end token counts in the loss", low=0)
+    late_end_weight: float = setting(0.4, "the same at the end, reached as the rate falls", low=0)
+    pointer_weight: float | None = setting(
+        None, "of pointer supervision; unset: 0.3 for a fresh denoiser, 0 for a checkpoint's", low=0
+    )
+    late_pointer_weight: float | None = setting(
+        None, "the same at the end, reached as the rate falls; unset: 0.08 or 0", low=0
+    )
+    hops: int = setting(4, "of the longest questions, in training and validation", low=1, high=4)
+    world_passages: int = setting(700, "passages of a training world", low=100)
+    worlds: int = setting(6, "worlds that examples are drawn from at a time", low=1)
+    steps_per_world: int = setting(50, "steps after which the oldest world is replaced", low=1)
+    # What is kept and reported.
+    save_every: int = setting(200, "steps between checkpoints", low=1)
+    validate_every: int = setting(500, "steps between validations by the decoder", low=1)
+    validation_questions: int = setting(25, "for each number of hops, about a world of its own", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.head_dim:
+            raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of {self.head_dim}")
+        if self.batch_tokens % self.sequence_length:
+            raise ConfigError(
+                f"batch_tokens={self.batch_tokens} must be a multiple of sequence_length="
+                f"{self.sequence_length}"
+            )
+        if self.context_parallel > 1 and self.objective != "pretrain":
+            raise ConfigError("context_parallel needs objective=pretrain: whole rows, seen by all")
+        self.in_phases()
+
+    def in_phases(self) -> dict[str, "TrainConfig"]:
+        """The settings of each phase by its name, in order; one without a name where none are given.
+
+        Raises `ConfigError` for what a phase cannot set.
+        """
+        if not self.phases:
+            return {"": self}
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        known = [item.name for item in fields(self)]
+        may = known[known.index("objective") :]
+        found: dict[str, Any] = {}
+        for name, differences in self.phases.items():
+            if not isinstance(differences, dict):
+                raise ConfigError(f"train.phases.{name} must name settings, as in {{steps: 100}}")
+            for key in differences:
+                if key not in may:
+                    reason = "belongs to the run, not to a phase" if key in known else "is unknown"
+                    raise ConfigError(f"train.phases.{name}.{key} {reason}{nearest(key, may)}")
+            alone = replace(self, phases={})
+            try:
+                tree = OmegaConf.merge(OmegaConf.structured(alone), differences)
+                found[name] = OmegaConf.to_object(tree)
+            except OmegaConfBaseException as error:
+                key = getattr(error, "full_key", None) or ""
+                raise ConfigError(f"train.phases.{name}.{key}: {fold_message(error)}") from None
+            except ConfigError as error:
+                raise ConfigError(f"train.phases.{name}: {error}") from None
+        return found
+
+
+@dataclass
+class PlanConfig(Checked):
+    """What `train.py --plan` assumes."""
+
+    machine: str | None = setting(
+        None,
+        "a known machine; unset: all of them",
+        choices=("gb300", "gb10", "h100", "h200", "b200", "v100"),
+    )
+    devices: int = setting(1, "how many of them", low=1)
+    mfu: float = setting(0.4, "share of the peak FLOP/s that training reaches", low=0.01, high=1)
+    tokens: float | None = setting(None, "tokens of the whole run; unset: what its steps come to", low=1)
+    days: float | None = setting(None, "a claim to be checked: that it takes so long", low=0)
+    kwh_price: float = setting(0.3, "of a kilowatt hour, in dollars", low=0)
