@@ -47,14 +47,14 @@ def main(argv: list[str]) -> None:
         print_plan(config)
         return
     from dlm_rag.training.parallel import Processes
-    from dlm_rag.training.plan import refuse_too_large
+    from dlm_rag.training.plan import refuse_unfit
     from dlm_rag.training.start import begin
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     processes = Processes.join()
     try:
-        refuse_too_large(config, processes)  # before anything is fetched
+        refuse_unfit(config, processes)  # before anything is fetched
         train(config, begin(config), folder, processes, stop)
     finally:
         processes.leave()

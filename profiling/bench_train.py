@@ -53,7 +53,7 @@ def documents(steps: int, folder: str) -> tuple[list[list[Example]], Tokenizer]:
     path = world_documents(Config(train=train), Path(folder))
     source = {"worlds": open_documents(path, tokenizer, folder)}
     batches = Documents(source, tokenizer, train, "", shifted=True)
-    return [batches.examples(step, range(batches.items)) for step in range(steps)], tokenizer
+    return [batches.examples(step, range(train.items)) for step in range(steps)], tokenizer
 
 
 class Padded(torch.utils.data.Dataset[Any]):

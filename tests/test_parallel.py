@@ -13,7 +13,10 @@ from conftest import ROOT
 from safetensors.torch import load_file
 from two_processes import CASES, run
 
+from dlm_rag.config import load_config
+from dlm_rag.errors import ConfigError
 from dlm_rag.training.parallel import Processes
+from dlm_rag.training.plan import refuse_unfit
 
 ALONE = Processes(0, 1, 0)
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -66,6 +69,30 @@ def test_two_processes_take_the_steps_of_one(alone, together, case):
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-2)
     assert ours["scores"]["nelbo_per_token"] == pytest.approx(theirs["scores"]["nelbo_per_token"], rel=1e-3)
+
+
+@pytest.mark.parametrize("case", [case for case in SAME if case.startswith("pretrain")])
+def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
+    """What MFU is made of: sequences are shared, their attention is not counted less for it."""
+    assert together[1][case]["flops"] == pytest.approx(alone[1][SAME[case]]["flops"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("processes", "words", "said"),
+    [
+        (2, ["train.parallel=single"], "parallel=single is one process and there are 2"),
+        (
+            3,
+            ["train.objective=pretrain", "train.context_parallel=2"],
+            "must divide the number of processes",
+        ),
+        (4, ["train.groups=7", "train.accumulate=2"], "a step of 7 has no work for 4 processes in 2 part"),
+        (2, ["train.phases={a: {}, b: {parallel: single}}"], "parallel=single is one process"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, words, said):
+    with pytest.raises(ConfigError, match=said):
+        refuse_unfit(load_config(None, words), Processes(0, processes, 0))
 
 
 @pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded"])

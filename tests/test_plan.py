@@ -14,7 +14,7 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.machines import MACHINES
 from dlm_rag.training.objective import Counts, Weights
-from dlm_rag.training.plan import plan_phases, refuse_too_large, sample_items, step_flops, verdict
+from dlm_rag.training.plan import plan_phases, refuse_unfit, sample_items, step_flops, verdict
 from dlm_rag.training.start import begin
 
 SHAPE = [
@@ -104,10 +104,10 @@ def test_a_claim_beyond_the_peak_is_named():
 def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
     monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device: 1e6)
     with pytest.raises(ConfigError, match="see what fits with --plan"):
-        refuse_too_large(load_config(None, MICRO), ALONE)
+        refuse_unfit(load_config(None, MICRO), ALONE)
     monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device: 24e9)
     with pytest.raises(ConfigError, match="alone take 128 GB on each device, and this cpu has 24 GB"):
-        refuse_too_large(load_config("gb300"), ALONE)  # without a network
+        refuse_unfit(load_config("gb300"), ALONE)  # without a network
 
 
 @pytest.mark.parametrize("name", ["gb300", "gb10", "gb10_cluster", "h200", "b200", "v100x4"])

@@ -56,6 +56,7 @@ def run(case: str, folder: Path, processes: Processes) -> dict:
         found["norm"].append(metrics["gradient_norm"])
         if trainer.state.step == STEPS // 2:
             trainer.save()
+    (found["flops"],) = processes.sum([trainer.flops])
     found["scores"] = validation.scores(trainer)
     trainer.export(folder / "model", torch.float32)
     return found

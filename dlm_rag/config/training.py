@@ -86,15 +86,17 @@ class TrainConfig(Checked):
     accumulate: int = setting(1, "parts that each process computes its share of a step in", low=1)
     checkpointing: str = setting(
         "none",
-        "activations that backward computes again: all of a layer, or all but its matrix products",
+        "activations that backward computes again: all of a layer, or all but attention and (unless "
+        "compiled) matrix products",
         choices=("none", "selective", "full"),
     )
     logit_chunk: int = setting(4096, "supervised positions whose logits are computed at a time", low=1)
     compile: bool = setting(False, "torch.compile around attention")
     parallel: str = setting(
         "ddp",
-        "on several processes: whole copies (ddp), or weights, gradients and optimizer in shards (fsdp)",
-        choices=("ddp", "fsdp"),
+        "whole copies on all processes (ddp); weights, gradients and optimizer in shards (fsdp); one "
+        "process only (single)",
+        choices=("single", "ddp", "fsdp"),
     )
     context_parallel: int = setting(
         1, "pretrain: processes that share each sequence, for very long ones", low=1
@@ -132,6 +134,11 @@ class TrainConfig(Checked):
         if self.context_parallel > 1 and self.objective != "pretrain":
             raise ConfigError("context_parallel needs objective=pretrain: whole rows, seen by all")
         self.in_phases()
+
+    @property
+    def items(self) -> int:
+        """What the processes share in a step: sets of passages (sft), or packed sequences."""
+        return self.groups if self.objective == "sft" else self.batch_tokens // self.sequence_length
 
     def in_phases(self) -> dict[str, "TrainConfig"]:
         """The settings of each phase by its name, in order; one without a name where none are given.

@@ -39,16 +39,11 @@ class AnsweredQuestions:
             except QuestionError as error:
                 raise QuestionError(f"question '{question.id}': {error}") from None
 
-    @property
-    def items(self) -> int:
-        """Questions in a step."""
-        return self._train.groups
-
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
         """Rows of some questions of a step; all that is found goes into the prompt."""
         moments = []
         for item in items:
-            epoch, place = divmod(step * self.items + item, len(self._questions))
+            epoch, place = divmod(step * self._train.items + item, len(self._questions))
             order = permutation((*self._key, "questions", epoch), len(self._questions))
             rng = random.Random(f"answered/{self._key}/{step}/{item}")
             question = self._questions[int(order[place])]

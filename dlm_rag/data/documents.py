@@ -135,19 +135,14 @@ class Documents:
                     f"sequence_length={train.sequence_length}"
                 )
 
-    @property
-    def items(self) -> int:
-        """Sequences in a step."""
-        return self._train.batch_tokens // self._train.sequence_length
-
     def examples(self, step: int, items: Iterable[int], _: Any = None) -> list[Example]:
         """The rows of some of the sequences of a step."""
         offset = random.Random(f"times/{self._key}/{step}").random()
         found: list[Example] = []
         for item in items:
-            number = step * self.items + item
-            # One time in each of `items` equal parts of the interval: they vary less than independent ones.
-            time = (offset + item / self.items) % 1
+            number = step * self._train.items + item
+            # One time in each of equal parts of the interval: they vary less than independent ones.
+            time = (offset + item / self._train.items) % 1
             rng = np.random.default_rng([*map(ord, f"masks/{self._key}"), number])
             for row, ids in enumerate(self.sequence(number)):
                 found.append(self._mask(ids, (time + row * GOLDEN) % 1, rng))

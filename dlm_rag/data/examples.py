@@ -81,11 +81,6 @@ class WorldExamples:
         self._side_hops = [n for n in SIDE_HOPS if n <= train.hops]
         self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
 
-    @property
-    def items(self) -> int:
-        """Groups in a step."""
-        return self._train.groups
-
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
         """Some groups of a step, with between passages[0] and passages[1] passages in each prompt."""
         newest = step // self._train.steps_per_world

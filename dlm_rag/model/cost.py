@@ -54,7 +54,7 @@ def encode_work(
     )
 
 
-def head_work(config: DenoiserConfig, rows: int, size: int) -> Work:
+def head_work(config: DenoiserConfig, rows: float, size: int) -> Work:
     """Logits of `rows` hidden states."""
     return Work(
         flops=2 * rows * config.hidden_size * config.vocab_size,
@@ -88,7 +88,9 @@ def count_work(denoiser: Denoiser) -> Work:
                 seen = [sum(part.shape[2] for part in parts) for parts in context]
         read = named.get("read")
         through = lengths if read is None else [len(tokens) for tokens in read]
-        keys = [a + b for a, b in zip(seen, lengths, strict=True)]
+        stretches = named.get("stretches")
+        own = lengths if stretches is None else stretches.lengths
+        keys = [a + b for a, b in zip(seen, own, strict=True)]
         count(encode_work(config, lengths, keys, through, size))
         return encode(ids, positions, lengths, context, *more, **named)
 

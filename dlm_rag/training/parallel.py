@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlm_rag.cli import choose_device
+from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.sharing import SequenceShare
@@ -76,15 +77,28 @@ class Processes:
             torch.cuda.set_device(device)
         return device
 
-    def sharing_sequences(self, count: int) -> tuple["Processes", SequenceShare | None]:
-        """These processes with `count` neighbours at a time on the same sequences; every one must call.
+    def check(self, train: TrainConfig) -> None:
+        """Raises `ConfigError` where a phase cannot be shared among so many processes."""
+        if train.parallel == "single" and self.count > 1:
+            raise ConfigError(
+                f"parallel=single is one process and there are {self.count}: set parallel to ddp or fsdp"
+            )
+        if self.count % train.context_parallel:
+            raise ConfigError(
+                f"context_parallel={train.context_parallel} must divide the number of processes, "
+                f"{self.count}"
+            )
+        parts = self.count // train.context_parallel * train.accumulate
+        if train.items < parts:
+            raise ConfigError(
+                f"a step of {train.items} has no work for {self.count} processes in {train.accumulate} "
+                "part(s) each: lower accumulate, or raise groups (sft) or batch_tokens"
+            )
 
-        Raises `ConfigError` where they cannot be divided so.
-        """
+    def sharing_sequences(self, count: int) -> tuple["Processes", SequenceShare | None]:
+        """These processes with `count` neighbours at a time on the same sequences; every one must call."""
         if count == 1:
             return self, None
-        if self.count % count:
-            raise ConfigError(f"context_parallel={count} must divide the number of processes, {self.count}")
         group, _ = dist.new_subgroups(group_size=count)
         return replace(self, sharing=count), SequenceShare(self.rank % count, count, group)
 

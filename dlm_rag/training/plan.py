@@ -60,14 +60,13 @@ class PhasePlan:
     flops: float  # of a step: forward and backward, nothing computed twice
     memory: StepMemory  # with one item in each part of a step
     per_item: float  # bytes of activations that another item adds
-    items: int  # of a step
     devices: int
     gathered: float  # bytes of what shards are gathered into: two layers, embedding and head
 
     @property
     def part(self) -> int:
         """Items in each part that a device computes at once."""
-        return math.ceil(self.items / (self.devices * self.train.accumulate))
+        return math.ceil(self.train.items / (self.devices * self.train.accumulate))
 
     def bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
@@ -94,16 +93,14 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
         one, two = (sample_items(config, train, shape, count) for count in (1, 2))
         layout = shape.evidence_layout if train.objective == "sft" else "joint"
         memory, more = (step_memory(shape, train, layout, items, dtype) for items in (one, two))
-        items = train.groups if train.objective == "sft" else train.batch_tokens // train.sequence_length
         found.append(
             PhasePlan(
                 name=name,
                 train=train,
-                tokens=float(items * tokens_of(one, layout)),
-                flops=items * step_flops(shape, one, layout, bool(train.lora_rank)),
+                tokens=float(train.items * tokens_of(one, layout)),
+                flops=train.items * step_flops(shape, one, layout, bool(train.lora_rank)),
                 memory=memory,
                 per_item=float(max(0, more.activations - memory.activations)),
-                items=items,
                 devices=config.plan.devices,
                 gathered=gathered_bytes(shape, dtype),
             )
@@ -173,14 +170,17 @@ def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, froz
     return (2 if frozen else 3) * work.flops
 
 
-def refuse_too_large(config: Config, processes: Processes) -> None:
-    """Raises `ConfigError` where weights, gradients and optimizer alone are more than a device holds."""
+def refuse_unfit(config: Config, processes: Processes) -> None:
+    """Raises `ConfigError` for a phase that cannot be shared so, or whose weights, gradients and optimizer
+    alone are more than a device holds.
+    """
     device = processes.device(config.model.device)
     have = device_memory(device) / (processes.count if device.type == "cpu" else 1)
     with torch.device("meta"):
         denoiser = Denoiser(shape_of(config))
     each = 4 * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.in_phases().values():
+        processes.check(train)
         need = each / 2 if train.lora_rank else 2 * each + optimizer_bytes(denoiser, train)
         if train.parallel == "fsdp":
             need /= processes.count

@@ -39,13 +39,10 @@ FREE = {
 class Batches(Protocol):
     """What a phase trains on."""
 
-    @property
-    def items(self) -> int:
-        """In a step: what processes share among themselves."""
-        ...
-
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
-        """The rows of some items of a step; passages: how many in a prompt, at least and at most."""
+        """The rows of some of a step's `TrainConfig.items`; passages: how many in a prompt, at least and
+        at most.
+        """
         ...
 
 
@@ -67,9 +64,13 @@ class Trainer:
         self, config: Config, start: Start, batches: Batches, folder: Path, processes: Processes,
         device: torch.device, phase: str = "",
     ) -> None:  # fmt: skip
-        """The phase's own settings are taken from the config; weights are read."""
+        """The phase's own settings are taken from the config; weights are read.
+
+        Raises `ConfigError` where the processes cannot share it.
+        """
         self.config, self.start, self.batches = config, start, batches
         self.train = train = config.train.in_phases()[phase]
+        processes.check(train)
         self.processes, share = processes.sharing_sequences(train.context_parallel)
         self.device, self.dtype = device, choose_dtype(train.dtype, device)
         self.checkpoints = Checkpoints(folder / "checkpoints", processes)
@@ -82,7 +83,8 @@ class Trainer:
             self.denoiser.set_rope(train.rope_theta)
         if train.compile:
             self.denoiser.compile_layers()
-        self._work, self._flops = count_work(self.denoiser), 0.0
+        self._work = count_work(self.denoiser)
+        self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
         machine = this_machine(device)
         self._peak = None if machine is None else machine.flops.get(self.dtype)
         tokenizer = start.tokenizer
@@ -109,76 +111,85 @@ class Trainer:
     def step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics. Raises `RunError` where the loss is not a number."""
         rows = self.train.rows if self.train.objective == "sft" else 1  # a sequence counts as one
-        with step_range(self.state.step, self.batches.items * rows):
-            return self._step()
+        with step_range(self.state.step, self.train.items * rows):
+            rate, weights = self._schedule()
+            with stage("data"):
+                parts = self._loader.take(self.state.phase_step, self.passages)
+                self._loader.begin(self.state.phase_step + 1, self.passages)
+                ends = self.start.tokenizer.end_ids
+                mine = Counts.total([Counts.of(part, ends, weights.end) for part in parts])
+                over = mine.over(self.processes)
+            before = replace(self._work)
+            sums = self._gradients(parts, over, weights)
+            head = head_work(self.denoiser.config, mine.supervised / self.processes.sharing, 4)
+            # Backward is twice forward, but for the weights' own half where they are frozen.
+            self.flops = (2 if self.start.lora_rank else 3) * (self._work - before + head).flops
+            with stage("optimizer"):
+                norm = self._update()
+                total = Sums.of(sums, self.processes)
+        loss = total.tokens / over.divisor
+        if not math.isfinite(loss):
+            raise RunError(
+                f"the loss of step {self.state.step} is not a number; the last checkpoint is as it was: "
+                "begin again in another --out with a lower learning rate"
+            )
+        name_accuracy = total.names_right / max(1, over.pointed)
+        metrics = {
+            "step": self.state.step,
+            **({"phase": self.state.phase} if self.state.phase else {}),
+            "loss": loss,
+            "pointer_loss": total.pointers / max(1, over.pointed),
+            "pointer_mass": total.passage_mass / max(1, over.pointed),
+            "name_accuracy": name_accuracy,
+            "passages": self.passages[1],
+            "learning_rate_share": rate,
+            "gradient_norm": norm,
+            "rows": round(over.rows),
+            "tokens": round(over.tokens),
+            "supervised_tokens": round(over.supervised),
+        }
+        self._advance(name_accuracy if over.pointed else self.state.name_accuracy)
+        return metrics
 
-    def _step(self) -> dict[str, Any]:
-        train, state, now = self.train, self.state, self.state.phase_step
+    def _schedule(self) -> tuple[float, Weights]:
+        """Sets the learning rates of this step; returns their share of the full ones, and its weights."""
+        train, now = self.train, self.state.phase_step
         left = share_left(now, train.steps, train.decay_share)
         rate = min(left, (now + 1) / (train.warmup_steps + 1))
-        weights = self._weights(left)
         for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
             for group, full in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = full * rate
-        with stage("data"):
-            parts = self._loader.take(now, self.passages)
-            self._loader.begin(now + 1, self.passages)
-            counts = [Counts.of(part, self.start.tokenizer.end_ids, weights.end) for part in parts]
-            mine = Counts.total(counts)
-            over = mine.over(self.processes)
-        ahead = self._ahead(now)
-        sums, before = [], replace(self._work)
+        return rate, self._weights(left)
+
+    def _gradients(self, parts: list[list[Example]], over: Counts, weights: Weights) -> list[Tensor]:
+        """Adds up the gradients of all parts and, with the last, of all processes; returns their sums."""
+        ahead, sums = self._ahead(self.state.phase_step), []
         for number, part in enumerate(parts, start=1):
-            summed = number == len(parts)
-            with nullcontext() if summed else without_sum(self.root):
+            with nullcontext() if number == len(parts) else without_sum(self.root):
                 with stage("forward"), self.arithmetic():
                     loss, found = self.root(part, over, weights, ahead)
                 with stage("backward"):
                     # DDP and FSDP take means over the processes.
                     self._scaler.scale(loss * self.processes.count).backward()
             sums.append(found)
-        with stage("optimizer"):
-            for optimizer in self.optimizers:
-                self._scaler.unscale_(optimizer)
-            trained = [p for p in self.denoiser.parameters() if p.requires_grad]
-            norm = whole(torch.nn.utils.clip_grad_norm_(trained, 1.0))
-            for optimizer in self.optimizers:
-                self._scaler.step(optimizer)
-                optimizer.zero_grad(set_to_none=True)
-            self._scaler.update()
-            total = Sums.of(sums, self.processes)
-        done = (
-            self._work
-            - before
-            + head_work(self.denoiser.config, round(mine.supervised / self.processes.sharing), 4)
-        )
-        # Backward is twice forward, but for the weights' own half where they are frozen.
-        self._flops = (2 if self.start.lora_rank else 3) * done.flops
-        metrics: dict[str, Any] = {
-            "step": state.step,
-            "loss": total.tokens / over.divisor,
-            "pointer_loss": total.pointers / max(1, over.pointed),
-            "pointer_mass": total.passage_mass / max(1, over.pointed),
-            "name_accuracy": total.names_right / max(1, over.pointed),
-            "passages": self.passages[1],
-            "learning_rate_share": rate,
-            "gradient_norm": float(norm),
-            "rows": round(over.rows),
-            "tokens": round(over.tokens),
-            "supervised_tokens": round(over.supervised),
-        }
-        if state.phase:
-            metrics["phase"] = state.phase
-        if not math.isfinite(metrics["loss"]):
-            raise RunError(
-                f"the loss of step {state.step} is not a number; the last checkpoint is as it was: begin "
-                "again in another --out with a lower learning rate"
-            )
-        self._advance(metrics["name_accuracy"] if over.pointed else state.name_accuracy)
-        return metrics
+        return sums
+
+    def _update(self) -> float:
+        """Clips the gradients to a norm of 1, steps the optimizers; returns the norm from before."""
+        for optimizer in self.optimizers:
+            self._scaler.unscale_(optimizer)
+        trained = [p for p in self.denoiser.parameters() if p.requires_grad]
+        norm = whole(torch.nn.utils.clip_grad_norm_(trained, 1.0))
+        for optimizer in self.optimizers:
+            self._scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        self._scaler.update()
+        return float(norm)
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Tokens a second, all and supervised; peak memory; MFU on a known machine (no repeats)."""
+        """Tokens a second, all and supervised; peak memory; FLOP/s of this process and, on a known machine,
+        MFU.
+        """
         found = {"seconds": seconds}
         for name in ("tokens", "supervised_tokens"):
             found[f"{name}_per_second"] = metrics[name] / seconds
@@ -186,8 +197,9 @@ class Trainer:
             found["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         else:
             found["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        found["tflops_per_second"] = self.flops / seconds / 1e12
         if self._peak is not None:
-            found["mfu"] = self._flops / seconds / self._peak
+            found["mfu"] = self.flops / seconds / self._peak
         return found
 
     @contextmanager
@@ -203,11 +215,13 @@ class Trainer:
         if sharded:
             root.unshard()
         self.denoiser.eval()
-        with torch.no_grad(), self.arithmetic():
-            yield sharded or self.processes.first
-        self.denoiser.train()
-        if sharded:
-            root.reshard()
+        try:
+            with torch.no_grad(), self.arithmetic():
+                yield sharded or self.processes.first
+        finally:
+            self.denoiser.train()
+            if sharded:
+                root.reshard()
 
     def arithmetic(self) -> Any:
         """The context in which the denoiser runs: autocast below float32."""
@@ -215,13 +229,7 @@ class Trainer:
 
     def _load(self, step: int, passages: tuple[int, int]) -> list[list[Example]]:
         """This process's examples of a step, in as many parts as its gradients are accumulated from."""
-        mine = list(self.processes.share(self.batches.items))
-        count = self.train.accumulate
-        if len(mine) < count:
-            raise ConfigError(
-                f"a step of {self.batches.items} has no work for {self.processes.count} processes in "
-                f"{count} parts each: lower accumulate, or raise groups (sft) or batch_tokens"
-            )
+        mine, count = self.processes.share(self.train.items), self.train.accumulate
         return [self.batches.examples(step, mine[n::count], passages) for n in range(count)]
 
     def _weights(self, left: float) -> Weights:
