@@ -141,7 +141,9 @@ def ours(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float
     """Seconds and losses of our step."""
     denoiser = denoiser_of(weights)
     objective = Objective(denoiser, "joint", frozenset({1}))
-    optimizer = torch.optim.AdamW(denoiser.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        denoiser.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     losses = []
     start = time.perf_counter()
     for examples in batches:

@@ -66,7 +66,10 @@ def worker(config: Config, kind: str, steps: int, folder: Path) -> None:
 
     measured(WARM_UP)
     seconds, rate = measured(steps)
-    with without_sum(trainer.root):
+    root: Any = trainer.root
+    if hasattr(root, "set_requires_gradient_sync"):  # of FSDP
+        root.set_requires_gradient_sync(False)
+    with without_sum(root):
         alone, _ = measured(steps)
     if processes.first:
         found = {

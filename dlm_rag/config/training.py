@@ -186,3 +186,4 @@ class PlanConfig(Checked):
     tokens: float | None = setting(None, "tokens of the whole run; unset: what its steps come to", low=1)
     days: float | None = setting(None, "a claim to be checked: that it takes so long", low=0)
     kwh_price: float = setting(0.3, "of a kilowatt hour, in dollars", low=0)
+    hour_price: float = setting(0.0, "of an hour of one device beside that, in dollars", low=0)

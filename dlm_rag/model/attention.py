@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -47,10 +47,6 @@ class Ragged:
     def longest(self) -> int:
         return max(self.lengths)
 
-    @property
-    def even(self) -> bool:
-        return len(set(self.lengths)) == 1
-
 
 def attention(
     q: Tensor,
@@ -84,24 +80,26 @@ def _sdpa(
     ahead: int | None,
     stored: StoredRows | None,
 ) -> Tensor:
-    causal = ahead == 0
-    if stored is None and queries.even and keys.even:
-        rows = len(queries.lengths)
-        q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
-        mask = _window(ahead, q.shape[2], q.device)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
-    if stored is None:
-        row_keys, row_values = (x.split(keys.lengths) for x in (k, v))
+    lengths = list(zip(queries.lengths, keys.lengths, strict=True))
+    if stored is None:  # rows of equal lengths behind one another are one call
+        runs = [(len(list(same)), *both) for both, same in groupby(lengths)]
+        run_keys, run_values = (x.split([rows * n for rows, _, n in runs]) for x in (k, v))
     else:
-        row_keys, row_values = stored.views(k, keys.lengths), stored.views(v, keys.lengths)
-    out_rows = []
-    for row in zip(q.split(queries.lengths), row_keys, row_values, strict=True):
-        one_q, one_k, one_v = (x.transpose(0, 1).unsqueeze(0) for x in row)
-        mask = _window(ahead, len(row[0]), q.device)
-        out = F.scaled_dot_product_attention(one_q, one_k, one_v, mask, is_causal=causal, enable_gqa=True)
-        out_rows.append(out[0].transpose(0, 1))
-    return torch.cat(out_rows)
+        runs = [(1, *both) for both in lengths]
+        run_keys, run_values = stored.views(k, keys.lengths), stored.views(v, keys.lengths)
+    found = []
+    run_queries = q.split([rows * n for rows, n, _ in runs])
+    for (rows, n, seen), *packed in zip(runs, run_queries, run_keys, run_values, strict=True):
+        run_q, run_k, run_v = (
+            x.unflatten(0, (rows, length)).transpose(1, 2)
+            for x, length in zip(packed, (n, seen, seen), strict=True)
+        )
+        mask = _window(ahead, n, q.device)
+        out = F.scaled_dot_product_attention(
+            run_q, run_k, run_v, mask, is_causal=ahead == 0, enable_gqa=True
+        )
+        found.append(out.transpose(1, 2).flatten(0, 1))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _window(ahead: int | None, length: int, device: torch.device) -> Tensor | None:

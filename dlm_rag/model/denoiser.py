@@ -115,12 +115,16 @@ class Attention(nn.Module):
     def queries(self, x: Tensor, rope: Rope) -> Tensor:
         """x (n, hidden) -> queries (n, H, D)."""
         q = self._heads(self.q_proj(x))
-        return rotate(self.q_norm(q), rope).to(q.dtype)  # under autocast norms are in float32
+        return rotate(self._normed(self.q_norm, q), rope).to(q.dtype)
 
     def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """x (T, hidden) -> keys and values, each (T, Hk, D)."""
         k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
-        return rotate(self.k_norm(k), rope).to(k.dtype), v
+        return rotate(self._normed(self.k_norm, k), rope).to(k.dtype), v
+
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """Under autocast the gains are float32 and x is not: torch's fused kernel wants one dtype."""
+        return norm(x.to(norm.weight.dtype)) if isinstance(norm, nn.RMSNorm) else x
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "t (h d) -> t h d", d=self.head_dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """Which of the processes that share rows this is; `group` is theirs."""
+    """Which process of those that share rows; `group` is theirs, None where nothing is sent (a plan)."""
 
     rank: int
     count: int
@@ -69,5 +69,9 @@ class Stretches:
         from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
         padding = own.new_zeros((self._padded - len(own), *own.shape[1:]))
-        gathered = all_gather_tensor_autograd(torch.cat((own, padding)), 0, self.share.group)
+        sent = torch.cat((own, padding))
+        if self.share.group is None:
+            gathered = sent.repeat(self.share.count, *[1] * (sent.dim() - 1))
+        else:
+            gathered = all_gather_tensor_autograd(sent, 0, self.share.group)
         return gathered[self._order.to(own.device)]

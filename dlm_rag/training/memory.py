@@ -18,31 +18,44 @@ from torch.utils._pytree import tree_leaves
 from dlm_rag.config import TrainConfig
 from dlm_rag.data.examples import Example
 from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.training.objective import Counts, Objective, Weights, arithmetic
 from dlm_rag.training.start import add_adapters
 from dlm_rag.training.trainer import make_optimizers
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operators made while it was open and that are alive; and their peak."""
+    """Bytes of all storages that operators made while it was open and that are alive; and their peak.
 
-    def __init__(self) -> None:
+    wide: a width whose rows (logits have that of the vocabulary) are also counted by themselves. `moved`:
+    bytes that operators read and wrote, each by itself.
+    """
+
+    def __init__(self, wide: int | None = None) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.moved = 0
+        self.wide_at_peak = self._wide_now = 0
+        self._wide = wide
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = operator(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor):
+        if operator.is_view or not isinstance(found, Tensor | tuple | list):  # often asked: a device
+            return found
+        made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = {x.untyped_storage() for x in taken}
+        view = not operator._schema.is_mutable and any(x.untyped_storage() in before for x in made)
+        if made and not view:
+            for tensor in (*taken, *made):  # what is expanded is read where it lies
+                size = tensor.numel() * tensor.element_size()
+                self.moved += min(size, tensor.untyped_storage().nbytes())
+        for tensor in made:
+            if tensor.untyped_storage() not in before:
                 self.add(tensor)
         return found
-
-    def know(self, tensor: Tensor) -> None:
-        """Leaves out what was there before."""
-        self._known.add(tensor.untyped_storage())
 
     def add(self, tensor: Tensor) -> None:
         """Counts a tensor's storage, once, for as long as it lives."""
@@ -51,22 +64,28 @@ class LiveBytes(TorchDispatchMode):
             return
         self._known.add(storage)
         size = storage.nbytes()
+        wide = size if tensor.dim() == 2 and tensor.shape[1] == self._wide else 0
         self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, size)
+        self._wide_now += wide
+        if self.now > self.peak:
+            self.peak, self.wide_at_peak = self.now, self._wide_now
+        weakref.finalize(storage, self._drop, size, wide)
 
-    def _drop(self, size: int) -> None:
+    def _drop(self, size: int, wide: int) -> None:
         self.now -= size
+        self._wide_now -= wide
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one device that holds everything."""
+    """Bytes on one device that holds everything, for one part of a step."""
 
     weights: int
     gradients: int  # of what is trained
     optimizer: int
-    activations: int  # what comes on top at the peak of forward and backward
+    activations: int  # what comes on top at the peak of forward and backward, in any part of a step
+    logits: int  # so much of it
+    moved: int  # read and written in forward and backward, operator by operator
     parameters: int
     trained: int
 
@@ -74,16 +93,23 @@ class StepMemory:
 def step_memory(
     shape: DenoiserConfig, train: TrainConfig, layout: str, examples: Sequence[Example], dtype: torch.dtype
 ) -> StepMemory:
-    """What one part of a step needs, with the arithmetic in `dtype`; nothing is allocated."""
+    """What one part of a step needs, with the arithmetic in `dtype`; nothing is allocated.
+
+    Of shared sequences: what one of the processes needs that share them.
+    """
+    count = train.context_parallel
+    share = SequenceShare(0, count, group=None) if count > 1 else None
     with FakeTensorMode(allow_non_fake_inputs=True):
         denoiser = bare_denoiser(shape, train.lora_rank, dtype)
         denoiser.checkpointing = train.checkpointing
-        objective = Objective(denoiser, layout, frozenset({0}), train.logit_chunk)
+        objective = Objective(denoiser, layout, frozenset({0}), train.logit_chunk, share)
         counts, weights = Counts.of(examples, frozenset(), 1.0), Weights()
-        alive = LiveBytes()
-        for tensor in (*denoiser.parameters(), *denoiser.buffers()):
-            alive.know(tensor)
-        with alive:
+        # The gradients of earlier parts are there from the start; so are shards of them, which never grow.
+        there = train.accumulate > 1 or train.parallel == "fsdp"
+        for parameter in denoiser.parameters():
+            if there and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        with LiveBytes(shape.vocab_size) as alive:
             with arithmetic("cpu", dtype):
                 loss, _ = objective(examples, counts, weights)
             loss.backward()
@@ -94,8 +120,10 @@ def step_memory(
         weights=sum(p.numel() * p.element_size() for p in parameters),
         gradients=gradients,
         optimizer=optimizer_bytes(denoiser, train),
-        # The peak falls into backward, when part of the gradients is there; those are counted above.
-        activations=max(0, alive.peak - gradients),
+        # Else the peak falls into backward, when some of them are there; they are counted by themselves.
+        activations=alive.peak if there else max(0, alive.peak - gradients),
+        logits=alive.wide_at_peak,
+        moved=alive.moved,
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in trained),
     )
@@ -107,6 +135,7 @@ def bare_denoiser(shape: DenoiserConfig, lora_rank: int, dtype: torch.dtype) -> 
         denoiser = Denoiser(shape)
         if lora_rank:
             add_adapters(denoiser, lora_rank, seed=0)
+    denoiser.attention = "sdpa"
     made: dict[int, nn.Parameter] = {}  # a tied head stays one with the embedding
     for module in denoiser.modules():
         for name, old in module.named_parameters(recurse=False):

@@ -144,23 +144,11 @@ def spread(
 
 
 def without_sum(root: nn.Module) -> AbstractContextManager[Any]:
-    """While it is open, backward leaves gradients as they are on each process: all parts but the last."""
-    if isinstance(root, nn.parallel.DistributedDataParallel):
-        return root.no_sync()
-    if hasattr(root, "set_requires_gradient_sync"):
-        return _Unsynced(root)
-    return nullcontext()
+    """While it is open, backward sums no gradients of whole copies: for all parts but the last.
 
-
-class _Unsynced(AbstractContextManager[None]):
-    def __init__(self, root: Any) -> None:
-        self._root = root
-
-    def __enter__(self) -> None:
-        self._root.set_requires_gradient_sync(False)
-
-    def __exit__(self, *error: object) -> None:
-        self._root.set_requires_gradient_sync(True)
+    Shards sum theirs in every part: kept until the last, they would be as large as all weights.
+    """
+    return root.no_sync() if isinstance(root, nn.parallel.DistributedDataParallel) else nullcontext()
 
 
 @contextmanager

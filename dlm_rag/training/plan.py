@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from dlm_rag.config import Config, TrainConfig
+from dlm_rag.config import Config, PlanConfig, TrainConfig
 from dlm_rag.data.examples import Example
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import FAMILIES
@@ -58,15 +58,13 @@ class PhasePlan:
     train: TrainConfig
     tokens: float  # of a step, prompts and canvases
     flops: float  # of a step: forward and backward, nothing computed twice
-    memory: StepMemory  # with one item in each part of a step
+    part: int  # items that a device, or all that share sequences, compute at once
+    memory: StepMemory  # with so many items
     per_item: float  # bytes of activations that another item adds
     devices: int
-    gathered: float  # bytes of what shards are gathered into: two layers, embedding and head
-
-    @property
-    def part(self) -> int:
-        """Items in each part that a device computes at once."""
-        return math.ceil(self.train.items / (self.devices * self.train.accumulate))
+    width: int  # bytes of a number of the arithmetic
+    gathered: float  # bytes of what shards are gathered into
+    shared_row: float  # bytes of keys and values of all layers of an item
 
     def bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
@@ -75,8 +73,37 @@ class PhasePlan:
             "weights": memory.weights / shards,
             "gradients": memory.gradients / shards,
             "optimizer": memory.optimizer / shards,
-            "gathered": self.gathered if shards > 1 else 0.0,
-            "activations and logits": memory.activations + self.per_item * (self.part - 1),
+            "gathered shards": self.gathered if shards > 1 else 0.0,
+            "activations": memory.activations - memory.logits,
+            "logits at the peak": memory.logits,
+        }
+
+    def moved(self) -> float:
+        """Bytes that a device's operators read and write in a step, each by itself, as without compile."""
+        # AdamW reads weight, gradient and its state, and writes all but the gradient.
+        update = 2 * (self.bytes()["weights"] + self.bytes()["optimizer"]) + self.bytes()["gradients"]
+        return self.train.accumulate * self.memory.moved + (0 if self.train.lora_rank else update)
+
+    def sent(self) -> float:
+        """Bytes that a device sends in a step, in rings: sums of gradients, shards, keys and values."""
+        train, memory = self.train, self.memory
+        others = (self.devices - 1) / self.devices
+        if train.parallel == "fsdp":
+            # Gathered for forward and for backward; gradients are summed in float32, in every part.
+            each = others * (2 * self.width * memory.parameters + 4 * memory.trained) * train.accumulate
+        else:
+            each = 2 * others * memory.gradients
+        apart = train.context_parallel
+        passes = 3 if train.checkpointing == "full" else 2
+        rows = passes * self.shared_row * self.part * train.accumulate
+        return each + rows * (apart - 1) / apart
+
+    def seconds(self, machine: Machine, dtype: torch.dtype, mfu: float) -> dict[str, float]:
+        """Of a step, were it bound by nothing else: arithmetic at `mfu`, memory, network at their peaks."""
+        return {
+            "compute": self.flops / (self.devices * machine.flops[dtype] * mfu),
+            "memory": self.moved() / machine.bandwidth,
+            "network": self.sent() / machine.link if self.devices > 1 else 0.0,
         }
 
     def largest_part(self, machine: Machine) -> int:
@@ -87,22 +114,40 @@ class PhasePlan:
 
 
 def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
-    """The plan of every phase, with the arithmetic in `dtype`; pointer supervision is left out."""
+    """The plan of every phase, with the arithmetic in `dtype`; pointer supervision is left out.
+
+    Raises `ConfigError` where so many devices cannot share a phase.
+    """
     found = []
     for name, train in config.train.in_phases().items():
-        one, two = (sample_items(config, train, shape, count) for count in (1, 2))
+        devices = config.plan.devices
+        Processes(0, devices, 0).check(train)
         layout = shape.evidence_layout if train.objective == "sft" else "joint"
-        memory, more = (step_memory(shape, train, layout, items, dtype) for items in (one, two))
+        part = math.ceil(train.items * train.context_parallel / (devices * train.accumulate))
+        other = part // 2 or 2
+        memory, compared = (
+            step_memory(shape, train, layout, sample_items(config, train, shape, count), dtype)
+            for count in (part, other)
+        )
+        one = sample_items(config, train, shape, 1)
         found.append(
             PhasePlan(
                 name=name,
                 train=train,
                 tokens=float(train.items * tokens_of(one, layout)),
                 flops=train.items * step_flops(shape, one, layout, bool(train.lora_rank)),
+                part=part,
                 memory=memory,
-                per_item=float(max(0, more.activations - memory.activations)),
-                devices=config.plan.devices,
+                per_item=max(0, (memory.activations - compared.activations) / (part - other)),
+                devices=devices,
+                width=dtype.itemsize,
                 gathered=gathered_bytes(shape, dtype),
+                shared_row=2.0
+                * shape.num_hidden_layers
+                * shape.num_key_value_heads
+                * shape.head_dim
+                * train.sequence_length
+                * dtype.itemsize,
             )
         )
     return found
@@ -218,29 +263,32 @@ def print_plan(config: Config) -> None:
     memory = phases[0].memory
     source = config.model.path or "fresh weights"
     console.print(
-        f"{source}: {memory.parameters / 1e9:.3f} B parameters, {memory.trained / 1e9:.3f} B of them "
-        "trained, "
-        f"arithmetic in {str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
+        f"{source}: {_short(memory.parameters)} parameters, {_short(memory.trained)} of them trained, "
+        f"{str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
     )
     table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
     lines: dict[str, list[str]] = {
         "steps": [f"{p.train.steps:,}" for p in phases],
         "tokens": [_short(p.tokens) for p in phases],
         "FLOPs": [f"{p.flops:.2e}" for p in phases],
+        "a device reads and writes": [f"{_short(p.moved())}B" for p in phases],
+        "it sends": [f"{_short(p.sent())}B" for p in phases],
         "items a part": [f"{p.part:,}" for p in phases],
     }
     for name in phases[0].bytes():
-        lines[f"{name}, GB"] = [f"{p.bytes()[name] / GB:.2f}" for p in phases]
-    lines["together, GB a device"] = [f"{sum(p.bytes().values()) / GB:.2f}" for p in phases]
+        lines[f"on a device: {name}"] = [f"{_short(p.bytes()[name])}B" for p in phases]
+    lines["together"] = [f"{_short(sum(p.bytes().values()))}B" for p in phases]
     for name, values in lines.items():
         table.add_row(name, *values)
     console.print(table)
     own = sum(phase.tokens * phase.train.steps for phase in phases)
-    flops = sum(phase.flops * phase.train.steps for phase in phases)
-    if plan.tokens is not None:
-        flops, own = flops * plan.tokens / own, plan.tokens
-    console.print(f"\n{_short(own)} tokens, {flops:.2e} FLOPs, at {plan.mfu:.0%} of the peak:\n")
-    console.print(_machine_table(machines, phases, flops, dtype, plan))
+    share = 1.0 if plan.tokens is None else plan.tokens / own
+    flops = share * sum(phase.flops * phase.train.steps for phase in phases)
+    console.print(
+        f"\n{_short(share * own)} tokens, {flops:.2e} FLOPs. Hours of arithmetic at {plan.mfu:.0%} of the "
+        "peak, of memory and network at all of theirs; days if the longest hides the others:\n"
+    )
+    console.print(_machine_table(machines, phases, share, dtype, plan))
     for machine in machines:
         if plan.days is not None:
             console.print(verdict(machine, flops, dtype, plan.devices, plan.days))
@@ -248,24 +296,28 @@ def print_plan(config: Config) -> None:
 
 
 def _machine_table(
-    machines: list[Machine], phases: list[PhasePlan], flops: float, dtype: torch.dtype, plan: Any
+    machines: list[Machine], phases: list[PhasePlan], share: float, dtype: torch.dtype, plan: PlanConfig
 ) -> Table:
     table = Table(
         Column("machine"), *(Column(h, justify="right") for h in (
-            "peak TFLOP/s", "GB", "largest part", "days", "kWh", "electricity",
+            "TFLOP/s", "GB", "largest part", "compute h", "memory h", "network h", "days", "kWh",
+            "cost",
         )),
     )  # fmt: skip
     for machine in machines:
-        peak = machine.flops.get(dtype)
-        largest = " / ".join(str(phase.largest_part(machine)) or "-" for phase in phases)
-        if peak is None:
-            table.add_row(machine.name, "none", f"{machine.memory / GB:.0f}", largest, "", "", "")
+        largest = " / ".join(str(phase.largest_part(machine) or "-") for phase in phases)
+        size = f"{machine.memory / GB:.0f}"
+        if dtype not in machine.flops:
+            table.add_row(machine.name, "none", size, largest, *[""] * 6)
             continue
-        seconds = flops / (plan.devices * peak * plan.mfu)
-        energy = seconds * machine.watts * plan.devices / 3.6e6
+        steps = [(share * phase.train.steps, phase.seconds(machine, dtype, plan.mfu)) for phase in phases]
+        hours = {kind: sum(n * step[kind] for n, step in steps) / 3600 for kind in steps[0][1]}
+        whole = sum(n * max(step.values()) for n, step in steps) / 3600
+        energy = whole * machine.watts * plan.devices / 1000
+        cost = energy * plan.kwh_price + whole * plan.devices * plan.hour_price
         table.add_row(
-            machine.name, f"{peak / 1e12:,.0f}", f"{machine.memory / GB:.0f}", largest,
-            f"{seconds / DAY:,.2f}", f"{energy:,.1f}", f"${energy * plan.kwh_price:,.2f}",
+            machine.name, f"{machine.flops[dtype] / 1e12:,.0f}", size, largest,
+            *(f"{value:,.3g}" for value in (*hours.values(), whole / 24, energy)), f"${cost:,.2f}",
         )  # fmt: skip
     return table
 
@@ -281,7 +333,8 @@ def verdict(machine: Machine, flops: float, dtype: torch.dtype, devices: int, da
             f"{days:g} days on {devices} x {machine.name} would take {share:.0%} of the peak: it cannot be "
             f"done; at the peak itself it takes {flops / (devices * peak) / DAY:.1f} days."
         )
-    return f"{days:g} days on {devices} x {machine.name} ask for {share:.0%} of the peak."
+    small = f"{share:.0%}" if share > 0.01 else "less than 1%"
+    return f"{days:g} days on {devices} x {machine.name} ask for {small} of the peak."
 
 
 def _short(number: float) -> str:
