@@ -115,6 +115,6 @@ def test_the_page_says_what_a_run_takes():
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for words in ("parameters", "optimizer", "it sends", "network h", "kWh", "2 x gb300 ask for"):
+    for words in ("parameters", "optimizer", "it sends", "network", "kWh", "2 x gb300 ask for"):
         assert words in done.stdout
     assert not done.stderr

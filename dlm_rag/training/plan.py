@@ -271,13 +271,13 @@ def print_plan(config: Config) -> None:
         "steps": [f"{p.train.steps:,}" for p in phases],
         "tokens": [_short(p.tokens) for p in phases],
         "FLOPs": [f"{p.flops:.2e}" for p in phases],
-        "a device reads and writes": [f"{_short(p.moved())}B" for p in phases],
-        "it sends": [f"{_short(p.sent())}B" for p in phases],
+        "a device reads and writes": [_bytes(p.moved()) for p in phases],
+        "it sends": [_bytes(p.sent()) for p in phases],
         "items a part": [f"{p.part:,}" for p in phases],
     }
     for name in phases[0].bytes():
-        lines[f"on a device: {name}"] = [f"{_short(p.bytes()[name])}B" for p in phases]
-    lines["together"] = [f"{_short(sum(p.bytes().values()))}B" for p in phases]
+        lines[f"on a device: {name}"] = [_bytes(p.bytes()[name]) for p in phases]
+    lines["together"] = [_bytes(sum(p.bytes().values())) for p in phases]
     for name, values in lines.items():
         table.add_row(name, *values)
     console.print(table)
@@ -285,8 +285,8 @@ def print_plan(config: Config) -> None:
     share = 1.0 if plan.tokens is None else plan.tokens / own
     flops = share * sum(phase.flops * phase.train.steps for phase in phases)
     console.print(
-        f"\n{_short(share * own)} tokens, {flops:.2e} FLOPs. Hours of arithmetic at {plan.mfu:.0%} of the "
-        "peak, of memory and network at all of theirs; days if the longest hides the others:\n"
+        f"\n{_short(share * own)} tokens, {flops:.2e} FLOPs. Compute at {plan.mfu:.0%} of its peak, "
+        "memory and network at all of theirs; together, if the longest hides the others:\n"
     )
     console.print(_machine_table(machines, phases, share, dtype, plan))
     for machine in machines:
@@ -300,8 +300,7 @@ def _machine_table(
 ) -> Table:
     table = Table(
         Column("machine"), *(Column(h, justify="right") for h in (
-            "TFLOP/s", "GB", "largest part", "compute h", "memory h", "network h", "days", "kWh",
-            "cost",
+            "TFLOP/s", "GB", "largest part", "compute", "memory", "network", "together", "kWh", "cost",
         )),
     )  # fmt: skip
     for machine in machines:
@@ -311,13 +310,13 @@ def _machine_table(
             table.add_row(machine.name, "none", size, largest, *[""] * 6)
             continue
         steps = [(share * phase.train.steps, phase.seconds(machine, dtype, plan.mfu)) for phase in phases]
-        hours = {kind: sum(n * step[kind] for n, step in steps) / 3600 for kind in steps[0][1]}
-        whole = sum(n * max(step.values()) for n, step in steps) / 3600
-        energy = whole * machine.watts * plan.devices / 1000
-        cost = energy * plan.kwh_price + whole * plan.devices * plan.hour_price
+        times = {kind: sum(n * step[kind] for n, step in steps) for kind in steps[0][1]}
+        whole = sum(n * max(step.values()) for n, step in steps)
+        energy = whole * machine.watts * plan.devices / 3.6e6
+        cost = energy * plan.kwh_price + whole / 3600 * plan.devices * plan.hour_price
         table.add_row(
             machine.name, f"{machine.flops[dtype] / 1e12:,.0f}", size, largest,
-            *(f"{value:,.3g}" for value in (*hours.values(), whole / 24, energy)), f"${cost:,.2f}",
+            *(_duration(x) for x in (*times.values(), whole)), f"{energy:,.3g}", f"${cost:,.2f}",
         )  # fmt: skip
     return table
 
@@ -337,8 +336,19 @@ def verdict(machine: Machine, flops: float, dtype: torch.dtype, devices: int, da
     return f"{days:g} days on {devices} x {machine.name} ask for {small} of the peak."
 
 
-def _short(number: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+def _duration(seconds: float) -> str:
+    for size, unit in ((DAY, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def _short(number: float, letters: str = "kMBT") -> str:
+    for size, letter in zip((1e12, 1e9, 1e6, 1e3), reversed(letters), strict=True):
         if number >= size:
             return f"{number / size:.3g} {letter}"
-    return f"{number:.0f}"
+    return f"{number:.0f} "
+
+
+def _bytes(number: float) -> str:
+    return _short(number, "kMGT") + "B"
