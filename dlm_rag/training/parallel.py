@@ -6,6 +6,7 @@ Losses are divided by the counts of the whole batch and gradients are summed, so
 step on any number of processes, in whole copies (DDP) or shards (FSDP), up to the order of additions.
 """
 
+import inspect
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -123,9 +124,11 @@ def spread(
     if processes.count == 1:
         return objective
     if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(
-            objective, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        copies: Any = nn.parallel.DistributedDataParallel
+        names = ("forward_sync_buffers", "broadcast_buffers")  # torch's new name and its old one
+        quiet = next(name for name in names if name in inspect.signature(copies).parameters)
+        wrapped: nn.Module = copies(objective, gradient_as_bucket_view=True, **{quiet: False})
+        return wrapped
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
