@@ -128,6 +128,27 @@ def test_two_processes_resume_bit_for_bit(together, tmp_path):
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
+    """One run of three phases on two processes has the losses of the same run on one."""
+    words = [
+        *(word for word in CASES["pretrain"] if "steps=4" not in word),
+        "train.phases.short={steps: 2}", "train.phases.long={steps: 2, sequence_length: 192}",
+        "train.phases.last={steps: 2, sequence_length: 384}",
+    ]  # fmt: skip
+    spread = [
+        "train.phases.short.parallel=ddp", "train.phases.long.parallel=fsdp",
+        "train.phases.last.parallel=fsdp", "train.phases.last.context_parallel=2",
+    ]  # fmt: skip
+    losses = []
+    for folder, launcher, more in (("one", [sys.executable], []), ("two", [*LAUNCHER, "2"], spread)):
+        command = [*launcher, "train.py", "--out", str(tmp_path / folder), *words, *more]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 def start_training(folder, *words, launcher=()):
     command = [*(launcher or [sys.executable]), "train.py", "--out", str(folder), *words]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
