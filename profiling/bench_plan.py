@@ -70,12 +70,14 @@ def measure(words: list[str], processes: Processes = ALONE) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = open_trainer(config, Path(folder), processes)
     shape, ends = trainer.start.config, trainer.start.tokenizer.end_ids
-    (plan,) = plan_phases(config, shape, torch.float32)
+    (plan,) = plan_phases(config, shape, trainer.dtype)
     examples = sample_items(config, config.train, shape, 1)
     over = Counts.of(examples, ends, 1.0)
 
     def step() -> None:
-        trainer.root(examples, over, Weights())[0].backward()
+        with trainer.arithmetic():
+            loss, _ = trainer.root(examples, over, Weights())
+        loss.backward()
 
     flops = flops_of(step) if count == 1 else math.nan
     held = 0.0

@@ -23,6 +23,8 @@ from dlm_rag.training.objective import Counts, Objective, Weights, arithmetic
 from dlm_rag.training.start import add_adapters
 from dlm_rag.training.trainer import make_optimizers
 
+FLOAT32 = 4  # bytes: weights under training, their gradients, what an optimizer keeps
+
 
 class LiveBytes(TorchDispatchMode):
     """Bytes of all storages that operators made while it was open and that are alive; and their peak.
@@ -100,7 +102,8 @@ def step_memory(
     count = train.context_parallel
     share = SequenceShare(0, count, group=None) if count > 1 else None
     with FakeTensorMode(allow_non_fake_inputs=True):
-        denoiser = bare_denoiser(shape, train.lora_rank, dtype)
+        gathered = dtype if train.parallel == "fsdp" else torch.float32
+        denoiser = bare_denoiser(shape, train.lora_rank, frozen=dtype, trained=gathered)
         denoiser.checkpointing = train.checkpointing
         objective = Objective(denoiser, layout, frozenset({0}), train.logit_chunk, share)
         counts, weights = Counts.of(examples, frozenset(), 1.0), Weights()
@@ -115,9 +118,9 @@ def step_memory(
             loss.backward()
     parameters = list(denoiser.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    gradients = sum(p.numel() * p.element_size() for p in trained)
+    gradients = FLOAT32 * sum(p.numel() for p in trained)
     return StepMemory(
-        weights=sum(p.numel() * p.element_size() for p in parameters),
+        weights=gradients + dtype.itemsize * sum(p.numel() for p in parameters if not p.requires_grad),
         gradients=gradients,
         optimizer=optimizer_bytes(denoiser, train),
         # Else the peak falls into backward, when some of them are there; they are counted by themselves.
@@ -129,8 +132,10 @@ def step_memory(
     )
 
 
-def bare_denoiser(shape: DenoiserConfig, lora_rank: int, dtype: torch.dtype) -> Denoiser:
-    """A denoiser in the dtypes of training, with weights that have no contents in a fake tensor mode."""
+def bare_denoiser(
+    shape: DenoiserConfig, lora_rank: int, frozen: torch.dtype, trained: torch.dtype
+) -> Denoiser:
+    """A denoiser in these dtypes, whose weights have no contents in a fake tensor mode."""
     with torch.device("meta"):
         denoiser = Denoiser(shape)
         if lora_rank:
@@ -139,17 +144,17 @@ def bare_denoiser(shape: DenoiserConfig, lora_rank: int, dtype: torch.dtype) -> 
     made: dict[int, nn.Parameter] = {}  # a tied head stays one with the embedding
     for module in denoiser.modules():
         for name, old in module.named_parameters(recurse=False):
-            kind = torch.float32 if old.requires_grad else dtype
+            kind = trained if old.requires_grad else frozen
             fresh = nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad)
             setattr(module, name, made.setdefault(id(old), fresh))
     return denoiser
 
 
 def optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:
-    """AdamW keeps two numbers for each trained weight, Muon one."""
+    """AdamW keeps two numbers for each trained weight, Muon one, in float32."""
     total = 0
     for optimizer in make_optimizers(denoiser, train):
         kept = 1 if isinstance(optimizer, torch.optim.Muon) else 2
         for group in optimizer.param_groups:
-            total += sum(kept * p.numel() * p.element_size() for p in group["params"])
+            total += sum(kept * FLOAT32 * p.numel() for p in group["params"])
     return total

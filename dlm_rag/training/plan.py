@@ -23,7 +23,7 @@ from dlm_rag.model.cost import Work, encode_work, head_work
 from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.machines import MACHINES, Machine
-from dlm_rag.training.memory import StepMemory, optimizer_bytes, step_memory
+from dlm_rag.training.memory import FLOAT32, StepMemory, optimizer_bytes, step_memory
 from dlm_rag.training.parallel import Processes
 from dlm_rag.training.start import QUESTION_LENGTH, begin, trained_shape
 
@@ -90,7 +90,9 @@ class PhasePlan:
         others = (self.devices - 1) / self.devices
         if train.parallel == "fsdp":
             # Gathered for forward and for backward; gradients are summed in float32, in every part.
-            each = others * (2 * self.width * memory.parameters + 4 * memory.trained) * train.accumulate
+            each = (
+                others * (2 * self.width * memory.parameters + FLOAT32 * memory.trained) * train.accumulate
+            )
         else:
             each = 2 * others * memory.gradients
         apart = train.context_parallel
@@ -223,7 +225,7 @@ def refuse_unfit(config: Config, processes: Processes) -> None:
     have = device_memory(device) / (processes.count if device.type == "cpu" else 1)
     with torch.device("meta"):
         denoiser = Denoiser(shape_of(config))
-    each = 4 * sum(p.numel() for p in denoiser.parameters())
+    each = FLOAT32 * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.in_phases().values():
         processes.check(train)
         need = each / 2 if train.lora_rank else 2 * each + optimizer_bytes(denoiser, train)
@@ -316,7 +318,8 @@ def _machine_table(
         cost = energy * plan.kwh_price + whole / 3600 * plan.devices * plan.hour_price
         table.add_row(
             machine.name, f"{machine.flops[dtype] / 1e12:,.0f}", size, largest,
-            *(_duration(x) for x in (*times.values(), whole)), f"{energy:,.3g}", f"${cost:,.2f}",
+            *(_duration(x) for x in (*times.values(), whole)),
+            f"{energy:,.0f}" if energy > 100 else f"{energy:.3g}", f"${cost:,.2f}",
         )  # fmt: skip
     return table
 
