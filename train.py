@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.cli import note, parse, run
+from dlm_rag.cli import check_writable, note, parse, run
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
 
         print_plan(config)
         return
-    from dlm_rag.training.parallel import Processes
+    from dlm_rag.training.parallel import Processes, failures_told
     from dlm_rag.training.plan import refuse_unfit
     from dlm_rag.training.start import begin
 
@@ -54,8 +54,10 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     processes = Processes.join()
     try:
-        refuse_unfit(config, processes)  # before anything is fetched
-        train(config, begin(config), folder, processes, stop)
+        with failures_told():
+            processes.check_folder(folder)
+            refuse_unfit(config, processes)  # before anything is fetched
+            train(config, begin(config), folder, processes, stop)
     finally:
         processes.leave()
 
@@ -68,6 +70,7 @@ def make_folder(folder: Path, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+    check_writable(str(folder / "metrics.jsonl"), "out")
 
 
 def train(
@@ -75,47 +78,54 @@ def train(
 ) -> None:
     """The phases, one after another; each begins with the checkpoint of the one before."""
     from dlm_rag.training.card import write_card
-    from dlm_rag.training.phase import open_trainer
+    from dlm_rag.training.phase import open_phase
     from dlm_rag.training.report import Report
     from dlm_rag.training.saving import position
+    from dlm_rag.training.trainer import Trainer, free_memory
 
     step, left = position(folder, list(config.train.in_phases()))
     if step and processes.first:
         note(f"going on from step {step}")
+    device = processes.device(config.model.device)
+    # What is wrong with the data of the last phase is said before the first begins.
+    opened = {phase: open_phase(config, phase, start, folder) for phase in left}
     with Report(folder, config, from_step=step, quiet=not processes.first) as report:
-        for phase in left:
-            trainer, validation = open_trainer(config, folder, processes, phase, start)
+        for phase, (batches, validation) in opened.items():
+            trainer = Trainer(config, start, batches, folder, processes, device, phase)
             trainer.restore()
-            run_phase(trainer, validation, report, stop)
-            if stop.is_set():
-                break
-    if stop.is_set():
-        if processes.first:
-            note(f"stopped after step {trainer.state.step}: its checkpoint is saved, --resume goes on")
-        return
-    trainer.export(folder / "model")
-    if processes.first:
-        write_card(folder / "model", trainer.denoiser, config, report.lines())
+            if run_phase(trainer, validation, report, stop):
+                if processes.first:
+                    note(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
+                return
+            if phase == left[-1]:
+                trainer.export(folder / "model")
+                if processes.first:
+                    write_card(folder / "model", trainer.denoiser, config, report.lines())
+            del trainer
+            free_memory()
 
 
 def run_phase(
     trainer: "Trainer", validation: "Validation", report: "Report", stop: threading.Event
-) -> None:
-    """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop."""
+) -> bool:
+    """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
+
+    Returns whether it was: all processes have the same answer, whenever the signal came.
+    """
     settings, state = trainer.train, trainer.state
     while not trainer.finished:
         begun = time.perf_counter()
         metrics = trainer.step()
         metrics |= trainer.speed(metrics, time.perf_counter() - begun)
-        if trainer.processes.any(stop.is_set()):
-            stop.set()
-        if not stop.is_set() and (state.phase_step % settings.validate_every == 0 or trainer.finished):
+        stopping = trainer.processes.any(stop.is_set())
+        if not stopping and (state.phase_step % settings.validate_every == 0 or trainer.finished):
             metrics |= validation.scores(trainer)
         report.add(metrics)
-        if state.phase_step % settings.save_every == 0 or trainer.finished or stop.is_set():
+        if state.phase_step % settings.save_every == 0 or trainer.finished or stopping:
             trainer.save()
-        if stop.is_set():
-            return
+        if stopping:
+            return True
+    return False
 
 
 if __name__ == "__main__":

@@ -458,4 +458,4 @@ def check_writable(path: str, key: str) -> None:
     except OSError as error:
         raise ConfigError(f"{key}={path} cannot be written: {error.strerror}") from None
     if not existed:
-        target.unlink()
+        target.unlink(missing_ok=True)  # another process may have asked the same

@@ -41,7 +41,7 @@ def test_every_sequence_comes_once_an_epoch(source):
     for epoch in range(2):
         drawn = [documents.sequence(epoch * count + n) for n in range(count)]
         assert sorted(drawn) == sorted(source.rows(n, 64) for n in range(count))
-    held = [list(example.target) for example in documents.held_out()]
+    held = [list(example.target) for rows in documents.held_out() for example in rows]
     last = [row for n in range(count, source.sequences(64)) for row in source.rows(n, 64)]
     assert held == last and count < source.sequences(64), "what is held out is never drawn"
 
@@ -107,3 +107,8 @@ def test_a_mixture_of_unknown_sources_and_a_file_too_short_are_errors(source):
     ):
         with pytest.raises(ConfigError, match=match):
             Documents({"web": source}, tiny_tokenizer(), phase(**settings), "", False)
+    rare = phase(mixture={"web": 0.9997, "rare": 0.0003})
+    with pytest.raises(
+        ConfigError, match="the share of 'rare' in the mixture is under one sequence in 1,000"
+    ):
+        Documents({"web": source, "rare": source}, tiny_tokenizer(), rare, "", False)

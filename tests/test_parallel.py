@@ -1,6 +1,7 @@
 """The same global batch is the same step: alone, in copies, in shards, in parts, in stretches of a row."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -175,16 +176,41 @@ def test_sigterm_saves_and_ends_well(tmp_path):
     assert saved.name == f"step-{steps:08d}", "the step that was under way is whole"
 
 
+def workers_of(launched):
+    listed = subprocess.run(
+        ["ps", "--ppid", str(launched.pid), "-o", "pid="], capture_output=True, text=True, check=True
+    )
+    return sorted(int(pid) for pid in listed.stdout.split())
+
+
+def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
+    words = [word for word in LONG if "validate_every" not in word]
+    process = start_training(tmp_path, *words, "train.validate_every=1", launcher=[*LAUNCHER, "2"])
+    for worker in workers_of(process):
+        os.kill(worker, signal.SIGTERM)
+        time.sleep(0.05)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0 and "--resume goes on" in error, error
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert saved.name == f"step-{len((tmp_path / 'metrics.jsonl').read_text().splitlines()):08d}"
+
+
+def test_processes_with_folders_of_their_own_are_refused(tmp_path):
+    """As on two machines without a common file system."""
+    script = f"exec {sys.executable} train.py --out {tmp_path}/$RANK {' '.join(CASES['sft'])}"
+    done = subprocess.run(
+        [*LAUNCHER, "2", "--no-python", "bash", "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and "is not the same folder for all processes" in done.stderr
+    assert not list(tmp_path.glob("*/checkpoints"))
+
+
 def test_a_dead_process_is_named_and_the_checkpoint_stays(tmp_path):
     words = [*LONG, "train.save_every=1"]
     process = start_training(tmp_path, *words, launcher=[*LAUNCHER, "2"])
-    listed = subprocess.run(
-        ["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True, check=True
-    )
-    victim = max(int(pid) for pid in listed.stdout.split())
-    subprocess.run(["kill", "-KILL", str(victim)], check=True)
+    os.kill(workers_of(process)[-1], signal.SIGKILL)
     _, error = process.communicate(timeout=120)
-    assert process.returncode != 0
+    assert process.returncode != 0 and "another process of this run has died" in error, error
     done = subprocess.run(
         [sys.executable, "train.py", "--out", str(tmp_path), "--resume", *words, "train.steps=3"],
         cwd=ROOT, capture_output=True, text=True,

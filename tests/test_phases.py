@@ -52,6 +52,13 @@ def test_phases_follow_one_another_and_a_stopped_run_ends_the_same(tmp_path):
     assert [line["loss"] for line in again] == [line["loss"] for line in lines], "bit for bit"
 
 
+def test_what_is_wrong_with_the_last_phase_is_said_before_the_first(tmp_path):
+    missing = ["data.questions=none.jsonl", "data.corpus=none.jsonl"]
+    done = train(tmp_path / "run", *PHASES, *missing)
+    assert done.returncode == 2 and "none.jsonl" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("word", "match"),
     [

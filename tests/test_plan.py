@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.machines import MACHINES
 from dlm_rag.training.memory import LiveBytes
+from dlm_rag.training.parallel import Processes
 from dlm_rag.training.plan import plan_phases, refuse_unfit, shape_of, verdict
 from dlm_rag.training.start import begin
 
@@ -95,9 +97,23 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
         refuse_unfit(load_config("gb300"), ALONE)  # without a network
 
 
+def test_on_a_gpu_the_whole_step_must_fit(monkeypatch):
+    """An H200 has room for the weights, gradients and optimizer of gb300.yaml, a GB300 for its step."""
+    config = load_config("gb300")
+    planned = plan_phases(config, shape_of(config), torch.bfloat16)
+    assert planned[0].largest_part(MACHINES["gb300"]) >= planned[0].part
+    monkeypatch.setattr("dlm_rag.training.plan.plan_phases", lambda *_: planned)
+    monkeypatch.setattr(Processes, "device", lambda self, name: torch.device("cuda", 0))
+    for machine, refused in (("gb300", False), ("h200", True)):
+        have = MACHINES[machine].memory
+        monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device, have=have: have)
+        with pytest.raises(ConfigError, match="a step takes") if refused else nullcontext():
+            refuse_unfit(config, ALONE)
+
+
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("gb300", None), ("h200", None), ("gb10", 4), ("gb10_cluster", 4), ("b200", 4), ("v100x4", 4)],
+    [("h200", None), ("gb10", 4), ("gb10_cluster", 4), ("b200", 4), ("v100x4", 4)],
 )
 def test_the_config_of_a_machine_fits_it_without_network_or_weights(name, layers):
     """All layers where memory is closest to its end; a few of the others suffice to plan them at all."""

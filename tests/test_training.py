@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -22,14 +22,14 @@ from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.examples import WorldExamples, find
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.decode.evidence import arrange, canvas_starts, encode_canvases, encode_contexts
-from dlm_rag.errors import ConfigError
-from dlm_rag.model.denoiser import Watch
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.model.denoiser import DenoiserConfig, Watch
 from dlm_rag.training.objective import ChunkedLoss, Counts, Objective, Weights, pointer_loss
 from dlm_rag.training.parallel import Processes
 from dlm_rag.training.phase import open_phase, open_trainer
 from dlm_rag.training.report import Report
 from dlm_rag.training.start import TEMPLATE, begin
-from dlm_rag.training.trainer import share_left
+from dlm_rag.training.trainer import phase_settings, share_left
 from dlm_rag.training.vocabulary import learn_tokenizer
 
 MICRO = [
@@ -58,7 +58,7 @@ def examples(tokenizer):
 
 def make_stream(tokenizer, seed=0):
     train = TrainConfig(seed=seed, groups=6, rows=6, world_passages=150, steps_per_world=3, worlds=2)
-    return WorldExamples(tokenizer, train, canvas_length=120, top_k=5)
+    return WorldExamples(tokenizer, train, DenoiserConfig(1024, canvas_length=120), top_k=5)
 
 
 def test_a_name_has_the_same_tokens_wherever_it_stands(tokenizer):
@@ -188,6 +188,15 @@ def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
 
 
+def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
+    """Zeros: processes sum the gradients of all weights, whatever the masks of one of them."""
+    denoiser = micro_denoiser()
+    bare = [replace(example, masked=(False,) * len(example.target)) for example in examples[:3]]
+    over = Counts.of(examples, {1}, 0.15)
+    objective_of(denoiser)(bare, over, Weights())[0].backward()
+    assert all(p.grad is not None and not p.grad.any() for p in denoiser.parameters())
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_checkpointing_changes_no_gradient(examples, kind, compiled):
@@ -292,7 +301,40 @@ def test_what_fails_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path, lim
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert said in done.stderr and "as it was" in done.stderr
-    assert make_trainer(tmp_path, *words).restore()
+    trainer = make_trainer(tmp_path, *words)
+    assert trainer.restore()
+    assert all(value.isfinite().all() for value in weights_of(trainer).values())
+
+
+def spoil(trainer, name):
+    """One weight has a gradient that is not a number in the next step."""
+    return trainer.denoiser.get_parameter(name).register_hook(lambda slope: slope * math.nan)
+
+
+def test_a_gradient_that_is_not_a_number_changes_no_weight(tmp_path):
+    trainer = make_trainer(tmp_path)
+    before = weights_of(trainer)
+    spoil(trainer, "layers.0.self_attn.q_proj.weight")
+    with pytest.raises(RunError, match="the gradient of step 0 is not a number"):
+        trainer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_what_float16_cannot_hold_is_skipped_by_all_optimizers_and_the_scale_is_kept(tmp_path):
+    """The matrices are Muon's, the rest AdamW's: neither may move on gradients clipped by a NaN."""
+    words = ["train.dtype=float16", "train.save_every=1"]
+    trainer = make_trainer(tmp_path, *words)
+    before, scale = weights_of(trainer), trainer._scaler.get_scale()
+    spoiled = spoil(trainer, "layers.0.self_attn.q_proj.weight")
+    trainer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+    assert trainer._scaler.get_scale() == scale / 2
+    spoiled.remove()
+    trainer.step()
+    assert not torch.equal(weights_of(trainer)["lm_head.weight"], before["lm_head.weight"])
+    trainer.save()
+    again = make_trainer(tmp_path, *words)
+    assert again.restore() and again._scaler.get_scale() == scale / 2
 
 
 def test_float16_scales_its_loss_and_bfloat16_needs_not(tmp_path):
@@ -322,6 +364,8 @@ def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
         make_trainer(tmp_path, "train.learning_rate=0.1").restore()
     with pytest.raises(ConfigError, match=r"the run was begun with retrieval.top_k=3, not 4"):
         make_trainer(tmp_path, "retrieval.top_k=4").restore()
+    adapted = [*MICRO, "train.objective=adapt"]
+    assert "train.steps" in phase_settings(load_config(None, adapted).train), "attention opens in a share"
 
 
 def test_loss_falls(tmp_path):

@@ -126,6 +126,8 @@ class TrainConfig(Checked):
         super().__post_init__()
         if self.hidden_size % self.head_dim:
             raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of {self.head_dim}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
         if self.batch_tokens % self.sequence_length:
             raise ConfigError(
                 f"batch_tokens={self.batch_tokens} must be a multiple of sequence_length="
@@ -184,6 +186,6 @@ class PlanConfig(Checked):
     devices: int = setting(1, "how many of them", low=1)
     mfu: float = setting(0.4, "share of the peak FLOP/s that training reaches", low=0.01, high=1)
     tokens: float | None = setting(None, "tokens of the whole run; unset: what its steps come to", low=1)
-    days: float | None = setting(None, "a claim to be checked: that it takes so long", low=0)
+    days: float | None = setting(None, "a claim to be checked: that it takes so long", low=0.001)
     kwh_price: float = setting(0.3, "of a kilowatt hour, in dollars", low=0)
     hour_price: float = setting(0.0, "of an hour of one device beside that, in dollars", low=0)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dlm_rag.config import TrainConfig
 from dlm_rag.data.examples import Example, canvas_of, random_mask
 from dlm_rag.data.questions import Question
-from dlm_rag.decode.evidence import fit
+from dlm_rag.decode.evidence import fit_to
 from dlm_rag.errors import QuestionError
 from dlm_rag.model.denoiser import DenoiserConfig
 from dlm_rag.randomness import permutation
@@ -66,12 +66,7 @@ class AnsweredQuestions:
         return examples
 
     def _prompt(self, question: Question, passages: list[str]) -> Prompt:
-        shape = self._denoiser
-        prompt = self._tokenizer.prompt(question.question, passages)
-        return fit(
-            prompt, shape.evidence_layout, shape.max_position_embeddings, shape.canvas_length,
-            shape.passage_length,
-        )[0]  # fmt: skip
+        return fit_to(self._tokenizer.prompt(question.question, passages), self._denoiser)
 
 
 def response_of(question: Question) -> str:

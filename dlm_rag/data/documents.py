@@ -9,6 +9,7 @@ nothing has to be saved to go on, and any process can make any sequence.
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,13 @@ class Documents:
         whole_ones = [file.sequences(train.sequence_length) for file in self._files]
         self._sequences = [count - min(HELD_OUT, count // 20) for count in whole_ones]
         self._quotas = quotas([weights[name] / whole for name in self._names], BLOCK)
-        for name, file, count in zip(self._names, self._files, self._sequences, strict=True):
-            if not count:
+        for name, quota in zip(self._names, self._quotas, strict=True):
+            if not quota:
+                raise ConfigError(
+                    f"the share of '{name}' in the mixture is under one sequence in {BLOCK:,}"
+                )
+        for name, file, usable in zip(self._names, self._files, self._sequences, strict=True):
+            if not usable:
                 raise ConfigError(
                     f"the documents '{name}' have {len(file.tokens):,} tokens, fewer than one sequence of "
                     f"sequence_length={train.sequence_length}"
@@ -159,16 +165,15 @@ class Documents:
         order = permutation((*self._key, source, epoch), self._sequences[source])
         return file.rows(int(order[index]), length)
 
-    def held_out(self) -> list[Example]:
-        """The rows of the sequences that are kept for validation, each masked at one time."""
+    def held_out(self) -> list[list[Example]]:
+        """The rows of each sequence that is kept for validation, masked at times all over the interval."""
         length, rng = self._train.sequence_length, np.random.default_rng(0)
-        rows = [
-            ids
+        times = ((n + 0.5) * GOLDEN % 1 for n in count())
+        return [
+            [self._mask(ids, next(times), rng) for ids in file.rows(number, length)]
             for file, first in zip(self._files, self._sequences, strict=True)
             for number in range(first, file.sequences(length))
-            for ids in file.rows(number, length)
         ]
-        return [self._mask(ids, (n + 0.5) * GOLDEN % 1, rng) for n, ids in enumerate(rows)]
 
     def _mask(self, ids: list[int], time: float, rng: np.random.Generator) -> Example:
         schedule = SCHEDULES["linear"]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.data.world import Entity, World, WorldQuestion, make_question, make_world, passage_record
+from dlm_rag.decode.evidence import fit_to
+from dlm_rag.model.denoiser import DenoiserConfig
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
@@ -74,9 +76,11 @@ class IndexedWorld:
 class WorldExamples:
     """Batches of examples for every step; the worlds change as training goes on."""
 
-    def __init__(self, tokenizer: Tokenizer, train: TrainConfig, canvas_length: int, top_k: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, train: TrainConfig, denoiser: DenoiserConfig, top_k: int
+    ) -> None:
         self._tokenizer, self._train = tokenizer, train
-        self._canvas_length, self._top_k = canvas_length, top_k
+        self._denoiser, self._top_k = denoiser, top_k
         self._hops = [n for n in HOPS if n <= train.hops]
         self._side_hops = [n for n in SIDE_HOPS if n <= train.hops]
         self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
@@ -147,9 +151,10 @@ class WorldExamples:
     ) -> Example:
         tokenizer = self._tokenizer
         ids = list(tokenizer.encode(question.reasoning))
-        target = canvas_of(rng, ids, self._canvas_length, tokenizer.end_id)
+        target = canvas_of(rng, ids, self._denoiser.canvas_length, tokenizer.end_id)
         length = len(target)
-        prompt = tokenizer.prompt(question.question, [passage.text for passage in evidence])
+        texts = [passage.text for passage in evidence]
+        prompt = fit_to(tokenizer.prompt(question.question, texts), self._denoiser)
         mentions = self._mentions(question, ids)
         rows = {passage.id: row for row, passage in enumerate(evidence)}
         pointers = []

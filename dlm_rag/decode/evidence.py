@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlm_rag.errors import QuestionError
 from dlm_rag.model.context import StoredRows
-from dlm_rag.model.denoiser import Denoiser, Watch
+from dlm_rag.model.denoiser import Denoiser, DenoiserConfig, Watch
 from dlm_rag.model.sharing import SequenceShare, Stretches
 from dlm_rag.tokenizer import Prompt
 
@@ -105,6 +105,14 @@ def fit(
         passages_dropped=sum(1 for kept in facts if not kept),
     )
     return Prompt(prompt.head, tuple(facts), prompt.tail), cut
+
+
+def fit_to(prompt: Prompt, shape: DenoiserConfig) -> Prompt:
+    """As `fit`, with the layout, context and canvas of a denoiser's own config."""
+    return fit(
+        prompt, shape.evidence_layout, shape.max_position_embeddings, shape.canvas_length,
+        shape.passage_length,
+    )[0]  # fmt: skip
 
 
 def encode_segments(

@@ -189,6 +189,7 @@ def _named(examples: Sequence[Example], device: torch.device) -> Tensor:
             for position, hide in enumerate(example.masked)
             if hide
         ],
+        dtype=torch.bool,
         device=device,
     )
 

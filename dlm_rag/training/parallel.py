@@ -9,9 +9,11 @@ step on any number of processes, in whole copies (DDP) or shards (FSDP), up to t
 import inspect
 import os
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,8 +64,7 @@ class Processes:
         if self.count == 1:
             return list(values)
         summed = torch.tensor(values, dtype=torch.float64)
-        with others_alive():
-            dist.all_reduce(summed)
+        dist.all_reduce(summed)
         return summed.tolist()
 
     def any(self, flag: bool) -> bool:
@@ -74,6 +75,11 @@ class Processes:
         """Where this process computes; CUDA devices are dealt out by the place on the machine."""
         device = choose_device(name)
         if device.type == "cuda" and device.index is None:
+            if self.local_rank >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"this machine has {torch.cuda.device_count()} CUDA device(s), too few for process "
+                    f"{self.local_rank}: set --nproc-per-node to so many"
+                )
             device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(device)
         return device
@@ -103,6 +109,22 @@ class Processes:
         group, _ = dist.new_subgroups(group_size=count)
         return replace(self, sharing=count), SequenceShare(self.rank % count, count, group)
 
+    def check_folder(self, folder: Path) -> None:
+        """Raises `ConfigError` where processes see other folders of this name; all must call."""
+        (word,) = self.sum([float(secrets.randbits(50)) if self.first else 0.0])
+        path = folder / ".shared"
+        if self.first:
+            path.write_text(str(word))
+        self.wait()
+        apart = self.any(not path.exists() or path.read_text() != str(word))
+        if self.first:
+            path.unlink()
+        if apart:
+            raise ConfigError(
+                f"--out {folder} is not the same folder for all processes: name one that all can write to, "
+                "as on NFS, for each of them writes its part of a checkpoint"
+            )
+
     def wait(self) -> None:
         """Until all processes are here."""
         if self.count > 1:
@@ -115,11 +137,13 @@ class Processes:
 
 
 def spread(
-    objective: nn.Module, denoiser: Denoiser, kind: str, processes: Processes, dtype: torch.dtype
-) -> nn.Module:
+    objective: nn.Module, denoiser: Denoiser, kind: str, processes: Processes, device: torch.device,
+    dtype: torch.dtype,
+) -> nn.Module:  # fmt: skip
     """The objective to call on each process: itself alone, in DDP, or sharded in place by FSDP2.
 
-    dtype: of the arithmetic; shards are gathered in it, gradients are summed in float32.
+    device: where shards go. dtype: of the arithmetic; shards are gathered in it, gradients are summed in
+    float32.
     """
     if processes.count == 1:
         return objective
@@ -132,7 +156,7 @@ def spread(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(denoiser.device.type, (processes.count,))
+    mesh = init_device_mesh(device.type, (processes.count,))
     low = dtype != torch.float32
     # Inputs stay as they are: the rotary angles need float32.
     policy = MixedPrecisionPolicy(
@@ -143,6 +167,7 @@ def spread(
     for block in denoiser.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(objective, mesh=mesh, mp_policy=policy)  # in place
+    denoiser.inverse_frequencies = denoiser.inverse_frequencies.to(device)
     return objective
 
 
@@ -155,19 +180,36 @@ def without_sum(root: nn.Module) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def others_alive() -> Iterator[None]:
-    """Turns what torch says when another process is gone into a `RunError`."""
+def failures_told() -> Iterator[None]:
+    """Turns what torch and the system say of a dead process, full memory or a full disk into `RunError`."""
     try:
         yield
-    except RuntimeError as error:
-        if not re.search(
-            r"connection|peer|socket|timed? ?out|NCCL|remote process", str(error), re.IGNORECASE
-        ):
-            raise
+    except torch.OutOfMemoryError:
         raise RunError(
-            "another process of this run has died or lost its connection; the last checkpoint is as it "
-            "was: start the run again with --resume"
+            "the memory of the device is full; the last checkpoint is as it was: see --plan for what fits "
+            "(accumulate, checkpointing, parallel=fsdp), then --resume"
         ) from None
+    except RuntimeError as error:
+        if isinstance(error, RunError) or not lost_another(error):
+            raise
+        raise RunError(LOST) from None
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or 'a file of the run'} could not be written or read ({error.strerror}); the "
+            "last checkpoint is as it was: --resume goes on from it"
+        ) from None
+
+
+LOST = (
+    "another process of this run has died or lost its connection; the last checkpoint is as it was: start "
+    "the run again with --resume"
+)
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether that is what torch means."""
+    words = r"connection|peer|socket|timed? ?out|NCCL|remote process"
+    return re.search(words, str(error), re.IGNORECASE) is not None
 
 
 def whole(value: Tensor) -> Tensor:

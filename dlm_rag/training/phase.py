@@ -57,8 +57,7 @@ def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[
         documents = Documents(sources, tokenizer, train, phase, start.config.shifted)
         return documents, DocumentValidation(documents)
     if config.data.questions is None or config.data.corpus is None:
-        canvas, most = start.config.canvas_length, config.retrieval.top_k
-        batches = WorldExamples(tokenizer, train, canvas, most)
+        batches = WorldExamples(tokenizer, train, start.config, config.retrieval.top_k)
         return batches, world_validation(config, phase, folder / "validation")
     retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
     retriever = load_retriever(retrieval, corpus)

@@ -7,7 +7,7 @@ import math
 import os
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from dlm_rag.cli import choose_dtype
 from dlm_rag.config import Config, PlanConfig, TrainConfig
 from dlm_rag.data.examples import Example
 from dlm_rag.errors import ConfigError
@@ -30,6 +31,10 @@ from dlm_rag.training.start import QUESTION_LENGTH, begin, trained_shape
 GB = 1e9
 RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
 DAY = 86_400.0
+REMEDY = (
+    "see what fits with --plan (accumulate, checkpointing, parallel=fsdp on several devices, lora_rank, a "
+    "smaller checkpoint)"
+)
 # The shapes of checkpoints that people begin with, so that a plan needs neither network nor weights.
 PUBLIC: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Instruct": {
@@ -218,8 +223,9 @@ def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, froz
 
 
 def refuse_unfit(config: Config, processes: Processes) -> None:
-    """Raises `ConfigError` for a phase that cannot be shared so, or whose weights, gradients and optimizer
-    alone are more than a device holds.
+    """Raises `ConfigError` for a phase that cannot be shared so, or that is more than a device holds.
+
+    On a CPU only weights, gradients and optimizer are looked at; elsewhere the whole step is planned.
     """
     device = processes.device(config.model.device)
     have = device_memory(device) / (processes.count if device.type == "cpu" else 1)
@@ -234,8 +240,18 @@ def refuse_unfit(config: Config, processes: Processes) -> None:
         if need > have:
             raise ConfigError(
                 f"weights, gradients and optimizer alone take {need / GB:.0f} GB on each device, and this "
-                f"{device.type} has {have / GB:.0f} GB: see what fits with --plan (parallel=fsdp on "
-                "several devices, lora_rank, a smaller checkpoint)"
+                f"{device.type} has {have / GB:.0f} GB: {REMEDY}"
+            )
+    if device.type == "cpu":
+        return
+    devices = replace(config, plan=replace(config.plan, devices=processes.count))
+    for phase in plan_phases(devices, shape_of(config), choose_dtype(config.train.dtype, device)):
+        need = sum(phase.bytes().values())
+        if need > have:
+            name = f"the phase {phase.name}" if phase.name else "a step"
+            raise ConfigError(
+                f"{name} takes {need / GB:.0f} GB on each device, and this {device.type} has "
+                f"{have / GB:.0f} GB: {REMEDY}"
             )
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError
-from dlm_rag.training.parallel import Processes
+from dlm_rag.training.parallel import LOST, Processes, lost_another
 
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -78,6 +78,8 @@ class Checkpoints:
             with quietly():
                 dcp.save(tensors, storage_writer=writer, no_dist=self._processes.count == 1)
         except (Exception, CheckpointException) as error:  # what torch wraps a failure in is no Exception
+            if lost_another(error):
+                raise RunError(LOST) from None
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {self._folder} "
                 f"({reason_of(error)}); the one before is as it was: make room and --resume"

@@ -4,6 +4,7 @@ Examples follow from (seed, step), so a run that was killed and resumed is the r
 CPU the weights are equal bit for bit.
 """
 
+import gc
 import math
 import resource
 from collections.abc import Callable, Iterable, Iterator
@@ -76,7 +77,9 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", processes)
         self.state = TrainState(phase=phase)
         again = bool(self.checkpoints.saved()) and not start.lora_rank
-        self.denoiser = start.denoiser(device, self.dtype, empty=again)
+        # Shards go to the device one by one: it need not have room for the whole.
+        whole_on = torch.device("cpu") if train.parallel == "fsdp" and processes.count > 1 else device
+        self.denoiser = start.denoiser(whole_on, self.dtype, empty=again)
         self.denoiser.attention = config.model.attention
         self.denoiser.checkpointing = train.checkpointing
         if train.rope_theta is not None:
@@ -90,7 +93,7 @@ class Trainer:
         tokenizer = start.tokenizer
         layout = self.denoiser.config.evidence_layout if train.objective == "sft" else "joint"
         objective = Objective(self.denoiser, layout, tokenizer.end_ids, train.logit_chunk, share)
-        self.root = spread(objective, self.denoiser, train.parallel, processes, self.dtype)
+        self.root = spread(objective, self.denoiser, train.parallel, processes, device, self.dtype)
         self.optimizers = make_optimizers(self.denoiser, train)
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
@@ -125,14 +128,9 @@ class Trainer:
             # Backward is twice forward, but for the weights' own half where they are frozen.
             self.flops = (2 if self.start.lora_rank else 3) * (self._work - before + head).flops
             with stage("optimizer"):
-                norm = self._update()
                 total = Sums.of(sums, self.processes)
-        loss = total.tokens / over.divisor
-        if not math.isfinite(loss):
-            raise RunError(
-                f"the loss of step {self.state.step} is not a number; the last checkpoint is as it was: "
-                "begin again in another --out with a lower learning rate"
-            )
+                loss = self._finite(total.tokens / over.divisor, "loss")
+                norm = self._update()
         name_accuracy = total.names_right / max(1, over.pointed)
         metrics = {
             "step": self.state.step,
@@ -175,16 +173,30 @@ class Trainer:
         return sums
 
     def _update(self) -> float:
-        """Clips the gradients to a norm of 1, steps the optimizers; returns the norm from before."""
+        """Clips the gradients to a norm of 1, steps the optimizers; returns the norm from before.
+
+        Gradients that float16 cannot hold change no weight but the scale of the next losses.
+        """
         for optimizer in self.optimizers:
             self._scaler.unscale_(optimizer)
         trained = [p for p in self.denoiser.parameters() if p.requires_grad]
-        norm = whole(torch.nn.utils.clip_grad_norm_(trained, 1.0))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        if not self._scaler.is_enabled():
+            self._finite(norm, "gradient")
         for optimizer in self.optimizers:
-            self._scaler.step(optimizer)
+            if math.isfinite(norm):
+                self._scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self._scaler.update()
-        return float(norm)
+        return norm
+
+    def _finite(self, value: float, what: str) -> float:
+        if not math.isfinite(value):
+            raise RunError(
+                f"the {what} of step {self.state.step} is not a number; the last checkpoint is as it was: "
+                "begin again in another --out with a lower learning rate"
+            )
+        return value
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
         """Tokens a second, all and supervised; peak memory; FLOP/s of this process and, on a known machine,
@@ -267,7 +279,7 @@ class Trainer:
         with stage("checkpoint"):
             record = {
                 "state": asdict(self.state), "run": run_settings(self.config),
-                "phase": phase_settings(self.train),
+                "phase": phase_settings(self.train), "scaler": self._scaler.state_dict(),
             }  # fmt: skip
             return self.checkpoints.save(self.state.step, self.root, self.optimizers, record)
 
@@ -290,6 +302,8 @@ class Trainer:
             )
         kept = same or record["phase"]["train.optimizer"] == self.train.optimizer
         self.checkpoints.load(path, self.root, self.optimizers if kept else [])
+        if self._scaler.is_enabled() and record["scaler"]:
+            self._scaler.load_state_dict(record["scaler"])
         self.state = state if same else replace(state, phase=self.state.phase, phase_step=0)
         return True
 
@@ -299,6 +313,13 @@ class Trainer:
         if self.processes.first:
             self.start.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
         self.processes.wait()
+
+
+def free_memory() -> None:
+    """Gives back what nobody refers to any more: a trainer and its denoiser refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class Loader:
@@ -350,8 +371,9 @@ def run_settings(config: Config) -> dict[str, Any]:
 
 
 def phase_settings(train: TrainConfig) -> dict[str, Any]:
-    """What the steps of a phase depend on."""
-    return {f"train.{key}": value for key, value in asdict(train).items() if key not in FREE}
+    """What the steps of a phase depend on; attention opens in a share of them, however many they are."""
+    free = FREE - {"steps"} if train.objective == "adapt" else FREE
+    return {f"train.{key}": value for key, value in asdict(train).items() if key not in free}
 
 
 def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.Optimizer]:

@@ -9,6 +9,7 @@ from dlm_rag.data.documents import Documents
 from dlm_rag.data.examples import Example
 from dlm_rag.data.questions import Question
 from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.evidence import fit_to
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
 from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times, mask_tokens
 from dlm_rag.evaluation.metrics import mean_score, score
@@ -80,7 +81,8 @@ class QuestionValidation:
             ids = torch.tensor(target).expand(len(times), -1)
             hidden = mask_tokens(ids, schedule.alpha(times), -1, generator) < 0
             some = hidden.any(dim=1)  # a row without masks adds nothing
-            prompt = tokenizer.prompt(question.question, self._evidence(question, truth))
+            found = tokenizer.prompt(question.question, self._evidence(question, truth))
+            prompt = fit_to(found, denoiser.config)
             tokens += len(target)
             examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
             if examples:
@@ -107,12 +109,16 @@ class DocumentValidation:
 
     def scores(self, trainer: Trainer) -> dict[str, float]:
         """The NELBO per token in nats, of all sources together."""
-        held = self._documents.held_out()
-        if len(held) < trainer.processes.count:  # each must have work
+        held, processes = self._documents.held_out(), trainer.processes
+        if not held:
             return {}
-        mine = [held[n] for n in trainer.processes.share(len(held))]
+        # One sequence at a time, as a step needs at least; shards are gathered by all as often.
+        mine = [held[n] for n in processes.share(len(held))]
+        calls = -(-len(held) * processes.sharing // processes.count)
         ends = trainer.start.tokenizer.end_ids
         with stage("evaluate"), torch.no_grad(), trainer.arithmetic():
-            over = Counts.of(mine, ends, 1.0).over(trainer.processes)
-            _, found = trainer.root(mine, over, Weights())
-            return {"nelbo_per_token": Sums.of([found], trainer.processes).tokens / over.divisor}
+            over = Counts.total([Counts(), *(Counts.of(rows, ends, 1.0) for rows in mine)]).over(processes)
+            found = [trainer.root(rows, over, Weights())[1] for rows in mine]
+            for _ in range(calls - len(mine)):
+                found.append(0 * trainer.root(held[-1], over, Weights())[1])
+            return {"nelbo_per_token": Sums.of(found, processes).tokens / over.divisor}
