@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     if "plan" not in words.switches:
         make_folder(folder, resume)
     if "plan" in words.switches:
-        from dlm_rag.training.plan import print_plan
+        from dlm_rag.training.page import print_plan
 
         print_plan(config)
         return

@@ -108,7 +108,5 @@ def test_a_mixture_of_unknown_sources_and_a_file_too_short_are_errors(source):
         with pytest.raises(ConfigError, match=match):
             Documents({"web": source}, tiny_tokenizer(), phase(**settings), "", False)
     rare = phase(mixture={"web": 0.9997, "rare": 0.0003})
-    with pytest.raises(
-        ConfigError, match="the share of 'rare' in the mixture is under one"
-    ):
+    with pytest.raises(ConfigError, match="the share of 'rare' in the mixture is under one"):
         Documents({"web": source, "rare": source}, tiny_tokenizer(), rare, "", False)

@@ -1,36 +1,29 @@
-"""What a run takes, before anything is allocated: bytes, FLOPs, time, energy, money.
-
-python train.py --config gb300.yaml --plan [plan.machine=gb10 plan.devices=20 plan.days=18 ...]
-"""
+"""What a run takes, before anything is allocated: bytes, FLOPs, seconds; and what cannot be."""
 
 import math
 import os
 import random
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 
 from dlm_rag.cli import choose_dtype
-from dlm_rag.config import Config, PlanConfig, TrainConfig
+from dlm_rag.config import Config, TrainConfig
 from dlm_rag.data.examples import Example
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import FAMILIES
 from dlm_rag.model.cost import Work, encode_work, head_work
 from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.machines import MACHINES, Machine
+from dlm_rag.training.machines import Machine
 from dlm_rag.training.memory import FLOAT32, StepMemory, optimizer_bytes, step_memory
 from dlm_rag.training.parallel import Processes
 from dlm_rag.training.start import QUESTION_LENGTH, begin, trained_shape
 
 GB = 1e9
 RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
-DAY = 86_400.0
 REMEDY = (
     "see what fits with --plan (accumulate, checkpointing, parallel=fsdp on several devices, lora_rank, a "
     "smaller checkpoint)"
@@ -268,106 +261,3 @@ def shape_of(config: Config) -> DenoiserConfig:
     if path is None or path not in PUBLIC or Path(path).exists():
         return begin(config).config
     return trained_shape(config, FAMILIES[PUBLIC[path]["model_type"]].read(PUBLIC[path]))
-
-
-def print_plan(config: Config) -> None:
-    """The page."""
-    shape = shape_of(config)
-    plan = config.plan
-    machines = [MACHINES[plan.machine]] if plan.machine else list(MACHINES.values())
-    dtype = {"float32": torch.float32, "float16": torch.float16}.get(config.train.dtype, torch.bfloat16)
-    phases = plan_phases(config, shape, dtype)
-    console = Console(width=100) if not sys.stdout.isatty() else Console()
-    memory = phases[0].memory
-    source = config.model.path or "fresh weights"
-    console.print(
-        f"{source}: {_short(memory.parameters)} parameters, {_short(memory.trained)} of them trained, "
-        f"{str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
-    )
-    table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
-    lines: dict[str, list[str]] = {
-        "steps": [f"{p.train.steps:,}" for p in phases],
-        "tokens": [_short(p.tokens) for p in phases],
-        "FLOPs": [f"{p.flops:.2e}" for p in phases],
-        "a device reads and writes": [_bytes(p.moved()) for p in phases],
-        "it sends": [_bytes(p.sent()) for p in phases],
-        "items a part": [f"{p.part:,}" for p in phases],
-    }
-    for name in phases[0].bytes():
-        lines[f"on a device: {name}"] = [_bytes(p.bytes()[name]) for p in phases]
-    lines["together"] = [_bytes(sum(p.bytes().values())) for p in phases]
-    for name, values in lines.items():
-        table.add_row(name, *values)
-    console.print(table)
-    own = sum(phase.tokens * phase.train.steps for phase in phases)
-    share = 1.0 if plan.tokens is None else plan.tokens / own
-    flops = share * sum(phase.flops * phase.train.steps for phase in phases)
-    console.print(
-        f"\n{_short(share * own)} tokens, {flops:.2e} FLOPs. Compute at {plan.mfu:.0%} of its peak, "
-        "memory and network at all of theirs; together, if the longest hides the others:\n"
-    )
-    console.print(_machine_table(machines, phases, share, dtype, plan))
-    for machine in machines:
-        if plan.days is not None:
-            console.print(verdict(machine, flops, dtype, plan.devices, plan.days))
-        console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
-
-
-def _machine_table(
-    machines: list[Machine], phases: list[PhasePlan], share: float, dtype: torch.dtype, plan: PlanConfig
-) -> Table:
-    table = Table(
-        Column("machine"), *(Column(h, justify="right") for h in (
-            "TFLOP/s", "GB", "largest part", "compute", "memory", "network", "together", "kWh", "cost",
-        )),
-    )  # fmt: skip
-    for machine in machines:
-        largest = " / ".join(str(phase.largest_part(machine) or "-") for phase in phases)
-        size = f"{machine.memory / GB:.0f}"
-        if dtype not in machine.flops:
-            table.add_row(machine.name, "none", size, largest, *[""] * 6)
-            continue
-        steps = [(share * phase.train.steps, phase.seconds(machine, dtype, plan.mfu)) for phase in phases]
-        times = {kind: sum(n * step[kind] for n, step in steps) for kind in steps[0][1]}
-        whole = sum(n * max(step.values()) for n, step in steps)
-        energy = whole * machine.watts * plan.devices / 3.6e6
-        cost = energy * plan.kwh_price + whole / 3600 * plan.devices * plan.hour_price
-        table.add_row(
-            machine.name, f"{machine.flops[dtype] / 1e12:,.0f}", size, largest,
-            *(_duration(x) for x in (*times.values(), whole)),
-            f"{energy:,.0f}" if energy > 100 else f"{energy:.3g}", f"${cost:,.2f}",
-        )  # fmt: skip
-    return table
-
-
-def verdict(machine: Machine, flops: float, dtype: torch.dtype, devices: int, days: float) -> str:
-    """Whether a claim of so many days can be true."""
-    peak = machine.flops.get(dtype)
-    if peak is None:
-        return f"{machine.name} has no {dtype}."
-    share = flops / (days * DAY * devices * peak)
-    if share > 1:
-        return (
-            f"{days:g} days on {devices} x {machine.name} would take {share:.0%} of the peak: it cannot be "
-            f"done; at the peak itself it takes {flops / (devices * peak) / DAY:.1f} days."
-        )
-    small = f"{share:.0%}" if share > 0.01 else "less than 1%"
-    return f"{days:g} days on {devices} x {machine.name} ask for {small} of the peak."
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((DAY, "d"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}"
-    return f"{seconds:.2g} s"
-
-
-def _short(number: float, letters: str = "kMBT") -> str:
-    for size, letter in zip((1e12, 1e9, 1e6, 1e3), reversed(letters), strict=True):
-        if number >= size:
-            return f"{number / size:.3g} {letter}"
-    return f"{number:.0f} "
-
-
-def _bytes(number: float) -> str:
-    return _short(number, "kMGT") + "B"
