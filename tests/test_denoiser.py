@@ -8,6 +8,7 @@ from conftest import tiny_denoiser
 from safetensors.torch import load_file
 
 from dlm_rag import Denoiser
+from dlm_rag.model.denoiser import of_rows
 
 REFERENCES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
@@ -87,7 +88,7 @@ def test_a_context_encoded_apart_counts_as_if_it_stood_before_the_row():
     with torch.no_grad():
         whole, _ = denoiser.encode(ids, torch.arange(20), [20])
         _, kept = denoiser.encode(ids[:12], torch.arange(12), [12], keep=True)
-        after, _ = denoiser.encode(ids[12:], torch.arange(12, 20), [8], context=[kept])
+        after, _ = denoiser.encode(ids[12:], torch.arange(12, 20), [8], context=[[kept]])
     assert not torch.allclose(whole[12:], after), "the first part must not see the second"
     by_mask = masked_reference(denoiser, ids, split=12)
     torch.testing.assert_close(after, by_mask[12:])
@@ -135,7 +136,8 @@ def test_only_the_tokens_that_are_read_go_through_the_last_layer():
     positions = torch.tensor([*range(5), *range(4), *range(3)])
     with torch.no_grad():
         _, kept = denoiser.encode(ids, positions, lengths, keep=True)
-        context = [[kept[1]], [kept[2]], [kept[0]]]
+        rows = of_rows(kept, lengths)
+        context = [[rows[1]], [rows[2]], [rows[0]]]
         whole, _ = denoiser.encode(ids, positions, lengths, context)
         found, _ = denoiser.encode(ids, positions, lengths, context, read=[(0, 3), (2,), (1,)])
         torch.testing.assert_close(found, whole[[0, 3, 7, 10]])

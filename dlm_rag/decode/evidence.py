@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlm_rag.errors import QuestionError
 from dlm_rag.model.context import StoredRows
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig, Watch
+from dlm_rag.model.denoiser import Denoiser, DenoiserConfig, KeysValues, Watch, of_rows
 from dlm_rag.model.sharing import SequenceShare, Stretches
 from dlm_rag.tokenizer import Prompt
 
@@ -123,22 +123,30 @@ def encode_segments(
     What a segment gives depends on nothing but the segment. Of the last layer only keys and values are
     needed; without `masked_only` the rest of it is run all the same.
     """
+    kept, lengths = _keys_values(denoiser, segments, masked_only)
+    return list(torch.stack([torch.stack(layer) for layer in kept]).split(lengths, dim=2))
+
+
+def _keys_values(
+    denoiser: Denoiser, segments: Sequence[Segment], masked_only: bool
+) -> tuple[KeysValues, list[int]]:
     ids, positions = pack(segments, denoiser.device)
     read = [()] * len(segments) if masked_only else None
     lengths = [len(segment.ids) for segment in segments]
-    return denoiser.encode(ids, positions, lengths, keep=True, read=read)[1]
+    return denoiser.encode(ids, positions, lengths, keep=True, read=read)[1], lengths
 
 
-def encode_contexts(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[list[Tensor]] | None:
-    """Per row the keys and values (layers, 2, n, kv_heads, head_dim) of its segments, or None.
+def encode_contexts(denoiser: Denoiser, laid: Sequence[Arrangement]) -> list[list[KeysValues]] | None:
+    """Per row the keys and values of its segments, or None.
 
-    Segments that several rows share are encoded once. Gradients flow through; decoding, which keeps
-    them from step to step, has `pool.Contexts` instead.
+    Segments that several rows share are encoded once. Gradients flow through, layer by layer, without
+    a copy; decoding, which keeps them from step to step, has `pool.Contexts` instead.
     """
     segments = list(dict.fromkeys(segment for row in laid for segment in row.context))
     if not segments:
         return None
-    by_segment = dict(zip(segments, encode_segments(denoiser, segments), strict=True))
+    rows = of_rows(*_keys_values(denoiser, segments, masked_only=True))
+    by_segment = dict(zip(segments, rows, strict=True))
     return [[by_segment[segment] for segment in row.context] for row in laid]
 
 
@@ -146,7 +154,7 @@ def encode_canvases(
     denoiser: Denoiser,
     leads: Sequence[Segment],
     canvases: Sequence[Sequence[int]],
-    contexts: Sequence[Sequence[Tensor]] | StoredRows | None,
+    contexts: Sequence[Sequence[KeysValues]] | StoredRows | None,
     read: Sequence[Sequence[int]],
     watch: Watch | None = None,
     ahead: int | None = None,
@@ -193,7 +201,7 @@ def encode_everywhere(
     denoiser: Denoiser,
     leads: Sequence[Segment],
     canvases: Sequence[Sequence[int]],
-    contexts: Sequence[Sequence[Tensor]] | StoredRows | None,
+    contexts: Sequence[Sequence[KeysValues]] | StoredRows | None,
 ) -> tuple[Tensor, list[int]]:
     """Hidden states (T, hidden) of each row's lead and canvas, and which of them predicts each canvas's
     first position; the one after it predicts the second, and so on.

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dlm_rag.model.context import StoredRows
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.model.denoiser import Denoiser, DenoiserConfig, seen_by
 
 
 @dataclass
@@ -80,12 +79,7 @@ def count_work(denoiser: Denoiser) -> Work:
         *more: Any,
         **named: Any,
     ) -> Any:
-        seen = [0] * len(lengths)
-        if context is not None:
-            if isinstance(context, StoredRows):
-                seen = list(context.seen)
-            else:
-                seen = [sum(part.shape[2] for part in parts) for parts in context]
+        seen = seen_by(context, len(lengths))
         read = named.get("read")
         through = lengths if read is None else [len(tokens) for tokens in read]
         stretches = named.get("stretches")

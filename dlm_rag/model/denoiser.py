@@ -176,6 +176,7 @@ class Block(nn.Module):
 
 
 Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D), float32
+KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -201,8 +202,7 @@ class Run:
 
     queries: Ragged
     keys: Ragged
-    # Tensors: per row, part and layer keys and values, each (n, Hk, D).
-    context: Sequence[Sequence[Sequence[tuple[Tensor, ...]]]] | StoredRows | None
+    context: Sequence[Sequence[KeysValues]] | StoredRows | None  # per row in parts
     backend: str
     ahead: int | None
     watch: Watch | None
@@ -233,9 +233,25 @@ class Run:
             for whole, parts in zip(self.keys.lengths, kept, strict=True)
         ]
         rows = list(zip(kept, k.split(own), v.split(own), strict=True))
-        seen_k = torch.cat([x for parts, own_k, _ in rows for x in (*(part[0] for part in parts), own_k)])
-        seen_v = torch.cat([x for parts, _, own_v in rows for x in (*(part[1] for part in parts), own_v)])
-        return seen_k, seen_v
+        seen_k = [x for parts, own_k, _ in rows for x in (*(part[0] for part in parts), own_k)]
+        seen_v = [x for parts, _, own_v in rows for x in (*(part[1] for part in parts), own_v)]
+        return Joined.apply(*seen_k), Joined.apply(*seen_v)
+
+
+class Joined(torch.autograd.Function):
+    """`torch.cat`, but that the gradient of each piece is a tensor of its own.
+
+    A view would keep that of all rows alive, in every layer, until backward comes to the contexts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *pieces: Tensor) -> Tensor:
+        ctx.lengths = [len(piece) for piece in pieces]
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
+        return tuple(piece.clone() for piece in slope.split(ctx.lengths))
 
 
 class Denoiser(nn.Module):
@@ -365,40 +381,32 @@ class Denoiser(nn.Module):
         ids: Tensor,
         positions: Tensor,
         lengths: Sequence[int],
-        context: Sequence[Sequence[Tensor]] | StoredRows | None = None,
+        context: Sequence[Sequence[KeysValues]] | StoredRows | None = None,
         ahead: int | None = None,
         keep: bool = False,
         watch: Watch | None = None,
         read: Sequence[Sequence[int]] | None = None,
         stretches: Stretches | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, KeysValues]:
         """Runs the layers over packed rows; each row sees its `context` and itself.
 
         ids, positions: (T,) rows of `lengths` behind one another. context: per row keys and values of
-        earlier calls, in parts (N, 2, n, Hk, D) that rows may share, or their places in a
-        `ContextStore`. read: per row the tokens (from 0, ascending) whose hidden states are asked for;
-        the others are spared the last layer.
-        Returns hidden states (T or number read, hidden) before the final norm and, with `keep`, the
-        keys and values of each row for use as context, else an empty list. `watch` is filled with the
-        queries and keys of its layer. ahead: tokens after itself that each token of a row without context
-        sees, 0 in a causal model; None: all. stretches: the whole rows, where this call has but a part of
-        each.
+        earlier calls, in parts that rows may share, or their places in a `ContextStore`. read: per row
+        the tokens (from 0, ascending) whose hidden states are asked for; the others are spared the last
+        layer.
+        Returns hidden states (T or number read, hidden) before the final norm and, with `keep`, the keys
+        and values of all rows, for use as context after `of_rows`, else an empty list. `watch` is filled
+        with the queries and keys of its layer. ahead: tokens after itself that each token of a row without
+        context sees, 0 in a causal model; None: all. stretches: the whole rows, where this call has but a
+        part of each.
         """
         device = ids.device
-        if isinstance(context, StoredRows):
-            seen = list(context.seen)
-        else:
-            rows = context or [()] * len(lengths)
-            seen = [sum(part.shape[2] for part in parts) for parts in rows]
-            # Taken apart once: indexing layer by layer would give each a gradient as large as all.
-            once = {id(part): part for parts in rows for part in parts}
-            apart = {key: [layer.unbind(0) for layer in part.unbind(0)] for key, part in once.items()}
-            layers = [[apart[id(part)] for part in parts] for parts in rows] if any(seen) else None
+        seen = seen_by(context, len(lengths))
         whole = lengths if stretches is None else stretches.lengths
         run = Run(
             queries=Ragged(tuple(lengths), device),
             keys=Ragged(tuple(a + b for a, b in zip(seen, whole, strict=True)), device),
-            context=context if isinstance(context, StoredRows) else layers,
+            context=context if isinstance(context, StoredRows) or any(seen) else None,
             backend=self.backend,
             ahead=ahead,
             watch=watch,
@@ -416,12 +424,10 @@ class Denoiser(nn.Module):
         for layer, block in enumerate(self.layers):
             x, k, v = self._through(block, x, rope, last if layer == len(self.layers) - 1 else run, layer)
             if keep:
-                kept.append(torch.stack((k, v)))
+                kept.append((k, v))
         if ahead is not None and read is not None:
             x = x[reading["read"]]
-        if not keep:
-            return x, []
-        return x, list(torch.stack(kept).split(list(lengths), dim=2))
+        return x, kept
 
     def _through(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """One layer; with `checkpointing`, backward computes its activations again."""
@@ -457,6 +463,19 @@ def _kept_products() -> list[Any]:
     if own is not None and hasattr(own, "_varlen_attn"):
         attention.append(own._varlen_attn.default)
     return [aten.mm.default, aten.addmm.default, *attention]
+
+
+def of_rows(kept: KeysValues, lengths: Sequence[int]) -> list[KeysValues]:
+    """Keys and values of packed rows, row by row."""
+    split = [(k.split(list(lengths)), v.split(list(lengths))) for k, v in kept]
+    return [[(k[row], v[row]) for k, v in split] for row in range(len(lengths))]
+
+
+def seen_by(context: Sequence[Sequence[KeysValues]] | StoredRows | None, rows: int) -> list[int]:
+    """How many tokens each of the rows sees before its own."""
+    if isinstance(context, StoredRows):
+        return list(context.seen)
+    return [sum(len(part[0][0]) for part in parts) for parts in context or [()] * rows]
 
 
 def _graphs() -> int:
