@@ -98,6 +98,7 @@ class Trainer:
         self._rates = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         self._loader = Loader(self._load)
+        self._curriculum = train.objective == "sft" and config.data.questions is None
 
     @property
     def passages(self) -> tuple[int, int]:
@@ -139,7 +140,7 @@ class Trainer:
             "pointer_loss": total.pointers / max(1, over.pointed),
             "pointer_mass": total.passage_mass / max(1, over.pointed),
             "name_accuracy": name_accuracy,
-            "passages": self.passages[1],
+            **({"passages": self.passages[1]} if self._curriculum else {}),
             "learning_rate_share": rate,
             "gradient_norm": norm,
             "rows": round(over.rows),
