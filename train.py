@@ -101,6 +101,7 @@ def train(
                 trainer.export(folder / "model")
                 if processes.first:
                     write_card(folder / "model", trainer.denoiser, config, report.lines())
+                    note(f"the model is in {folder / 'model'}: sample.py --model reads it")
             del trainer
             free_memory()
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
@@ -166,3 +167,6 @@ def test_own_questions_become_what_decoding_sees(own_data):
     assert batches.examples(2, [3], (1, 2)) == batches.examples(2, range(10), (1, 2))[9:12]
     with pytest.raises(QuestionError, match="'x' has neither 'response' nor 'golden_answers'"):
         AnsweredQuestions([Question("x", "Why?")], retriever, tiny_tokenizer(), shape, train, "")
+    short = replace(shape, canvas_length=20)
+    with pytest.raises(QuestionError, match="are 35 tokens, more than the canvas of 20: set decode.canvas"):
+        AnsweredQuestions(questions[11:], retriever, tiny_tokenizer(), short, train, "")

@@ -32,8 +32,15 @@ class AnsweredQuestions:
         self._questions, self._retriever, self._tokenizer = questions, retriever, tokenizer
         self._denoiser, self._train, self._key = denoiser, train, (train.seed, phase)
         for question in questions:
-            if not response_of(question):
+            response = response_of(question)
+            if not response:
                 raise QuestionError(f"question '{question.id}' has neither 'response' nor 'golden_answers'")
+            length = len(tokenizer.encode(response)) + 1
+            if length > denoiser.canvas_length:
+                raise QuestionError(
+                    f"question '{question.id}': its response and an end token are {length} tokens, more "
+                    f"than the canvas of {denoiser.canvas_length}: set decode.canvas_length"
+                )
             try:
                 self._prompt(question, [])
             except QuestionError as error:

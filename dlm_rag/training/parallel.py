@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 import secrets
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -156,6 +157,8 @@ def spread(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # Values are views of what projects them; nothing here writes in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device.type, (processes.count,))
     low = dtype != torch.float32
     # Inputs stay as they are: the rotary angles need float32.

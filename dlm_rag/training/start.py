@@ -18,7 +18,7 @@ from dlm_rag.randomness import keyed_generator
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, read_tokenizer
 from dlm_rag.training.vocabulary import learn_tokenizer
 
-QUESTION_LENGTH = 64  # positions that the longest question of a world needs
+QUESTION_LENGTH = 64  # tokens of a long question of a world; small vocabularies need up to twice as many
 TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
 MASK = "<|mask|>"  # for tokenizers that have none
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -128,7 +128,7 @@ def _fresh(config: Config) -> Start:
     canvas = canvas or DenoiserConfig.canvas_length
     # Positions for the question, the canvas, and all passages where they stand behind one another.
     passages = 1 if layout == "independent" else config.retrieval.top_k
-    room = passages * train.passage_length + QUESTION_LENGTH + canvas
+    room = passages * train.passage_length + 2 * QUESTION_LENGTH + canvas
     longest = [p.sequence_length + 1 for p in train.in_phases().values() if p.objective != "sft"]
     shape = DenoiserConfig(
         vocab_size=train.vocabulary,
