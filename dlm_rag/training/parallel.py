@@ -112,6 +112,8 @@ class Processes:
 
     def check_folder(self, folder: Path) -> None:
         """Raises `ConfigError` where processes see other folders of this name; all must call."""
+        if self.count == 1:
+            return
         (word,) = self.sum([float(secrets.randbits(50)) if self.first else 0.0])
         path = folder / ".shared"
         if self.first:
@@ -198,8 +200,8 @@ def failures_told() -> Iterator[None]:
         raise RunError(LOST) from None
     except OSError as error:
         raise RunError(
-            f"{error.filename or 'a file of the run'} could not be written or read ({error.strerror}); the "
-            "last checkpoint is as it was: --resume goes on from it"
+            f"{error.filename or 'a file of the run'} could not be written or read "
+            f"({error.strerror or error}); the last checkpoint is as it was: --resume goes on from it"
         ) from None
 
 

@@ -303,7 +303,7 @@ class Trainer:
             )
         kept = same or record["phase"]["train.optimizer"] == self.train.optimizer
         self.checkpoints.load(path, self.root, self.optimizers if kept else [])
-        if self._scaler.is_enabled() and record["scaler"]:
+        if self._scaler.is_enabled() and record.get("scaler"):
             self._scaler.load_state_dict(record["scaler"])
         self.state = state if same else replace(state, phase=self.state.phase, phase_step=0)
         return True
