@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from reports import STEP, Session, Spans, Times, open_session
 
-from dlm_rag.cli import run
 from dlm_rag.errors import ConfigError
+from dlm_rag.program import run
 
 SECOND = 1e9
 OUTSIDE = "outside of all stages"

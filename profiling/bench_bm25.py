@@ -22,8 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.cli import run
 from dlm_rag.errors import ConfigError
+from dlm_rag.program import run
 
 WORDS, VOCABULARY, QUERIES, QUERY_WORDS = 60, 200_000, 200, 20
 

@@ -37,15 +37,17 @@ from rich.console import Console
 from rich.table import Column, Table
 from roofline import Roofline, measure_roofline
 
-from dlm_rag.cli import Prepared, gather_questions, note, parse, prepare, run, with_shipped
+from dlm_rag.commands.job import Prepared, gather_questions, prepare, with_shipped
+from dlm_rag.commands.words import parse
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.data.questions import Question
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.pool import Reuse
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import exact_match
+from dlm_rag.evidence.pool import Reuse
 from dlm_rag.model.cost import Work, count_work
+from dlm_rag.program import note, run
+from dlm_rag.questions import Question
 from dlm_rag.retrieval import bm25
 
 PLAIN = EngineConfig(pool_gib=0.0, search_memory_gib=0.0, keep_tokens=False, masked_only=False)

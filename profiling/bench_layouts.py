@@ -24,10 +24,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.cli import note, parse, run
+from dlm_rag.commands.words import parse
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.denoiser import EVIDENCE_LAYOUTS
+from dlm_rag.model.shape import EVIDENCE_LAYOUTS
+from dlm_rag.program import note, run
 
 SEEDS = (0, 1, 2)
 T_95 = 4.303  # of Student's t with two degrees of freedom

@@ -22,12 +22,13 @@ from rich.table import Column, Table
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from dlm_rag.cli import parse, run
+from dlm_rag.commands.words import parse
 from dlm_rag.config import load_config
-from dlm_rag.training.objective import Counts, Weights
-from dlm_rag.training.parallel import Processes
+from dlm_rag.program import run
+from dlm_rag.training.loss import Counts, Weights
 from dlm_rag.training.phase import open_trainer
 from dlm_rag.training.plan import plan_phases, sample_items, step_flops
+from dlm_rag.training.processes import Processes
 
 ALONE = Processes(0, 1, 0)
 SHAPE = [

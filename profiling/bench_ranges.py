@@ -15,8 +15,10 @@ from itertools import count
 from statistics import median
 
 from dlm_rag import stages
-from dlm_rag.cli import gather_questions, parse, prepare, run, with_shipped
+from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+from dlm_rag.commands.words import parse
 from dlm_rag.errors import ConfigError
+from dlm_rag.program import run
 
 CALLS, REPEATS = 20_000, 9
 

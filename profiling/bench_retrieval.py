@@ -17,10 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.cli import parse, run
-from dlm_rag.data.questions import Question, read_questions
+from dlm_rag.commands.words import parse
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import evidence_recall
+from dlm_rag.program import run
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import Ranking, Retriever, fuse, take_turns
 from dlm_rag.retrieval.query import Query

@@ -21,9 +21,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.cli import SHIPPED, note, run
-from dlm_rag.data.questions import read_questions
+from dlm_rag.commands.job import SHIPPED
 from dlm_rag.errors import ConfigError
+from dlm_rag.program import note, run
+from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.query import Query
 
 REFRESHES, SIZES = 10_000, (10_000, 100_000, 1_000_000)

@@ -17,8 +17,8 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.cli import run
 from dlm_rag.errors import ConfigError
+from dlm_rag.program import run
 
 BUSY = "while True: pass"
 SETTINGS = {
@@ -39,7 +39,8 @@ def measure(seconds: float) -> None:
     import numpy as np
     import torch
 
-    from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+    from dlm_rag.model.denoiser import Denoiser
+    from dlm_rag.model.shape import DenoiserConfig
 
     @numba.njit(parallel=True)
     def parallel_sum(values: np.ndarray) -> float:

@@ -28,16 +28,18 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from dlm_rag.cli import commit_of_code, machine_name, note, parse, run
+from dlm_rag.commands.words import parse
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.data.documents import Documents, open_documents
-from dlm_rag.data.examples import Example
 from dlm_rag.errors import ConfigError
+from dlm_rag.machine import commit_of_code, machine_name
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.program import note, run
 from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.loss import Counts, Objective, Weights
 from dlm_rag.training.memory import LiveBytes
-from dlm_rag.training.objective import Counts, Objective, Weights
 from dlm_rag.training.phase import world_documents
+from dlm_rag.training.rows.documents import Documents, open_documents
+from dlm_rag.training.rows.example import Example
 from dlm_rag.training.start import TEMPLATE
 from dlm_rag.training.vocabulary import learn_tokenizer
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.cli import parse, run
+from dlm_rag.commands.words import parse
 from dlm_rag.data.world import World, WorldQuestion, make_questions, make_world, write_world
 from dlm_rag.errors import ConfigError
+from dlm_rag.program import run
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.query import build_query

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from dlm_rag.cli import note, parse, run
+from dlm_rag.commands.words import parse
 from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.program import note, run
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [

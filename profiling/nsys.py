@@ -22,8 +22,8 @@ from attribute import main as attribute
 from attribute import make_folder
 
 from dlm_rag import stages
-from dlm_rag.cli import note, run
 from dlm_rag.errors import ConfigError
+from dlm_rag.program import note, run
 from dlm_rag.stages import DOMAIN
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,8 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Committed, Rollout
 from dlm_rag.decode.rows import Row
 from dlm_rag.diffusion.commit import Proposals
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.retrieval.base import Ranking, Retriever
 from dlm_rag.retrieval.query import Query
 from dlm_rag.tokenizer import Prompt

@@ -22,9 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from dlm_rag.cli import note, parse, run
+from dlm_rag.commands.words import parse
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
+from dlm_rag.program import note, run
 
 WARM_UP = 3
 OPTIONS = {
@@ -38,8 +39,8 @@ def worker(config: Config, kind: str, steps: int, folder: Path) -> None:
     """Measures this number of processes; the first writes `KIND-COUNT.json`."""
     import torch
 
-    from dlm_rag.training.parallel import Processes, without_sum
     from dlm_rag.training.phase import open_trainer
+    from dlm_rag.training.processes import Processes, without_sum
 
     processes = Processes.join()
     if not torch.cuda.is_available():

@@ -9,7 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported
 import pytest
 import torch
 
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer
 

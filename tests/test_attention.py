@@ -9,7 +9,7 @@ import torch
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.attention import Ragged, attention, choose_backend
-from dlm_rag.model.context import ContextStore
+from dlm_rag.model.store import ContextStore
 
 CPU = torch.device("cpu")
 

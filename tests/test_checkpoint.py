@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from dlm_rag import Denoiser
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.shape import tensor_shapes
 
 
 @pytest.fixture
@@ -166,3 +167,10 @@ def test_from_the_hub_only_data_is_fetched_never_code_or_pickles(monkeypatch, fo
 def test_a_hub_id_out_of_reach_says_so():
     with pytest.raises(CheckpointError, match="could not be fetched from the hub"):
         open_checkpoint("nobody/nothing-at-all")
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"qkv_bias": True, "num_key_value_heads": 4}])
+def test_the_listed_tensors_are_those_of_the_denoiser(options):
+    denoiser = tiny_denoiser(**options)
+    shapes = {name: tuple(value.shape) for name, value in denoiser.state_dict().items()}
+    assert list(tensor_shapes(denoiser.config).items()) == list(shapes.items())

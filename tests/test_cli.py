@@ -13,10 +13,9 @@ import pytest
 from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
 
 sys.path.insert(0, str(ROOT))
-import evaluate
-import sample
-from dlm_rag.cli import run
+from dlm_rag.commands import evaluate, sample
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.program import run
 
 QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
 
@@ -325,7 +324,7 @@ def test_a_question_may_hold_an_equals_sign(call):
 
 
 def test_without_git_the_stamp_has_no_commit(monkeypatch):
-    from dlm_rag.cli import commit_of_code
+    from dlm_rag.machine import commit_of_code
 
     monkeypatch.setenv("PATH", "")
     assert commit_of_code() is None

@@ -11,10 +11,10 @@ from conftest import tiny_denoiser, tiny_tokenizer
 
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.data.questions import Question
 from dlm_rag.decode.decoder import with_checkpoints_own
 from dlm_rag.decode.proposals import read_proposals
 from dlm_rag.errors import QuestionError
+from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import PromptTemplate
 

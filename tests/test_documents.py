@@ -7,8 +7,8 @@ import pytest
 from conftest import tiny_tokenizer, write_lines
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.data.documents import BLOCK, Documents, open_documents, quotas
 from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.training.rows.documents import BLOCK, Documents, open_documents, quotas
 
 TEXTS = [f"document {n}: " + "word " * (n % 7) for n in range(200)]
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from dlm_rag.data.questions import Question
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import (
     Estimate,
@@ -18,6 +17,7 @@ from dlm_rag.evaluation.compare import (
 )
 from dlm_rag.evaluation.metrics import Score
 from dlm_rag.evaluation.report import answers_per_second, grids, markdown, percent, plot
+from dlm_rag.questions import Question
 
 
 def a_score(exact_match, recall=1.0):
@@ -98,7 +98,7 @@ def test_numbers_as_people_read_them():
 
 
 def test_labels_of_questions_are_their_true_fields(tmp_path):
-    from dlm_rag.data.questions import read_questions
+    from dlm_rag.questions import read_questions
 
     path = tmp_path / "q.jsonl"
     row = {"id": 1, "question": "?", "held_out_path": True, "held_out_wording": False, "hops": 2}

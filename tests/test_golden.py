@@ -7,7 +7,7 @@ import torch
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.config import load_config
-from dlm_rag.data.questions import Question
+from dlm_rag.questions import Question
 
 TRACES = {
     "sardi": ("tiny-dream", "sardi", []),

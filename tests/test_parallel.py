@@ -16,8 +16,8 @@ from two_processes import CASES, run
 
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
-from dlm_rag.training.parallel import Processes
 from dlm_rag.training.plan import refuse_unfit
+from dlm_rag.training.processes import Processes
 
 ALONE = Processes(0, 1, 0)
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

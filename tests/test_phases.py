@@ -11,10 +11,10 @@ from test_training import MICRO
 
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import TrainConfig, load_config
-from dlm_rag.data.answered import AnsweredQuestions, response_of
-from dlm_rag.data.questions import Question, read_questions
 from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
+from dlm_rag.training.rows.answered import AnsweredQuestions, response_of
 
 
 def train(folder, *words):

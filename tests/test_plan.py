@@ -15,8 +15,8 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.training.machines import MACHINES
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.page import verdict
-from dlm_rag.training.parallel import Processes
 from dlm_rag.training.plan import plan_phases, refuse_unfit, shape_of
+from dlm_rag.training.processes import Processes
 from dlm_rag.training.start import begin
 
 sys.path.insert(0, str(ROOT / "profiling"))

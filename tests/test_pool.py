@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import tiny_denoiser
 
-from dlm_rag.decode.evidence import Arrangement, Segment, arrange, encode_canvases, encode_contexts
-from dlm_rag.decode.pool import Contexts, EvidencePool
+from dlm_rag.evidence.layout import Arrangement, Segment, arrange, encode_canvases, encode_contexts
+from dlm_rag.evidence.pool import Contexts, EvidencePool
 from dlm_rag.tokenizer import Prompt
 
 CPU = torch.device("cpu")

@@ -3,8 +3,8 @@
 import pytest
 from conftest import write_lines
 
-from dlm_rag.data.questions import Question, read_questions
 from dlm_rag.errors import QuestionError
+from dlm_rag.questions import Question, read_questions
 
 
 def test_all_fields_of_the_contract(tmp_path):

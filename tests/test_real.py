@@ -7,8 +7,8 @@ from conftest import write_lines
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.config import DecodeConfig
-from dlm_rag.data.questions import Question, read_questions
 from dlm_rag.decode.view import answer_panel
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import open_corpus
 
 

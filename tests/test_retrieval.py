@@ -10,9 +10,9 @@ import torch
 from conftest import write_lines
 
 from dlm_rag import load_retriever
-from dlm_rag.data.questions import read_questions
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evaluation.metrics import evidence_recall
+from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.base import fuse, take_turns
 from dlm_rag.retrieval.bm25 import terms
 from dlm_rag.retrieval.corpus import open_corpus

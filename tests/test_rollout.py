@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from test_decoder import QUESTIONS, make_decoder
 
-from dlm_rag.data.questions import Question
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.evaluation.metrics import evidence_recall, exact_match, f1, mean_score, score
+from dlm_rag.questions import Question
 from dlm_rag.text import answer_span, normalize_answer, sentences
 
 

@@ -9,11 +9,11 @@ from conftest import ROOT
 from safetensors import safe_open
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.cli import SHIPPED
+from dlm_rag.commands.job import SHIPPED
 from dlm_rag.config import DecodeConfig
-from dlm_rag.data.questions import read_questions
 from dlm_rag.data.world import write_world
 from dlm_rag.evaluation.metrics import mean_score, score
+from dlm_rag.questions import read_questions
 
 MODEL, WORLD = SHIPPED / "model", SHIPPED / "world"
 

@@ -19,15 +19,16 @@ from safetensors.torch import load_file
 
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import TrainConfig, load_config
-from dlm_rag.data.examples import WorldExamples, find
 from dlm_rag.data.world import make_question, make_world
-from dlm_rag.decode.evidence import arrange, canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.model.denoiser import DenoiserConfig, Watch
-from dlm_rag.training.objective import ChunkedLoss, Counts, Objective, Weights, pointer_loss
-from dlm_rag.training.parallel import Processes
+from dlm_rag.evidence.layout import arrange, canvas_starts, encode_canvases, encode_contexts
+from dlm_rag.model.denoiser import Watch
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.training.loss import ChunkedLoss, Counts, Objective, Weights, pointer_loss
 from dlm_rag.training.phase import open_phase, open_trainer
+from dlm_rag.training.processes import Processes
 from dlm_rag.training.report import Report
+from dlm_rag.training.rows.worlds import WorldExamples, find
 from dlm_rag.training.start import TEMPLATE, begin
 from dlm_rag.training.trainer import phase_settings, share_left
 from dlm_rag.training.vocabulary import learn_tokenizer

@@ -4,9 +4,9 @@ from rich.console import Console
 from test_decoder import QUESTIONS, make_decoder
 from test_rollout import hand_made
 
-from dlm_rag.data.questions import Question
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.decode.view import LiveView, Tally, answer_panel, canvas_text, colour_of, progress_panel
+from dlm_rag.questions import Question
 
 
 def render(thing, width=100):

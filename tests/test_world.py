@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from dlm_rag.data.questions import read_questions
 from dlm_rag.data.world import (
     BY_NAME,
     ENGLISH_WORDS,
@@ -19,6 +18,7 @@ from dlm_rag.data.world import (
     text_of,
     write_world,
 )
+from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import build_query

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from dlm_rag.config import load_config
-from dlm_rag.training.parallel import Processes
 from dlm_rag.training.phase import open_trainer
+from dlm_rag.training.processes import Processes
 from dlm_rag.training.trainer import Trainer
 
 STEPS = 4

@@ -1,1 +1,1 @@
-"""Questions, and (with training) the worlds and examples a denoiser learns from."""
+"""Invented worlds: passages, questions, and the way to every answer."""

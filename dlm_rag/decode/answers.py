@@ -8,9 +8,9 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from dlm_rag.data.questions import Question
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError
+from dlm_rag.questions import Question
 
 
 class AnswersFile:

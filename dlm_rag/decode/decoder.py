@@ -27,17 +27,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.data.questions import Question, typed_questions
 from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.citations import cite, held_positions
-from dlm_rag.decode.evidence import arrange, encode_canvases, encode_everywhere, fit
-from dlm_rag.decode.pool import Contexts, EvidencePool
 from dlm_rag.decode.proposals import read_proposals
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.decode.rows import Found, Group, OnStep, Row, Search
 from dlm_rag.diffusion.commit import Proposals, Values, grams, select, settled
 from dlm_rag.errors import QuestionError
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.evidence.layout import arrange, encode_canvases, encode_everywhere, fit
+from dlm_rag.evidence.pool import Contexts, EvidencePool
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.questions import Question, typed_questions
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dlm_rag.data.questions import Question
 from dlm_rag.decode.canvas import Canvas
-from dlm_rag.decode.evidence import Arrangement
 from dlm_rag.decode.rollout import Committed, Rollout
 from dlm_rag.diffusion.commit import Gram, Proposals
+from dlm_rag.evidence.layout import Arrangement
+from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 
 log = logging.getLogger(__name__)

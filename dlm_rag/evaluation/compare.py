@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dlm_rag.data.questions import Question
 from dlm_rag.errors import ConfigError, nearest
 from dlm_rag.evaluation.metrics import Score
+from dlm_rag.questions import Question
 
 PRESETS = {
     "interleaved": ("decode.query=proxy",),

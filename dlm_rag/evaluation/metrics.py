@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from dlm_rag.data.questions import Question
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.questions import Question
 from dlm_rag.text import normalize_answer
 
 

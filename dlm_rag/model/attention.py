@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.context import StoredRows
+from dlm_rag.model.store import StoredRows
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ with a checkpoint is never run, pickled weights are never opened.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, nearest
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.model.families import FAMILIES, Family
+from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 
 log = logging.getLogger(__name__)
 
@@ -29,136 +30,11 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 SHARD_BYTES = 5 * 10**9
 # What no public architecture knows and a checkpoint trained here carries all the same.
 OWN_FIELDS = ("evidence_layout", "passage_length", "canvas_length", "block_length")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class Family:
-    """A public architecture: how its config and its tensor names read in our words."""
-
-    read: Callable[[dict[str, Any]], DenoiserConfig]
-    rename: Callable[[str], str]  # our tensor name -> theirs
-
-
-def _transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
-    """Fields that Dream, Qwen2, Qwen3 and Llama share; autoregressive ancestry shifts the output."""
-    _refuse(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False)
-    heads, width = _need(raw, "num_attention_heads"), _need(raw, "hidden_size")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    return DenoiserConfig(
-        vocab_size=_need(raw, "vocab_size"),
-        hidden_size=width,
-        num_hidden_layers=_need(raw, "num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or width // heads,
-        intermediate_size=_need(raw, "intermediate_size"),
-        max_position_embeddings=_need(raw, "max_position_embeddings"),
-        rms_norm_eps=_need(raw, "rms_norm_eps"),
-        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
-        rope_scaling=_rope_scaling(rope),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        mask_token_id=raw.get("mask_token_id"),
-        shifted=True,
-        **differences,
-    )
-
-
-def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in STATIC_ROPE:
-        raise CheckpointError(
-            f"rope type '{kind}' depends on the length of the text, which the denoiser does not do"
-            f" (it reads {', '.join(STATIC_ROPE)})"
-        )
-    return {**rope, "rope_type": kind}
-
-
-def _qkv_bias_family(raw: dict[str, Any]) -> DenoiserConfig:
-    return _transformers_config(raw, qkv_bias=True)
-
-
-def _qwen3(raw: dict[str, Any]) -> DenoiserConfig:
-    _refuse(raw, attention_bias=False)
-    return _transformers_config(raw, qk_norm=True)
-
-
-def _llama(raw: dict[str, Any]) -> DenoiserConfig:
-    _refuse(raw, attention_bias=False)
-    return _transformers_config(raw)
-
-
-def _llada(raw: dict[str, Any]) -> DenoiserConfig:
-    _refuse(
-        raw, activation_type="silu", alibi=False, attention_layer_norm=False,
-        bias_for_layer_norm=False, block_type="llama", include_bias=False, include_qkv_bias=False,
-        input_emb_norm=False, layer_norm_type="rms", rope=True, scale_logits=False,
-    )  # fmt: skip
-    heads, width = _need(raw, "n_heads"), _need(raw, "d_model")
-    return DenoiserConfig(
-        vocab_size=raw.get("embedding_size") or _need(raw, "vocab_size"),
-        hidden_size=width,
-        num_hidden_layers=_need(raw, "n_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=raw.get("n_kv_heads") or heads,
-        head_dim=width // heads,
-        intermediate_size=_need(raw, "mlp_hidden_size"),
-        max_position_embeddings=_need(raw, "max_sequence_length"),
-        rms_norm_eps=_need(raw, "rms_norm_eps"),
-        rope_theta=_need(raw, "rope_theta"),
-        tie_word_embeddings=bool(raw.get("weight_tying", False)),
-        mask_token_id=_need(raw, "mask_token_id"),
-    )
-
-
-def _ours(raw: dict[str, Any]) -> DenoiserConfig:
-    known = {item.name for item in fields(DenoiserConfig)}
-    return DenoiserConfig(**{key: value for key, value in raw.items() if key in known})
-
-
-def _transformers_name(ours: str) -> str:
-    return ours if ours.startswith("lm_head.") else f"model.{ours}"
-
-
-_LLADA_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "q_proj",
-    "self_attn.k_proj": "k_proj",
-    "self_attn.v_proj": "v_proj",
-    "self_attn.o_proj": "attn_out",
-    "post_attention_layernorm": "ff_norm",
-    "mlp.gate_proj": "ff_proj",
-    "mlp.up_proj": "up_proj",
-    "mlp.down_proj": "ff_out",
-    "embed_tokens": "wte",
-    "norm": "ln_f",
-    "lm_head": "ff_out",
-}
-
-
-def _llada_name(ours: str) -> str:
-    path, _, kind = ours.rpartition(".")
-    if path.startswith("layers."):
-        _, index, part = path.split(".", 2)
-        return f"model.transformer.blocks.{index}.{_LLADA_NAMES[part]}.{kind}"
-    return f"model.transformer.{_LLADA_NAMES[path]}.{kind}"
-
-
-FAMILIES = {
-    "dlm_rag": Family(_ours, lambda name: name),
-    "llada": Family(_llada, _llada_name),
-    "Dream": Family(_qkv_bias_family, _transformers_name),
-    "qwen2": Family(_qkv_bias_family, _transformers_name),
-    "qwen3": Family(_qwen3, _transformers_name),
-    "llama": Family(_llama, _transformers_name),
-}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose config and tensor headers have been checked; weights are read by `load_into`."""
+    """A folder whose config and tensor headers have been checked; weights are read by `tensors`."""
 
     folder: Path
     family: Family
@@ -166,20 +42,22 @@ class Checkpoint:
     config: DenoiserConfig
     homes: dict[str, tuple[Path, str]]  # our tensor name -> file, name in that file
 
-    def load_into(self, denoiser: Denoiser, device: torch.device, dtype: torch.dtype) -> None:
-        """Reads every tensor straight to its place; one tensor at a time is in flight."""
-        by_file: dict[Path, dict[str, str]] = {}
+    def tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by our name, on the device; one at a time is in flight."""
+        by_file: dict[Path, list[tuple[str, str]]] = {}
         for ours, (path, theirs) in self.homes.items():
-            by_file.setdefault(path, {})[ours] = theirs
+            by_file.setdefault(path, []).append((ours, theirs))
         for path, names in by_file.items():
             with safe_open(path, framework="pt", device=str(device)) as file:
-                values = {
-                    ours: nn.Parameter(file.get_tensor(theirs).to(device, dtype))
-                    for ours, theirs in names.items()
-                }
-            denoiser.load_state_dict(values, strict=False, assign=True)
-        denoiser.tie()
-        denoiser.to(device)
+                for ours, theirs in names:
+                    yield ours, file.get_tensor(theirs).to(device, dtype)
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
+        path, theirs = self.homes[name]
+        with safe_open(path, framework="pt") as file:
+            found: Tensor = file.get_slice(theirs)[rows]
+        return found
 
     @cached_property
     def fingerprint(self) -> str:
@@ -233,11 +111,6 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     return Checkpoint(folder, family, raw, config, _match(folder, config, family))
 
 
-def save(denoiser: Denoiser, folder: Path, extra: dict[str, Any]) -> None:
-    """Writes a folder that `open_checkpoint` reads; `extra` keys join the config (prompt, end ids)."""
-    save_tensors(denoiser.state_dict(), denoiser.config, folder, extra)
-
-
 def save_tensors(
     tensors: dict[str, Tensor],
     config: DenoiserConfig,
@@ -245,10 +118,10 @@ def save_tensors(
     extra: dict[str, Any],
     origin: Checkpoint | None = None,
 ) -> None:
-    """As `save`, from tensors by our names; in shards of at most `SHARD_BYTES`.
+    """Writes a folder that `open_checkpoint` reads, from tensors by our names, in shards of `SHARD_BYTES`.
 
-    With `origin` the folder gets that checkpoint's family, tensor names and config, with what `config`
-    says otherwise.
+    `extra` keys join the config (prompt, end ids). With `origin` the folder gets that checkpoint's
+    family, tensor names and config, with what `config` says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = {name: value.detach().contiguous() for name, value in tensors.items()}
@@ -359,8 +232,7 @@ def _headers(folder: Path) -> Iterator[tuple[str, Path, tuple[int, ...]]]:
 
 def _match(folder: Path, config: DenoiserConfig, family: Family) -> dict[str, tuple[Path, str]]:
     """Every tensor of the denoiser with its home, after checking names and shapes."""
-    with torch.device("meta"):
-        wanted = {name: tuple(value.shape) for name, value in Denoiser(config).state_dict().items()}
+    wanted = tensor_shapes(config)
     found = {name: (path, shape) for name, path, shape in _headers(folder)}
     if config.tie_word_embeddings:
         # A tied head is the embedding; some folders store it a second time.
@@ -383,15 +255,3 @@ def _match(folder: Path, config: DenoiserConfig, family: Family) -> dict[str, tu
     if extra:
         raise CheckpointError(f"{folder} holds the tensor {extra[0]}, which the denoiser has no place for")
     return homes
-
-
-def _need(raw: dict[str, Any], key: str) -> Any:
-    if raw.get(key) is None:
-        raise CheckpointError(f"the key '{key}' is missing{nearest(key, raw)}")
-    return raw[key]
-
-
-def _refuse(raw: dict[str, Any], **supported: Any) -> None:
-    for key, value in supported.items():
-        if raw.get(key, value) not in (value, None):
-            raise CheckpointError(f"{key}={raw[key]!r} is not supported (only {value!r} is)")

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig, seen_by
+from dlm_rag.model.denoiser import Denoiser, seen_by
+from dlm_rag.model.shape import DenoiserConfig
 
 
 @dataclass

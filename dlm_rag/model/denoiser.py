@@ -12,11 +12,11 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,61 +24,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import Ragged, attention, choose_backend
-from dlm_rag.model.context import StoredRows
+from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.sharing import Stretches
-
-if TYPE_CHECKING:
-    from dlm_rag.model.checkpoint import Checkpoint
-
-
-EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
-
-
-@dataclass(frozen=True)
-class DenoiserConfig:
-    """The architecture, in Hugging Face's names where they exist; it travels in `config.json`."""
-
-    vocab_size: int
-    hidden_size: int = 128
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    head_dim: int = 32
-    intermediate_size: int = 352
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    tie_word_embeddings: bool = False
-    mask_token_id: int | None = None
-    # True where the network's row i predicts token i + 1 (autoregressive ancestry: Dream, Qwen).
-    # The denoiser un-shifts its output, so that logits[:, i] always predicts token i.
-    shifted: bool = False
-    evidence_layout: str = "joint"
-    # `independent` only: positions 0 to passage_length - 1 belong to each passage, the question
-    # follows. A longer passage is cut.
-    passage_length: int = 512
-    canvas_length: int = 100  # response positions where the config names no other number
-    block_length: int | None = None  # as in DecodeConfig, where the config names none
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.type == "int" and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{item.name}={value!r} must be a whole number of at least 1")
-            if item.type == "float" and (not isinstance(value, int | float) or not value > 0):
-                raise ValueError(f"{item.name}={value!r} must be a number above 0")
-        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
-            raise ValueError("key-value heads must divide the heads, and head_dim must be even")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
-        block = self.block_length
-        if block is not None and (not isinstance(block, int) or block < 0):
-            raise ValueError(f"block_length={block!r} must be a whole number, 0 for no blocks, or null")
-        if self.evidence_layout not in EVIDENCE_LAYOUTS:
-            raise ValueError(f"evidence_layout={self.evidence_layout!r} is unknown")
+from dlm_rag.model.store import StoredRows
 
 
 class Linear(nn.Linear):
@@ -308,27 +257,30 @@ class Denoiser(nn.Module):
         dtype: torch.dtype = torch.float32,
         attention: str = "auto",
     ) -> Denoiser:
-        """The denoiser in a Hugging Face style folder or hub id (see `checkpoint.FAMILIES`).
+        """The denoiser in a Hugging Face style folder or hub id (see `families.FAMILIES`).
 
         Reads safetensors straight into `dtype` on `device`. Never runs code from a checkpoint and
         never unpickles. Raises `CheckpointError` naming any missing, extra or misshapen tensor.
         """
-        from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
-
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         device = torch.device(device)
         choose_backend(attention, device, dtype)
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
-        checkpoint.load_into(denoiser, device, dtype)
+        denoiser.load(checkpoint, device, dtype)
         denoiser.attention = attention
         return denoiser.eval()
 
-    def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
-        """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `checkpoint.save`."""
-        from dlm_rag.model.checkpoint import save
+    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """Takes the weights of a checkpoint, in `dtype` on `device`."""
+        values = {name: nn.Parameter(value) for name, value in checkpoint.tensors(device, dtype)}
+        self.load_state_dict(values, strict=False, assign=True)
+        self.tie()
+        self.to(device)
 
-        save(self, Path(folder), extra)
+    def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
+        """Writes `config.json` (with `extra` keys) and `model.safetensors`; see `save_tensors`."""
+        save_tensors(self.state_dict(), self.config, Path(folder), extra)
 
     @property
     def device(self) -> torch.device:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.cli import commit_of_code, machine_name
 from dlm_rag.config import Config, differing_keys
+from dlm_rag.machine import commit_of_code, machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.report import WINDOW, validation_of
 

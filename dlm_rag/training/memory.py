@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.data.examples import Example
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.sharing import SequenceShare
-from dlm_rag.training.objective import Counts, Objective, Weights, arithmetic
+from dlm_rag.training.loss import Counts, Objective, Weights, arithmetic
+from dlm_rag.training.rows.example import Example
 from dlm_rag.training.start import add_adapters
 from dlm_rag.training.trainer import make_optimizers
 

@@ -5,16 +5,16 @@ import random
 from pathlib import Path
 
 from dlm_rag.config import Config
-from dlm_rag.data.answered import AnsweredQuestions, response_of
-from dlm_rag.data.documents import Documents, open_documents
-from dlm_rag.data.examples import WorldExamples
-from dlm_rag.data.questions import read_questions
 from dlm_rag.data.world import make_question, make_world, passage_record, write_world
 from dlm_rag.errors import ConfigError
+from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.index import build_once
-from dlm_rag.training.parallel import Processes
+from dlm_rag.training.processes import Processes
+from dlm_rag.training.rows.answered import AnsweredQuestions, response_of
+from dlm_rag.training.rows.documents import Documents, open_documents
+from dlm_rag.training.rows.worlds import WorldExamples
 from dlm_rag.training.start import Start, begin
 from dlm_rag.training.trainer import Batches, Trainer
 from dlm_rag.training.validation import DocumentValidation, QuestionValidation, Validation

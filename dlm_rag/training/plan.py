@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from dlm_rag.cli import choose_dtype
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.data.examples import Example
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.checkpoint import FAMILIES
+from dlm_rag.machine import choose_dtype
 from dlm_rag.model.cost import Work, encode_work, head_work
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.families import FAMILIES
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.machines import Machine
 from dlm_rag.training.memory import FLOAT32, StepMemory, optimizer_bytes, step_memory
-from dlm_rag.training.parallel import Processes
+from dlm_rag.training.processes import Processes
+from dlm_rag.training.rows.example import Example
 from dlm_rag.training.start import QUESTION_LENGTH, begin, trained_shape
 
 GB = 1e9

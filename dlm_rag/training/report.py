@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dlm_rag.cli import note
 from dlm_rag.config import Config
+from dlm_rag.program import note
 
 WINDOW = 50  # steps that the figures on the screen are means of
 VALIDATED = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError
-from dlm_rag.training.parallel import LOST, Processes, lost_another
+from dlm_rag.training.processes import LOST, Processes, lost_another
 
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

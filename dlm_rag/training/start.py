@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, read_tokenizer
 from dlm_rag.training.vocabulary import learn_tokenizer
@@ -176,7 +177,7 @@ def load_wider(
     """A checkpoint's denoiser; where the config has more tokens, new ones get the mean of the old."""
     with torch.device("meta"):
         denoiser = Denoiser(replace(config, vocab_size=checkpoint.config.vocab_size, mask_token_id=None))
-    checkpoint.load_into(denoiser, device, dtype)
+    denoiser.load(checkpoint, device, dtype)
     denoiser.config = config
     more = config.vocab_size - checkpoint.config.vocab_size
     if more:

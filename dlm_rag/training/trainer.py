@@ -17,16 +17,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dlm_rag.cli import choose_dtype
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.data.examples import Example
 from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.machine import choose_dtype
 from dlm_rag.model.cost import count_work, head_work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.stages import stage, step_range
+from dlm_rag.training.loss import Counts, Objective, Sums, Weights, arithmetic
 from dlm_rag.training.machines import this_machine
-from dlm_rag.training.objective import Counts, Objective, Sums, Weights, arithmetic
-from dlm_rag.training.parallel import Processes, spread, whole, without_sum
+from dlm_rag.training.processes import Processes, spread, whole, without_sum
+from dlm_rag.training.rows.example import Example
 from dlm_rag.training.saving import Checkpoints, whole_state
 from dlm_rag.training.start import Start
 

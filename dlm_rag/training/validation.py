@@ -5,21 +5,21 @@ from typing import Protocol
 import torch
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.data.documents import Documents
-from dlm_rag.data.examples import Example
-from dlm_rag.data.questions import Question
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.evidence import fit_to
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
 from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times, mask_tokens
 from dlm_rag.evaluation.metrics import mean_score, score
+from dlm_rag.evidence.layout import fit_to
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.stages import stage
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.objective import Counts, Sums, Weights, run_masked
+from dlm_rag.training.loss import Counts, Sums, Weights, run_masked
+from dlm_rag.training.rows.documents import Documents
+from dlm_rag.training.rows.example import Example
 from dlm_rag.training.trainer import Trainer
 
 NELBO_TIMES = 4  # for each question

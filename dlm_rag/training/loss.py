@@ -14,8 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.data.examples import Example
-from dlm_rag.decode.evidence import (
+from dlm_rag.evidence.layout import (
     arrange,
     canvas_starts,
     encode_canvases,
@@ -25,7 +24,8 @@ from dlm_rag.decode.evidence import (
 from dlm_rag.model.denoiser import Denoiser, Watch
 from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.stages import stage
-from dlm_rag.training.parallel import Processes
+from dlm_rag.training.processes import Processes
+from dlm_rag.training.rows.example import Example
 
 PASSAGE_HEAD, TOKEN_HEAD = 0, 1
 

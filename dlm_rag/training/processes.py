@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dlm_rag.cli import choose_device
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.machine import choose_device
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.sharing import SequenceShare
 

@@ -11,48 +11,21 @@ import random
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.data.world import Entity, World, WorldQuestion, make_question, make_world, passage_record
-from dlm_rag.decode.evidence import fit_to
-from dlm_rag.model.denoiser import DenoiserConfig
+from dlm_rag.evidence.layout import fit_to
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
-from dlm_rag.tokenizer import Prompt, Tokenizer
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.rows.example import Example, Pointer, canvas_of, random_mask
 
 HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
 SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
 WRONG_GUESS = 0.4  # share of states whose next hop is guessed wrongly in the query
-FULL_CANVAS = 0.2  # share of rows with the whole canvas; others end soon after their response
-UNIFORM_MASKS = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A token of the response that can be copied: its canvas position and where it stands."""
-
-    position: int
-    fact: int  # index of the passage in the prompt
-    token: int  # index of the token in that fact
-
-
-@dataclass(frozen=True)
-class Example:
-    """One row: a prompt, the true canvas, which of it is masked, and where its names stand.
-
-    In the loss of a step each masked token counts `weight`, and the row adds `divisor` to what the sum is
-    divided by; None: what its masked tokens count.
-    """
-
-    prompt: Prompt
-    target: tuple[int, ...]
-    masked: tuple[bool, ...]
-    pointers: tuple[Pointer, ...] = ()
-    weight: float = 1.0
-    divisor: float | None = None
 
 
 class IndexedWorld:
@@ -177,31 +150,6 @@ class WorldExamples:
             (hop, [n for n, (a, b) in enumerate(spans) if a < stop + shift and b > start + shift])
             for hop, start, stop in question.mentions()
         ]
-
-
-def random_mask(rng: random.Random, used: int, length: int, stands: int) -> tuple[bool, ...]:
-    """Which positions of a canvas are masked: each with the same probability, or all after a cut.
-
-    used: tokens of the response. stands: how many of them stood when the evidence was found.
-    """
-    if rng.random() < UNIFORM_MASKS:
-        time = rng.random()
-        masked = [rng.random() < time for _ in range(length)]
-    else:
-        cut = rng.choice((0, rng.randrange(used)))
-        if stands and rng.random() < 0.6:
-            cut = stands
-        masked = [position >= cut or rng.random() < 0.05 for position in range(length)]
-    if not any(masked):
-        masked[rng.randrange(length)] = True
-    return tuple(masked)
-
-
-def canvas_of(rng: random.Random, ids: list[int], longest: int, end_id: int | None) -> list[int]:
-    """A response with end tokens behind it: a few, or now and then up to the whole canvas."""
-    assert end_id is not None, "a tokenizer without an end token"
-    length = longest if rng.random() < FULL_CANVAS else min(longest, len(ids) + rng.randint(1, 10))
-    return (ids + [end_id] * length)[:length]
 
 
 def find(tokens: tuple[int, ...], part: list[int]) -> int | None:

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.data.examples import Example
 from dlm_rag.diffusion.noise import SCHEDULES
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.jsonl import is_blank, parse_object
 from dlm_rag.randomness import permutation
 from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
 from dlm_rag.tokenizer import Prompt, Tokenizer
+from dlm_rag.training.rows.example import Example
 
 BLOCK = 1000  # sequences within which every source has its exact share
 HELD_OUT = 8  # sequences of each source at its end, for validation; at most one in 20

@@ -9,16 +9,16 @@ import random
 from collections.abc import Iterable, Sequence
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.data.examples import Example, canvas_of, random_mask
-from dlm_rag.data.questions import Question
-from dlm_rag.decode.evidence import fit_to
 from dlm_rag.errors import QuestionError
-from dlm_rag.model.denoiser import DenoiserConfig
+from dlm_rag.evidence.layout import fit_to
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.questions import Question
 from dlm_rag.randomness import permutation
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.text import sentence_spans
 from dlm_rag.tokenizer import Prompt, Tokenizer
+from dlm_rag.training.rows.example import Example, canvas_of, random_mask
 
 
 class AnsweredQuestions:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from dlm_rag.errors import QuestionError
-from dlm_rag.model.context import StoredRows
-from dlm_rag.model.denoiser import Denoiser, DenoiserConfig, KeysValues, Watch, of_rows
+from dlm_rag.model.denoiser import Denoiser, KeysValues, Watch, of_rows
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.sharing import SequenceShare, Stretches
+from dlm_rag.model.store import StoredRows
 from dlm_rag.tokenizer import Prompt
 
 

@@ -12,9 +12,9 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from dlm_rag.decode.evidence import Arrangement, Segment, encode_segments
-from dlm_rag.model.context import ContextStore, StoredRows
+from dlm_rag.evidence.layout import Arrangement, Segment, encode_segments
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.store import ContextStore, StoredRows
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""The programs: what a command line says, the job it asks for."""

@@ -1,0 +1,116 @@
+"""Score a denoiser on questions with known answers, under one setting or several.
+
+    python evaluate.py --out runs/shipped --compare all      # the shipped model on its invented world
+    python evaluate.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
+        --out runs/first
+    python evaluate.py ... --out runs/all --compare all
+    python evaluate.py ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
+
+--compare all: interleaved retrieval (decode.query=proxy), committed tokens only, static retrieval,
+static with a second round from the top passage (feedback), none, and oracle evidence. The folder gets
+scores.json, scores.md, scores.png and the answers and traces of every setting. A run that was stopped
+goes on when the same command is given again.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlm_rag.commands.job import gather_questions, plan, with_shipped
+from dlm_rag.commands.words import CommandLine, parse
+from dlm_rag.errors import ConfigError
+from dlm_rag.program import note
+
+if TYPE_CHECKING:
+    from dlm_rag.config import Config
+    from dlm_rag.evaluation.metrics import Score
+    from dlm_rag.questions import Question
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv, typed=False)
+    config = with_shipped(words.config, [])
+    if config.out is None:
+        raise ConfigError("evaluation needs --out FOLDER")
+    if config.questions is None:
+        raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
+    if config.trace is not None:
+        raise ConfigError("evaluation keeps its traces in the folder of --out: leave --trace out")
+    questions = gather_questions(config, [])
+    if not all(question.golden_answers for question in questions):
+        raise ConfigError(f"{config.questions} has questions without golden_answers: nothing to score")
+    out = Path(config.out)
+    settings = {name: with_shipped(setting, []) for name, setting in settings_of(words).items()}
+    folders = {name: out / name.replace("/", "_") if config.compare else out for name in settings}
+    jobs = {}  # all are checked before the first one runs
+    for name, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+        jobs[name] = plan(
+            replace(settings[name], out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl")),
+            questions,
+        )
+    denoiser, model = None, None
+    for name, job in jobs.items():
+        if len(jobs) > 1:
+            note(f"{name}:")
+        denoiser = job.run(denoiser if settings[name].model == model else None)
+        model = settings[name].model
+        if job.failed:
+            note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
+    report(out, questions, folders)
+
+
+def settings_of(words: CommandLine) -> "dict[str, Config]":
+    """The config of every setting by its name."""
+    from dlm_rag.evaluation.compare import read_settings
+
+    config = words.config
+    if config.compare is None:
+        return {f"{config.decode.query} {config.retrieval.kind}": config}
+    return {name: words.config_with(more) for name, more in read_settings(config.compare).items()}
+
+
+def report(out: Path, questions: "list[Question]", folders: dict[str, Path]) -> None:
+    """Scores the traces in the folders: a table on the screen; JSON, Markdown and a picture in `out`."""
+    from rich.console import Console
+
+    from dlm_rag.evaluation.compare import as_record, compare_to_first, group_questions, summarise
+    from dlm_rag.evaluation.report import grids, markdown, plot, show
+
+    groups = group_questions(questions)
+    scores = {name: score_folder(folder, questions) for name, folder in folders.items()}
+    stamps = {
+        name: json.loads((folder / "answers.jsonl.run.json").read_text(encoding="utf-8"))
+        for name, folder in folders.items()
+    }
+    summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
+    against = compare_to_first(scores, groups)
+    record = {
+        "questions": {group: len(places) for group, places in groups.items()},
+        "settings": {
+            name: {"groups": as_record(summary), "stamp": stamps[name]}
+            for name, summary in summaries.items()
+        },
+        "first_minus": {name: as_record(summary) for name, summary in against.items()},
+    }
+    brief = {name: places for name, places in groups.items() if "," not in name}
+    (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (out / "scores.md").write_text(
+        markdown(grids(groups, summaries, against), next(iter(stamps.values()))), encoding="utf-8"
+    )
+    plot(out / "scores.png", groups, summaries)
+    show(Console(), grids(brief, summaries, against))
+
+
+def score_folder(folder: Path, questions: "list[Question]") -> "list[Score]":
+    """The score of each question, from the folder's traces."""
+    from dlm_rag.decode.rollout import Rollout
+    from dlm_rag.evaluation.metrics import score
+
+    with (folder / "trace.jsonl").open(encoding="utf-8") as file:
+        rollouts = {rollout.id: rollout for rollout in map(Rollout.from_trace, map(json.loads, file))}
+    return [score(rollouts[question.id], question) for question in questions]

@@ -1,0 +1,84 @@
+"""Answer questions: retrieve while denoising, many at once.
+
+    python sample.py                               # the shipped model on its invented world
+    python sample.py "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
+    python sample.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
+        --out answers.jsonl decode.batch_size=16
+
+In a terminal the canvas fills in before your eyes. Piped or with --out: JSON lines only; a run that
+was stopped goes on when the same command is given again. A question that fails (it is too long, its
+search fails) gets an `error` in its line, the others are answered, and the exit status is 1.
+"""
+
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlm_rag.commands.job import check_files, gather_questions, plan, prepare, with_shipped
+from dlm_rag.commands.words import parse
+from dlm_rag.errors import ConfigError
+from dlm_rag.program import note
+
+if TYPE_CHECKING:
+    from dlm_rag.config import Config
+    from dlm_rag.questions import Question
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv)
+    config = with_shipped(words.config, words.questions)
+    questions = gather_questions(config, words.questions)
+    if words.config.questions is None and not words.questions:
+        questions = a_few(questions)
+    if config.out is not None:
+        job = plan(config, questions)
+        job.run()
+        failed = job.failed
+    else:
+        failed = decode_to_screen(config, questions)
+    if failed:
+        raise SystemExit(1)
+
+
+def a_few(questions: "list[Question]", each: int = 2) -> "list[Question]":
+    """The first questions of every number of hops."""
+    seen: Counter[int | None] = Counter()
+    kept = []
+    for question in questions:
+        seen[question.hops] += 1
+        if seen[question.hops] <= each:
+            kept.append(question)
+    return kept
+
+
+def decode_to_screen(config: "Config", questions: "list[Question]") -> int:
+    """Answers to standard output: a live view in a terminal, JSON lines in a pipe.
+
+    Returns how many questions failed.
+    """
+    from rich.console import Console
+
+    from dlm_rag.decode.answers import write_line
+    from dlm_rag.decode.view import LiveView, Tally
+
+    check_files(config)
+    if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
+        raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
+    decoder = prepare(config, questions).load()
+    tally, start = Tally(), time.perf_counter()
+    with ExitStack() as stack:
+        trace = config.trace and stack.enter_context(Path(config.trace).open("a", encoding="utf-8"))
+        view = stack.enter_context(LiveView(Console())) if sys.stdout.isatty() else None
+        for rollout in decoder.stream(questions, view.step if view else None):
+            tally.add(rollout)
+            if trace:
+                write_line(trace, rollout.trace_record())
+            if view:
+                view.finish(rollout)
+            else:
+                write_line(sys.stdout, rollout.answer_record())
+    note(tally.line(time.perf_counter() - start, decoder.describe()))
+    return tally.failed

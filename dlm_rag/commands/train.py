@@ -1,0 +1,130 @@
+"""Train a denoiser: from nothing, or from a public checkpoint, to answer by reading what it retrieves.
+
+    python train.py --config tiny.yaml             # the whole way on a small scale, on invented worlds
+    python train.py --config tiny.yaml --resume    # goes on where a run was stopped, however it was
+    python train.py --config gb300.yaml --plan     # what it takes, before anything is allocated
+    torchrun --nproc-per-node 2 train.py --config world.yaml    # on two processes
+
+The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, which sample.py reads:
+
+    python sample.py --model runs/tiny/model --corpus runs/tiny/validation/corpus.jsonl "Who ...?"
+
+SIGTERM saves a checkpoint and ends with exit status 0.
+"""
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlm_rag.commands.words import parse
+from dlm_rag.errors import ConfigError
+from dlm_rag.program import check_writable, note
+
+if TYPE_CHECKING:
+    from dlm_rag.config import Config
+    from dlm_rag.training.processes import Processes
+    from dlm_rag.training.report import Report
+    from dlm_rag.training.start import Start
+    from dlm_rag.training.trainer import Trainer
+    from dlm_rag.training.validation import Validation
+
+SWITCHES = {
+    "resume": "go on from the last checkpoint",
+    "plan": "print what the run takes in memory, time and energy, and do nothing",
+}
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv, typed=False, switches=SWITCHES)
+    config, resume = words.config, "resume" in words.switches
+    folder = Path(config.out or "runs/train")
+    if "plan" not in words.switches:
+        make_folder(folder, resume)
+    if "plan" in words.switches:
+        from dlm_rag.training.page import print_plan
+
+        print_plan(config)
+        return
+    from dlm_rag.training.plan import refuse_unfit
+    from dlm_rag.training.processes import Processes, failures_told
+    from dlm_rag.training.start import begin
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    processes = Processes.join()
+    try:
+        with failures_told():
+            processes.check_folder(folder)
+            refuse_unfit(config, processes)  # before anything is fetched
+            train(config, begin(config), folder, processes, stop)
+    finally:
+        processes.leave()
+
+
+def make_folder(folder: Path, resume: bool) -> None:
+    """Raises `ConfigError` where the folder cannot be one, or holds a run that is not to be resumed."""
+    if (folder / "checkpoints").exists() and not resume:
+        raise ConfigError(f"{folder} holds a run already: add --resume to go on, or name another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+    check_writable(str(folder / "metrics.jsonl"), "out")
+
+
+def train(
+    config: "Config", start: "Start", folder: Path, processes: "Processes", stop: threading.Event
+) -> None:
+    """The phases, one after another; each begins with the checkpoint of the one before."""
+    from dlm_rag.training.card import write_card
+    from dlm_rag.training.phase import open_phase
+    from dlm_rag.training.report import Report
+    from dlm_rag.training.saving import position
+    from dlm_rag.training.trainer import Trainer, free_memory
+
+    step, left = position(folder, list(config.train.in_phases()))
+    if step and processes.first:
+        note(f"going on from step {step}")
+    device = processes.device(config.model.device)
+    # What is wrong with the data of the last phase is said before the first begins.
+    opened = {phase: open_phase(config, phase, start, folder) for phase in left}
+    with Report(folder, config, from_step=step, quiet=not processes.first) as report:
+        for phase, (batches, validation) in opened.items():
+            trainer = Trainer(config, start, batches, folder, processes, device, phase)
+            trainer.restore()
+            if run_phase(trainer, validation, report, stop):
+                if processes.first:
+                    note(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
+                return
+            if phase == left[-1]:
+                trainer.export(folder / "model")
+                if processes.first:
+                    write_card(folder / "model", trainer.denoiser, config, report.lines())
+                    note(f"the model is in {folder / 'model'}: sample.py --model reads it")
+            del trainer
+            free_memory()
+
+
+def run_phase(
+    trainer: "Trainer", validation: "Validation", report: "Report", stop: threading.Event
+) -> bool:
+    """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
+
+    Returns whether it was: all processes have the same answer, whenever the signal came.
+    """
+    settings, state = trainer.train, trainer.state
+    while not trainer.finished:
+        begun = time.perf_counter()
+        metrics = trainer.step()
+        metrics |= trainer.speed(metrics, time.perf_counter() - begun)
+        stopping = trainer.processes.any(stop.is_set())
+        if not stopping and (state.phase_step % settings.validate_every == 0 or trainer.finished):
+            metrics |= validation.scores(trainer)
+        report.add(metrics)
+        if state.phase_step % settings.save_every == 0 or trainer.finished or stopping:
+            trainer.save()
+        if stopping:
+            return True
+    return False

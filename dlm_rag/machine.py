@@ -1,0 +1,59 @@
+"""The machine a program runs on: device, precision, names for stamps."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlm_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device called `name`; "auto" is CUDA where there is one. Raises `ConfigError`."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise ConfigError(f"device={name} is not available here; set device=auto") from None
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype called `name`; "auto" is bfloat16 on CUDA and float32 elsewhere."""
+    import torch
+
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def machine_name(device: torch.device) -> str:
+    """What a computation on this device runs on, in words."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    listed = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", listed.read_text()) if listed.is_file() else None
+    return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
+
+
+def commit_of_code() -> str | None:
+    """The commit of the code, with `-dirty` for local changes; None outside a git checkout."""
+    here = str(Path(__file__).resolve().parent)
+    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

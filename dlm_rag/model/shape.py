@@ -1,0 +1,79 @@
+"""The architecture as numbers: its config, and the names and shapes of its tensors."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
+
+
+@dataclass(frozen=True)
+class DenoiserConfig:
+    """The architecture, in Hugging Face's names where they exist; it travels in `config.json`."""
+
+    vocab_size: int
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 32
+    intermediate_size: int = 352
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tie_word_embeddings: bool = False
+    mask_token_id: int | None = None
+    # True where the network's row i predicts token i + 1 (autoregressive ancestry: Dream, Qwen).
+    # The denoiser un-shifts its output, so that logits[:, i] always predicts token i.
+    shifted: bool = False
+    evidence_layout: str = "joint"
+    # `independent` only: positions 0 to passage_length - 1 belong to each passage, the question
+    # follows. A longer passage is cut.
+    passage_length: int = 512
+    canvas_length: int = 100  # response positions where the config names no other number
+    block_length: int | None = None  # as in DecodeConfig, where the config names none
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type is int and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{item.name}={value!r} must be a whole number of at least 1")
+            if item.type is float and (not isinstance(value, int | float) or not value > 0):
+                raise ValueError(f"{item.name}={value!r} must be a number above 0")
+        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
+            raise ValueError("key-value heads must divide the heads, and head_dim must be even")
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
+        block = self.block_length
+        if block is not None and (not isinstance(block, int) or block < 0):
+            raise ValueError(f"block_length={block!r} must be a whole number, 0 for no blocks, or null")
+        if self.evidence_layout not in EVIDENCE_LAYOUTS:
+            raise ValueError(f"evidence_layout={self.evidence_layout!r} is unknown")
+
+
+def tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a denoiser by its name, in the order of its modules; a tied head too."""
+    c = config
+    width, queries, keys = (
+        c.hidden_size,
+        c.num_attention_heads * c.head_dim,
+        c.num_key_value_heads * c.head_dim,
+    )
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (width,)}
+    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        layer[f"self_attn.{name}.weight"] = (rows, width)
+        if c.qkv_bias:
+            layer[f"self_attn.{name}.bias"] = (rows,)
+    layer["self_attn.o_proj.weight"] = (width, queries)
+    if c.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,)}
+    layer["post_attention_layernorm.weight"] = (width,)
+    for name in ("gate_proj", "up_proj"):
+        layer[f"mlp.{name}.weight"] = (c.intermediate_size, width)
+    layer["mlp.down_proj.weight"] = (width, c.intermediate_size)
+    found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, width)}
+    for n in range(c.num_hidden_layers):
+        found |= {f"layers.{n}.{name}": shape for name, shape in layer.items()}
+    return found | {"norm.weight": (width,), "lm_head.weight": (c.vocab_size, width)}

@@ -1,0 +1,1 @@
+"""Training rows: from invented worlds, from questions of one's own, from documents."""
