@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dlm_rag.model.checkpoint import Checkpoint
     from dlm_rag.model.denoiser import Denoiser
     from dlm_rag.questions import Question
-    from dlm_rag.retrieval.base import Retriever
+    from dlm_rag.retrieval.base import CorpusRetriever, Retriever
     from dlm_rag.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
@@ -97,7 +97,7 @@ class Prepared:
 
     def answers_depend_on(self) -> dict[str, Any]:
         """All that can change an answer; batch size, device and file names cannot."""
-        free = {"batch_size", "corpus", "index_folder", "dense_batch_size"}
+        free = {"batch_size", "corpus", "index_folder", "dense_batch_size", "search_memory_gib"}
         settings = {
             f"{section}.{key}": value
             for section in ("retrieval", "decode")
@@ -108,7 +108,7 @@ class Prepared:
             settings["decode.overlap"] = "none"
         return settings | {
             "model": self.checkpoint.fingerprint,
-            "corpus": self.retriever.corpus.fingerprint,
+            "corpus": self.retriever.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
             "evidence_layout": self.evidence_layout,
             "engine.compile": self.config.engine.compile,
@@ -145,7 +145,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.retrieval.corpus import open_corpus
 
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
-    from dlm_rag.decode.decoder import with_checkpoints_own
+    from dlm_rag.decode.engine import with_checkpoints_own
     from dlm_rag.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(config.model.path)
@@ -154,16 +154,11 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     assert decode.canvas_length is not None
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
-    from dlm_rag.model.attention import choose_backend
+    from dlm_rag.model.kernels import choose_backend
     from dlm_rag.tokenizer import Tokenizer
 
     attention = choose_backend(config.model.attention, device, dtype)
     layout = config.model.evidence_layout or checkpoint.config.evidence_layout
-    if config.decode.prompt_reuse and layout != "joint":
-        raise ConfigError(
-            f"decode.prompt_reuse has no effect with evidence_layout={layout}: leave it out, the pool "
-            "keeps what can be kept"
-        )
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     from dlm_rag.evidence.layout import fit
 
@@ -181,13 +176,12 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
         raise QuestionError(too_long[0])
     from dlm_rag.retrieval import load_retriever
 
-    retriever = load_retriever(config.retrieval, corpus)
-    if config.retrieval.oracle:
-        retriever = _oracle(retriever, questions, config.decode.query)
+    found = load_retriever(config.retrieval, corpus)
+    retriever = _oracle(found, questions, config.decode.query) if config.retrieval.oracle else found
     return Prepared(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
 
 
-def _oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:
+def _oracle(inner: CorpusRetriever, questions: list[Question], query: str) -> Retriever:
     from dlm_rag.retrieval.fixed import OracleRetriever
     from dlm_rag.retrieval.query import build_query
 

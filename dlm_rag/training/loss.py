@@ -14,14 +14,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.evidence.layout import (
-    arrange,
-    canvas_starts,
-    encode_canvases,
-    encode_contexts,
-    encode_stretches,
-)
-from dlm_rag.model.denoiser import Denoiser, Watch
+from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_contexts, encode_stretches
+from dlm_rag.evidence.layout import arrange
+from dlm_rag.model.block import Watch
+from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.stages import stage
 from dlm_rag.training.processes import Processes

@@ -20,7 +20,7 @@ from torch import Tensor
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.machine import choose_dtype
-from dlm_rag.model.cost import count_work, head_work
+from dlm_rag.model.cost import head_work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.stages import stage, step_range
 from dlm_rag.training.loss import Counts, Objective, Sums, Weights, arithmetic
@@ -86,7 +86,6 @@ class Trainer:
             self.denoiser.set_rope(train.rope_theta)
         if train.compile:
             self.denoiser.compile_layers()
-        self._work = count_work(self.denoiser)
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
         machine = this_machine(device)
         self._peak = None if machine is None else machine.flops.get(self.dtype)
@@ -123,11 +122,11 @@ class Trainer:
                 ends = self.start.tokenizer.end_ids
                 mine = Counts.total([Counts.of(part, ends, weights.end) for part in parts])
                 over = mine.over(self.processes)
-            before = replace(self._work)
+            before = replace(self.denoiser.work)
             sums = self._gradients(parts, over, weights)
             head = head_work(self.denoiser.config, mine.supervised / self.processes.sharing, 4)
             # Backward is twice forward, but for the weights' own half where they are frozen.
-            self.flops = (2 if self.start.lora_rank else 3) * (self._work - before + head).flops
+            self.flops = (2 if self.start.lora_rank else 3) * (self.denoiser.work - before + head).flops
             with stage("optimizer"):
                 total = Sums.of(sums, self.processes)
                 loss = self._finite(total.tokens / over.divisor, "loss")

@@ -13,7 +13,7 @@ from dlm_rag.evidence.layout import fit_to
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
-from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.stages import stage
 from dlm_rag.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class QuestionValidation:
     """Held-out questions with their true responses."""
 
     def __init__(
-        self, questions: list[Question], truths: list[str], retriever: Retriever, decode: DecodeConfig,
+        self, questions: list[Question], truths: list[str], retriever: CorpusRetriever, decode: DecodeConfig,
         seed: int,
     ) -> None:  # fmt: skip
         self._questions, self._truths, self._seed = questions, truths, seed
