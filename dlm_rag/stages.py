@@ -27,6 +27,8 @@ STAGES = (
     "data", "forward", "loss", "backward", "optimizer", "checkpoint", "evaluate",
 )  # fmt: skip
 DOMAIN = "dlm_rag"
+REMEMBERED_MESSAGES = 10_000  # of steps and questions, before nvtx forgets them
+_passed = 0
 
 _clock: ContextVar["StageClock | None"] = ContextVar("stage_clock", default=None)
 
@@ -111,6 +113,17 @@ def _range(message: str) -> nvtx.annotate:
     return nvtx.annotate(message, domain=DOMAIN)
 
 
+def _passing(message: str) -> str:
+    """A message that comes once: nvtx keeps every text it has seen, so it is made to forget now and then."""
+    global _passed
+    _passed += 1
+    if _passed % REMEMBERED_MESSAGES == 0:
+        domain = type(nvtx.get_domain(DOMAIN))
+        domain.get_event_attributes.cache_clear()
+        domain.get_registered_string.cache_clear()
+    return message
+
+
 class stage(AbstractContextManager[None]):  # noqa: N801 - reads as a statement
     """A named range around a stage of the pipeline; closes on errors too.
 
@@ -156,7 +169,7 @@ def step_range(step: int, rows: int) -> Iterator[None]:
         capture.enter(is_step=True)
     message = f"step {step} rows {rows}"
     try:
-        with nvtx.annotate(message, domain=DOMAIN):
+        with nvtx.annotate(_passing(message), domain=DOMAIN):
             torch_range = _torch_range(message)
             try:
                 yield
@@ -170,7 +183,7 @@ def step_range(step: int, rows: int) -> Iterator[None]:
 
 def mark(message: str) -> None:
     """A moment: that a question was finished, say."""
-    nvtx.mark(message, domain=DOMAIN)
+    nvtx.mark(_passing(message), domain=DOMAIN)
     torch_range = _torch_range(message)
     if torch_range is not None:
         torch_range.__exit__(None, None, None)

@@ -6,7 +6,8 @@ from conftest import tiny_denoiser, tiny_tokenizer
 from test_denoiser import run_with_mask
 
 from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.layout import Cut, arrange, encode_canvases, encode_contexts, fit
+from dlm_rag.evidence.encode import encode_canvases, encode_contexts
+from dlm_rag.evidence.layout import Cut, arrange, fit
 from dlm_rag.tokenizer import Prompt, PromptTemplate
 
 PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))

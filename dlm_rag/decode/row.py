@@ -90,8 +90,8 @@ class Group:
 
     @property
     def live(self) -> list[Row]:
-        """The rows that have not failed."""
-        return [row for row in self.rows if not row.rollout.error]
+        """The rows that take more steps."""
+        return [row for row in self.rows if not (row.rollout.error or row.rollout.finished)]
 
     @property
     def ready(self) -> list[Row]:

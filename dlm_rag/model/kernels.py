@@ -43,13 +43,16 @@ class Paging:
 def paging(device: torch.device) -> Paging:
     """The rule for torch's kernel that is active on a device."""
     implementation = torch.nn.attention.current_flash_attention_impl()
-    generation = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-    if implementation == "FA3":
-        return Paging(generation == 9, wants_ends=False, options={"num_splits": 1})
-    if implementation == "FA4":
-        return Paging(generation == 10, wants_ends=False, options={"num_splits": 1})
+    reads = {"FA3": 9, "FA4": 10}  # block tables, on this generation of GPUs
+    if implementation in reads:
+        return Paging(generation_of(device) == reads[implementation], False, {"num_splits": 1})
     newest = torch_version() >= (2, 13)
     return Paging(torch_version() >= (2, 12), options={"num_splits": 1} if newest else {})
+
+
+def generation_of(device: torch.device) -> int:
+    """The major number of a GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def torch_version() -> tuple[int, int]:

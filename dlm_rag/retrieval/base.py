@@ -28,7 +28,7 @@ class Retriever(Protocol):
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         """The passages for each query, best first, each once; none where a query finds nothing.
 
-        Raises whatever went wrong where the search failed for all of them, and `PartialSearchError` where it failed
+        Raises whatever went wrong where the search failed for all, `PartialSearchError` where it did
         for some.
         """
         ...

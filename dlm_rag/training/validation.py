@@ -37,8 +37,8 @@ class QuestionValidation:
     """Held-out questions with their true responses."""
 
     def __init__(
-        self, questions: list[Question], truths: list[str], retriever: CorpusRetriever, decode: DecodeConfig,
-        seed: int,
+        self, questions: list[Question], truths: list[str], retriever: CorpusRetriever,
+        decode: DecodeConfig, seed: int,
     ) -> None:  # fmt: skip
         self._questions, self._truths, self._seed = questions, truths, seed
         self._retriever, self._config = retriever, decode
