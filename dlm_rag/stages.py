@@ -27,7 +27,7 @@ STAGES = (
     "data", "forward", "loss", "backward", "optimizer", "checkpoint", "evaluate",
 )  # fmt: skip
 DOMAIN = "dlm_rag"
-REMEMBERED_MESSAGES = 10_000  # of steps and questions, before nvtx forgets them
+REMEMBERED_MESSAGES = 1000  # of steps and questions, before nvtx forgets them
 _passed = 0
 
 _clock: ContextVar["StageClock | None"] = ContextVar("stage_clock", default=None)
@@ -114,7 +114,7 @@ def _range(message: str) -> nvtx.annotate:
 
 
 def _passing(message: str) -> str:
-    """A message that comes once: nvtx keeps every text it has seen, so it is made to forget now and then."""
+    """A message that comes once: nvtx keeps all that it has seen, so now and then it is made to forget."""
     global _passed
     _passed += 1
     if _passed % REMEMBERED_MESSAGES == 0:
