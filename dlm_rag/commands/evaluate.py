@@ -1,15 +1,15 @@
 """Score a denoiser on questions with known answers, under one setting or several.
 
-    python evaluate.py --out runs/shipped --compare all      # the shipped model on its invented world
-    python evaluate.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
+    dlm-rag evaluate --out runs/shipped --compare all      # the shipped model on its invented world
+    dlm-rag evaluate --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out runs/first
-    python evaluate.py ... --out runs/all --compare all
-    python evaluate.py ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
+    dlm-rag evaluate ... --out runs/all --compare all
+    dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
 
 --compare all: interleaved retrieval (decode.query=proxy), committed tokens only, static retrieval,
 static with a second round from the top passage (feedback), none, and oracle evidence. The folder gets
 scores.json, scores.md, scores.png and the answers and traces of every setting. A run that was stopped
-goes on when the same command is given again.
+goes on when the same command is given again. In a checkout `python evaluate.py` is the same program.
 """
 
 import json

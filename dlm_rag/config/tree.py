@@ -9,7 +9,10 @@ from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, Ret
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
 from dlm_rag.errors import ConfigError, fold_message, nearest
 
-CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# A wheel has them inside the package, a checkout beside it (setup.py).
+_INSTALLED = _PACKAGE / "configs"
+CONFIG_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
 
 
 @dataclass
@@ -43,13 +46,15 @@ def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def find_config(name: str) -> Path:
-    """The YAML file called `name`: as given, with `.yaml`, or in `configs/`; else `ConfigError`."""
+    """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
     for folder in (Path(), CONFIG_FOLDER):
         for path in (folder / name, folder / f"{name}.yaml"):
             if path.is_file():
                 return path
     there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
-    raise ConfigError(f"config '{name}' was not found, neither here nor in configs/{nearest(name, there)}")
+    raise ConfigError(
+        f"config '{name}' was not found, neither here nor among those that ship{nearest(name, there)}"
+    )
 
 
 def load_config(name: str | None = None, overrides: list[str] | None = None) -> Config:
