@@ -407,15 +407,34 @@ def test_evaluate_scores_what_it_decoded(call, tmp_path):
         ],
     )  # fmt: skip
     words = ("--questions", path, "--out", tmp_path / "runs", "retrieval.top_k=1", "decode.query=question")
-    code, out, _ = call(*words, program=evaluate)
+    code, out, err = call(*words, program=evaluate)
     assert code == 0 and "2 hops" in out
-    (setting,) = json.loads((tmp_path / "runs" / "scores.json").read_text())["settings"].values()
+    record = json.loads((tmp_path / "runs" / "scores.json").read_text())
+    (setting,) = record["settings"].values()
+    said = re.search(r"([\d.]+) tokens/forward", err)[1]
+    assert said == f"{setting['groups']['all']['tokens_per_forward']['mean']:.2f}", "one number in both"
+    assert record["f1_rule"] == "squad" and "F1 (squad) %" in (tmp_path / "runs/scores.md").read_text()
     groups = setting["groups"]
     assert groups["1 hop"]["recall_first"]["mean"] == 1.0
     assert groups["2 hops"]["recall_last"]["mean"] == 0.0 and groups["all"]["recall_last"]["mean"] == 0.5
     assert setting["stamp"]["answers_depend_on"]["retrieval.top_k"] == 1
     code, _, err = call("--questions", path, program=evaluate)
     assert code == 2 and "--out FOLDER" in err
+
+
+def test_evaluate_names_the_rule_of_f1(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # no heading is folded
+    (tmp_path / "hotpotqa").mkdir()
+    row = {"id": "1", "question": "Emma?", "golden_answers": ["no"]}
+    path = write_lines(tmp_path / "hotpotqa" / "dev.jsonl", [row])
+    for words, rule in (((), "hotpotqa"), (("f1=squad",), "squad")):
+        out = tmp_path / rule
+        code, screen, err = call("--questions", path, "--out", out, *words, program=evaluate)
+        assert code == 0, err
+        assert f"F1 ({rule}) %" in screen and f"F1 ({rule}) %" in (out / "scores.md").read_text()
+        assert json.loads((out / "scores.json").read_text())["f1_rule"] == rule
+    code, _, err = call("--questions", path, "--out", out, "f1=hotpot", program=evaluate)
+    assert code == 2 and "f1='hotpot' is not one of auto, squad, hotpotqa (nearest: 'hotpotqa')" in err
 
 
 def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):

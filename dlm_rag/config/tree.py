@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from dlm_rag.config.checked import setting
+from dlm_rag.config.checked import Checked, setting
 from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
 from dlm_rag.errors import ConfigError, fold_message, nearest
@@ -16,7 +16,7 @@ CONFIG_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "config
 
 
 @dataclass
-class Config:
+class Config(Checked):
     """Everything a program of this project can be told."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -30,6 +30,13 @@ class Config:
     out: str | None = setting(None, "where the results go: a file (sample) or a folder (evaluate, train)")
     compare: str | None = setting(
         None, "settings for evaluate: all, or a list such as interleaved,static,oracle+retrieval.kind=dense"
+    )
+    f1: str = setting(
+        "auto",
+        "rule by which evaluate scores F1: hotpotqa gives 0 where one side is yes, no or noanswer and the "
+        "other is not; auto takes it where the file or folder of the questions says hotpotqa or "
+        "2wikimultihopqa",
+        choices=("auto", "squad", "hotpotqa"),
     )
     trace: str | None = setting(None, "file for the decoding traces, one JSON line per question")
 
