@@ -23,35 +23,59 @@ def run(*words, cwd, **kept):
     )
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """The `bin` of a fresh virtual environment with the wheel, in a repository of somebody else's."""
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("elsewhere")
-    for name in ("dlm_rag", "configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, source)
-    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-    local = ("--no-deps", "--no-index")
-    sdist = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
-    done = run(sys.executable, "-c", sdist, cwd=source)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (archive,) = (source / "dist").glob("*.tar.gz")  # a wheel made of it has all that it needs
-    done = run(*pip, "wheel", "--no-build-isolation", *local, archive, "--wheel-dir", folder, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = folder.glob("*.whl")
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+LOCAL = ("--no-deps", "--no-index")
 
-    venv.create(folder / "env")
-    python = folder / "env" / "bin" / "python"
-    done = run(*pip, "--python", python, "install", *local, wheel, cwd=folder)
+
+def must(*words, cwd):
+    done = run(*words, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
-    (packages,) = (folder / "env").glob("lib/python*/site-packages")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what a package is built from: building leaves files behind."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("dlm_rag", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(kind: str, source: Path, into: Path) -> Path:
+    """What setuptools makes of the source: an sdist, or the wheel of an editable install."""
+    must(
+        sys.executable,
+        "-c",
+        f"from setuptools import build_meta as b; b.build_{kind}('{into}')",
+        cwd=source,
+    )
+    (built,) = into.iterdir()
+    return built
+
+
+def fresh_environment(folder: Path, wheel: Path) -> Path:
+    """The `bin` of a virtual environment with one wheel of ours, and the packages of this one behind it."""
+    venv.create(folder)
+    must(*PIP, "--python", folder / "bin" / "python", "install", *LOCAL, wheel, cwd=folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
     # Behind the environment's own; the .pth files in there, of editable installs, are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def installed(source, tmp_path_factory) -> Path:
+    """The wheel's environment, in a repository of somebody else's."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    archive = build("sdist", source, folder / "sdist")  # a wheel made of it shows that it is complete
+    must(*PIP, "wheel", "--no-build-isolation", *LOCAL, archive, "--wheel-dir", folder, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    found = fresh_environment(folder / "env", wheel)
     for words in (["init", "--quiet"], ["add", "env/pyvenv.cfg"], ["commit", "--quiet", "-m", "not ours"]):
-        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        assert run("git", *author, *words, cwd=folder).returncode == 0
-    return python.parent
+        must("git", "-c", "user.name=a", "-c", "user.email=a@b", *words, cwd=folder)
+    return found
 
 
 def test_the_source_tree_is_not_there(installed, tmp_path):
@@ -91,3 +115,13 @@ def test_train_finds_the_configs(installed, tmp_path):
 def test_evaluate_tells_its_flags(installed, tmp_path):
     done = run(installed / "dlm-rag", "evaluate", "--help", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("usage: dlm-rag evaluate [-h]")
+
+
+def test_an_editable_install_finds_the_configs_of_its_checkout(source, tmp_path):
+    found = fresh_environment(tmp_path / "env", build("editable", source, tmp_path / "dist"))
+    config = source / "configs" / "only_here.yaml"
+    config.write_text("decode: {seed: 17}\n")
+    words = ("sample", "--config", "only_here", "--print-config")
+    done = run(found / "dlm-rag", *words, cwd=tmp_path)
+    config.unlink()
+    assert done.returncode == 0 and "seed: 17" in done.stdout, done.stderr
