@@ -137,14 +137,6 @@ BAD = {
     "no question": ([], "no question"),
     "no questions file": (["--questions", "nowhere.jsonl"], "'nowhere.jsonl' was not found"),
     "long question": (["why " * 25_000], "question 'q1': the question is .* tokens too long"),
-    "prompts used again where none is run": (
-        ["Who?", "decode.prompt_reuse=2", "model.evidence_layout=prefix"],
-        "prompt_reuse has no effect with evidence_layout=prefix",
-    ),
-    "canvas trimmed but decoded to its end": (
-        ["Who?", "decode.trim_canvas=true", "decode.stop_early=false"],
-        "trim_canvas and canvas_growth need stop_early=true",
-    ),
     "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
     "unknown flag": (["Who?", "--modle", "x"], "--modle"),
     "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k has the wrong type"),

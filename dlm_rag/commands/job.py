@@ -159,11 +159,6 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
 
     attention = choose_backend(config.model.attention, device, dtype)
     layout = config.model.evidence_layout or checkpoint.config.evidence_layout
-    if config.decode.prompt_reuse and layout != "joint":
-        raise ConfigError(
-            f"decode.prompt_reuse has no effect with evidence_layout={layout}: leave it out, the pool "
-            "keeps what can be kept"
-        )
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     from dlm_rag.evidence.layout import fit
 
