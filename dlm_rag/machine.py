@@ -50,9 +50,11 @@ def machine_name(device: torch.device) -> str:
 
 
 def commit_of_code() -> str | None:
-    """The commit of the code, with `-dirty` for local changes; None outside a git checkout."""
-    here = str(Path(__file__).resolve().parent)
-    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
+    """The commit of the code, with `-dirty` for local changes; None outside a checkout of this project."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():  # installed, perhaps in a folder of somebody's own repository
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -59,6 +59,11 @@ class StageClock(AbstractContextManager["StageClock"]):
         """The seconds since the last call, by stage; starts again from zero."""
         taken, self.seconds = self.seconds, {}
         return taken
+
+
+def without_nested(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The stages that lie in no other ("retrieve", not "retrieve/search"): they add up to the whole."""
+    return {name: value for name, value in seconds.items() if "/" not in name}
 
 
 @dataclass

@@ -51,7 +51,7 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
             )
         questions.append(question)
     if not questions:
-        raise ConfigError('no question: type one, as in `sample.py "Who ...?"`, or give --questions')
+        raise ConfigError('no question: type one, as in "Who wrote Emma?", or give --questions')
     return questions
 
 

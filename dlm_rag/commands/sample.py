@@ -1,13 +1,14 @@
 """Answer questions: retrieve while denoising, many at once.
 
-    python sample.py                               # the shipped model on its invented world
-    python sample.py "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
-    python sample.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
+    dlm-rag sample                               # the shipped model on its invented world
+    dlm-rag sample "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
+    dlm-rag sample --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out answers.jsonl decode.batch_size=16
 
 In a terminal the canvas fills in before your eyes. Piped or with --out: JSON lines only; a run that
 was stopped goes on when the same command is given again. A question that fails (it is too long, its
 search fails) gets an `error` in its line, the others are answered, and the exit status is 1.
+In a checkout `python sample.py` is the same program.
 """
 
 import sys
