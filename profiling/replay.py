@@ -118,5 +118,5 @@ class Replay(Decoder):
             positions = np.array([c.position for c in committed], dtype=np.int64)
             tokens = np.array([c.token_id for c in committed], dtype=np.int64)
             nothing = np.ones(len(committed))
-            row.canvas.commit(Proposals(positions, tokens, nothing, nothing, nothing))
+            row.canvas.commit(Proposals(positions, tokens, nothing, nothing, nothing, nothing))
             row.committed = tuple(Committed(c.position, c.token_id, "", 1.0) for c in committed)

@@ -25,6 +25,7 @@ def proposals(confidence, entropy=None, margin=None):
     return Proposals(
         np.arange(n), np.arange(n), values(*confidence),
         zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin),
+        np.log(values(*confidence)),
     )  # fmt: skip
 
 

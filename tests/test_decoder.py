@@ -413,13 +413,23 @@ def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
 def test_proposals_by_hand():
     """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
     logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
-    token, confidence, entropy, margin, old = read_proposals(
+    token, confidence, entropy, margin, old, log_prob = read_proposals(
         logits, None, 0.0, torch.tensor([2]), 3, True
     ).numpy()
     assert token == [1]
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
     assert old == pytest.approx(0.2)
+    assert log_prob == pytest.approx(math.log(0.5))
+
+
+def test_the_log_probability_of_a_token_is_finite_where_its_probability_is_none():
+    logits = torch.tensor([[200.0, 0.0, 0.0]])
+    uniform = torch.tensor([1.0 - 1e-9], dtype=torch.float64)
+    token, confidence, *_, log_prob = read_proposals(
+        logits, uniform, 1e9, torch.tensor([0]), 2, False
+    ).numpy()
+    assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
 
 
 def test_sampled_tokens_follow_the_tempered_distribution():

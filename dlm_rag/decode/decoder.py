@@ -263,7 +263,7 @@ class Decoder:
             if not np.isfinite(part).all():
                 row.fail("the denoiser's output is not a number")
                 continue
-            proposals = Proposals(places, part[0].astype(np.int64), part[1], part[2], part[3])
+            proposals = Proposals(places, part[0].astype(np.int64), part[1], part[2], part[3], part[5])
             if self.config.revision_threshold is not None:
                 row.remasked = tuple(row.canvas.remask(part[4], self.config.revision_threshold).tolist())
             row.guesses = proposals.at(row.canvas.masked[places])
@@ -280,7 +280,7 @@ class Decoder:
     def _read(
         self, rows: list[Row], where: list[NDArray[np.int64]], logits: Iterator[Tensor]
     ) -> NDArray[np.float64]:
-        """(5, n) of `read_proposals` on the host: the one wait for the device in a step."""
+        """(6, n) of `read_proposals` on the host: the one wait for the device in a step."""
         config = self.config
         written = torch.from_numpy(
             np.concatenate([row.canvas.ids[places] for row, places in zip(rows, where, strict=True)])

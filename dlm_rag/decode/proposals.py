@@ -9,12 +9,13 @@ from torch import Tensor
 def read_proposals(
     logits: Tensor, uniform: Tensor | None, temperature: float, written: Tensor, mask_id: int, spread: bool
 ) -> Tensor:
-    """(5, n): token, confidence, entropy, margin, and the probability of `written`.
+    """(6, n): token, confidence, entropy, margin, probability of `written`, log-probability of the token.
 
     logits: (n, V) float32. The token is the most probable one, or with `temperature` the one at the
     quantile `uniform` (n,) of softmax(logits / temperature); the mask itself is never proposed. Its
-    confidence is its probability at temperature 1. Entropy and margin cost a pass over the whole
-    distribution: without `spread` they are 0.
+    confidence is its probability at temperature 1; the log-probability is that in nats, finite where the
+    probability underflows. Entropy and margin cost a pass over the whole distribution: without `spread`
+    they are 0.
     """
     # The largest weight is 1 and confidences near 1 stay apart, which log-sum-exp would round away.
     highest = logits.amax(-1, keepdim=True)
@@ -36,5 +37,6 @@ def read_proposals(
     confidence, old = (
         weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, written.to(logits.device))
     )
+    log_prob = logits.gather(1, token[:, None]).squeeze(1) - highest.squeeze(1) - total.log()
     # Token ids are exact in float32 below 2 ** 24; not every device has float64.
-    return torch.stack([x.float() for x in (token, confidence, entropy, margin, old)])
+    return torch.stack([x.float() for x in (token, confidence, entropy, margin, old, log_prob)])

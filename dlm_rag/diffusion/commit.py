@@ -26,12 +26,13 @@ class Proposals:
     confidence: Values  # probability of the proposed token
     entropy: Values  # nats of the distribution at the position
     margin: Values  # probability of the first minus that of the second token
+    log_prob: Values  # nats; of the confidence, finite where that underflows
 
     def at(self, keep: NDArray[np.bool_] | Indices) -> "Proposals":
         """The proposals at a mask or at indices."""
         return Proposals(
             self.positions[keep], self.token_ids[keep], self.confidence[keep], self.entropy[keep],
-            self.margin[keep],
+            self.margin[keep], self.log_prob[keep],
         )  # fmt: skip
 
 
