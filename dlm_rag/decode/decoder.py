@@ -29,12 +29,13 @@ from torch import Tensor
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.citations import cite, held_positions
+from dlm_rag.decode.prompts import Room, fit_passages, keep_shorter
 from dlm_rag.decode.proposals import read_proposals
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.decode.rows import Found, Group, OnStep, Row, Search
 from dlm_rag.diffusion.commit import Proposals, Values, grams, select, settled
 from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.layout import arrange, encode_canvases, encode_everywhere, fit
+from dlm_rag.evidence.layout import arrange, encode_canvases, encode_everywhere
 from dlm_rag.evidence.pool import Contexts, EvidencePool
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
@@ -190,7 +191,11 @@ class Decoder:
                     shown=min(self.config.canvas_growth or self.canvas_length, self.canvas_length),
                     generator=keyed_generator(self.config.seed, question.id),
                     rollout=Rollout(
-                        question.id, question.question, self.evidence_layout, self.canvas_length
+                        id=question.id,
+                        question=question.question,
+                        prompt_layout=self.evidence_layout,
+                        canvas_length=self.canvas_length,
+                        settings=asdict(self.config),
                     ),
                 )
             )
@@ -205,25 +210,21 @@ class Decoder:
         model = self.denoiser.config
         if not self.engine.keep_tokens:
             self.tokenizer.encode.cache_clear()
-        prompt = self.tokenizer.prompt(row.question.question, [passage.text for passage in passages])
-        fitted, cut = fit(
-            prompt, self.evidence_layout, model.max_position_embeddings, self.canvas_length,
-            model.passage_length,
-        )  # fmt: skip
-        if cut.tokens > row.rollout.cut.get("tokens", 0):
-            row.rollout.cut = asdict(cut)
-        row.evidence = {
-            passage.id: passage.text if kept == whole else self.tokenizer.spans(list(kept))[0]
-            for passage, whole, kept in zip(passages, prompt.facts, fitted.facts, strict=True)
-            if kept
-        }
-        seen = row.rollout.evidence_texts
-        for name, text in row.evidence.items():  # of a passage cut twice, the shorter: a safe citation
-            seen[name] = min(seen.get(name, text), text, key=len)
-        row.arrangement = arrange(fitted, self.evidence_layout, model.shifted, model.passage_length)
+        # An id stands for one text throughout a question, whatever a search engine says later.
+        known = row.rollout.passages
+        texts = {passage.id: known.setdefault(passage.id, passage.text) for passage in passages}
+        room = Room(
+            self.evidence_layout, model.max_position_embeddings, self.canvas_length, model.passage_length
+        )
+        fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
+        if fitted.cut.tokens > row.rollout.cut.get("tokens", 0):
+            row.rollout.cut = asdict(fitted.cut)
+        row.evidence, row.dropped = fitted.texts, fitted.dropped
+        keep_shorter(row.rollout.evidence_texts, row.evidence)
+        row.arrangement = arrange(fitted.prompt, self.evidence_layout, model.shifted, model.passage_length)
         self.contexts.prefetch(row.arrangement)
         if self.config.copied_threshold is not None:
-            row.grams = grams(fitted.facts)
+            row.grams = grams(fitted.prompt.facts)
 
     @torch.inference_mode()
     def _denoise(self, rows: list[Row]) -> None:
@@ -336,9 +337,10 @@ class Decoder:
                     )
                 )
                 row.canvas.commit(chosen)
+                sure = zip(chosen.confidence.tolist(), chosen.log_prob.tolist(), strict=True)
                 row.committed = tuple(
-                    Committed(int(p), int(t), self.tokenizer.token_text(int(t)), round(float(c), 6))
-                    for p, t, c in zip(chosen.positions, chosen.token_ids, chosen.confidence, strict=True)
+                    Committed(int(p), int(t), self.tokenizer.token_text(int(t)), *how_sure)
+                    for p, t, how_sure in zip(chosen.positions, chosen.token_ids, sure, strict=True)
                 )
                 still = row.canvas.masked[row.guesses.positions]
                 confidences = row.guesses.confidence[still]
@@ -453,6 +455,7 @@ class Decoder:
                     committed=row.committed,
                     remasked=row.remasked,
                     seconds=row.seconds,
+                    dropped=row.dropped,
                 )
             )
             row.asked, row.searched, row.committed, row.remasked, row.seconds = None, False, (), (), {}

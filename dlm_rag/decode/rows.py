@@ -29,6 +29,7 @@ class Row:
     generator: torch.Generator
     rollout: Rollout
     evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
+    dropped: tuple[str, ...] = ()  # ids of what was found and has no place in the prompt
     found: list[Passage] | None = None  # by the last search; what fits of it is the evidence
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
