@@ -37,6 +37,7 @@ ASKED = [
         "b", "Where was the author of Dune born, and in which country is that?", ("Tacoma",), ("dune",)
     ),
     Question("c", "Dune?"),
+    Question("d", "Who is it?"),  # two facts fill the context to the last token, the third is dropped
 ]
 # Of three passages one or two fit, the last of them cut.
 SHAPE = {"max_position_embeddings": 140, "passage_length": 40}
