@@ -14,7 +14,7 @@ from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
 
 sys.path.insert(0, str(ROOT))
 from dlm_rag.commands import evaluate, sample
-from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.trace import read_header, read_trace, training_rows
 from dlm_rag.program import run
 
 QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
@@ -219,16 +219,17 @@ def test_config_can_be_printed(call):
     assert code == 0 and "top_k: 3" in out and "stop_early: false" in out
 
 
-def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file):
+def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file, model):
     out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
     words = ("--questions", questions_file, "--out", out, "--trace", trace)
     assert call(*words)[0] == 0
     whole, whole_trace = out.read_text(), trace.read_text()
     assert [record["id"] for record in records(whole)] == [q["id"] for q in QUESTIONS]
 
-    lines, traces = whole.splitlines(keepends=True), whole_trace.splitlines(keepends=True)
+    lines = whole.splitlines(keepends=True)
+    fifth = whole_trace.index('{"id": "n4"')
     out.write_text("".join(lines[:3]) + lines[3][:40])  # killed while writing the fourth answer,
-    trace.write_text("".join(traces[:4]) + traces[4][:9])  # whose trace was there already
+    trace.write_text(whole_trace[: fifth + 9])  # whose trace was there already
     code, _, err = call(*words)
     assert code == 0 and "3 of 6 questions are answered already" in err
 
@@ -240,7 +241,12 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     assert out.read_text().splitlines(keepends=True)[:3] == lines[:3], "what was there is untouched"
     assert timeless(out.read_text()) == timeless(whole)
     assert timeless(trace.read_text()) == timeless(whole_trace)
-    assert Rollout.from_trace(records(trace.read_text())[5]).id == "n5"
+    rollouts = list(read_trace(trace))
+    assert [rollout.id for rollout in rollouts] == [q["id"] for q in QUESTIONS]
+    header = read_header(trace)
+    assert header.settings["canvas_length"] == 8 and header.model and header.corpus
+    for row in training_rows(rollouts[5], header, header.tokenizer(model)):
+        assert bytes(row.prompt.ids).startswith(b"Use ONLY the provided facts")
 
     stamp = Path(f"{out}.run.json").read_text()
     code, _, err = call(*words)
@@ -248,19 +254,23 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     assert Path(f"{out}.run.json").read_text() == stamp, "the stamp is of the run that began the file"
 
 
-def test_a_trace_is_on_disk_before_its_answer(tmp_path, monkeypatch):
-    """A kill between the two leaves a trace too many, which the next run takes away; never too few."""
-    from test_rollout import hand_made
+def test_the_same_command_started_twice_answers_once(call, tmp_path, questions_file, monkeypatch):
+    """The second is done before the first has the lock: there is nothing left for the first."""
+    from dlm_rag.decode.answers import AnswersFile
 
-    from dlm_rag.decode import answers
+    out = tmp_path / "answers.jsonl"
+    words = ("--questions", questions_file, "--out", out, "--trace", tmp_path / "trace.jsonl")
+    begin = AnswersFile.begin
 
-    file = answers.AnswersFile(tmp_path / "a.jsonl", tmp_path / "t.jsonl")
-    file.begin({"answers_depend_on": {}})
-    written = []
-    monkeypatch.setattr(answers, "_append", lambda path, record: written.append(path.name))
-    file.append(hand_made())
-    file.close()
-    assert written == ["t.jsonl", "a.jsonl"]
+    def begin_late(file, *given):
+        monkeypatch.setattr(AnswersFile, "begin", begin)
+        assert call(*words)[0] == 0
+        begin(file, *given)
+
+    monkeypatch.setattr(AnswersFile, "begin", begin_late)
+    code, _, err = call(*words)
+    assert code == 0 and "6 of 6 questions are answered already" in err
+    assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in QUESTIONS]
 
 
 def test_answers_of_other_settings_are_not_mixed(call, tmp_path, questions_file, model, corpus_file):
@@ -301,6 +311,9 @@ def test_files_that_are_not_ours_are_left_alone(call, tmp_path, questions_file):
     assert code == 2 and "does not hold the traces of out=" in err, "a trace cannot be added afterwards"
     code, _, err = call("Who?", "--trace", trace)
     assert code == 2 and "holds something already" in err and trace.read_text() == before
+    trace.write_text(before.replace('"trace": 2', '"trace": 3'))
+    code, _, err = call("--questions", questions_file, "--out", out, "--trace", trace)
+    assert code == 2 and err.startswith("error: ") and "is a trace of version 3" in err
     Path(f"{out}.run.json").write_text("{")
     code, _, err = call("--questions", questions_file, "--out", out)
     assert code == 2 and "without a readable answers.jsonl.run.json" in err

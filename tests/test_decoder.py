@@ -373,6 +373,16 @@ def test_proposals_by_hand():
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
     assert old == pytest.approx(0.2)
+    assert log_prob == pytest.approx(math.log(0.5))
+
+
+def test_the_log_probability_of_a_token_is_finite_where_its_probability_is_none():
+    logits = torch.tensor([[200.0, 0.0, 0.0]])
+    uniform = torch.tensor([1.0 - 1e-9], dtype=torch.float64)
+    token, confidence, *_, log_prob = read_proposals(
+        logits, uniform, 1e9, torch.tensor([0]), 2, False
+    ).numpy()
+    assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
 
 
 def test_sampled_tokens_follow_the_tempered_distribution():

@@ -111,9 +111,10 @@ def report(out: Path, questions: "list[Question]", folders: dict[str, Path], f1_
 
 def score_folder(folder: Path, questions: "list[Question]", f1_rule: str) -> "list[Score]":
     """The score of each question, from the folder's traces."""
-    from dlm_rag.decode.rollout import Rollout
+    from dlm_rag.decode.trace import read_trace
     from dlm_rag.evaluation.metrics import score
 
-    with (folder / "trace.jsonl").open(encoding="utf-8") as file:
-        rollouts = {rollout.id: rollout for rollout in map(Rollout.from_trace, map(json.loads, file))}
-    return [score(rollouts[question.id], question, f1_rule) for question in questions]
+    asked = {question.id: question for question in questions}
+    rollouts = (rollout for rollout in read_trace(folder / "trace.jsonl") if rollout.id in asked)
+    scores = {rollout.id: score(rollout, asked[rollout.id], f1_rule) for rollout in rollouts}
+    return [scores[question.id] for question in questions]

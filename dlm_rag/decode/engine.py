@@ -33,7 +33,8 @@ from dlm_rag.decode.row import Found, Group, Row, Search, Ticket
 from dlm_rag.decode.schedules import SCHEDULES
 from dlm_rag.diffusion.commit import Proposals, select
 from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.layout import arrange, fit
+from dlm_rag.evidence.fitting import Room, fit_passages, keep_shorter
+from dlm_rag.evidence.layout import arrange
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
@@ -122,7 +123,9 @@ class Engine:
             slot=self._free.pop(0),
             canvas=Canvas(own.canvas_length, self.tokenizer.mask_id),
             generator=keyed_generator(own.seed, question.id),
-            rollout=Rollout(question.id, question.question, self.layout, own.canvas_length),
+            rollout=Rollout(
+                question.id, question.question, self.layout, own.canvas_length, settings=asdict(own)
+            ),
             stop_at=self.tokenizer.end_ids if certain else frozenset(),
         )
         min(self._groups, key=lambda group: len(group.rows)).rows.append(row)
@@ -209,9 +212,12 @@ class Engine:
         )
         row.canvas.commit(chosen)
         row.committed = tuple(
-            Committed(int(p), int(t), self.tokenizer.token_text(int(t)), round(float(c), 6))
-            for p, t, c in zip(chosen.positions, chosen.token_ids, chosen.confidence, strict=True)
-        )
+            Committed(position, token, self.tokenizer.token_text(token), confidence, log_prob)
+            for position, token, confidence, log_prob in zip(
+                chosen.positions.tolist(), chosen.token_ids.tolist(), chosen.confidence.tolist(),
+                chosen.log_prob.tolist(), strict=True,
+            )
+        )  # fmt: skip
         still = guesses.confidence[row.canvas.masked[guesses.positions]]
         row.lowest_confidence = float(still.min()) if len(still) else None
 
@@ -308,27 +314,20 @@ class Engine:
             row.first_passage = passages[0].text if passages else ""
         if passages == row.found:
             return
-        row.found, shape = passages, self.proposer.shape
-        prompt = self.tokenizer.prompt(row.question.question, [passage.text for passage in passages])
+        row.found, rollout, shape = passages, row.rollout, self.proposer.shape
+        # An id stands for one text throughout a question, whatever a search engine says later.
+        texts = {p.id: rollout.passages.setdefault(p.id, p.text) for p in passages}
+        room = Room.of(shape, self.layout, row.canvas.length)
         try:
-            fitted, cut = fit(
-                prompt, self.layout, shape.max_position_embeddings, row.canvas.length,
-                shape.passage_length,
-            )  # fmt: skip
+            fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
         except QuestionError as error:
             row.fail(str(error))
             return
-        if cut.tokens > row.rollout.cut.get("tokens", 0):
-            row.rollout.cut = asdict(cut)
-        row.evidence = {
-            passage.id: passage.text if kept == whole else self.tokenizer.spans(list(kept))[0]
-            for passage, whole, kept in zip(passages, prompt.facts, fitted.facts, strict=True)
-            if kept
-        }
-        seen = row.rollout.evidence_texts
-        for name, text in row.evidence.items():  # of a passage cut twice, the shorter: a safe citation
-            seen[name] = min(seen.get(name, text), text, key=len)
-        row.arrangement = arrange(fitted, self.layout, shape.shifted, shape.passage_length)
+        if fitted.cut.tokens > rollout.cut.get("tokens", 0):
+            rollout.cut = asdict(fitted.cut)
+        row.evidence, row.dropped = fitted.texts, fitted.dropped
+        keep_shorter(rollout.evidence_texts, row.evidence)
+        row.arrangement = arrange(fitted.prompt, self.layout, shape.shifted, shape.passage_length)
         self.proposer.prefetch(row.arrangement)
 
     def end_step(self, rows: list[Row]) -> list[Row]:
@@ -346,6 +345,7 @@ class Engine:
                     committed=row.committed,
                     remasked=row.remasked,
                     seconds=row.seconds,
+                    dropped=row.dropped,
                 )
             )
             row.asked, row.searched, row.committed, row.remasked, row.seconds = None, False, (), (), {}

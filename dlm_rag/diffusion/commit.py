@@ -21,7 +21,7 @@ class Proposals:
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     confidence: Values  # probability of the proposed token
-    log_prob: Values  # its logarithm
+    log_prob: Values  # nats; of the confidence, finite where that underflows
     entropy: Values  # nats of the distribution at the position
     margin: Values  # probability of the first minus that of the second token
     written: Values  # probability of the token that stands there now

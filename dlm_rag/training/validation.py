@@ -9,7 +9,7 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
 from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times, mask_tokens
 from dlm_rag.evaluation.metrics import mean_score, score
-from dlm_rag.evidence.layout import fit_to
+from dlm_rag.evidence.fitting import Room, fit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
@@ -82,7 +82,7 @@ class QuestionValidation:
             hidden = mask_tokens(ids, schedule.alpha(times), -1, generator) < 0
             some = hidden.any(dim=1)  # a row without masks adds nothing
             found = tokenizer.prompt(question.question, self._evidence(question, truth))
-            prompt = fit_to(found, denoiser.config)
+            prompt = fit(found, Room.of(denoiser.config))[0]
             tokens += len(target)
             examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
             if examples:
