@@ -185,8 +185,8 @@ def stream_through(engine, numbers):
 @pytest.mark.slow
 def test_a_hundred_thousand_questions_pass_in_flat_memory(corpus):
     settings = DecodeConfig(canvas_length=4, batch_size=64)
-    with Engine(Trivial(), CountingRetriever(corpus, 1), tiny_tokenizer(), settings) as engine:
-        retriever = engine.retriever
+    retriever = CountingRetriever(corpus, 1)
+    with Engine(Trivial(), retriever, tiny_tokenizer(), settings) as engine:
         stream_through(engine, range(70_000))  # until what is kept of texts has its full size
         retriever.asked.clear()
         before = resident()

@@ -5,6 +5,7 @@ import torch
 from test_decoder import LAYOUTS, QUESTIONS, make_decoder
 
 from dlm_rag.config import EngineConfig
+from dlm_rag.decode.proposer import DenoiserProposer
 
 
 @pytest.fixture
@@ -15,8 +16,8 @@ def decode(corpus_file):
     def invoke(layout, threads=1, pool_gib=1.0, batch_size=3):
         torch.set_num_threads(threads)
         decoder = make_decoder(corpus_file, layout, batch_size=batch_size)
-        decoder.engine = EngineConfig(pool_gib=pool_gib)
-        decoder.forget()
+        engine = EngineConfig(pool_gib=pool_gib)
+        decoder.proposer = DenoiserProposer(decoder.denoiser, decoder.tokenizer.mask_id, engine)
         rollouts = decoder.decode(QUESTIONS)
         return [[step.committed for step in rollout.steps] for rollout in rollouts]
 

@@ -2,16 +2,17 @@
 
 import json
 from dataclasses import asdict, replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from conftest import byte_tokenizer, tiny_denoiser, tiny_tokenizer
-from dlm_rag.decode.prompts import Room, fit_passages
 from test_rollout import hand_made
 from test_view import render
 
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig
+from dlm_rag.decode.steps import Steps
 from dlm_rag.decode.trace import (
     Header,
     TraceWriter,
@@ -25,9 +26,10 @@ from dlm_rag.decode.trace import (
 from dlm_rag.decode.view import answer_panel
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score
+from dlm_rag.evidence.fitting import Room, fit_passages
 from dlm_rag.evidence.layout import arrange
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import PromptTemplate
 
 LAYOUTS = ["joint", "prefix", "independent"]
@@ -43,7 +45,7 @@ ASKED = [
 SHAPE = {"max_position_embeddings": 140, "passage_length": 40}
 
 
-class Rotating(Retriever):
+class Rotating(CorpusRetriever):
     """Finds other passages at every search."""
 
     def rank(self, queries, depth):
@@ -73,14 +75,14 @@ def header_for(decoder):
 
 def decode_and_spy(decoder):
     """The rollouts, and by question and step what the denoiser saw: arrangement, canvas."""
-    seen, denoise = {}, decoder._denoise
+    seen, denoise = {}, Steps.denoise
 
-    def spy(rows):
+    def spy(steps, rows):
         seen.update({(r.question.id, r.step): (r.arrangement, r.canvas.ids.tolist()) for r in rows})
-        denoise(rows)
+        denoise(steps, rows)
 
-    decoder._denoise = spy
-    return decoder.decode(ASKED), seen
+    with patch.object(Steps, "denoise", spy):
+        return decoder.decode(ASKED), seen
 
 
 def write(path, header, rollouts):
