@@ -59,8 +59,9 @@ def test_rows_may_see_more_keys_than_they_have_queries():
     torch.testing.assert_close(out, torch.cat([by_the_book(*row) for row in rows]))
 
 
-def varlen_reference(q, k, v, cumulative_q, cumulative_k, longest_q, longest_k, ahead):
-    """What a variable-length kernel is documented to do, from its own arguments."""
+def varlen_reference(q, k, v, cumulative, longest, ahead):
+    """What a variable-length kernel is documented to do, from its own arguments, of queries and keys."""
+    (cumulative_q, cumulative_k), (longest_q, longest_k) = cumulative, longest
     assert cumulative_q.dtype == cumulative_k.dtype == torch.int32
     assert longest_q == cumulative_q.diff().max() and longest_k == cumulative_k.diff().max()
     rows = [
@@ -97,10 +98,11 @@ VARLEN = {
 def gpu_kernel(request, monkeypatch):
     """The kernels themselves need a GPU; here stand-ins refuse what they refuse, and do the sum."""
 
-    def flash(q, k, v, cq, ck, mq, mk, window_size=(-1, -1), block_table=None):
+    def flash(q, k, v, *ends_and_longest, window_size=(-1, -1), block_table=None):
+        cq, ck, *longest = ends_and_longest
         if block_table is not None:
             k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
-        return varlen_reference(q, k, v, cq, ck, mq, mk, ahead_of(window_size))
+        return varlen_reference(q, k, v, (cq, ck), longest, ahead_of(window_size))
 
     if request.param == "flash":
         module = types.SimpleNamespace(flash_attn_varlen_func=flash)
@@ -110,10 +112,10 @@ def gpu_kernel(request, monkeypatch):
         return
     version, active, capability = VARLEN[request.param]
 
-    def varlen(
-        q, k, v, cq, ck, mq, mk, *, window_size=(-1, -1), enable_gqa=False, num_splits=None, **paged
-    ):
-        assert enable_gqa
+    def varlen(q, k, v, *ends_and_longest, window_size=(-1, -1), **options):
+        cq, ck, *longest = ends_and_longest
+        assert options.pop("enable_gqa")
+        num_splits, paged = options.pop("num_splits", None), options
         if active is None and version < "2.13":
             assert num_splits is None, "num_splits requires FA3"
         else:
@@ -125,7 +127,7 @@ def gpu_kernel(request, monkeypatch):
             k, v = (read_pages(x, paged["block_table"], used) for x in (k, v))
             ck = torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32)))
         pages.append(bool(paged))
-        return varlen_reference(q, k, v, cq, ck, mq, mk, ahead_of(window_size))
+        return varlen_reference(q, k, v, (cq, ck), longest, ahead_of(window_size))
 
     pages = []
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
