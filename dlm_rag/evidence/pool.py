@@ -111,12 +111,14 @@ class Contexts:
     def __init__(
         self, denoiser: Denoiser, pool: EvidencePool | None, *, masked_only: bool, prompt_reuse: int = 0
     ) -> None:
-        config = denoiser.config
+        config, kind, dtype = denoiser.config, denoiser.device.type, denoiser.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         self._denoiser, self._pool, self._masked_only = denoiser, pool, masked_only
         self._prompt_reuse = prompt_reuse
         self._store = ContextStore(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
-            denoiser.device, denoiser.dtype,
+            denoiser.device, dtype,
         )  # fmt: skip
         self._loaded: dict[int, tuple[Segment, ...]] = {}  # by slot
         self._prompts: dict[int, tuple[Segment, int]] = {}  # by slot, with the steps it was reused for
