@@ -93,7 +93,7 @@ def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
 )
 def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, words, said):
     with pytest.raises(ConfigError, match=said):
-        refuse_unfit(load_config(None, words), Processes(0, processes, 0))
+        refuse_unfit(load_config(None, words), processes, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded"])

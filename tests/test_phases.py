@@ -161,7 +161,7 @@ def test_own_questions_become_what_decoding_sees(own_data):
     train = TrainConfig(groups=10, rows=3)
     batches = AnsweredQuestions(questions, retriever, tiny_tokenizer(), shape, train, "")
     rows = [row for step in range(4) for row in batches.examples(step, range(10), (1, 2))]
-    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.masked) for row in rows)
+    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.hidden) for row in rows)
     seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
     assert seen == {response_of(q)[:80] for q in questions}, "every question once an epoch"
     assert batches.examples(2, [3], (1, 2)) == batches.examples(2, range(10), (1, 2))[9:12]

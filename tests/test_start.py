@@ -28,7 +28,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
     folder, model = autoregressive
     start = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
     assert start.config.mask_token_id == 257 and start.config.shifted, "one token more than there were"
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     with torch.no_grad():
         expected = model(IDS).logits
         found = denoiser(IDS, ahead=0)
@@ -38,7 +38,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
 def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_path):
     folder, model = autoregressive
     start = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     with torch.no_grad():
         denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
     start.export(tmp_path / "out", whole_state(denoiser), 20000.0, torch.float32)
@@ -60,7 +60,7 @@ def test_an_autoregressive_model_must_be_adapted_first(autoregressive):
 def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
     folder = golden / "checkpoints" / name
     start = begin(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     start.export(tmp_path, whole_state(denoiser), start.config.rope_theta, torch.float32)
     ids = torch.arange(40).view(2, 20) * 13 % 1500
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
     pytest.importorskip("peft")
     folder = golden / "checkpoints" / "tiny-llada"
     start = begin(load_config(None, [f"model.path={folder}", "train.lora_rank=4"]))
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     trained = {name for name, value in denoiser.named_parameters() if value.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     with torch.no_grad():

@@ -102,13 +102,14 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
     steps = [part[-1]["step"] + 1 for part in parts]
 
     def curve(axis: Any, name: str, label: str, **style: Any) -> None:
-        means = [sum(line[name] for line in part) / len(part) for part in parts]
+        if not any(line.get(name) for line in metrics):
+            return
+        means = [sum(line.get(name, 0.0) for line in part) / len(part) for part in parts]
         axis.plot(steps, means, label=label, linewidth=1.5, **style)
 
     curve(left, "loss", "masked tokens, training", color="#1f5c99")
-    if any(line["pointer_mass"] for line in metrics):
-        curve(left, "pointer_loss", "pointers, training", color="#b8862b")
-        curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
+    curve(left, "pointer_loss", "pointers, training", color="#b8862b")
+    curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
     curve(right, "name_accuracy", "masked names right, training", color="0.55")
     bounded = [line for line in metrics if "nelbo_per_token" in line]
     if bounded:
