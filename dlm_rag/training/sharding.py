@@ -4,6 +4,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def shard(
     dtype: of the arithmetic; shards are gathered in it, gradients are summed in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     # Values are views of what projects them; nothing here writes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -45,7 +46,9 @@ def shard(
     )
     for block in denoiser.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(objective, mesh=mesh, mp_policy=policy)
+    root: Any = fully_shard(objective, mesh=mesh, mp_policy=policy)
+    root.small_call = partial(_small_call, denoiser)
+    register_fsdp_forward_method(root, "small_call")  # as the root's own: it may be the first call of all
 
 
 def without_sum(root: nn.Module) -> AbstractContextManager[Any]:
@@ -68,10 +71,10 @@ def called_alone(root: nn.Module, denoiser: Denoiser, processes: Processes) -> I
     if not hasattr(module, "unshard"):
         yield
         return
+    # Layers find their root, and get the memory that they are gathered into, at their first call. Were it a
+    # decoder's, each would be a root, in memory of torch.inference_mode that no backward can use.
+    module.small_call()
     module.unshard()
-    # The memory that layers are gathered into is made at the first call; were that one of
-    # torch.inference_mode, no backward could use it later.
-    _small_call(denoiser)
     agree = denoiser.layers[0].register_forward_pre_hook(
         lambda *_: processes.any(True) and None, prepend=True
     )
