@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.commands.train import train
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.errors import ConfigError, RunError
@@ -33,9 +35,11 @@ from dlm_rag.training.pointers import Places, pointer_loss
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.report import Report
 from dlm_rag.training.rows.worlds import WorldExamples, find
+from dlm_rag.training.saving import position
 from dlm_rag.training.start import TEMPLATE, begin
 from dlm_rag.training.state import phase_settings
 from dlm_rag.training.trainer import added
+from dlm_rag.training.validation import QuestionValidation
 from dlm_rag.training.vocabulary import learn_tokenizer
 
 MICRO = [
@@ -275,7 +279,7 @@ def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
     assert all(p.grad is not None and not p.grad.any() for p in denoiser.parameters())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_checkpointing_changes_no_gradient(examples, kind, compiled):
     denoiser = micro_denoiser()
@@ -325,6 +329,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     """Real processes: one runs through, one is killed three times while it trains or saves."""
 
@@ -363,6 +368,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     assert json.loads((model / "training.json").read_text())["config"]["train"]["steps"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "words", "said"),
     [
@@ -428,6 +434,44 @@ def test_float16_scales_its_loss_and_bfloat16_needs_not(tmp_path):
     assert trainer._scaler.get_scale() > 1
 
 
+def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monkeypatch):
+    words = [*MICRO, "train.steps=2", "train.validate_every=1", "train.save_every=100"]
+    config, scores = load_config(None, words), QuestionValidation.scores
+
+    def fails(self, trainer):
+        if trainer.state.step == 2:
+            raise ConnectionError("no route to host")
+        return scores(self, trainer)
+
+    def go_on():
+        train(config, begin(config), tmp_path, ALONE, threading.Event())
+        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(QuestionValidation, "scores", fails)
+        with pytest.raises(ConnectionError):
+            go_on()
+    assert position(tmp_path, [""])[0] == 2, "the step is saved"
+    first, last = go_on()
+    assert "exact_match" in first and "exact_match" in last and last["step"] == 1
+    assert (tmp_path / "model").exists() and go_on() == [first, last], "and not made up for again"
+
+
+@pytest.mark.parametrize("objective", ["sft", "pretrain"])
+def test_bfloat16_trains_validates_saves_resumes_and_exports(tmp_path, objective):
+    words = ["train.dtype=bfloat16", f"train.objective={objective}", "train.sequence_length=64"]
+    words += ["train.batch_tokens=256", "decode.canvas_length=64"]
+    trainer, validation = open_trainer(load_config(None, [*MICRO, *words]), tmp_path)
+    trainer.step()
+    trainer.save()
+    assert 0 < validation.scores(trainer)["nelbo_per_token"] < 10
+    again = make_trainer(tmp_path, *words)
+    assert again.restore() and again.step() == trainer.step()
+    assert all(value.dtype == torch.float32 for value in weights_of(again).values())
+    again.export(tmp_path / "model")
+    assert Denoiser.from_pretrained(tmp_path / "model").config == trainer.denoiser.config
+
+
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     command = [sys.executable, "train.py", "--out", str(tmp_path), *MICRO]
@@ -446,6 +490,7 @@ def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
     assert "train.steps" in phase_settings(load_config(None, adapted).train), "attention opens in a share"
 
 
+@pytest.mark.slow
 def test_loss_falls(tmp_path):
     trainer = make_trainer(tmp_path, "train.steps=40", "train.warmup_steps=5")
     losses = [trainer.step()["loss"] for _ in range(40)]

@@ -93,7 +93,13 @@ def run(case: str, folder: Path, processes: Processes) -> dict:
         again, _ = make_trainer(case, folder, processes)
         again.restore()
         found["again"] = [again.step()["loss"] for _ in range(STEPS // 2)]
+        pairs = zip(again.denoiser.parameters(), trainer.denoiser.parameters(), strict=True)
+        found["same"] = not processes.any(not all(torch.equal(*map(own_rows, pair)) for pair in pairs))
     return found
+
+
+def own_rows(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def main() -> None:
