@@ -20,6 +20,7 @@ from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.training.failures import failures_told
 from dlm_rag.training.plan import refuse_unfit
 from dlm_rag.training.processes import Processes
+from dlm_rag.training.saving import saved
 
 ALONE = Processes(0, 1, 0)
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -155,11 +156,11 @@ def test_what_shards_export_is_whole(alone, together, folders, case):
 
 
 @slow
-@pytest.mark.parametrize(("saved", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded")])
-def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path, saved, resumed):
+@pytest.mark.parametrize(("begun", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded")])
+def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path, begun, resumed):
     """Two in shards -> one; one -> two in shards: the losses of the second half are the same."""
     assert alone("sft") and together("sft sharded")
-    source = folders[1 if saved == "sft sharded" else 0] / saved
+    source = folders[1 if begun == "sft sharded" else 0] / begun
     shutil.copytree(source / "checkpoints", tmp_path / resumed / "checkpoints")
     found = (
         run(resumed, tmp_path / resumed, ALONE) if resumed == "sft"
@@ -235,9 +236,9 @@ def test_sigterm_saves_and_ends_well(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "--resume goes on" in error, error
-    (saved,) = (tmp_path / "checkpoints").iterdir()
+    (last,) = saved(tmp_path)
     steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
-    assert saved.name == f"step-{steps:08d}", "the step that was under way is whole"
+    assert last.name == f"step-{steps:08d}", "the step that was under way is whole"
 
 
 def workers_of(launched):
@@ -256,8 +257,8 @@ def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
         time.sleep(0.05)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "--resume goes on" in error, error
-    (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert saved.name == f"step-{len((tmp_path / 'metrics.jsonl').read_text().splitlines()):08d}"
+    steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
+    assert saved(tmp_path)[-1].name == f"step-{steps:08d}", "a validated step is saved, and so is the last"
 
 
 @slow
