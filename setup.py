@@ -4,9 +4,20 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "dlm_rag/__init__.py").read_text()).group(1)
+
+
+class BuildWithConfigs(build_py):
+    """A wheel has configs/ inside the package; an editable install finds it in the checkout."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            self.copy_tree(str(here / "configs"), f"{self.build_lib}/dlm_rag/configs")
+
 
 setup(
     name="dlm_rag",
@@ -18,6 +29,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["dlm_rag", "dlm_rag.*"]),
     package_data={"dlm_rag": ["shipped/*/*"]},
+    cmdclass={"build_py": BuildWithConfigs},
+    entry_points={"console_scripts": ["dlm-rag = dlm_rag.__main__:main"]},
     # Ranges end at the newest version that was tested. The closed end on torch also matters where a
     # CPU wheel of 2.13.0 is at hand: "2.13.0+cpu" satisfies it and ranks above the CUDA build.
     install_requires=[
@@ -45,6 +58,7 @@ setup(
         "bench": ["accelerate>=1.1,<2"],  # of profiling/bench_train.py
         "test": [
             "pytest>=8,<10",
+            "setuptools>=70.1",  # builds the wheel that a test installs
             "ruff>=0.15,<0.18",
             "mypy>=1.18,<3",
             "types-PyYAML",

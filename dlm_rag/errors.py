@@ -24,6 +24,10 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be loaded; names the tensor or file."""
 
 
+class TraceError(UserError):
+    """A trace file that cannot be read or gone on with; names the file and, where it can, the line."""
+
+
 class RunError(RuntimeError):
     """What goes wrong while a program runs, and no input could be blamed for; one sentence, exit code 1."""
 

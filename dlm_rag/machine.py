@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,10 +50,37 @@ def machine_name(device: torch.device) -> str:
     return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
+def describe_machine(device: torch.device, attention: str) -> dict[str, str | int]:
+    """All of a machine that can change how a result is rounded: device, kernel, threads, versions."""
+    import torch
+
+    found: dict[str, str | int | None] = {
+        "device": device.type,
+        "name": machine_name(device),
+        "attention": attention,
+        "torch": torch.__version__,
+    }
+    if device.type == "cpu":
+        found["threads"] = torch.get_num_threads()
+    if device.type == "cuda":
+        found |= {"cuda": torch.version.cuda, "driver": _nvidia_driver()}
+    if attention == "flash":
+        found |= {package: version(package) for package in packages_distributions()["flash_attn"]}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _nvidia_driver() -> str | None:
+    listed = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Module\s.*?(\d+\.[\d.]+)", listed.read_text()) if listed.is_file() else None
+    return found[1] if found else None
+
+
 def commit_of_code() -> str | None:
-    """The commit of the code, with `-dirty` for local changes; None outside a git checkout."""
-    here = str(Path(__file__).resolve().parent)
-    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"]
+    """The commit of the code, with `-dirty` for local changes; None outside a checkout of this project."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():  # installed, perhaps in a folder of somebody's own repository
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -27,6 +27,8 @@ STAGES = (
     "data", "forward", "loss", "backward", "optimizer", "checkpoint", "evaluate",
 )  # fmt: skip
 DOMAIN = "dlm_rag"
+REMEMBERED_MESSAGES = 1000  # of steps and questions, before nvtx forgets them
+_passed = 0
 
 _clock: ContextVar["StageClock | None"] = ContextVar("stage_clock", default=None)
 
@@ -57,6 +59,11 @@ class StageClock(AbstractContextManager["StageClock"]):
         """The seconds since the last call, by stage; starts again from zero."""
         taken, self.seconds = self.seconds, {}
         return taken
+
+
+def without_nested(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The stages that lie in no other ("retrieve", not "retrieve/search"): they add up to the whole."""
+    return {name: value for name, value in seconds.items() if "/" not in name}
 
 
 @dataclass
@@ -111,6 +118,17 @@ def _range(message: str) -> nvtx.annotate:
     return nvtx.annotate(message, domain=DOMAIN)
 
 
+def _passing(message: str) -> str:
+    """A message that comes once: nvtx keeps all that it has seen, so now and then it is made to forget."""
+    global _passed
+    _passed += 1
+    if _passed % REMEMBERED_MESSAGES == 0:
+        domain = type(nvtx.get_domain(DOMAIN))
+        domain.get_event_attributes.cache_clear()
+        domain.get_registered_string.cache_clear()
+    return message
+
+
 class stage(AbstractContextManager[None]):  # noqa: N801 - reads as a statement
     """A named range around a stage of the pipeline; closes on errors too.
 
@@ -156,7 +174,7 @@ def step_range(step: int, rows: int) -> Iterator[None]:
         capture.enter(is_step=True)
     message = f"step {step} rows {rows}"
     try:
-        with nvtx.annotate(message, domain=DOMAIN):
+        with nvtx.annotate(_passing(message), domain=DOMAIN):
             torch_range = _torch_range(message)
             try:
                 yield
@@ -170,7 +188,7 @@ def step_range(step: int, rows: int) -> Iterator[None]:
 
 def mark(message: str) -> None:
     """A moment: that a question was finished, say."""
-    nvtx.mark(message, domain=DOMAIN)
+    nvtx.mark(_passing(message), domain=DOMAIN)
     torch_range = _torch_range(message)
     if torch_range is not None:
         torch_range.__exit__(None, None, None)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from dlm_rag.decode.rows import Row
 
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Committed, Rollout
-from dlm_rag.decode.rows import Row
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
@@ -118,5 +118,5 @@ class Replay(Decoder):
             positions = np.array([c.position for c in committed], dtype=np.int64)
             tokens = np.array([c.token_id for c in committed], dtype=np.int64)
             nothing = np.ones(len(committed))
-            row.canvas.commit(Proposals(positions, tokens, nothing, nothing, nothing))
+            row.canvas.commit(Proposals(positions, tokens, nothing, nothing, nothing, nothing))
             row.committed = tuple(Committed(c.position, c.token_id, "", 1.0) for c in committed)

@@ -2,13 +2,15 @@
 
 import sys
 import types
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.attention import Ragged, attention, choose_backend
+from dlm_rag.model.attention import attention
+from dlm_rag.model.kernels import choose_backend, kernel_version, missing, paging
+from dlm_rag.model.rows import Ragged, Segment, Sight, pack
 from dlm_rag.model.store import ContextStore
 
 CPU = torch.device("cpu")
@@ -32,12 +34,17 @@ def random_rows(query_lengths, key_lengths, heads=4, key_heads=2, width=8):
     return q, k, v
 
 
+def sight_of(queries, keys, ahead=None):
+    """Rows of these lengths that see as many keys as are given."""
+    ragged = [Ragged(n, torch.tensor([0, *accumulate(n)], dtype=torch.int32)) for n in (queries, keys)]
+    return Sight(*ragged, ahead)
+
+
 @pytest.mark.parametrize("ahead", [None, 0, 2])
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 7, 1)], ids=["even", "ragged"])
 def test_each_row_attends_to_itself_alone(lengths, ahead):
     q, k, v = random_rows(lengths, lengths)
-    rows = Ragged(lengths, CPU)
-    out = attention(q, k, v, rows, rows, "sdpa", ahead)
+    out = attention(q, k, v, sight_of(lengths, lengths, ahead), "sdpa")
     expected = torch.cat(
         [by_the_book(*row, ahead) for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
     )
@@ -47,7 +54,7 @@ def test_each_row_attends_to_itself_alone(lengths, ahead):
 def test_rows_may_see_more_keys_than_they_have_queries():
     queries, keys = (2, 3), (6, 4)
     q, k, v = random_rows(queries, keys)
-    out = attention(q, k, v, Ragged(queries, CPU), Ragged(keys, CPU), "sdpa")
+    out = attention(q, k, v, sight_of(queries, keys), "sdpa")
     rows = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
     torch.testing.assert_close(out, torch.cat([by_the_book(*row) for row in rows]))
 
@@ -75,42 +82,69 @@ def read_pages(x, table, lengths):
     return torch.cat([x[pages].flatten(0, 1)[:n] for pages, n in zip(table, lengths, strict=True)])
 
 
-@pytest.fixture(params=["flash", "varlen", "varlen with pages"])
+# torch's own kernel by version and active implementation, on the GPUs that it is for.
+VARLEN = {
+    "2.11": ("2.11.0", None, (9, 0)),
+    "2.12": ("2.12.1", None, (9, 0)),
+    "2.13": ("2.13.0+cu130", None, (9, 0)),
+    "FA3": ("2.13.0", "FA3", (9, 0)),
+    "FA4": ("2.13.0", "FA4", (10, 0)),
+    "FA4 on a Hopper": ("2.13.0", "FA4", (9, 0)),
+}
+
+
+@pytest.fixture(params=["flash", *VARLEN])
 def gpu_kernel(request, monkeypatch):
-    """The kernels themselves need a GPU; here stand-ins check the arguments and do the sum."""
+    """The kernels themselves need a GPU; here stand-ins refuse what they refuse, and do the sum."""
 
     def flash(q, k, v, cq, ck, mq, mk, window_size=(-1, -1), block_table=None):
         if block_table is not None:
             k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
         return varlen_reference(q, k, v, cq, ck, mq, mk, ahead_of(window_size))
 
+    if request.param == "flash":
+        module = types.SimpleNamespace(flash_attn_varlen_func=flash)
+        monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_interface=module))
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
+        yield "flash"
+        return
+    version, active, capability = VARLEN[request.param]
+
     def varlen(
         q, k, v, cq, ck, mq, mk, *, window_size=(-1, -1), enable_gqa=False, num_splits=None, **paged
     ):
-        assert num_splits == 1, "batch invariant"
         assert enable_gqa
+        if active is None and version < "2.13":
+            assert num_splits is None, "num_splits requires FA3"
+        else:
+            assert num_splits == 1, "batch invariant, and all of the pages are written"
         if paged:
-            assert ck is None and request.param == "varlen with pages"
+            assert version >= "2.12" and request.param != "FA4 on a Hopper"
+            assert (ck is None) == (active is not None), "both set or both not set"
             used = paged["seqused_k"]
             k, v = (read_pages(x, paged["block_table"], used) for x in (k, v))
             ck = torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32)))
+        pages.append(bool(paged))
         return varlen_reference(q, k, v, cq, ck, mq, mk, ahead_of(window_size))
 
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash))
+    pages = []
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
-    active = "FA3" if request.param == "varlen with pages" else None
+    monkeypatch.setattr("torch.__version__", version)
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: active)
-    return request.param.split()[0]
+    monkeypatch.setattr("dlm_rag.model.kernels.generation_of", lambda device: capability[0])
+    paging.cache_clear()
+    yield "varlen"
+    if request.node.originalname == "test_every_kernel_reads_the_slots_of_a_store":
+        assert pages == [request.param not in ("2.11", "FA4 on a Hopper")], "no copy where pages are read"
+    paging.cache_clear()
 
 
 @pytest.mark.parametrize("ahead", [None, 0, 2])
 def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, ahead):
     lengths = (3, 7, 1)
     q, k, v = random_rows(lengths, lengths)
-    rows = Ragged(lengths, CPU)
-    torch.testing.assert_close(
-        attention(q, k, v, rows, rows, gpu_kernel, ahead), attention(q, k, v, rows, rows, "sdpa", ahead)
-    )
+    sight = sight_of(lengths, lengths, ahead)
+    torch.testing.assert_close(attention(q, k, v, sight, gpu_kernel), attention(q, k, v, sight, "sdpa"))
 
 
 def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
@@ -122,12 +156,35 @@ def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
     store.reserve(3, 3)
     store.keys_values.fill_(torch.nan)
     store.put(2, 0, torch.stack((k[:3], v[:3]))[None])
-    rows = store.rows(slots, (3, 0))
-    seen = rows.write(0, rows.places(queries), k[3:], v[3:])
+    rows = pack([Segment((1,) * n, 0) for n in queries], CPU, context=store.rows(slots, (3, 0)))
+    seen = rows.seen(k[3:], v[3:], 0)
     for kernel in (gpu_kernel, "sdpa"):
-        out = attention(q, *seen, Ragged(queries, CPU), Ragged(keys, CPU), kernel, stored=rows)
-        expected = attention(q, k, v, Ragged(queries, CPU), Ragged(keys, CPU), "sdpa")
+        out = attention(q, *seen, rows.sight, kernel)
+        expected = attention(q, k, v, sight_of(queries, keys), "sdpa")
         torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("shape", ["nothing", "FlashAttention 4 alone", "flash-attn"])
+def test_flash_is_taken_where_the_function_is_that_will_be_called(monkeypatch, tmp_path, shape):
+    """FlashAttention 4 by itself is a package `flash_attn` too, without that function."""
+    if shape != "nothing":
+        (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    if shape == "flash-attn":
+        (tmp_path / "flash_attn" / "__init__.py").touch()
+        (tmp_path / "flash_attn" / "flash_attn_interface.py").touch()
+        (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
+        metadata = "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n"
+        (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    missing.cache_clear()
+    found = missing("flash", torch.device("cuda"), torch.bfloat16)
+    missing.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+    assert found == "" if shape == "flash-attn" else "pip install 'dlm_rag[flash]'" in found
+    if shape == "flash-attn":
+        assert kernel_version("flash") == "flash-attn 2.8.3"
 
 
 def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():

@@ -13,7 +13,7 @@ def put(canvas, tokens):
     positions = np.array(sorted(tokens))
     ids = np.array([tokens[p] for p in sorted(tokens)])
     ones = np.ones(len(ids))
-    canvas.commit(Proposals(positions, ids, ones, ones, ones))
+    canvas.commit(Proposals(positions, ids, *[ones] * 5))
 
 
 def test_only_the_first_unfinished_block_may_be_committed():
@@ -47,7 +47,7 @@ def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
     canvas = Canvas(3, MASK)
     put(canvas, {0: 5})
     confidence = np.array([0.9, 0.3])
-    guesses = Proposals(np.array([1, 2]), np.array([6, 7]), confidence, confidence, confidence)
+    guesses = Proposals(np.array([1, 2]), np.array([6, 7]), *[confidence] * 5)
     assert canvas.with_guesses(guesses, 0.5) == [5, 6, MASK]
     assert canvas.with_guesses(guesses, 0.0) == [5, 6, 7]
     assert canvas.with_guesses(guesses, 2.0) == [5, MASK, MASK] == canvas.ids.tolist()

@@ -14,7 +14,7 @@ from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
 
 sys.path.insert(0, str(ROOT))
 from dlm_rag.commands import evaluate, sample
-from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.trace import read_header, read_trace, training_rows
 from dlm_rag.program import run
 
 QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
@@ -137,14 +137,6 @@ BAD = {
     "no question": ([], "no question"),
     "no questions file": (["--questions", "nowhere.jsonl"], "'nowhere.jsonl' was not found"),
     "long question": (["why " * 25_000], "question 'q1': the question is .* tokens too long"),
-    "prompts used again where none is run": (
-        ["Who?", "decode.prompt_reuse=2", "model.evidence_layout=prefix"],
-        "prompt_reuse has no effect with evidence_layout=prefix",
-    ),
-    "canvas trimmed but decoded to its end": (
-        ["Who?", "decode.trim_canvas=true", "decode.stop_early=false"],
-        "trim_canvas and canvas_growth need stop_early=true",
-    ),
     "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
     "unknown flag": (["Who?", "--modle", "x"], "--modle"),
     "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k has the wrong type"),
@@ -189,6 +181,28 @@ def test_a_question_that_fails_is_recorded_and_the_others_are_answered(call, tmp
     assert len(records(Path(out).read_text())) == 2
 
 
+def test_one_command_for_all_programs(monkeypatch, capsys):
+    from dlm_rag import __version__
+    from dlm_rag.__main__ import PROGRAMS, main
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["/anywhere/dlm-rag", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out = capsys.readouterr()
+        return stop.value.code, out.out, out.err
+
+    assert call()[:2] == call("--help")[:2]
+    assert all(f"dlm-rag {name} " in call()[1] for name in PROGRAMS)
+    assert call("--version") == (0, f"{__version__}\n", "")
+    code, out, err = call("smaple", "--help")
+    assert (code, out) == (2, "") and "nearest: 'sample'" in err
+    code, _, err = call("train", "--confg", "tiny.yaml")
+    assert code == 2 and "`dlm-rag train --help` lists the flags" in err
+    code, out, _ = call("sample", "--config", "sardi.yaml", "--print-config")
+    assert code == 0 and "stop_early: false" in out
+
+
 def test_another_model_needs_a_corpus_of_its_own(call, model):
     code, _, err = call("Who?", "--model", model, defaults=False)
     assert code == 2 and err.startswith("error: no corpus: give --corpus")
@@ -205,16 +219,17 @@ def test_config_can_be_printed(call):
     assert code == 0 and "top_k: 3" in out and "stop_early: false" in out
 
 
-def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file):
+def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file, model):
     out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
     words = ("--questions", questions_file, "--out", out, "--trace", trace)
     assert call(*words)[0] == 0
     whole, whole_trace = out.read_text(), trace.read_text()
     assert [record["id"] for record in records(whole)] == [q["id"] for q in QUESTIONS]
 
-    lines, traces = whole.splitlines(keepends=True), whole_trace.splitlines(keepends=True)
+    lines = whole.splitlines(keepends=True)
+    fifth = whole_trace.index('{"id": "n4"')
     out.write_text("".join(lines[:3]) + lines[3][:40])  # killed while writing the fourth answer,
-    trace.write_text("".join(traces[:4]) + traces[4][:9])  # whose trace was there already
+    trace.write_text(whole_trace[: fifth + 9])  # whose trace was there already
     code, _, err = call(*words)
     assert code == 0 and "3 of 6 questions are answered already" in err
 
@@ -226,7 +241,12 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     assert out.read_text().splitlines(keepends=True)[:3] == lines[:3], "what was there is untouched"
     assert timeless(out.read_text()) == timeless(whole)
     assert timeless(trace.read_text()) == timeless(whole_trace)
-    assert Rollout.from_trace(records(trace.read_text())[5]).id == "n5"
+    rollouts = list(read_trace(trace))
+    assert [rollout.id for rollout in rollouts] == [q["id"] for q in QUESTIONS]
+    header = read_header(trace)
+    assert header.settings["canvas_length"] == 8 and header.model and header.corpus
+    for row in training_rows(rollouts[5], header, header.tokenizer(model)):
+        assert bytes(row.prompt.ids).startswith(b"Use ONLY the provided facts")
 
     stamp = Path(f"{out}.run.json").read_text()
     code, _, err = call(*words)
@@ -234,19 +254,23 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     assert Path(f"{out}.run.json").read_text() == stamp, "the stamp is of the run that began the file"
 
 
-def test_a_trace_is_on_disk_before_its_answer(tmp_path, monkeypatch):
-    """A kill between the two leaves a trace too many, which the next run takes away; never too few."""
-    from test_rollout import hand_made
+def test_the_same_command_started_twice_answers_once(call, tmp_path, questions_file, monkeypatch):
+    """The second is done before the first has the lock: there is nothing left for the first."""
+    from dlm_rag.decode.answers import AnswersFile
 
-    from dlm_rag.decode import answers
+    out = tmp_path / "answers.jsonl"
+    words = ("--questions", questions_file, "--out", out, "--trace", tmp_path / "trace.jsonl")
+    begin = AnswersFile.begin
 
-    file = answers.AnswersFile(tmp_path / "a.jsonl", tmp_path / "t.jsonl")
-    file.begin({"answers_depend_on": {}})
-    written = []
-    monkeypatch.setattr(answers, "_append", lambda path, record: written.append(path.name))
-    file.append(hand_made())
-    file.close()
-    assert written == ["t.jsonl", "a.jsonl"]
+    def begin_late(file, *given):
+        monkeypatch.setattr(AnswersFile, "begin", begin)
+        assert call(*words)[0] == 0
+        begin(file, *given)
+
+    monkeypatch.setattr(AnswersFile, "begin", begin_late)
+    code, _, err = call(*words)
+    assert code == 0 and "6 of 6 questions are answered already" in err
+    assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in QUESTIONS]
 
 
 def test_answers_of_other_settings_are_not_mixed(call, tmp_path, questions_file, model, corpus_file):
@@ -287,6 +311,9 @@ def test_files_that_are_not_ours_are_left_alone(call, tmp_path, questions_file):
     assert code == 2 and "does not hold the traces of out=" in err, "a trace cannot be added afterwards"
     code, _, err = call("Who?", "--trace", trace)
     assert code == 2 and "holds something already" in err and trace.read_text() == before
+    trace.write_text(before.replace('"trace": 2', '"trace": 3'))
+    code, _, err = call("--questions", questions_file, "--out", out, "--trace", trace)
+    assert code == 2 and err.startswith("error: ") and "is a trace of version 3" in err
     Path(f"{out}.run.json").write_text("{")
     code, _, err = call("--questions", questions_file, "--out", out)
     assert code == 2 and "without a readable answers.jsonl.run.json" in err
@@ -345,11 +372,11 @@ def test_results_are_stamped(call, tmp_path, questions_file):
 
 def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corpus_file):
     """A real process is interrupted after its first answers; the same command then finishes."""
-    questions = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(200)]
+    questions = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(40)]
     path, out = write_lines(tmp_path / "q.jsonl", questions), tmp_path / "answers.jsonl"
     command = [
         sys.executable, "sample.py", "--questions", str(path), "--out", str(out), "--model", str(model),
-        "--corpus", str(corpus_file), "decode.batch_size=1", "decode.canvas_length=24",
+        "--corpus", str(corpus_file), "decode.batch_size=1", "decode.canvas_length=12",
         "decode.stop_early=false", "decode.commit_rule=top_k",
     ]  # fmt: skip
     # Shells start background jobs with SIGINT ignored, and children inherit that.
@@ -366,10 +393,10 @@ def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corp
     assert process.returncode == 130 and "Traceback" not in err and "the same command goes on" in err
     first = out.read_text()
     done = first.count("\n")
-    assert 2 <= done < 200
+    assert 2 <= done < 40
 
     again = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ)
-    assert again.returncode == 0 and f"{done} of 200 questions are answered already" in again.stderr
+    assert again.returncode == 0 and f"{done} of 40 questions are answered already" in again.stderr
     assert out.read_text().startswith(first)
     assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in questions]
 
@@ -385,15 +412,33 @@ def test_evaluate_scores_what_it_decoded(call, tmp_path):
         ],
     )  # fmt: skip
     words = ("--questions", path, "--out", tmp_path / "runs", "retrieval.top_k=1", "decode.query=question")
-    code, out, _ = call(*words, program=evaluate)
+    code, out, err = call(*words, program=evaluate)
     assert code == 0 and "2 hops" in out
-    (setting,) = json.loads((tmp_path / "runs" / "scores.json").read_text())["settings"].values()
+    record = json.loads((tmp_path / "runs" / "scores.json").read_text())
+    (setting,) = record["settings"].values()
+    said = re.search(r"([\d.]+) tokens/forward", err)[1]
+    assert said == f"{setting['groups']['all']['tokens_per_forward']['mean']:.2f}", "one number in both"
+    assert record["f1_rule"] == "squad" and "F1 (squad) %" in (tmp_path / "runs/scores.md").read_text()
     groups = setting["groups"]
     assert groups["1 hop"]["recall_first"]["mean"] == 1.0
     assert groups["2 hops"]["recall_last"]["mean"] == 0.0 and groups["all"]["recall_last"]["mean"] == 0.5
     assert setting["stamp"]["answers_depend_on"]["retrieval.top_k"] == 1
     code, _, err = call("--questions", path, program=evaluate)
     assert code == 2 and "--out FOLDER" in err
+
+
+def test_evaluate_names_the_rule_of_f1(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # no heading is folded
+    (tmp_path / "hotpotqa").mkdir()
+    row = {"id": "1", "question": "Emma?", "golden_answers": ["no"]}
+    path, out = write_lines(tmp_path / "hotpotqa" / "dev.jsonl", [row]), tmp_path / "runs"
+    for words, rule in (((), "hotpotqa"), (("f1=squad",), "squad")):
+        code, screen, err = call("--questions", path, "--out", out, *words, program=evaluate)
+        assert code == 0 and ("1 of 1 questions are answered already" in err) == (rule == "squad")
+        assert f"F1 ({rule}) %" in screen and f"F1 ({rule}) %" in (out / "scores.md").read_text()
+        assert json.loads((out / "scores.json").read_text())["f1_rule"] == rule
+    code, _, err = call("--questions", path, "--out", out, "f1=hotpot", program=evaluate)
+    assert code == 2 and "f1='hotpot' is not one of auto, squad, hotpotqa (nearest: 'hotpotqa')" in err
 
 
 def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):

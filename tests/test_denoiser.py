@@ -1,6 +1,7 @@
 """The transformer against the public models, and its two ways of running against each other."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from conftest import tiny_denoiser
 from safetensors.torch import load_file
 
 from dlm_rag import Denoiser
-from dlm_rag.model.denoiser import of_rows
+from dlm_rag.model.rows import Segment, of_rows, pack
+from dlm_rag.model.store import Parts
+
+CPU = torch.device("cpu")
 
 REFERENCES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
@@ -30,6 +34,11 @@ REFERENCES = {
     ),
     "qwen2 with a tied head": ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": True}),
 }
+
+
+def packed(ids, **more):
+    """Rows of ids, each from position 0 on."""
+    return pack([Segment(tuple(row.tolist()), 0) for row in ids], CPU, **more)
 
 
 @pytest.mark.parametrize("name", ["dream", "llada"])
@@ -86,9 +95,9 @@ def test_a_context_encoded_apart_counts_as_if_it_stood_before_the_row():
     denoiser = tiny_denoiser()
     ids = torch.arange(20)
     with torch.no_grad():
-        whole, _ = denoiser.encode(ids, torch.arange(20), [20])
-        _, kept = denoiser.encode(ids[:12], torch.arange(12), [12], keep=True)
-        after, _ = denoiser.encode(ids[12:], torch.arange(12, 20), [8], context=[[kept]])
+        whole, _ = denoiser.encode(packed([ids]))
+        _, kept = denoiser.encode(packed([ids[:12]]), keep=True)
+        after, _ = denoiser.encode(pack([Segment(tuple(range(12, 20)), 12)], CPU, context=Parts([[kept]])))
     assert not torch.allclose(whole[12:], after), "the first part must not see the second"
     by_mask = masked_reference(denoiser, ids, split=12)
     torch.testing.assert_close(after, by_mask[12:])
@@ -105,13 +114,15 @@ def run_with_mask(denoiser, ids, positions, allowed):
     """The transformer with a dense attention mask in place of packed rows, as an independent path."""
     from unittest.mock import patch
 
+    rows = replace(packed([ids]), positions=positions)
+
     def masked(q, k, v, *_):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-    with torch.no_grad(), patch("dlm_rag.model.denoiser.attention", masked):
-        return denoiser.encode(ids, positions, [len(ids)])[0]
+    with torch.no_grad(), patch("dlm_rag.model.block.attention", masked):
+        return denoiser.encode(rows)[0]
 
 
 def test_rows_of_a_batch_do_not_see_each_other():
@@ -132,16 +143,16 @@ def test_a_shifted_denoiser_reads_the_row_before():
 
 def test_only_the_tokens_that_are_read_go_through_the_last_layer():
     denoiser = tiny_denoiser(qk_norm=True)
-    ids, lengths = torch.arange(12), [5, 4, 3]
-    positions = torch.tensor([*range(5), *range(4), *range(3)])
+    lengths = (5, 4, 3)
+    ids = torch.arange(12).split(lengths)
     with torch.no_grad():
-        _, kept = denoiser.encode(ids, positions, lengths, keep=True)
+        _, kept = denoiser.encode(packed(ids), keep=True)
         rows = of_rows(kept, lengths)
-        context = [[rows[1]], [rows[2]], [rows[0]]]
-        whole, _ = denoiser.encode(ids, positions, lengths, context)
-        found, _ = denoiser.encode(ids, positions, lengths, context, read=[(0, 3), (2,), (1,)])
+        context = Parts([[rows[1]], [rows[2]], [rows[0]]])
+        whole, _ = denoiser.encode(packed(ids, context=context))
+        found, _ = denoiser.encode(packed(ids, context=context, read=[(0, 3), (2,), (1,)]))
         torch.testing.assert_close(found, whole[[0, 3, 7, 10]])
-        nothing, again = denoiser.encode(ids, positions, lengths, keep=True, read=[()] * 3)
+        nothing, again = denoiser.encode(packed(ids, read=[()] * 3), keep=True)
     assert nothing.shape == (0, 32)
     torch.testing.assert_close(again, kept)
 
@@ -154,8 +165,8 @@ def test_a_few_graphs_serve_all_layers_and_lengths():
     assert plain.compilations is None and compiled.compilations == 0
     with torch.inference_mode():
         for lengths in ([7], [3, 9], [5, 2, 6], [30, 31]):
-            ids = torch.arange(sum(lengths))
             read = [range(0, length, 2) for length in lengths]
-            found, expected = (d.encode(ids, ids, lengths, read=read)[0] for d in (compiled, plain))
+            rows = packed([torch.arange(length) for length in lengths], read=read)
+            found, expected = (d.encode(rows)[0] for d in (compiled, plain))
             torch.testing.assert_close(found, expected)
     assert 2 <= compiled.compilations <= 6

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from dlm_rag.decode.rollout import Rollout, Step
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import (
     Estimate,
@@ -15,13 +16,82 @@ from dlm_rag.evaluation.compare import (
     read_settings,
     summarise,
 )
-from dlm_rag.evaluation.metrics import Score
+from dlm_rag.evaluation.metrics import Score, choose_f1, f1, mean_score, score
 from dlm_rag.evaluation.report import answers_per_second, grids, markdown, percent, plot
 from dlm_rag.questions import Question
 
 
 def a_score(exact_match, recall=1.0):
-    return Score(exact_match, exact_match, recall, recall, 3.0, 20.0, 0.5)
+    return Score(exact_match, exact_match, recall, recall, forwards=3.0, tokens=60.0, seconds=0.5)
+
+
+def test_f1_by_the_rules_of_two_data_sets():
+    """Worked by hand: 1 word of 1 and of 4 shared is 2/5, 1 of 1 and of 2 is 2/3."""
+    assert f1("no", ["No Path Through Fire"]) == pytest.approx(2 / 5)
+    assert f1("no", ["No Path Through Fire"], "hotpotqa") == 0.0, "the prediction is closed"
+    assert f1("Yes, both.", ["yes"]) == pytest.approx(2 / 3)
+    assert f1("Yes, both.", ["yes"], "hotpotqa") == 0.0, "the golden answer is closed"
+    assert f1("noanswer", ["noanswer here"]) == pytest.approx(2 / 3)
+    assert f1("noanswer", ["noanswer here"], "hotpotqa") == 0.0
+    assert f1("yes", ["no"], "hotpotqa") == 0.0
+    for rule in ("squad", "hotpotqa"):
+        assert f1("Yes!", ["yes"], rule) == 1.0, "after normalisation both sides are the same"
+        assert f1("no path", ["no path at all"], rule) == pytest.approx(2 / 3), "neither side is closed"
+        assert f1("Yes, both.", ["yes", "both"], rule) == pytest.approx(2 / 3), "the best of the answers"
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("data/hotpotqa/questions.jsonl", "hotpotqa"),
+        ("HotpotQA-dev.jsonl", "hotpotqa"),
+        ("/data/2wikimultihopqa/dev.parquet", "hotpotqa"),
+        ("hotpotqa/squad/questions.jsonl", "squad"),
+        ("questions.jsonl", "squad"),
+    ],
+)
+def test_the_rule_of_f1_follows_the_name_of_the_questions(path, rule, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert choose_f1("auto", path) == rule
+    assert choose_f1("squad", path) == "squad" and choose_f1("hotpotqa", path) == "hotpotqa"
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
+def test_on_real_answers_the_rules_differ_only_at_yes_and_no(real, name):
+    """Each golden answer is predicted with a word more, and alone for a question that asks more."""
+    from dlm_rag.questions import read_questions
+
+    path = real / name / "questions.jsonl"
+    assert choose_f1("auto", str(path)) == "hotpotqa"
+    closed = 0
+    for question in read_questions(path):
+        (answer,) = question.golden_answers
+        for prediction, golden in ((f"{answer} indeed", answer), (answer, f"{answer} indeed")):
+            squad, hotpotqa = f1(prediction, [golden]), f1(prediction, [golden], "hotpotqa")
+            assert 0.5 < squad < 1.0
+            assert hotpotqa == (0.0 if answer in ("yes", "no") else squad)
+        closed += answer in ("yes", "no")
+    assert closed == {"hotpotqa": 26, "2wikimultihopqa": 14}[name]
+
+
+def test_seconds_of_nested_stages_count_once():
+    seconds = {"retrieve": 0.5, "retrieve/search": 0.4, "denoise": 1.0}
+    steps = [Step(0, "?", (), True, seconds=seconds), Step(1, None, (), False, seconds={"denoise": 0.5})]
+    assert score(Rollout("a", "?", "joint", 3, steps), Question("a", "?")).seconds == 2.0
+
+
+def test_tokens_per_forward_is_a_ratio_of_sums():
+    """90 tokens in 3 forwards and 10 in 17 are 5 a forward, not the mean of 30 and 0.6."""
+    fast, slow = (Score(1.0, 1.0, None, None, n, tokens, 0.1) for n, tokens in ((3, 90), (17, 10)))
+    failed = Score(0.0, 0.0, None, None, 0, 0, 0.1)
+    scores = [fast, slow, failed]
+    assert mean_score(scores).tokens_per_forward == pytest.approx(5.0)
+    found = summarise(scores, {"all": [0, 1, 2], "failed": [2], "one": [1]})
+    estimate = found["all"]["tokens_per_forward"]
+    assert estimate.mean == pytest.approx(5.0)
+    assert (estimate.low, estimate.high) == pytest.approx((10 / 17, 30)), "of two questions, one or both"
+    assert found["failed"]["tokens_per_forward"] is None, "nothing was run"
+    assert found["one"]["tokens_per_forward"] == Estimate(10 / 17, 10 / 17, 10 / 17)
 
 
 def test_settings_by_name_by_value_and_joined():
@@ -80,9 +150,10 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     groups = group_questions(questions)
     scores = {"one": [a_score(1.0), a_score(1.0)], "two": [a_score(0.0), a_score(1.0, None)]}
     summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
-    found = grids(groups, summaries, compare_to_first(scores, groups))
+    found = grids(groups, summaries, compare_to_first(scores, groups), "hotpotqa")
     assert found[0].rows[1] == ["1 hop (1)", "100.0 [100, 100]", "0.0 [0, 0]"]
-    assert found[1].rows[0][-1] == "2.00 [2.00, 2.00]", "answers a second"
+    assert found[1].headings[1] == "F1 (hotpotqa) %"
+    assert found[1].rows[0][-2:] == ["20.00 [20.00, 20.00]", "2.00 [2.00, 2.00]"], "answers a second"
     assert found[-1].rows[1] == ["1 hop (1)", "+100.0 [+100, +100]"]
     stamp = {"commit": "c0ffee", "date": "d", "device": "cpu", "threads": 2, "attention": "sdpa", "seed": 0}
     text = markdown(found, stamp)

@@ -6,7 +6,9 @@ from conftest import tiny_denoiser, tiny_tokenizer
 from test_denoiser import run_with_mask
 
 from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.layout import Cut, arrange, encode_canvases, encode_contexts, fit
+from dlm_rag.evidence.encode import encode_canvases, encode_contexts
+from dlm_rag.evidence.fitting import Cut, Room, fit
+from dlm_rag.evidence.layout import arrange
 from dlm_rag.tokenizer import Prompt, PromptTemplate
 
 PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))
@@ -87,7 +89,7 @@ def test_without_evidence_the_question_stands_alone():
 @pytest.mark.parametrize("layout", ["joint", "prefix"])
 def test_passages_keep_their_tokens_in_rank_order_until_the_context_is_full(layout):
     prompt = Prompt((1,), ((2,) * 4, (3,) * 4, (4,) * 4), (5,))
-    fitted, cut = fit(prompt, layout, context_length=14, canvas_length=6, passage_length=1)
+    fitted, cut = fit(prompt, Room(layout, 14, canvas_length=6, passage_length=1))
     assert fitted.facts == ((2,) * 4, (3,) * 2, ())
     assert cut == Cut(tokens=6, passages_shortened=1, passages_dropped=1)
     assert len(fitted) + 6 == 14, "the context is used to the last token"
@@ -95,18 +97,18 @@ def test_passages_keep_their_tokens_in_rank_order_until_the_context_is_full(layo
 
 def test_independent_shortens_each_passage_by_itself():
     prompt = Prompt((1,), ((2,) * 4, (3,) * 9), (5,))
-    fitted, cut = fit(prompt, "independent", context_length=20, canvas_length=6, passage_length=5)
+    fitted, cut = fit(prompt, Room("independent", 20, canvas_length=6, passage_length=5))
     assert [len(fact) for fact in fitted.facts] == [4, 5]
     assert cut == Cut(tokens=4, passages_shortened=1)
 
 
 def test_what_fits_is_not_touched():
-    assert fit(PROMPT, "joint", 100, 10, 50) == (PROMPT, Cut())
+    assert fit(PROMPT, Room("joint", 100, 10, 50)) == (PROMPT, Cut())
 
 
 def test_a_question_that_does_not_fit_says_by_how_much():
     with pytest.raises(QuestionError, match="2 tokens too long: the context of 10"):
-        fit(Prompt((1,) * 6, (), ()), "joint", 10, 6, 0)
+        fit(Prompt((1,) * 6, (), ()), Room("joint", 10, 6, 0))
 
 
 def test_ids_of_a_passage_do_not_depend_on_its_rank_in_independent():

@@ -14,7 +14,7 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evaluation.metrics import evidence_recall
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.base import fuse, take_turns
-from dlm_rag.retrieval.bm25 import terms
+from dlm_rag.retrieval.bm25 import BM25Retriever, terms
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.hybrid import HybridRetriever
@@ -266,9 +266,9 @@ def test_successive_queries_find_what_fresh_ones_find_ties_included(
     ]
     lines = [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
     corpus = write_lines(tmp_path / "corpus.jsonl", lines)
-    fresh, kept = (load_retriever(corpus, top_k=top_k) for _ in range(2))
+    fresh = load_retriever(corpus, top_k=top_k)
     monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
-    kept.remember(2**20)
+    kept = load_retriever(corpus, top_k=top_k, search_memory_gib=2**-10)
     assert kept._successive is not None
     askers = {name: rng.choices(vocabulary, k=rng.randrange(1, 25)) for name in "abc"}
     for _ in range(150):
@@ -285,15 +285,15 @@ def test_successive_queries_find_what_fresh_ones_find_ties_included(
 def test_kept_scores_stay_within_their_memory(corpus_file, monkeypatch):
     """Two states of 512 passages, the least there is, fit; a third asker gets fresh searches."""
     monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
-    retriever = load_retriever(corpus_file, top_k=2)
-    retriever.remember(2 * 4 * 512)
+    corpus = open_corpus(corpus_file)
+    retriever = BM25Retriever(corpus, 2, memory=2 * 4 * 512)
     for asker in "abc":
         assert retriever.rank([Query("novel", (), asker)], 2) == [[3, 0]]
     assert list(retriever._successive._kept) == ["a", "b"]
     retriever.forget("a")
     retriever.rank([Query("novel", (), "c")], 2)
     assert list(retriever._successive._kept) == ["b", "c"]
-    retriever.remember(4 * 512 - 1)
+    retriever = BM25Retriever(corpus, 2, memory=4 * 512 - 1)
     assert retriever.rank([Query("novel", (), "a")], 2) == [[3, 0]]
     assert not retriever._successive._kept
 

@@ -23,8 +23,9 @@ from dlm_rag.commands.train import train
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.evidence.layout import arrange, canvas_starts, encode_canvases, encode_contexts
-from dlm_rag.model.denoiser import Watch
+from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_contexts
+from dlm_rag.evidence.layout import arrange
+from dlm_rag.model.block import Watch
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.training.loss import ChunkedLogProbabilities, ChunkedLoss
 from dlm_rag.training.memory import LiveBytes

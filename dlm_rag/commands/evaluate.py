@@ -1,15 +1,15 @@
 """Score a denoiser on questions with known answers, under one setting or several.
 
-    python evaluate.py --out runs/shipped --compare all      # the shipped model on its invented world
-    python evaluate.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
+    dlm-rag evaluate --out runs/shipped --compare all      # the shipped model on its invented world
+    dlm-rag evaluate --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out runs/first
-    python evaluate.py ... --out runs/all --compare all
-    python evaluate.py ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
+    dlm-rag evaluate ... --out runs/all --compare all
+    dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
 
 --compare all: interleaved retrieval (decode.query=proxy), committed tokens only, static retrieval,
 static with a second round from the top passage (feedback), none, and oracle evidence. The folder gets
 scores.json, scores.md, scores.png and the answers and traces of every setting. A run that was stopped
-goes on when the same command is given again.
+goes on when the same command is given again. In a checkout `python evaluate.py` is the same program.
 """
 
 import json
@@ -53,6 +53,8 @@ def main(argv: list[str]) -> None:
             replace(settings[name], out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl")),
             questions,
         )
+    from dlm_rag.evaluation.metrics import choose_f1
+
     denoiser, model = None, None
     for name, job in jobs.items():
         if len(jobs) > 1:
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> None:
         model = settings[name].model
         if job.failed:
             note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
-    report(out, questions, folders)
+    report(out, questions, folders, choose_f1(config.f1, config.questions))
 
 
 def settings_of(words: CommandLine) -> "dict[str, Config]":
@@ -74,7 +76,7 @@ def settings_of(words: CommandLine) -> "dict[str, Config]":
     return {name: words.config_with(more) for name, more in read_settings(config.compare).items()}
 
 
-def report(out: Path, questions: "list[Question]", folders: dict[str, Path]) -> None:
+def report(out: Path, questions: "list[Question]", folders: dict[str, Path], f1_rule: str) -> None:
     """Scores the traces in the folders: a table on the screen; JSON, Markdown and a picture in `out`."""
     from rich.console import Console
 
@@ -82,7 +84,7 @@ def report(out: Path, questions: "list[Question]", folders: dict[str, Path]) -> 
     from dlm_rag.evaluation.report import grids, markdown, plot, show
 
     groups = group_questions(questions)
-    scores = {name: score_folder(folder, questions) for name, folder in folders.items()}
+    scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
     stamps = {
         name: json.loads((folder / "answers.jsonl.run.json").read_text(encoding="utf-8"))
         for name, folder in folders.items()
@@ -90,6 +92,7 @@ def report(out: Path, questions: "list[Question]", folders: dict[str, Path]) -> 
     summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
     against = compare_to_first(scores, groups)
     record = {
+        "f1_rule": f1_rule,
         "questions": {group: len(places) for group, places in groups.items()},
         "settings": {
             name: {"groups": as_record(summary), "stamp": stamps[name]}
@@ -100,17 +103,18 @@ def report(out: Path, questions: "list[Question]", folders: dict[str, Path]) -> 
     brief = {name: places for name, places in groups.items() if "," not in name}
     (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (out / "scores.md").write_text(
-        markdown(grids(groups, summaries, against), next(iter(stamps.values()))), encoding="utf-8"
+        markdown(grids(groups, summaries, against, f1_rule), next(iter(stamps.values()))), encoding="utf-8"
     )
     plot(out / "scores.png", groups, summaries)
-    show(Console(), grids(brief, summaries, against))
+    show(Console(), grids(brief, summaries, against, f1_rule))
 
 
-def score_folder(folder: Path, questions: "list[Question]") -> "list[Score]":
+def score_folder(folder: Path, questions: "list[Question]", f1_rule: str) -> "list[Score]":
     """The score of each question, from the folder's traces."""
-    from dlm_rag.decode.rollout import Rollout
+    from dlm_rag.decode.trace import read_trace
     from dlm_rag.evaluation.metrics import score
 
-    with (folder / "trace.jsonl").open(encoding="utf-8") as file:
-        rollouts = {rollout.id: rollout for rollout in map(Rollout.from_trace, map(json.loads, file))}
-    return [score(rollouts[question.id], question) for question in questions]
+    asked = {question.id: question for question in questions}
+    rollouts = (rollout for rollout in read_trace(folder / "trace.jsonl") if rollout.id in asked)
+    scores = {rollout.id: score(rollout, asked[rollout.id], f1_rule) for rollout in rollouts}
+    return [scores[question.id] for question in questions]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag import __version__
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.machine import choose_device, choose_dtype, commit_of_code, machine_name
+from dlm_rag.machine import choose_device, choose_dtype, commit_of_code, describe_machine, machine_name
 from dlm_rag.program import check_writable, note
 
 if TYPE_CHECKING:
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
     from dlm_rag.decode.answers import AnswersFile
     from dlm_rag.decode.decoder import Decoder
+    from dlm_rag.decode.trace import Header
     from dlm_rag.model.checkpoint import Checkpoint
     from dlm_rag.model.denoiser import Denoiser
     from dlm_rag.questions import Question
-    from dlm_rag.retrieval.base import Retriever
+    from dlm_rag.retrieval.base import CorpusRetriever, Retriever
     from dlm_rag.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
@@ -51,7 +52,7 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
             )
         questions.append(question)
     if not questions:
-        raise ConfigError('no question: type one, as in `sample.py "Who ...?"`, or give --questions')
+        raise ConfigError('no question: type one, as in "Who wrote Emma?", or give --questions')
     return questions
 
 
@@ -97,7 +98,7 @@ class Prepared:
 
     def answers_depend_on(self) -> dict[str, Any]:
         """All that can change an answer; batch size, device and file names cannot."""
-        free = {"batch_size", "corpus", "index_folder", "dense_batch_size"}
+        free = {"batch_size", "corpus", "index_folder", "dense_batch_size", "search_memory_gib"}
         settings = {
             f"{section}.{key}": value
             for section in ("retrieval", "decode")
@@ -108,11 +109,25 @@ class Prepared:
             settings["decode.overlap"] = "none"
         return settings | {
             "model": self.checkpoint.fingerprint,
-            "corpus": self.retriever.corpus.fingerprint,
+            "corpus": self.retriever.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
             "evidence_layout": self.evidence_layout,
             "engine.compile": self.config.engine.compile,
         }
+
+    def trace_header(self) -> Header:
+        """What the questions of a trace of this job have in common."""
+        from dlm_rag.decode.trace import header_of
+
+        return header_of(
+            self.checkpoint.config,
+            self.tokenizer,
+            self.evidence_layout,
+            self.config.decode,
+            top_k=self.config.retrieval.top_k,
+            model=self.checkpoint.fingerprint,
+            corpus=self.retriever.fingerprint,
+        )
 
     def stamp(self) -> dict[str, Any]:
         """What a result must carry to be understood later: code, settings, versions, machine."""
@@ -127,6 +142,7 @@ class Prepared:
             "device": f"{self.device.type}: {machine_name(self.device)}",
             "threads": torch.get_num_threads(),
             "attention": self.attention,
+            "machines": [describe_machine(self.device, self.attention)],  # that have answered, in order
             "seed": self.config.decode.seed,
             "answers_depend_on": self.answers_depend_on(),
             "config": asdict(self.config),
@@ -145,7 +161,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.retrieval.corpus import open_corpus
 
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
-    from dlm_rag.decode.decoder import with_checkpoints_own
+    from dlm_rag.decode.engine import with_checkpoints_own
     from dlm_rag.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(config.model.path)
@@ -154,40 +170,31 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     assert decode.canvas_length is not None
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
-    from dlm_rag.model.attention import choose_backend
+    from dlm_rag.model.kernels import choose_backend
     from dlm_rag.tokenizer import Tokenizer
 
     attention = choose_backend(config.model.attention, device, dtype)
     layout = config.model.evidence_layout or checkpoint.config.evidence_layout
-    if config.decode.prompt_reuse and layout != "joint":
-        raise ConfigError(
-            f"decode.prompt_reuse has no effect with evidence_layout={layout}: leave it out, the pool "
-            "keeps what can be kept"
-        )
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
-    from dlm_rag.evidence.layout import fit
+    from dlm_rag.evidence.fitting import Room, fit
 
+    room = Room.of(checkpoint.config, layout, decode.canvas_length)
     too_long = []
     for question in questions:
         try:
-            fit(
-                tokenizer.prompt(question.question, []), layout,
-                checkpoint.config.max_position_embeddings, decode.canvas_length,
-                checkpoint.config.passage_length,
-            )  # fmt: skip
+            fit(tokenizer.prompt(question.question, []), room)
         except QuestionError as error:
             too_long.append(f"question '{question.id}': {error}")
     if len(too_long) == len(questions):  # others would be answered, and these recorded as failed
         raise QuestionError(too_long[0])
     from dlm_rag.retrieval import load_retriever
 
-    retriever = load_retriever(config.retrieval, corpus)
-    if config.retrieval.oracle:
-        retriever = _oracle(retriever, questions, config.decode.query)
+    found = load_retriever(config.retrieval, corpus)
+    retriever = _oracle(found, questions, config.decode.query) if config.retrieval.oracle else found
     return Prepared(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
 
 
-def _oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:
+def _oracle(inner: CorpusRetriever, questions: list[Question], query: str) -> Retriever:
     from dlm_rag.retrieval.fixed import OracleRetriever
     from dlm_rag.retrieval.query import build_query
 
@@ -205,7 +212,6 @@ class Job:
     """Questions to be answered into files; everything but the weights has been checked."""
 
     questions: list[Question]
-    remaining: list[Question]  # without an answer yet
     file: AnswersFile
     prepared: Prepared
     failed: int = 0  # of those that were run; the answers file says why
@@ -214,16 +220,17 @@ class Job:
         """Answers what remains; `denoiser`, here and returned, saves reading the same weights twice."""
         from dlm_rag.decode.view import Tally
 
-        remaining, answered = self.remaining, len(self.questions) - len(self.remaining)
-        if answered:
-            note(f"{answered} of {len(self.questions)} questions are answered already")
-        if not remaining:
-            return denoiser
-        stamp = self.prepared.stamp()
-        decoder = self.prepared.load(denoiser)
-        self.file.begin(stamp)
-        tally, start = Tally(), time.perf_counter()
+        tally, remaining = Tally(), self.file.remaining(self.questions)
         try:
+            if remaining:
+                self.file.begin(self.prepared.stamp(), self.prepared.trace_header())
+                remaining = self.file.remaining(self.questions)  # another process may have answered some
+            if answered := len(self.questions) - len(remaining):
+                note(f"{answered} of {len(self.questions)} questions are answered already")
+            if not remaining:
+                return denoiser
+            decoder = self.prepared.load(denoiser)
+            start = time.perf_counter()
             for rollout in decoder.stream(remaining):
                 self.file.append(rollout)
                 tally.add(rollout)
@@ -250,10 +257,10 @@ def plan(config: Config, questions: list[Question]) -> Job:
     assert config.out is not None
     check_files(config)
     file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)
-    remaining = file.remaining(questions)
+    file.remaining(questions)
     prepared = prepare(config, questions)
     file.check_same(prepared.answers_depend_on())
-    return Job(questions, remaining, file, prepared)
+    return Job(questions, file, prepared)
 
 
 def check_files(config: Config) -> None:

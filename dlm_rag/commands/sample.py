@@ -1,13 +1,14 @@
 """Answer questions: retrieve while denoising, many at once.
 
-    python sample.py                               # the shipped model on its invented world
-    python sample.py "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
-    python sample.py --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
+    dlm-rag sample                               # the shipped model on its invented world
+    dlm-rag sample "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
+    dlm-rag sample --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out answers.jsonl decode.batch_size=16
 
 In a terminal the canvas fills in before your eyes. Piped or with --out: JSON lines only; a run that
 was stopped goes on when the same command is given again. A question that fails (it is too long, its
 search fails) gets an `error` in its line, the others are answered, and the exit status is 1.
+In a checkout `python sample.py` is the same program.
 """
 
 import sys
@@ -62,20 +63,22 @@ def decode_to_screen(config: "Config", questions: "list[Question]") -> int:
     from rich.console import Console
 
     from dlm_rag.decode.answers import write_line
+    from dlm_rag.decode.trace import TraceWriter
     from dlm_rag.decode.view import LiveView, Tally
 
     check_files(config)
     if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
         raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
-    decoder = prepare(config, questions).load()
+    prepared = prepare(config, questions)
+    decoder = prepared.load()
     tally, start = Tally(), time.perf_counter()
     with ExitStack() as stack:
-        trace = config.trace and stack.enter_context(Path(config.trace).open("a", encoding="utf-8"))
+        trace = config.trace and TraceWriter(Path(config.trace), prepared.trace_header())
         view = stack.enter_context(LiveView(Console())) if sys.stdout.isatty() else None
         for rollout in decoder.stream(questions, view.step if view else None):
             tally.add(rollout)
             if trace:
-                write_line(trace, rollout.trace_record())
+                trace.write(rollout)
             if view:
                 view.finish(rollout)
             else:

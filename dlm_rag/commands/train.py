@@ -1,15 +1,15 @@
 """Train a denoiser: from nothing, or from a public checkpoint, to answer by reading what it retrieves.
 
-    python train.py --config tiny.yaml             # the whole way on a small scale, on invented worlds
-    python train.py --config tiny.yaml --resume    # goes on where a run was stopped, however it was
-    python train.py --config gb300.yaml --plan     # what it takes, before anything is allocated
-    torchrun --nproc-per-node 2 train.py --config world.yaml    # on two processes
+    dlm-rag train --config tiny.yaml             # the whole way on a small scale, on invented worlds
+    dlm-rag train --config tiny.yaml --resume    # goes on where a run was stopped, however it was
+    dlm-rag train --config gb300.yaml --plan     # what it takes, before anything is allocated
+    torchrun --nproc-per-node 2 -m dlm_rag train --config world.yaml    # on two processes
 
-The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, which sample.py reads:
+The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, which sample reads:
 
-    python sample.py --model runs/tiny/model --corpus runs/tiny/validation/corpus.jsonl "Who ...?"
+    dlm-rag sample --model runs/tiny/model --corpus runs/tiny/validation/corpus.jsonl "Who ...?"
 
-SIGTERM saves a checkpoint and ends with exit status 0.
+SIGTERM saves a checkpoint and ends with exit status 0. In a checkout `python train.py` is the same program.
 """
 
 import signal
@@ -103,7 +103,7 @@ def train(
                 trainer.export(folder / "model")
                 if processes.first:
                     write_card(folder / "model", trainer.denoiser, config, report.lines())
-                    note(f"the model is in {folder / 'model'}: sample.py --model reads it")
+                    note(f"the model is in {folder / 'model'}: sample --model reads it")
             del trainer
             free_memory()
 

@@ -53,8 +53,9 @@ def parse(
 
     `--help` and `--print-config` print and exit. Raises `ConfigError`.
     """
+    before = sys.argv[1 : max(1, len(sys.argv) - len(argv))]  # `dlm-rag sample` is two words
     parser = _Parser(
-        prog=Path(sys.argv[0]).name,
+        prog=" ".join([Path(sys.argv[0]).name, *before]),
         description=description,
         epilog="KEY=VALUE sets any field of the config:\n" + _list_keys(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,7 +63,7 @@ def parse(
     )
     what = "a question, or KEY=VALUE" if typed else "KEY=VALUE"
     parser.add_argument("words", nargs="*", metavar="WORD", help=what)
-    parser.add_argument("--config", metavar="NAME", help="YAML file, as given or in configs/")
+    parser.add_argument("--config", metavar="NAME", help="YAML file, as given or one that ships")
     keys = known_keys()
     for flag, key in FLAGS.items():
         metavar = "SETTINGS" if key == "compare" else "PATH"

@@ -47,6 +47,9 @@ class RetrievalConfig(Checked):
     query_prompt: str = setting("", "put before every dense query ('query: ' for E5)")
     passage_prompt: str = setting("", "put before every dense passage ('passage: ' for E5)")
     fusion_depth: int = setting(50, "ranks of BM25 and dense that hybrid fuses", low=1)
+    search_memory_gib: float = setting(
+        1.0, "BM25 scores kept between the queries of a question, in GiB; 0: every search is fresh", low=0
+    )
 
 
 @dataclass
@@ -69,12 +72,6 @@ class DecodeConfig(Checked):
     )
     commit_threshold: float = setting(
         0.9, "confidence at which a position is committed (tau_c): threshold, grounded", low=0, high=1
-    )
-    copied_threshold: float | None = setting(
-        None,
-        "commit_threshold of tokens that continue a copy which one passage alone holds; unset: the same",
-        low=0,
-        high=1,
     )
     tokens_per_step: int | None = setting(
         None,
@@ -102,20 +99,6 @@ class DecodeConfig(Checked):
     temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)
     seed: int = setting(0, "of the sampling; every question has a generator of its own")
     batch_size: int = setting(8, "questions denoised together", low=1)
-    canvas_growth: int | None = setting(
-        None,
-        "the canvas starts with this many positions and grows by as many, up to its length, while its "
-        "last one is no end token; unset: all at once",
-        low=4,
-    )
-    trim_canvas: bool = setting(
-        False, "positions behind a committed end token leave the canvas; approximate: others saw them"
-    )
-    prompt_reuse: int = setting(
-        0,
-        "joint only, approximate: steps for which an unchanged prompt is not run again (0: exact)",
-        low=0,
-    )
     overlap: str = setting(
         "none",
         "search while the denoiser works: on the other half of the batch (the same tokens), or with "
@@ -133,23 +116,6 @@ class DecodeConfig(Checked):
                 f"block_length={self.block_length} is longer than the canvas: set it to at most "
                 f"canvas_length={self.canvas_length}"
             )
-        if (self.trim_canvas or self.canvas_growth) and (
-            not self.stop_early or self.revision_threshold is not None
-        ):
-            raise ConfigError(
-                "trim_canvas and canvas_growth need stop_early=true and revision_threshold=null: positions "
-                "that are not in the canvas are never written"
-            )
-        if self.copied_threshold is not None and self.copied_threshold > self.commit_threshold:
-            raise ConfigError(
-                f"copied_threshold={self.copied_threshold} is above commit_threshold="
-                f"{self.commit_threshold}: a copy needs less confidence, not more"
-            )
-        if self.copied_threshold is not None and self.commit_rule not in ("threshold", "grounded"):
-            raise ConfigError(
-                f"copied_threshold has no effect with commit_rule={self.commit_rule}: set "
-                "commit_rule=threshold"
-            )
         if self.query == "committed" and self.query_threshold not in (0.0, 1.0):
             raise ConfigError(
                 f"query_threshold={self.query_threshold} has no effect with query=committed: "
@@ -161,25 +127,18 @@ class DecodeConfig(Checked):
 class EngineConfig(Checked):
     """How the work of decoding is done; nothing here changes a token, but by the rounding of `compile`."""
 
-    pool_gib: float = setting(
-        1.0,
+    pool_gib: float | None = setting(
+        None,
         "keys and values of evidence kept on the device, in GiB, beside those of the rows in the batch; "
-        "0: none",
+        "unset: half of the memory that is free (of a CPU's a quarter); 0: none",
         low=0,
     )
     host_pool_gib: float = setting(0.0, "more of them in host memory, for what leaves the device", low=0)
-    search_memory_gib: float = setting(
-        1.0, "BM25 scores kept between the queries of a question, in GiB; 0: every search is fresh", low=0
-    )
     compile: bool = setting(
         False, "torch.compile around attention: faster, after half a minute; changes rounding"
-    )
-    keep_tokens: bool = setting(True, "token ids of passages and questions are kept; false: made anew")
-    masked_only: bool = setting(
-        True, "last layer and head at masked positions only; false: everywhere, as is usual"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.host_pool_gib and not self.pool_gib:
+        if self.host_pool_gib and self.pool_gib == 0:
             raise ConfigError("host_pool_gib has no effect without a pool on the device: set pool_gib too")

@@ -4,16 +4,19 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from dlm_rag.config.checked import setting
+from dlm_rag.config.checked import Checked, setting
 from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
 from dlm_rag.errors import ConfigError, fold_message, nearest
 
-CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# A wheel has them inside the package, a checkout beside it (setup.py).
+_INSTALLED = _PACKAGE / "configs"
+CONFIG_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
 
 
 @dataclass
-class Config:
+class Config(Checked):
     """Everything a program of this project can be told."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -27,6 +30,13 @@ class Config:
     out: str | None = setting(None, "where the results go: a file (sample) or a folder (evaluate, train)")
     compare: str | None = setting(
         None, "settings for evaluate: all, or a list such as interleaved,static,oracle+retrieval.kind=dense"
+    )
+    f1: str = setting(
+        "auto",
+        "rule by which evaluate scores F1: hotpotqa gives 0 where one side is yes, no or noanswer and the "
+        "other is not; auto takes it where the file or folder of the questions says hotpotqa or "
+        "2wikimultihopqa",
+        choices=("auto", "squad", "hotpotqa"),
     )
     trace: str | None = setting(None, "file for the decoding traces, one JSON line per question")
 
@@ -43,13 +53,15 @@ def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def find_config(name: str) -> Path:
-    """The YAML file called `name`: as given, with `.yaml`, or in `configs/`; else `ConfigError`."""
+    """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
     for folder in (Path(), CONFIG_FOLDER):
         for path in (folder / name, folder / f"{name}.yaml"):
             if path.is_file():
                 return path
     there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
-    raise ConfigError(f"config '{name}' was not found, neither here nor in configs/{nearest(name, there)}")
+    raise ConfigError(
+        f"config '{name}' was not found, neither here nor among those that ship{nearest(name, there)}"
+    )
 
 
 def load_config(name: str | None = None, overrides: list[str] | None = None) -> Config:

@@ -1,35 +1,73 @@
 """The answers file: one line a question, appended as it finishes; a stopped run goes on from there."""
 
 import json
-import os
-from collections.abc import Collection, Sequence
+import logging
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.trace import (
+    Header,
+    TraceContents,
+    TraceWriter,
+    answer_hash,
+    append_lines,
+    read_lines,
+    scan_trace,
+)
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 
+log = logging.getLogger(__name__)
+
 
 class AnswersFile:
-    """Answers (and traces) on disk, each with a stamp beside it: `<name>.run.json`.
+    """Answers (and traces) on disk, with a stamp beside them: `<name>.run.json`.
 
-    The constructor only reads; `begin` is the first to write. Raises `ConfigError` for files that
-    are not this program's, or answers and traces that do not belong together.
+    The constructor only reads; `begin` is the first to write. What is there is only ever added to, but
+    for the lines of questions that are asked again and a last line that a kill has cut short. Raises
+    `ConfigError` or `TraceError` for files that are not this program's, or answers and traces that do
+    not belong together.
     """
 
     def __init__(self, out: Path, trace: Path | None = None) -> None:
         self._out, self._trace = out, trace
+        self._writer: TraceWriter | None = None
         self._lock = FileLock(f"{out}.lock", timeout=0)
         self._stamp_path = out.with_name(f"{out.name}.run.json")
+        self._read()
+
+    def _read(self) -> None:
+        """Takes in what the files hold now; another process may be adding to them."""
         self._stamp = self._read_stamp()
-        records = _whole_lines(out)
-        self._answered = {r["id"]: r["question"] for r in records if not r.get("error")}
-        self._failed = {record["id"] for record in records if record.get("error")}
-        if trace is not None:
-            self._check_trace(trace, list(self._answered))
+        self._answered: dict[str, str] = {}
+        self._failed: set[str] = set()
+        answers: dict[str, int] = {}
+        for place, record in read_lines(self._out, ConfigError) if self._out.is_file() else ():
+            try:
+                name, answers[name] = record["id"], answer_hash(record)
+            except (TypeError, KeyError):
+                raise ConfigError(f"{place} is no line of this program's: choose another file") from None
+            if record.get("error"):
+                self._failed.add(name)
+            else:
+                self._answered[name] = record["question"]
+        # Read after the answers: each trace is written before its answer, so none can be missing.
+        self._traced = TraceContents() if self._trace is None else scan_trace(self._trace)
+        traces, asked = self._traced.questions, self._answered
+        foreign = traces and not self._stamp_path.is_file()
+        if self._trace is not None and (foreign or any(traces.get(n) != answers[n] for n in asked)):
+            self._refuse_trace()
+
+    def _refuse_trace(self) -> None:
+        raise ConfigError(
+            f"trace={self._trace} does not hold the traces of out={self._out}, one for each answer: choose "
+            "other files for both"
+        )
 
     def _read_stamp(self) -> dict[str, Any] | None:
         if not self._out.is_file() or not self._out.stat().st_size:
@@ -44,19 +82,11 @@ class AnswersFile:
                 "so it is not known what answered: choose another --out"
             ) from None
 
-    def _check_trace(self, trace: Path, answered: list[str]) -> None:
-        traced = [i for record in _whole_lines(trace) if (i := record["id"]) not in self._failed]
-        # A trace is written before its answer: a kill in between leaves one more of them.
-        if traced[: len(answered)] != answered or len(traced) > len(answered) + 1:
-            raise ConfigError(
-                f"trace={trace} does not hold the traces of out={self._out}, one for each answer: choose "
-                "other files for both"
-            )
-
     def remaining(self, questions: Sequence[Question]) -> list[Question]:
         """The questions without an answer here, those that failed among them.
 
-        Raises `ConfigError` if an id has another question's answer.
+        Final only after `begin`: until then another process may answer some. Raises `ConfigError` if an
+        id has another question's answer.
         """
         for question in questions:
             if self._answered.get(question.id, question.question) != question.question:
@@ -66,7 +96,7 @@ class AnswersFile:
                 )
         return [question for question in questions if question.id not in self._answered]
 
-    def check_same(self, depends_on: dict[str, Any]) -> None:
+    def check_same(self, depends_on: Mapping[str, Any]) -> None:
         """Raises `ConfigError` naming what this run does otherwise than the one that began the file."""
         then = self._stamp["answers_depend_on"] if self._stamp else depends_on
         for key in sorted({*then, *depends_on}):
@@ -76,35 +106,71 @@ class AnswersFile:
                     f"{depends_on.get(key)}: choose another --out"
                 )
 
-    def begin(self, stamp: dict[str, Any]) -> None:
-        """Takes the file for this process and writes the stamp.
+    def begin(self, stamp: dict[str, Any], header: Header | None = None) -> None:
+        """Takes the files for this process; header: of the trace, where there is one.
 
-        Takes away what a kill left half-written and the lines of questions that failed: they are
-        asked again.
+        stamp: "answers_depend_on", "machines" (a list of one, see `machine.describe_machine`) and whatever
+        else is to be known of the run that begins the files. A run that goes on with them adds its machine,
+        and warns when it is another one. Lines of questions that failed, and a trace without its answer,
+        are taken out: they are asked again. Raises as the constructor does, and for a trace of version 1.
         """
         try:
             self._lock.acquire()
         except Timeout:
             raise ConfigError(f"out={self._out} is being written by another process") from None
+        try:
+            self._read()
+            self.check_same(stamp["answers_depend_on"])
+            if self._trace is not None:
+                assert header is not None, "a trace begins with a header"
+                held = self._traced if self._answered else TraceContents()
+                self._writer = TraceWriter(self._trace, header, held)
+            self._take_out()
+            self._write_stamp(stamp)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_out(self) -> None:
+        """Takes out what is asked again; the trace first, so that a kill leaves no answer without one."""
+        unanswered = {*self._traced.questions} - {*self._answered} - self._failed
+        if len(unanswered) > 1:  # a kill leaves one
+            self._refuse_trace()
         for path in (self._trace, self._out):
-            if path is not None:
-                _drop_lines(path, self._failed)
-                _cut_after_lines(path, len(self._answered))
-        if self._stamp is None:
-            scratch = self._stamp_path.with_name(f"{self._stamp_path.name}.part")
-            scratch.write_text(json.dumps(stamp, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            scratch.replace(self._stamp_path)
+            if path is not None and path.is_file():
+                _end_last_line(path)
+                _take_out_lines(path, unanswered | self._failed)
+        if self._trace is not None and not self._answered:
+            self._trace.unlink(missing_ok=True)  # its header may be of other settings
+
+    def _write_stamp(self, stamp: dict[str, Any]) -> None:
+        if self._stamp is not None:
+            (machine,) = stamp["machines"]
+            machines = self._stamp.get("machines", [])
+            if machine in machines:
+                return
+            for last in machines[-1:]:
+                log.warning(
+                    "out=%s holds answers made with %s, this run has %s: rounding may differ, and with it "
+                    "an answer", self._out, *_differences(last, machine)
+                )  # fmt: skip
+            stamp = self._stamp | {"machines": [*machines, machine]}
+        scratch = self._stamp_path.with_name(f"{self._stamp_path.name}.part")
+        scratch.write_text(json.dumps(stamp, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        scratch.replace(self._stamp_path)
 
     def append(self, rollout: Rollout) -> None:
         """Adds a finished rollout: first its trace, then its answer, which marks it as done."""
-        if self._trace is not None:
-            _append(self._trace, rollout.trace_record())
-        _append(self._out, rollout.answer_record())
+        if self._writer is not None:
+            self._writer.write(rollout)
+        append_lines(self._out, [rollout.answer_record()])
 
     def close(self) -> None:
-        """Gives the file back."""
-        self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
+        """Gives the files back."""
+        if self._lock.is_locked:
+            # Before the release: afterwards it might be another process that holds it.
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+            self._lock.release()
 
 
 def write_line(stream: IO[str], record: dict[str, Any]) -> None:
@@ -113,43 +179,30 @@ def write_line(stream: IO[str], record: dict[str, Any]) -> None:
     stream.flush()
 
 
-def _append(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        write_line(file, record)
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """`key=value, ...` of each where they differ."""
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    return [", ".join(f"{key}={each.get(key)}" for key in keys) for each in (one, other)]
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of ours, without a last line that has no end."""
-    if not path.is_file():
-        return []
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    records = []
-    for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
+def _end_last_line(path: Path) -> None:
+    """Takes away a last line that a kill has cut short; one that lacks only its line break gets that."""
+    with path.open("rb+") as file:
+        (last,) = deque(file, maxlen=1) or [b"\n"]
+        if last.endswith(b"\n"):
+            return
         try:
-            record = json.loads(line)
-            record["id"], record["question"], record["response"]
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(
-                f"{path}, line {number} is no line of this program's: choose another file"
-            ) from None
-        records.append(record)
-    return records
+            json.loads(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(file.tell() - len(last))
 
 
-def _drop_lines(path: Path, ids: Collection[str]) -> None:
-    """Writes the file anew without the records of these ids; a line that has no end stays."""
-    if not ids or not path.is_file():
+def _take_out_lines(path: Path, ids: Collection[str]) -> None:
+    """Writes the file anew without the records of these ids."""
+    if not ids:
         return
-    whole, _, rest = path.read_bytes().rpartition(b"\n")
-    kept = [line for line in whole.split(b"\n") if json.loads(line)["id"] not in ids]
     scratch = path.with_name(f"{path.name}.part")
-    scratch.write_bytes(b"".join(line + b"\n" for line in kept) + rest)
+    with path.open("rb") as file, scratch.open("wb") as kept:
+        kept.writelines(line for line in file if json.loads(line).get("id") not in ids)
     scratch.replace(path)
-
-
-def _cut_after_lines(path: Path, count: int) -> None:
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        end = sum(len(file.readline()) for _ in range(count))
-    os.truncate(path, end)

@@ -1,7 +1,7 @@
-"""The decoding trajectory as data: it can be saved, loaded, replayed and scored without the model."""
+"""The decoding trajectory as data: replayed and scored without the model, kept in files by `trace.py`."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from dlm_rag.text import answer_span
@@ -9,12 +9,17 @@ from dlm_rag.text import answer_span
 
 @dataclass(frozen=True)
 class Committed:
-    """One token written down: its canvas position (from 0) and the confidence at that moment."""
+    """One token written down: its canvas position (from 0) and how sure the denoiser was of it.
+
+    confidence: its probability at temperature 1; log_prob: the natural logarithm of that, finite where
+    the probability underflows, None in traces of version 1.
+    """
 
     position: int
     token_id: int
     token: str
     confidence: float
+    log_prob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Step:
     with the evidence of step s - 1 in context. `query` is None when no refresh was due; `retrieved`
     is False when the query equalled the last one. `remasked` lists positions masked again before
     the commit (only with a revision threshold). `seconds` is this question's share of each stage.
+    `dropped` are the passages that were found and found no place in the prompt; they rank behind those
+    of `passage_ids`.
     """
 
     step: int
@@ -34,6 +41,7 @@ class Step:
     committed: tuple[Committed, ...] = ()
     remasked: tuple[int, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass
@@ -46,7 +54,9 @@ class Rollout:
     canvas_length: int
     steps: list[Step] = field(default_factory=list)
     response: str = ""
-    evidence_texts: dict[str, str] = field(default_factory=dict)  # of every passage ever in context
+    settings: dict[str, Any] = field(default_factory=dict)  # it was decoded with; as in `DecodeConfig`
+    passages: dict[str, str] = field(default_factory=dict)  # every passage ever found, by id, as found
+    evidence_texts: dict[str, str] = field(default_factory=dict)  # what of them was in the prompt
     citations: list[dict[str, Any]] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)  # the largest cut of any step
     finished: bool = False
@@ -96,6 +106,11 @@ class Rollout:
             canvas.update({token.position: token for token in step.committed})
             yield dict(canvas)
 
+    def canvases(self, mask_id: int) -> Iterator[list[int]]:
+        """The token ids of the canvas after each step, from step 0 (all masked) to the last."""
+        for state in self.replay():
+            yield [state[n].token_id if n in state else mask_id for n in range(self.canvas_length)]
+
     def commit_steps(self) -> dict[int, int]:
         """For every position that holds a token after the last step, the step that committed it."""
         steps: dict[int, int] = {}
@@ -127,47 +142,3 @@ class Rollout:
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
         }
         return record | {key: value for key in ("cut", "error") if (value := getattr(self, key))}
-
-    def trace_record(self) -> dict[str, Any]:
-        """The line of the trace file; `from_trace` reads it back."""
-        steps = []
-        for step in self.steps:
-            line = asdict(step)
-            line["seconds"] = {name: round(value, 6) for name, value in step.seconds.items()}
-            if not step.remasked:
-                del line["remasked"]
-            steps.append(line)
-        return {
-            "id": self.id,
-            "question": self.question,
-            "prompt_layout": self.prompt_layout,
-            "canvas_length": self.canvas_length,
-            "steps": steps,
-            "response": self.response,
-        } | ({"error": self.error} if self.error else {})
-
-    @classmethod
-    def from_trace(cls, record: dict[str, Any]) -> "Rollout":
-        """The rollout in a line of a trace file; passage texts and citations are not kept there."""
-        steps = [
-            Step(
-                step=line["step"],
-                query=line["query"],
-                passage_ids=tuple(line["passage_ids"]),
-                retrieved=line["retrieved"],
-                committed=tuple(Committed(**token) for token in line["committed"]),
-                remasked=tuple(line.get("remasked", ())),
-                seconds=line["seconds"],
-            )
-            for line in record["steps"]
-        ]
-        return cls(
-            id=record["id"],
-            question=record["question"],
-            prompt_layout=record["prompt_layout"],
-            canvas_length=record["canvas_length"],
-            steps=steps,
-            response=record["response"],
-            finished=True,
-            error=record.get("error", ""),
-        )

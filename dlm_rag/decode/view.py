@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.stages import without_nested
 from dlm_rag.text import fold
 
 # From the first commits (cool) to the last (warm).
@@ -133,7 +134,7 @@ class Tally:
         self.failed += bool(rollout.error)
         self.forwards += rollout.forwards
         self.tokens += rollout.tokens_committed
-        self.seconds.update({k: v for k, v in rollout.seconds.items() if "/" not in k})
+        self.seconds.update(without_nested(rollout.seconds))
 
     def line(self, wall_seconds: float, backend: str) -> str:
         """Answers/s, forwards per answer, tokens per forward, share of each stage, backend."""

@@ -4,17 +4,14 @@ Every rule takes one value per candidate position (n,), n at least 1, in canvas 
 the indices to commit, ascending and never empty. Ties go to the earlier position.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
 Indices = NDArray[np.intp]
-Gram = tuple[int, ...]
-GRAM = 3
 
 
 @dataclass(frozen=True)
@@ -24,22 +21,20 @@ class Proposals:
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     confidence: Values  # probability of the proposed token
+    log_prob: Values  # nats; of the confidence, finite where that underflows
     entropy: Values  # nats of the distribution at the position
     margin: Values  # probability of the first minus that of the second token
+    written: Values  # probability of the token that stands there now
 
     def at(self, keep: NDArray[np.bool_] | Indices) -> "Proposals":
         """The proposals at a mask or at indices."""
-        return Proposals(
-            self.positions[keep], self.token_ids[keep], self.confidence[keep], self.entropy[keep],
-            self.margin[keep],
-        )  # fmt: skip
+        return Proposals(*(getattr(self, item.name)[keep] for item in fields(self)))
 
 
-def threshold(confidence: Values, commit_threshold: float | Values) -> Indices:
+def threshold(confidence: Values, commit_threshold: float) -> Indices:
     """All with confidence of at least `commit_threshold`; when there is none, the most confident.
 
-    Fast-dLLM (arXiv 2505.22618) and SARDI. A threshold above 1 commits one position a step; an array
-    (n,) holds one for each position.
+    Fast-dLLM (arXiv 2505.22618) and SARDI. A threshold above 1 commits one position a step.
     """
     clear = np.flatnonzero(confidence >= commit_threshold)
     return clear if len(clear) else highest(confidence, 1)
@@ -48,27 +43,6 @@ def threshold(confidence: Values, commit_threshold: float | Values) -> Indices:
 def highest(score: Values, count: int) -> Indices:
     """The `count` highest scores: confidence for LLaDA, minus entropy or margin for Dream."""
     return np.sort(np.argsort(-score, kind="stable")[:count])
-
-
-def grams(passages: Iterable[Sequence[int]]) -> dict[Gram, int]:
-    """How many of the passages hold each run of `GRAM` tokens."""
-    held = ({tuple(p[n : n + GRAM]) for n in range(len(p) - GRAM + 1)} for p in passages)
-    return Counter(gram for found in held for gram in found)
-
-
-def settled(tokens: Sequence[int], sure: Sequence[bool], held: Mapping[Gram, int]) -> list[bool]:
-    """Which canvas positions continue a copy that one passage settles.
-
-    tokens: the canvas with its guesses; sure: which of them are committed or about to be. A position
-    counts when it stands in a run of `GRAM` tokens that exactly one passage holds and that has a sure
-    token: what follows the beginning of a name is the rest of the name.
-    """
-    found = [False] * len(tokens)
-    for start in range(len(tokens) - GRAM + 1):
-        stop = start + GRAM
-        if held.get(tuple(tokens[start:stop])) == 1 and any(sure[start:stop]):
-            found[start:stop] = [True] * GRAM
-    return found
 
 
 def entropy_bound(entropy: Values, bound: float) -> Indices:
@@ -81,7 +55,7 @@ def entropy_bound(entropy: Values, bound: float) -> Indices:
     return np.sort(order[: max(1, int(np.searchsorted(error_bound, bound, side="right")))])
 
 
-def grounded(confidence: Values, held: Sequence[bool], commit_threshold: float | Values) -> Indices:
+def grounded(confidence: Values, held: Sequence[bool], commit_threshold: float) -> Indices:
     """`threshold` among the positions that are `held`: free words, and words the evidence holds.
 
     When no held position clears, the most confident held one; with none held, the most confident.
@@ -89,8 +63,6 @@ def grounded(confidence: Values, held: Sequence[bool], commit_threshold: float |
     allowed = np.flatnonzero(np.asarray(held, dtype=bool))
     if not len(allowed):
         return highest(confidence, 1)
-    if isinstance(commit_threshold, np.ndarray):
-        commit_threshold = commit_threshold[allowed]
     return allowed[threshold(confidence[allowed], commit_threshold)]
 
 
@@ -98,7 +70,7 @@ def select(
     rule: str,
     proposals: Proposals,
     *,
-    commit_threshold: float | Values,
+    commit_threshold: float,
     tokens_per_step: int | None,
     bound: float,
     held: Sequence[bool] = (),

@@ -6,7 +6,6 @@ A setting is a name from `PRESETS` or `KEY=VALUE`, joined by `+`: `static`, `ora
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -88,24 +87,42 @@ def of_hops(hops: int) -> str:
 
 def bootstrap(values: Sequence[float | None]) -> Estimate | None:
     """The mean of what is known, with percentiles of resampled means (Efron 1979); seeded."""
+    known = [float(value) for value in values if value is not None]
+    return bootstrap_ratio(known, [1.0] * len(known))
+
+
+def bootstrap_ratio(values: Sequence[float], counts: Sequence[float]) -> Estimate | None:
+    """The sum of the values by the sum of the counts, resampled in pairs; None where all counts are 0."""
     from scipy import stats
 
-    known = [float(value) for value in values if value is not None]
-    if not known:
+    pairs = [(value, count) for value, count in zip(values, counts, strict=True) if count]
+    if not pairs:
         return None
-    mean = fmean(known)
-    if min(known) == max(known):
-        return Estimate(mean, mean, mean)
+    above, below = (np.array(side, float) for side in zip(*pairs, strict=True))
+    ratio = float(above.sum() / below.sum())
+    if len({value / count for value, count in pairs}) == 1:
+        return Estimate(ratio, ratio, ratio)
+
+    def ratios(above: np.ndarray, below: np.ndarray, axis: int) -> np.ndarray:
+        found: np.ndarray = above.sum(axis) / below.sum(axis)
+        return found
+
     found = stats.bootstrap(
-        (known,), np.mean, n_resamples=RESAMPLES, batch=200, method="percentile", rng=0
-    ).confidence_interval
-    return Estimate(mean, float(found.low), float(found.high))
+        (above, below), ratios, n_resamples=RESAMPLES, batch=200, paired=True, vectorized=True,
+        method="percentile", rng=0,
+    ).confidence_interval  # fmt: skip
+    return Estimate(ratio, float(found.low), float(found.high))
 
 
 def summarise(scores: Sequence[Score], groups: Groups) -> Summary:
-    """Every metric of one setting in every group."""
+    """Every metric of one setting in every group: means, and tokens per forward as a ratio of sums."""
+
+    def of(places: list[int], metric: str) -> list[Any]:
+        return [getattr(scores[n], metric) for n in places]
+
     return {
-        group: {metric: bootstrap([getattr(scores[n], metric) for n in places]) for metric in METRICS}
+        group: {metric: bootstrap(of(places, metric)) for metric in METRICS}
+        | {"tokens_per_forward": bootstrap_ratio(of(places, "tokens"), of(places, "forwards"))}
         for group, places in groups.items()
     }
 

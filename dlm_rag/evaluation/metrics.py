@@ -3,12 +3,16 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.questions import Question
+from dlm_rag.stages import without_nested
 from dlm_rag.text import normalize_answer
+
+CLOSED = {"yes", "no", "noanswer"}  # answers that are right or wrong as a whole
 
 
 def exact_match(prediction: str, golden_answers: Iterable[str]) -> float:
@@ -17,15 +21,32 @@ def exact_match(prediction: str, golden_answers: Iterable[str]) -> float:
     return float(bool(wanted) and any(wanted == normalize_answer(answer) for answer in golden_answers))
 
 
-def f1(prediction: str, golden_answers: Iterable[str]) -> float:
-    """The best word-level F1 over the golden answers, after SQuAD's normalisation."""
-    return max((_f1(prediction, answer) for answer in golden_answers), default=0.0)
+def f1(prediction: str, golden_answers: Iterable[str], rule: str = "squad") -> float:
+    """The best word-level F1 over the golden answers, after SQuAD's normalisation.
+
+    rule: "squad" (Rajpurkar et al. 2016), or "hotpotqa": 0 where one side is yes, no or noanswer and the
+    other is not, as the official scripts of HotpotQA (Yang et al. 2018) and 2WikiMultiHopQA (Ho et al.
+    2020) have it.
+    """
+    wanted = normalize_answer(prediction)
+    return max((_f1(wanted, normalize_answer(answer), rule) for answer in golden_answers), default=0.0)
 
 
-def _f1(prediction: str, answer: str) -> float:
-    predicted, golden = normalize_answer(prediction).split(), normalize_answer(answer).split()
+def _f1(prediction: str, answer: str, rule: str) -> float:
+    if rule == "hotpotqa" and prediction != answer and {prediction, answer} & CLOSED:
+        return 0.0
+    predicted, golden = prediction.split(), answer.split()
     shared = sum((Counter(predicted) & Counter(golden)).values())
     return 2 * shared / (len(predicted) + len(golden)) if shared else 0.0
+
+
+def choose_f1(setting: str, questions: str) -> str:
+    """The rule of `f1` that a setting stands for; "auto" goes by the questions file and its folder."""
+    if setting != "auto":
+        return setting
+    path = Path(questions).absolute()
+    said = f"{path.parent.name}/{path.name}".lower()
+    return "hotpotqa" if "hotpotqa" in said or "2wikimultihopqa" in said else "squad"
 
 
 def evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float | None:
@@ -43,22 +64,27 @@ class Score:
     recall_first: float | None  # evidence recall after the search with the question alone
     recall_last: float | None  # and after the last step; None when no support is known
     forwards: float
-    tokens_per_forward: float
+    tokens: float  # positions that hold a token at the end
     seconds: float  # this question's share of all stages
 
+    @property
+    def tokens_per_forward(self) -> float:
+        """0 where no pass was made; of a mean over questions it is the ratio of their sums."""
+        return self.tokens / self.forwards if self.forwards else 0.0
 
-def score(rollout: Rollout, question: Question) -> Score:
+
+def score(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:
     """Scores a finished rollout, fresh or read back from a trace; one that failed has no answer."""
     return Score(
         exact_match=exact_match(rollout.answer, question.golden_answers),
-        f1=f1(rollout.answer, question.golden_answers),
+        f1=f1(rollout.answer, question.golden_answers, f1_rule),
         recall_first=evidence_recall(
             rollout.steps[0].passage_ids if rollout.steps else (), question.supporting_ids
         ),
         recall_last=evidence_recall(rollout.evidence, question.supporting_ids),
         forwards=rollout.forwards,
-        tokens_per_forward=rollout.tokens_committed / max(rollout.forwards, 1),
-        seconds=sum(rollout.seconds.values()),
+        tokens=rollout.tokens_committed,
+        seconds=sum(without_nested(rollout.seconds).values()),
     )
 
 

@@ -10,12 +10,6 @@ from rich.table import Table
 
 from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
 
-COSTS = {  # heading -> metric
-    "F1 %": "f1",
-    "forwards": "forwards",
-    "tokens/forward": "tokens_per_forward",
-}
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -49,7 +43,9 @@ def answers_per_second(seconds: Estimate | None) -> Estimate | None:
     return Estimate(1 / seconds.mean, 1 / seconds.high, 1 / seconds.low)
 
 
-def grids(groups: Groups, summaries: Mapping[str, Summary], against: Mapping[str, Summary]) -> list[Grid]:
+def grids(
+    groups: Groups, summaries: Mapping[str, Summary], against: Mapping[str, Summary], f1_rule: str
+) -> list[Grid]:
     """Exact match and recall by group, what it took, and the paired differences from the first."""
     counted = {group: f"{group} ({len(places)})" for group, places in groups.items()}
 
@@ -60,15 +56,20 @@ def grids(groups: Groups, summaries: Mapping[str, Summary], against: Mapping[str
         ]
         return Grid(title, ["questions", *of], rows)
 
-    costs = []
-    for name, summary in summaries.items():
-        whole = summary["all"]
-        shown = {head: percent if "%" in head else plain for head in COSTS}
-        cells = [shown[head](whole[metric]) for head, metric in COSTS.items()]
-        costs.append([name, *cells, plain(answers_per_second(whole["seconds"]))])
+    costs = [
+        [
+            name,
+            percent(summary["all"]["f1"]),
+            plain(summary["all"]["forwards"]),
+            plain(summary["all"]["tokens_per_forward"]),
+            plain(answers_per_second(summary["all"]["seconds"])),
+        ]
+        for name, summary in summaries.items()
+    ]
+    headings = ["setting", f"F1 ({f1_rule}) %", "forwards", "tokens/forward", "answers/s"]
     found = [
         by_group("Exact match %, with 95 % bootstrap intervals", summaries, "exact_match"),
-        Grid("All questions", ["setting", *COSTS, "answers/s"], costs),
+        Grid("All questions", headings, costs),
         by_group("Evidence recall after the search with the question, %", summaries, "recall_first"),
         by_group("Evidence recall after the last step, %", summaries, "recall_last"),
     ]

@@ -1,28 +1,29 @@
-"""What stays between steps: keys and values of evidence, each computed once.
+"""The evidence pool: keys and values of segments, each computed once, in two tiers under byte budgets."""
 
-`EvidencePool` keeps them by segment, for all rows and questions, under a byte budget. `Contexts` lays
-those of each row behind one another in its slot of a `ContextStore`, and writes only what changed.
-"""
-
+import os
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dlm_rag.evidence.layout import Arrangement, Segment, encode_segments
-from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.store import ContextStore, StoredRows
+from dlm_rag.model.rows import Segment
+
+SHARE_OF_FREE = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free when a decoder begins
 
 
 @dataclass
 class Reuse:
-    """Counts of context tokens over a run."""
+    """Counts over a run: of context tokens, and of segments that left the device."""
 
-    wanted: int = 0  # that rows saw, summed over steps
-    encoded: int = 0  # that the denoiser had to run for
+    wanted: int = 0  # tokens that rows saw, summed over steps
+    encoded: int = 0  # tokens that the denoiser had to run for
+    from_host: int = 0  # tokens that came back from host memory
+    evicted: int = 0  # segments that had to make room
 
     @property
     def share(self) -> float:
@@ -30,64 +31,126 @@ class Reuse:
         return 1 - self.encoded / self.wanted if self.wanted else 0.0
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes that could be allocated on a device now: on CUDA with what the allocator holds unused."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    listed = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", listed.read_text()) if listed.is_file() else None
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(found[1]) * 1024 if found else physical // 2
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes of a pool whose size nobody has named: a share of the memory that is free."""
+    return int(SHARE_OF_FREE.get(device.type, 0.25) * free_bytes(device))
+
+
 class EvidencePool:
     """Keys and values (N, 2, n, Hk, D) of segments, the least recently used leaving first.
 
     The first tier lies on the denoiser's device; what leaves it goes to a second one in host memory,
-    pinned for CUDA. No tier ever holds more than its budget in bytes.
+    pinned for CUDA. No tier ever holds more than its budget in bytes. Copies between the tiers run on a
+    stream of their own, beside the denoiser.
     """
 
-    def __init__(self, device_bytes: int, host_bytes: int = 0) -> None:
-        self._tiers = (_Tier(device_bytes), _Tier(host_bytes))
-        self.from_host = 0  # tokens that came back from host memory
+    def __init__(self, device: torch.device, device_bytes: int, host_bytes: int = 0) -> None:
+        self._device = device
+        self._near, self._far = _Tier(device_bytes), _Tier(host_bytes, pinned=device.type == "cuda")
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" and host_bytes else None
+        self._done: dict[Segment, Any] = {}  # events: of the last copy of a segment
+        self.reuse = Reuse()
 
     @property
     def bytes(self) -> tuple[int, int]:
         """Bytes held now, on the device and in host memory."""
-        return self._tiers[0].bytes, self._tiers[1].bytes
+        return self._near.bytes, self._far.bytes
 
-    def prefetch(self, segments: Iterable[Segment], device: torch.device) -> None:
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """The bytes that they may hold."""
+        return self._near.budget, self._far.budget
+
+    def prefetch(self, segments: Iterable[Segment]) -> None:
         """Starts the copies of what lies in host memory, so that `get` need not wait for them."""
         for segment in segments:
-            if segment in self._tiers[1].kept:
-                self.get(segment, device)
+            if segment in self._far.kept:
+                self._bring(segment)
 
-    def get(self, segment: Segment, device: torch.device) -> Tensor | None:
+    def get(self, segment: Segment) -> Tensor | None:
         """The keys and values of a segment on the device, or None."""
-        near, far = self._tiers
-        if (found := near.kept.get(segment)) is not None:
-            near.kept.move_to_end(segment)
-        elif (found := far.drop(segment)) is not None:
-            self.from_host += found.shape[2]
-            found = found.to(device, non_blocking=True)
-            self.add(segment, found)
+        found = self._near.kept.get(segment)
+        if found is None:
+            found = self._bring(segment)
+        else:
+            self._near.kept.move_to_end(segment)
+        if found is not None and self._copies is not None and (done := self._done.pop(segment, None)):
+            here = torch.cuda.current_stream(self._device)
+            here.wait_event(done)
+            found.record_stream(here)
         return found
 
     def add(self, segment: Segment, kept: Tensor) -> None:
         """Keeps a segment's keys and values, at the cost of what was used longest ago."""
-        near, far = self._tiers
-        for old, tensor in near.add(segment, kept):
-            if tensor.nbytes <= far.budget:
-                aside = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-                far.add(old, aside.copy_(tensor, non_blocking=True))
+        for old, tensor in self._near.add(segment, kept):
+            self.reuse.evicted += 1
+            if self._far.cost(tensor) <= self._far.budget:
+                self._set_aside(old, tensor)
+            else:
+                self._done.pop(old, None)
+
+    def _bring(self, segment: Segment) -> Tensor | None:
+        """A segment from host memory to the device, or None where it is not there."""
+        aside = self._far.drop(segment)
+        if aside is None:
+            return None
+        self.reuse.from_host += aside.shape[2]
+        found = self._copy(segment, aside, torch.empty_like(aside, device=self._device))
+        self.add(segment, found)
+        return found
+
+    def _set_aside(self, segment: Segment, tensor: Tensor) -> None:
+        aside = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._copy(segment, tensor, aside)
+        for lost, _ in self._far.add(segment, aside):
+            self._done.pop(lost, None)
+
+    def _copy(self, segment: Segment, source: Tensor, target: Tensor) -> Tensor:
+        """Copies between the tiers, after what the denoiser has been asked to write until now."""
+        if self._copies is None:
+            return target.copy_(source)
+        here = torch.cuda.current_stream(self._device)
+        self._copies.wait_event(self._done.pop(segment, None) or here.record_event())
+        with torch.cuda.stream(self._copies):
+            target.copy_(source, non_blocking=True)
+            self._done[segment] = self._copies.record_event()
+        for tensor in (source, target):
+            if tensor.is_cuda:  # its memory is not given away before the copy is over
+                tensor.record_stream(self._copies)
+        return target
 
 
 class _Tier:
     """Tensors under a byte budget, in the order of their last use."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.bytes = budget, 0
+    def __init__(self, budget: int, pinned: bool = False) -> None:
+        self.budget, self.bytes, self._pinned = budget, 0, pinned
         self.kept: OrderedDict[Segment, Tensor] = OrderedDict()
+
+    def cost(self, tensor: Tensor) -> int:
+        """Bytes that a tensor takes here: torch rounds pinned blocks up to a power of two."""
+        return 1 << (tensor.nbytes - 1).bit_length() if self._pinned else tensor.nbytes
 
     def add(self, segment: Segment, tensor: Tensor) -> list[tuple[Segment, Tensor]]:
         """Takes a tensor in; returns what had to leave, the tensor itself where it is too large."""
         self.drop(segment)
         self.kept[segment] = tensor
-        self.bytes += tensor.nbytes
+        self.bytes += self.cost(tensor)
         gone = []
         while self.bytes > self.budget:
             old, lost = self.kept.popitem(last=False)
-            self.bytes -= lost.nbytes
+            self.bytes -= self.cost(lost)
             gone.append((old, lost))
         return gone
 
@@ -95,108 +158,5 @@ class _Tier:
         """Takes a tensor out, where it is here."""
         found = self.kept.pop(segment, None)
         if found is not None:
-            self.bytes -= found.nbytes
-        return found
-
-
-class Contexts:
-    """The contexts of the rows in a batch, ready to be seen by their canvases.
-
-    Without a `pool` everything is encoded anew at every step, as a plain implementation does.
-    `prompt_reuse` is for the joint layout, whose prompts see the canvas and have no context: for so
-    many steps a prompt that has not changed is not run again and keeps the keys and values of a
-    canvas that has since moved on. An approximation (Fast-dLLM's prefix cache, arXiv 2505.22618).
-    """
-
-    def __init__(
-        self, denoiser: Denoiser, pool: EvidencePool | None, *, masked_only: bool, prompt_reuse: int = 0
-    ) -> None:
-        config, kind, dtype = denoiser.config, denoiser.device.type, denoiser.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        self._denoiser, self._pool, self._masked_only = denoiser, pool, masked_only
-        self._prompt_reuse = prompt_reuse
-        self._store = ContextStore(
-            config.num_hidden_layers, config.num_key_value_heads, config.head_dim,
-            denoiser.device, dtype,
-        )  # fmt: skip
-        self._loaded: dict[int, tuple[Segment, ...]] = {}  # by slot
-        self._prompts: dict[int, tuple[Segment, int]] = {}  # by slot, with the steps it was reused for
-        self.reuse = Reuse()
-
-    def prefetch(self, laid: Arrangement) -> None:
-        """Starts to bring what a row will need next from host memory."""
-        if self._pool is not None:
-            self._pool.prefetch(laid.context, self._denoiser.device)
-
-    def release(self, slot: int) -> None:
-        """A row has left its slot: the next one there shall not see a canvas that was not its own."""
-        self._prompts.pop(slot, None)
-
-    def load(
-        self, slots: Sequence[int], laid: Sequence[Arrangement], room: int
-    ) -> tuple[StoredRows | None, list[Segment]]:
-        """What the rows in these slots see, and what is left of their prompts to run before the canvas.
-
-        room: positions of the longest canvas. None where no row sees a context.
-        """
-        longest = room + max(len(row.lead.ids) for row in laid)
-        if any(row.context for row in laid):
-            return self._load_segments(slots, laid, longest), [row.lead for row in laid]
-        if not self._prompt_reuse:
-            return None, [row.lead for row in laid]
-        self._store.reserve(max(slots) + 1, longest)
-        seen, leads = [], []
-        for slot, row in zip(slots, laid, strict=True):
-            held, age = self._prompts.get(slot, (None, 0))
-            again = held == row.lead and age < self._prompt_reuse
-            self._prompts[slot] = row.lead, age + 1 if again else 0
-            # The call that ran the prompt left its keys and values in the slot.
-            kept = len(row.lead.ids) - int(self._denoiser.config.shifted) if again else 0
-            seen.append(kept)
-            leads.append(Segment(row.lead.ids[kept:], row.lead.start + kept))
-            self.reuse.wanted += len(row.lead.ids)
-            self.reuse.encoded += len(row.lead.ids) - kept
-        return self._store.rows(slots, seen), leads
-
-    def _load_segments(self, slots: Sequence[int], laid: Sequence[Arrangement], room: int) -> StoredRows:
-        """Writes what changed into the slots; rows that share a segment share its computation."""
-        sizes = [sum(len(segment.ids) for segment in row.context) for row in laid]
-        self.reuse.wanted += sum(sizes)
-        self._store.reserve(max(slots) + 1, max(sizes) + room)
-        same = [self._same(slot, row.context) for slot, row in zip(slots, laid, strict=True)]
-        fresh = dict.fromkeys(s for row, skip in zip(laid, same, strict=True) for s in row.context[skip:])
-        kept = self._fetch(list(fresh))
-        for slot, row, skip in zip(slots, laid, same, strict=True):
-            at = sum(len(segment.ids) for segment in row.context[:skip])
-            for segment in row.context[skip:]:
-                self._store.put(slot, at, kept[segment])
-                at += len(segment.ids)
-            self._loaded[slot] = row.context
-        return self._store.rows(slots, sizes)
-
-    def _same(self, slot: int, context: tuple[Segment, ...]) -> int:
-        """How many leading segments of the context the slot holds already."""
-        if self._pool is None:
-            return 0
-        pairs = zip(self._loaded.get(slot, ()), context, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    def _fetch(self, segments: list[Segment]) -> dict[Segment, Tensor]:
-        """Keys and values of segments, from the pool or computed in one packed call."""
-        found = dict[Segment, Tensor]()
-        if self._pool is not None:
-            for segment in segments:
-                kept = self._pool.get(segment, self._denoiser.device)
-                if kept is not None:
-                    found[segment] = kept
-        missing = [segment for segment in segments if segment not in found]
-        if missing:
-            encoded = encode_segments(self._denoiser, missing, masked_only=self._masked_only)
-            self.reuse.encoded += sum(len(segment.ids) for segment in missing)
-            for segment, kept in zip(missing, encoded, strict=True):
-                # A copy of its own: a view would keep the keys and values of the whole call alive.
-                found[segment] = kept if self._pool is None else kept.clone()
-                if self._pool is not None:
-                    self._pool.add(segment, found[segment])
+            self.bytes -= self.cost(found)
         return found

@@ -7,11 +7,7 @@ the last layer, tokens that are not read need keys and values only. Activations 
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
-from torch import Tensor
-
-from dlm_rag.model.denoiser import Denoiser, seen_by
 from dlm_rag.model.shape import DenoiserConfig
 
 
@@ -60,39 +56,3 @@ def head_work(config: DenoiserConfig, rows: float, size: int) -> Work:
         flops=2 * rows * config.hidden_size * config.vocab_size,
         bytes=size * config.vocab_size * (config.hidden_size + rows),
     )
-
-
-def count_work(denoiser: Denoiser) -> Work:
-    """Counts all later calls of the denoiser into what is returned."""
-    work, config = Work(), denoiser.config
-    size = denoiser.embed_tokens.weight.element_size()
-    encode, read_out = denoiser.encode, denoiser.read_out
-
-    def count(more: Work) -> None:
-        for name, value in vars(work + more).items():
-            setattr(work, name, value)
-
-    def counting_encode(
-        ids: Tensor,
-        positions: Tensor,
-        lengths: Sequence[int],
-        context: Any = None,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        seen = seen_by(context, len(lengths))
-        read = named.get("read")
-        through = lengths if read is None else [len(tokens) for tokens in read]
-        stretches = named.get("stretches")
-        own = lengths if stretches is None else stretches.lengths
-        keys = [a + b for a, b in zip(seen, own, strict=True)]
-        count(encode_work(config, lengths, keys, through, size))
-        return encode(ids, positions, lengths, context, *more, **named)
-
-    def counting_read_out(hidden: Tensor) -> Tensor:
-        count(head_work(config, hidden.shape[0], size))
-        return read_out(hidden)
-
-    denoiser.encode = counting_encode  # type: ignore[method-assign]
-    denoiser.read_out = counting_read_out  # type: ignore[method-assign]
-    return work

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -40,7 +42,7 @@ class Stretches:
         return [len(self.share.stretch(length)) for length in self.lengths]
 
     @cached_property
-    def _order(self) -> Tensor:
+    def order(self) -> NDArray[np.int64]:
         """Where the tokens of all rows stand in what is gathered, row by row."""
         share = self.share
         starts = []
@@ -50,13 +52,14 @@ class Stretches:
                 found.append(at)
                 at += len(share.stretch(length, rank))
             starts.append(found)
-        return torch.tensor(
+        return np.array(
             [
                 starts[rank][row] + n
                 for row, length in enumerate(self.lengths)
                 for rank in range(share.count)
                 for n in range(len(share.stretch(length, rank)))
-            ]
+            ],
+            dtype=np.int64,
         )
 
     @property
@@ -64,8 +67,11 @@ class Stretches:
         """Tokens that every process sends: as many as the first has, which are the most."""
         return sum(-(-length // self.share.count) for length in self.lengths)
 
-    def gather(self, own: Tensor) -> Tensor:
-        """own (tokens here, ...) -> (tokens of all rows, ...), in order; gradients flow back to all."""
+    def gather(self, own: Tensor, order: Tensor) -> Tensor:
+        """own (tokens here, ...) -> (tokens of all rows, ...), in order; gradients flow back to all.
+
+        order: `self.order` on the device.
+        """
         from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
         padding = own.new_zeros((self._padded - len(own), *own.shape[1:]))
@@ -74,4 +80,4 @@ class Stretches:
             gathered = sent.repeat(self.share.count, *[1] * (sent.dim() - 1))
         else:
             gathered = all_gather_tensor_autograd(sent, 0, self.share.group)
-        return gathered[self._order.to(own.device)]
+        return gathered[order]

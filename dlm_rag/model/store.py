@@ -1,6 +1,6 @@
-"""Keys and values that rows see before their own tokens, kept in one block of memory.
+"""Keys and values that rows see before their own tokens: in parts, or kept in one block of memory.
 
-In training a context is a list of tensors that gradients flow through. In decoding it stays from step
+In training a context is in parts that gradients flow through (`Parts`). In decoding it stays from step
 to step: `ContextStore` holds a slot for each row, the context in front, room for the canvas behind it,
 so that a step copies nothing but the keys and values of the canvas.
 """
@@ -8,11 +8,51 @@ so that a step copies nothing but the keys and values of the canvas.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-PAGE = 256  # tokens; the paged kernels of flash-attn want a multiple
+PAGE = 256  # tokens; the paged kernels want a multiple
+KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The context of each row as keys and values of earlier calls, in parts that rows may share."""
+
+    rows: Sequence[Sequence[KeysValues]]
+
+    @cached_property
+    def seen(self) -> tuple[int, ...]:
+        """Tokens that each row sees before its own."""
+        return tuple(sum(len(part[0][0]) for part in parts) for parts in self.rows)
+
+    def join(self, layer: int, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of each row its context, then its own k and v (T, Hk, D), rows of `lengths`."""
+        kept = [[part[layer] for part in parts] for parts in self.rows]
+        rows = list(zip(kept, k.split(list(lengths)), v.split(list(lengths)), strict=True))
+        seen_k = [x for parts, own_k, _ in rows for x in (*(part[0] for part in parts), own_k)]
+        seen_v = [x for parts, _, own_v in rows for x in (*(part[1] for part in parts), own_v)]
+        return Joined.apply(*seen_k), Joined.apply(*seen_v)
+
+
+class Joined(torch.autograd.Function):
+    """`torch.cat`, but that the gradient of each piece is a tensor of its own.
+
+    A view would keep that of all rows alive, in every layer, until backward comes to the contexts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *pieces: Tensor) -> Tensor:
+        ctx.lengths = [len(piece) for piece in pieces]
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
+        return tuple(piece.clone() for piece in slope.split(ctx.lengths))
 
 
 class ContextStore:
@@ -57,18 +97,10 @@ class StoredRows:
     slots: tuple[int, ...]
     seen: tuple[int, ...]
 
-    @cached_property
-    def table(self) -> Tensor:
-        """(rows, 1) int32: the page, as large as a slot, that each row reads."""
-        return torch.tensor(self.slots, dtype=torch.int32, device=self.store.keys_values.device)[:, None]
-
-    def places(self, lengths: Sequence[int]) -> Tensor:
+    def places(self, lengths: Sequence[int]) -> NDArray[np.int64]:
         """(T,) where packed tokens of rows of `lengths` go, in slots laid behind one another."""
-        starts = [
-            slot * self.store.capacity + seen for slot, seen in zip(self.slots, self.seen, strict=True)
-        ]
-        places = [start + n for start, length in zip(starts, lengths, strict=True) for n in range(length)]
-        return torch.tensor(places, device=self.store.keys_values.device)
+        starts = np.array(self.slots) * self.store.capacity + np.array(self.seen)
+        return counted_from(starts, lengths)
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Puts the rows' own keys and values (T, Hk, D) behind their contexts.
@@ -83,3 +115,9 @@ class StoredRows:
     def views(self, slots: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
         """Of `slots` (slots, capacity, Hk, D) what each row sees: (length, Hk, D)."""
         return tuple(slots[slot, :length] for slot, length in zip(self.slots, lengths, strict=True))
+
+
+def counted_from(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDArray[np.int64]:
+    """(sum of lengths,) for each row the numbers from its start on, as many as its length."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(sum(lengths)) + np.repeat(starts - before, lengths)

@@ -9,7 +9,7 @@ from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dlm_rag.retrieval.base import Retriever
+    from dlm_rag.retrieval.base import CorpusRetriever
     from dlm_rag.retrieval.corpus import Corpus
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 def load_retriever(
     config: "RetrievalConfig | str | Path", corpus: "Corpus | None" = None, **settings: Any
-) -> "Retriever":
+) -> "CorpusRetriever":
     """The retriever that a config describes, building its index where there is none yet.
 
     `config` may be just the path of a corpus; `settings` are fields of `RetrievalConfig`, as in
@@ -49,13 +49,13 @@ def load_retriever(
     return HybridRetriever(parts, config.top_k, config.fusion_depth)
 
 
-def _bm25(config: RetrievalConfig, corpus: "Corpus") -> "Retriever":
+def _bm25(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
     from dlm_rag.retrieval.bm25 import BM25Retriever
 
-    return BM25Retriever(corpus, config.top_k)
+    return BM25Retriever(corpus, config.top_k, int(config.search_memory_gib * 2**30))
 
 
-def _dense(config: RetrievalConfig, corpus: "Corpus") -> "Retriever":
+def _dense(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
     from dlm_rag.retrieval.dense import open_dense
 
     return open_dense(

@@ -1,22 +1,61 @@
-"""What every retriever does: a batch of queries in, ranked passages out."""
+"""What a retriever does: queries in, ranked passages out; and the kind that ranks rows of a file."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query
 
+log = logging.getLogger(__name__)
+
 Ranking = list[int]  # rows of the corpus, best first, each once
 
 
-class Retriever(ABC):
-    """Finds the `top_k` passages of a corpus for each query.
+class Retriever(Protocol):
+    """Finds the evidence for each query, wherever the passages are."""
 
-    A query that finds nothing gets an empty list; a search that fails raises. Subclasses rank rows.
-    """
+    @property
+    def fingerprint(self) -> str:
+        """What the results depend on beside the settings: the passages."""
+        ...
+
+    def key(self, query: Query) -> Hashable:
+        """What the result depends on, not None: queries with equal keys find the same."""
+        ...
+
+    def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
+        """The passages for each query, best first, each once; none where a query finds nothing.
+
+        Raises whatever went wrong where the search failed for all, `PartialSearchError` where it did
+        for some.
+        """
+        ...
+
+    def forget(self, asker: str) -> None:
+        """Drops what is kept for an asker who will not ask again."""
+        ...
+
+
+class PartialSearchError(RuntimeError):
+    """Some queries of a batch failed; `found` has the passages of each query, or its error."""
+
+    def __init__(self, found: list[list[Passage] | Exception]) -> None:
+        errors = [error for error in found if isinstance(error, Exception)]
+        super().__init__(f"{len(errors)} of {len(found)} queries failed, the first with: {errors[0]}")
+        self.found = found
+
+
+class CorpusRetriever(ABC):
+    """A `Retriever` of the `top_k` best rows of a corpus in this process. Subclasses rank rows."""
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
         self.corpus, self.top_k = corpus, min(top_k, len(corpus))
+
+    @property
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint
 
     @abstractmethod
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
@@ -24,20 +63,35 @@ class Retriever(ABC):
 
     @abstractmethod
     def key(self, query: Query) -> Hashable:
-        """What the result depends on, not None: queries with equal keys find the same."""
+        """As in `Retriever`."""
 
-    def remember(self, memory: int) -> None:  # noqa: B027 - most keep nothing
-        """Lets up to `memory` bytes be kept between the queries of one asker; no result changes."""
-
-    def forget(self, asker: str) -> None:  # noqa: B027
-        """Drops what is kept for an asker who will not ask again."""
+    def forget(self, asker: str) -> None:  # noqa: B027 - most keep nothing
+        """As in `Retriever`."""
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        """The evidence for each query, in rank order, each passage once.
+        """As in `Retriever`.
 
         Where the whole corpus fits into `top_k` there is nothing to choose: once a query finds
-        anything, the passages it did not find follow in corpus order.
+        anything, the passages it did not find follow in corpus order. A batch that fails is ranked query by
+        query, for one bad query must not cost the others theirs.
         """
+        try:
+            return self._search(queries)
+        except Exception:
+            if len(queries) == 1:
+                raise
+        found: list[list[Passage] | Exception] = []
+        for query in queries:
+            try:
+                found += self._search([query])
+            except Exception as error:
+                log.warning("a search failed", exc_info=error)
+                found.append(error)
+        if any(isinstance(passages, Exception) for passages in found):
+            raise PartialSearchError(found)
+        return [passages for passages in found if not isinstance(passages, Exception)]
+
+    def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         rankings = self.rank(queries, self.top_k)
         if self.top_k == len(self.corpus):
             everything = range(len(self.corpus))

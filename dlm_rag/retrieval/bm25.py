@@ -11,7 +11,7 @@ import numpy as np
 from bm25s.numba import retrieve_utils
 from bm25s.stopwords import STOPWORDS_EN
 
-from dlm_rag.retrieval.base import Ranking, Retriever
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.incremental import SuccessiveSearch
 from dlm_rag.retrieval.index import build_once, slug
@@ -35,47 +35,42 @@ def terms(text: str) -> list[str]:
     return [word for word in _TERMS(text.lower()) if word not in _STOP_WORDS]
 
 
-class BM25Retriever(Retriever):
+class BM25Retriever(CorpusRetriever):
     """BM25 in Lucene's form (k1 1.5, b 0.75); all scores are computed when the index is built.
 
     Ties are broken by bm25s's heap, a fixed function of the scores in corpus order, as in the
     published traces. A passage that shares no term with the query has score 0 and is not ranked.
     """
 
-    def __init__(self, corpus: Corpus, top_k: int) -> None:
+    def __init__(self, corpus: Corpus, top_k: int, memory: int = 0) -> None:
+        """memory: bytes of scores that may be kept between the queries of one asker; no result changes."""
         super().__init__(corpus, top_k)
         folder = build_once(
             corpus.folder / slug("bm25", bm25s.__version__, FACTS), lambda scratch: _build(corpus, scratch)
         )
         self._index = bm25s.BM25.load(folder, mmap=True, backend="numba")
         self._facts = json.loads(Path(folder, FACTS).read_text(encoding="utf-8"))
-        self._successive: SuccessiveSearch | None = None
-        self._memory = 0
-        self._search([[0]], 1)  # loads the compiled search, so that the first question need not wait
+        self._successive = self._keep_scores(memory) if len(corpus) >= SUCCESSIVE_FROM else None
+        self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def key(self, query: Query) -> Hashable:
         return query.text
 
-    def remember(self, memory: int) -> None:
-        """Keeps scores between the queries of one asker, in up to `memory` bytes.
-
-        For a corpus of fewer than `SUCCESSIVE_FROM` passages a fresh search is cheaper, and nothing is
-        kept.
-        """
-        if memory == self._memory:
-            return
-        self._memory, self._successive = memory, None
-        if memory and len(self.corpus) >= SUCCESSIVE_FROM:
-            if not self._facts["ascending"]:
-                log.warning("the columns of this BM25 index are not in order: every search is a fresh one")
-                return
-            found = self._index.scores
-            self._successive = SuccessiveSearch(
-                found["data"], found["indices"], found["indptr"], len(self.corpus),
-                self._facts["largest"], memory,
-            )  # fmt: skip
-            self._successive.rank("", [0], 1)  # loads its compiled parts
-            self._successive.forget("")
+    def _keep_scores(self, memory: int) -> SuccessiveSearch | None:
+        """For a corpus of fewer than `SUCCESSIVE_FROM` passages a fresh search is cheaper."""
+        if not memory:
+            return None
+        if not self._facts["ascending"]:
+            log.warning("the columns of this BM25 index are not in order: every search is a fresh one")
+            return None
+        found = self._index.scores
+        kept = SuccessiveSearch(
+            found["data"], found["indices"], found["indptr"], len(self.corpus),
+            self._facts["largest"], memory,
+        )  # fmt: skip
+        kept.rank("", [0], 1)  # loads its compiled parts
+        kept.forget("")
+        return kept
 
     def forget(self, asker: str) -> None:
         if self._successive is not None:
@@ -91,10 +86,12 @@ class BM25Retriever(Retriever):
                 for number, (query, ids) in enumerate(zip(queries, asked, strict=True)):
                     if ids and query.asker:
                         found[number] = successive.rank(query.asker, ids, depth)
-            rest = iter(self._search([a for a, f in zip(asked, found, strict=True) if f is None], depth))
+            rest = iter(
+                self._search_ids([a for a, f in zip(asked, found, strict=True) if f is None], depth)
+            )
             return [next(rest) if ranking is None else ranking for ranking in found]
 
-    def _search(self, asked: list[list[int]], depth: int) -> list[Ranking]:
+    def _search_ids(self, asked: list[list[int]], depth: int) -> list[Ranking]:
         if not asked:
             return []
         results = self._index.retrieve(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.retrieval.base import Ranking, Retriever, take_turns
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking, take_turns
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.retrieval.query import Query
@@ -29,7 +29,7 @@ BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 REMEMBERED_PARTS = 65536  # vectors of query parts kept: a sentence recurs from step to step
 
 
-class DenseRetriever(Retriever):
+class DenseRetriever(CorpusRetriever):
     """Cosine similarity of each query part with every passage; the parts take turns.
 
     Question and sentences are separate short queries (`Query.parts`), since one vector of all of

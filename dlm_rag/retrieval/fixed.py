@@ -3,11 +3,11 @@
 from collections.abc import Hashable, Mapping, Sequence
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.retrieval.base import Ranking, Retriever
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.query import Query
 
 
-class NoRetriever(Retriever):
+class NoRetriever(CorpusRetriever):
     """Finds nothing: what the denoiser knows by itself."""
 
     def key(self, query: Query) -> Hashable:
@@ -17,14 +17,14 @@ class NoRetriever(Retriever):
         return [[] for _ in queries]
 
 
-class OracleRetriever(Retriever):
+class OracleRetriever(CorpusRetriever):
     """First the passages that support a question, then what another retriever finds for it.
 
     `support`: ids by question, as the first part of a query has it. Raises `ConfigError` for an id
     that is not in the corpus.
     """
 
-    def __init__(self, inner: Retriever, support: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, inner: CorpusRetriever, support: Mapping[str, Sequence[str]]) -> None:
         super().__init__(inner.corpus, inner.top_k)
         wanted = {passage_id for ids in support.values() for passage_id in ids}
         rows = {passage.id: row for row, passage in enumerate(inner.corpus) if passage.id in wanted}
@@ -35,9 +35,6 @@ class OracleRetriever(Retriever):
 
     def key(self, query: Query) -> Hashable:
         return query.parts[0]
-
-    def remember(self, memory: int) -> None:
-        self._inner.remember(memory)
 
     def forget(self, asker: str) -> None:
         self._inner.forget(asker)

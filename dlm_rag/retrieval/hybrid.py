@@ -2,23 +2,19 @@
 
 from collections.abc import Hashable, Sequence
 
-from dlm_rag.retrieval.base import Ranking, Retriever, fuse
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse
 from dlm_rag.retrieval.query import Query
 
 
-class HybridRetriever(Retriever):
+class HybridRetriever(CorpusRetriever):
     """Reciprocal rank fusion of the first `fusion_depth` ranks of each of `retrievers`."""
 
-    def __init__(self, retrievers: Sequence[Retriever], top_k: int, fusion_depth: int) -> None:
+    def __init__(self, retrievers: Sequence[CorpusRetriever], top_k: int, fusion_depth: int) -> None:
         super().__init__(retrievers[0].corpus, top_k)
         self._retrievers, self._fusion_depth = retrievers, fusion_depth
 
     def key(self, query: Query) -> Hashable:
         return tuple(retriever.key(query) for retriever in self._retrievers)
-
-    def remember(self, memory: int) -> None:
-        for retriever in self._retrievers:
-            retriever.remember(memory)
 
     def forget(self, asker: str) -> None:
         for retriever in self._retrievers:

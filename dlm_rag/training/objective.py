@@ -7,14 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.evidence.layout import (
-    arrange,
-    canvas_starts,
-    encode_canvases,
-    encode_contexts,
-    encode_stretches,
-)
-from dlm_rag.model.denoiser import Denoiser, Watch
+from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_contexts, encode_stretches
+from dlm_rag.evidence.layout import arrange
+from dlm_rag.model.block import Watch
+from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.model.transfer import to_device
 from dlm_rag.stages import stage

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.model.denoiser import Watch
+from dlm_rag.model.block import Watch
 from dlm_rag.training.rows.example import Example
 
 PASSAGE_HEAD, TOKEN_HEAD = 0, 1

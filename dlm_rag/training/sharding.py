@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.evidence.layout import Segment, encode_canvases
+from dlm_rag.evidence.encode import encode_canvases
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.rows import Segment
 from dlm_rag.training.processes import Processes
 
 

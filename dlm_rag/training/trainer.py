@@ -20,7 +20,7 @@ from torch import Tensor
 from dlm_rag.config import Config
 from dlm_rag.errors import RunError
 from dlm_rag.machine import choose_dtype
-from dlm_rag.model.cost import count_work, head_work
+from dlm_rag.model.cost import head_work
 from dlm_rag.model.transfer import to_host
 from dlm_rag.stages import stage, step_range
 from dlm_rag.training.machines import this_machine
@@ -65,7 +65,6 @@ class Trainer:
             self.denoiser.set_rope(train.rope_theta)
         if train.compile:
             self.denoiser.compile_layers()
-        self._work = count_work(self.denoiser)
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
         machine = this_machine(device)
         self._peak = None if machine is None else machine.flops.get(self.dtype)
@@ -93,7 +92,7 @@ class Trainer:
                 parts, terms = self._parts(), task.terms(state.phase_step)
                 mine = added([task.counts(part, terms) for part in parts])
                 counts = self._summed(mine, self.processes.sharing)
-            before = replace(self._work)
+            before = replace(self.denoiser.work)
             share = self._rates.set(state.phase_step)
             found = self._gradients(parts, counts, terms)
             self.flops = self._flops(before, mine)
@@ -188,7 +187,7 @@ class Trainer:
         they are frozen.
         """
         head = head_work(self.denoiser.config, counts["supervised"] / self.processes.sharing, 4)
-        return (2 if self.start.lora_rank else 3) * (self._work - before + head).flops
+        return (2 if self.start.lora_rank else 3) * (self.denoiser.work - before + head).flops
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
         """Tokens a second, all and supervised; peak memory; FLOP/s of this process and, on a known machine,

@@ -10,12 +10,12 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
 from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times, mask_tokens
 from dlm_rag.evaluation.metrics import score
-from dlm_rag.evidence.layout import fit_to
+from dlm_rag.evidence.fitting import Room, fit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.transfer import to_device, to_host
 from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
-from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.stages import stage
 from dlm_rag.tokenizer import Tokenizer
@@ -39,8 +39,8 @@ class QuestionValidation:
     """Held-out questions with their true responses."""
 
     def __init__(
-        self, questions: list[Question], truths: list[str], retriever: Retriever, decode: DecodeConfig,
-        seed: int,
+        self, questions: list[Question], truths: list[str], retriever: CorpusRetriever,
+        decode: DecodeConfig, seed: int,
     ) -> None:  # fmt: skip
         self._questions, self._truths, self._seed = questions, truths, seed
         self._retriever, self._config = retriever, decode
@@ -109,7 +109,7 @@ class QuestionValidation:
             hidden = mask_tokens(ids, schedule.alpha(times), -1, generator) < 0
             some = hidden.any(dim=1)  # a row without masks adds nothing
             found = tokenizer.prompt(question.question, self._evidence(question, truth))
-            prompt = fit_to(found, denoiser.config)
+            prompt = fit(found, Room.of(denoiser.config))[0]
             tokens += len(target)
             examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
             if examples:

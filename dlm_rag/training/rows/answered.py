@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import QuestionError
-from dlm_rag.evidence.layout import fit_to
+from dlm_rag.evidence.fitting import Room, fit
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import permutation
@@ -73,7 +73,7 @@ class AnsweredQuestions:
         return examples
 
     def _prompt(self, question: Question, passages: list[str]) -> Prompt:
-        return fit_to(self._tokenizer.prompt(question.question, passages), self._denoiser)
+        return fit(self._tokenizer.prompt(question.question, passages), Room.of(self._denoiser))[0]
 
 
 def response_of(question: Question) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.data.world import Entity, World, WorldQuestion, make_question, make_world, passage_record
-from dlm_rag.evidence.layout import fit_to
+from dlm_rag.evidence.fitting import Room, fit
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
@@ -127,7 +127,7 @@ class WorldExamples:
         target = canvas_of(rng, ids, self._denoiser.canvas_length, tokenizer.end_id)
         length = len(target)
         texts = [passage.text for passage in evidence]
-        prompt = fit_to(tokenizer.prompt(question.question, texts), self._denoiser)
+        prompt = fit(tokenizer.prompt(question.question, texts), Room.of(self._denoiser))[0]
         mentions = self._mentions(question, ids)
         rows = {passage.id: row for row, passage in enumerate(evidence)}
         pointers = []

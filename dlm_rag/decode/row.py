@@ -1,21 +1,25 @@
-"""What the loop carries from step to step: the rows of a batch, their groups, their searches."""
+"""What the engine carries from step to step: rows, groups of rows, their searches."""
 
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NewType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.rollout import Committed, Rollout
-from dlm_rag.diffusion.commit import Gram, Proposals
+from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.layout import Arrangement
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 
 log = logging.getLogger(__name__)
 
-OnStep = Callable[[Rollout], None]
+Ticket = NewType("Ticket", int)
 Found = list[Passage] | Exception  # by one search
 
 
@@ -23,20 +27,23 @@ Found = list[Passage] | Exception  # by one search
 class Row:
     """A question in the batch and its state between two steps."""
 
+    ticket: Ticket
     question: Question
+    settings: DecodeConfig  # its own
     slot: int  # where its context lies
     canvas: Canvas
     generator: torch.Generator
     rollout: Rollout
+    stop_at: frozenset[int]  # tokens behind which no text is: none where the whole canvas is decoded
     evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
+    dropped: tuple[str, ...] = ()  # ids of what was found and has no place in the prompt
     found: list[Passage] | None = None  # by the last search; what fits of it is the evidence
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
     first_passage: str = ""  # the best of step 0, for query=feedback
-    grams: dict[Gram, int] = field(default_factory=dict)  # of its facts, for copied_threshold
-    shown: int = 0  # positions of the canvas that the denoiser gets to see
     guesses: Proposals | None = None
     lowest_confidence: float | None = None
+    begun: bool = False  # whether it has asked for the first time
     # What the step that is under way has done so far.
     asked: str | None = None
     searched: bool = False
@@ -48,6 +55,18 @@ class Row:
     def step(self) -> int:
         """The step that is under way."""
         return len(self.rollout.steps)
+
+    @property
+    def over(self) -> bool:
+        """Whether its text is certain, or never will be."""
+        return bool(self.rollout.error) or self.canvas.finished(self.stop_at)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """The canvas positions that the next step asks about: those masked, or all with revision."""
+        if self.settings.revision_threshold is not None:
+            return np.arange(self.canvas.length)
+        return np.flatnonzero(self.canvas.masked)
 
     def fail(self, reason: str) -> None:
         """Ends this question without an answer."""
@@ -65,20 +84,22 @@ class Search:
 
 @dataclass
 class Group:
-    """Rows that take their steps together, the slots free for more of them, their search."""
+    """Rows that take their steps together, and their search."""
 
-    free: list[int]
-    on_step: OnStep | None
-    most: int = 0  # rows that it may have
     rows: list[Row] = field(default_factory=list)
     search: Search = field(default_factory=Search)
 
     @property
     def live(self) -> list[Row]:
-        """The rows that have not failed."""
-        return [row for row in self.rows if not row.rollout.error]
+        """The rows that take more steps."""
+        return [row for row in self.rows if not (row.rollout.error or row.rollout.finished)]
 
     @property
     def ready(self) -> list[Row]:
         """Those of them that have evidence, be it empty."""
         return [row for row in self.live if row.arrangement is not None]
+
+    @property
+    def begun(self) -> list[Row]:
+        """The rows of which a step is under way."""
+        return [row for row in self.rows if row.begun]

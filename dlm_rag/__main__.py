@@ -1,0 +1,40 @@
+"""The programs of dlm_rag, from any folder.
+
+    dlm-rag sample      answer questions, retrieving while denoising
+    dlm-rag evaluate    score a denoiser on questions with known answers
+    dlm-rag train       train a denoiser
+
+`dlm-rag PROGRAM --help` says what each is told; `python -m dlm_rag PROGRAM` is the same.
+"""
+
+import importlib
+import sys
+from typing import NoReturn
+
+from dlm_rag import __version__
+from dlm_rag.errors import ConfigError, nearest
+from dlm_rag.program import run
+
+PROGRAMS = ("sample", "evaluate", "train")
+
+
+def dispatch(argv: list[str]) -> None:
+    """Runs the program that the first word names; raises `ConfigError` where it names none."""
+    name = argv[0] if argv else "--help"
+    if name in PROGRAMS:
+        importlib.import_module(f"dlm_rag.commands.{name}").main(argv[1:])
+    elif name in ("-h", "--help"):
+        print(__doc__, end="")
+    elif name == "--version":
+        print(__version__)
+    else:
+        raise ConfigError(f"'{name}' is none of {', '.join(PROGRAMS)}{nearest(name, PROGRAMS)}")
+
+
+def main() -> NoReturn:
+    run(dispatch)
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "dlm-rag"  # for usage texts and cards; else the path of this file
+    main()

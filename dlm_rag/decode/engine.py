@@ -1,0 +1,168 @@
+"""The engine: questions come and go, all of them take their steps together.
+
+    step 0     retrieve with the question alone
+    step s     encode the evidence and denoise the canvas       (the model, behind `Proposer`)
+               commit what the commit rule chooses              (diffusion/commit.py)
+               build the query from what the canvas says now    (retrieval/query.py)
+               retrieve; what was found is the evidence of step s + 1
+
+Rows are packed without padding and share nothing but the call, so a question gets the same tokens alone
+and in a batch; what goes wrong in one row ends that row alone. Every row has decode settings of its own.
+
+    engine = Engine(proposer, retriever, tokenizer)
+    ticket = engine.submit(Question("1", "Who wrote Emma?"))
+    while engine.busy:
+        for event in engine.step():
+            print(event.ticket, event.rollout.tokens_committed, event.finished)
+"""
+
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+
+from dlm_rag.config import DecodeConfig
+from dlm_rag.decode.canvas import Canvas
+from dlm_rag.decode.proposer import Proposer
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.row import Group, Row, Ticket
+from dlm_rag.decode.schedules import SCHEDULES
+from dlm_rag.decode.steps import Steps
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.questions import Question
+from dlm_rag.randomness import keyed_generator
+from dlm_rag.retrieval.base import Retriever
+from dlm_rag.stages import mark, step_range
+from dlm_rag.tokenizer import Tokenizer
+
+_tickets = count(1)  # of all engines of the process: a retriever may serve several
+
+
+@dataclass(frozen=True)
+class Event:
+    """A question has taken a step; its rollout grows with the next one unless it is `finished`."""
+
+    ticket: Ticket
+    rollout: Rollout
+
+    @property
+    def finished(self) -> bool:
+        return self.rollout.finished
+
+
+class Engine:
+    """Answers questions with a model, a retriever and settings; everything in flight is its state.
+
+    settings: of questions submitted without their own; of these `batch_size`, how many questions have a
+    place, and `overlap` hold for all. layout: of the evidence, the model's own where None.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        retriever: Retriever,
+        tokenizer: Tokenizer,
+        settings: DecodeConfig | None = None,
+        layout: str | None = None,
+    ) -> None:
+        self.settings = with_checkpoints_own(settings or DecodeConfig(), proposer.shape)
+        self._steps = Steps(proposer, retriever, tokenizer, layout or proposer.shape.evidence_layout)
+        self._schedule = SCHEDULES[self.settings.overlap]
+        places = self.settings.batch_size
+        halves = 2 if self.settings.overlap == "pipeline" and places > 1 else 1
+        self._groups = [Group() for _ in range(halves)]
+        self._free = list(range(places))
+        self._turn = 0
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def capacity(self) -> int:
+        """How many questions may be submitted now."""
+        return len(self._free)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any question is in flight."""
+        return any(group.rows for group in self._groups)
+
+    def submit(self, question: Question, settings: DecodeConfig | None = None) -> Ticket:
+        """Takes a question in; it takes part in the next step. Raises `RuntimeError` without capacity."""
+        if not self._free:
+            raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
+        own = (
+            self.settings
+            if settings is None
+            else with_checkpoints_own(settings, self._steps.proposer.shape)
+        )
+        assert own.canvas_length is not None
+        # Revision may still change the text before an end token.
+        certain = own.stop_early and own.revision_threshold is None
+        row = Row(
+            ticket=Ticket(next(_tickets)),
+            question=question,
+            settings=own,
+            slot=self._free.pop(0),
+            canvas=Canvas(own.canvas_length, self._steps.tokenizer.mask_id),
+            generator=keyed_generator(own.seed, question.id),
+            rollout=Rollout(
+                question.id, question.question, self._steps.layout, own.canvas_length, settings=asdict(own)
+            ),
+            stop_at=self._steps.tokenizer.end_ids if certain else frozenset(),
+        )
+        min(self._groups, key=lambda group: len(group.rows)).rows.append(row)
+        return row.ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drops a question that is in flight, and all that is kept for it; others do not notice.
+
+        Raises `KeyError` for a ticket that is not in flight.
+        """
+        for group in self._groups:
+            for row in group.rows:
+                if row.ticket == ticket:
+                    row.rollout.error = "cancelled"
+                    self._leave(group, row)
+                    return
+        raise KeyError(f"ticket {ticket} is not in flight")
+
+    def close(self) -> None:
+        """Cancels what is in flight and ends the search thread."""
+        for group in self._groups:
+            for row in list(group.rows):
+                self.cancel(row.ticket)
+            self._steps.receive(group.search)
+        self._steps.close()
+
+    def step(self) -> list[Event]:
+        """One step of all rows, or of one half of them in turn with `overlap=pipeline`.
+
+        Returns an event for every question whose step is over, in the order in which they came. A question
+        that failed (it does not fit the context; its search or its logits fail) is finished, with an
+        `error` in its rollout.
+        """
+        group = self._groups[self._turn % len(self._groups)]
+        with self._steps.clock, step_range(self._turn, len(group.rows)):
+            closed = self._schedule(self._steps, group)
+        self._turn += 1
+        for row in closed:
+            if row.rollout.finished:
+                mark(f"question {row.question.id}")
+                self._leave(group, row)
+        return [Event(row.ticket, row.rollout) for row in closed]
+
+    def _leave(self, group: Group, row: Row) -> None:
+        group.rows.remove(row)
+        self._steps.proposer.release(row.slot)
+        self._steps.retriever.forget(str(row.ticket))
+        self._free.append(row.slot)
+
+
+def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:
+    """`settings` with the lengths of canvas and blocks that it leaves to the checkpoint."""
+    canvas, block = settings.canvas_length or own.canvas_length, settings.block_length
+    if block is None:
+        block = min(own.block_length or 0, canvas)
+    return replace(settings, canvas_length=canvas, block_length=block)

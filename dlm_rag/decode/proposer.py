@@ -1,0 +1,134 @@
+"""What a step asks of a model, and how the denoiser answers.
+
+The loop knows a model only as a `Proposer`: it shows the rows that are to take a step and gets proposals
+for their positions. Another family (one that denoises from uniform noise, say) stands behind the same
+protocol.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dlm_rag.config import EngineConfig
+from dlm_rag.decode.proposals import Asked, read_proposals
+from dlm_rag.diffusion.commit import Proposals
+from dlm_rag.evidence.contexts import Contexts
+from dlm_rag.evidence.encode import canvas_rows
+from dlm_rag.evidence.layout import Arrangement
+from dlm_rag.evidence.pool import EvidencePool, Reuse, default_budget
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.transfer import to_host
+from dlm_rag.stages import stage
+
+ROWS_READ = 1024  # logits that exist at a time: the vocabulary is the memory
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class View:
+    """What a model is shown of a row that is to take a step."""
+
+    slot: int  # the row's own: what is kept for it is kept under this number
+    arrangement: Arrangement
+    canvas: NDArray[np.int64]  # (length,) the ids that stand there now
+    positions: NDArray[np.int64]  # those to propose for, ascending
+    temperature: float = 0.0
+    uniform: NDArray[np.float64] | None = None  # a number for each position, with a temperature
+    spread: bool = False  # whether entropy and margin are wanted
+
+
+class Proposer(Protocol):
+    """What a step asks of a model."""
+
+    @property
+    def shape(self) -> DenoiserConfig:
+        """Lengths of canvas, blocks, context and passages."""
+        ...
+
+    def propose(self, views: Sequence[View]) -> list[Proposals]:
+        """Proposals for the positions of each row; the same for a row whatever the others are."""
+        ...
+
+    def prefetch(self, arrangement: Arrangement) -> None:
+        """A row will be shown with this prompt next."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """The row in this slot takes no more steps."""
+        ...
+
+
+class DenoiserProposer:
+    """A masked-diffusion denoiser: one call over all rows, logits at the positions asked for only."""
+
+    def __init__(self, denoiser: Denoiser, mask_id: int, engine: EngineConfig) -> None:
+        self.denoiser, self._engine = denoiser, engine
+        self._mask_id = np.array([mask_id])
+        self.forget()
+
+    @property
+    def shape(self) -> DenoiserConfig:
+        return self.denoiser.config
+
+    def forget(self) -> None:
+        """Drops all keys and values; to be called when the denoiser's weights have changed."""
+        device, engine, self.pool = self.denoiser.device, self._engine, None
+        budget = default_budget(device) if engine.pool_gib is None else int(engine.pool_gib * GIB)
+        if budget:
+            self.pool = EvidencePool(device, budget, int(engine.host_pool_gib * GIB))
+        self._contexts = Contexts(self.denoiser, self.pool)
+        self._dtype = self.denoiser.compute_dtype
+
+    @property
+    def reuse(self) -> Reuse:
+        """What was reused since the last `forget`."""
+        return self._contexts.reuse
+
+    def prefetch(self, arrangement: Arrangement) -> None:
+        self._contexts.prefetch(arrangement)
+
+    def release(self, slot: int) -> None:
+        self._contexts.release(slot)
+
+    @torch.inference_mode()
+    def propose(self, views: Sequence[View]) -> list[Proposals]:
+        if self.denoiser.compute_dtype != self._dtype:
+            self.forget()  # an autocast has begun or ended since
+        laid = [view.arrangement for view in views]
+        leads, slots = [row.lead for row in laid], [view.slot for view in views]
+        room = max(len(lead.ids) + len(view.canvas) for lead, view in zip(leads, views, strict=True))
+        with stage("encode_evidence"):
+            context = self._contexts.load(slots, laid, room)
+        with stage("denoise"):
+            canvases, read = [v.canvas.tolist() for v in views], [v.positions.tolist() for v in views]
+            rows = canvas_rows(self.denoiser, leads, canvases, read, context, add=self._added(views))
+            hidden, _ = self.denoiser.encode(rows)
+            asked = Asked(any(view.spread for view in views), *rows.added)
+            found = [
+                read_proposals(self.denoiser.read_out(part).float(), asked.part(at, at + len(part)))
+                for at, part in zip(range(0, len(hidden), ROWS_READ), hidden.split(ROWS_READ), strict=True)
+            ]
+            values = to_host(torch.cat(found, dim=1)).astype(np.float64)
+        ends = np.cumsum([len(view.positions) for view in views])
+        parts = np.split(values, ends[:-1], axis=1)
+        return [
+            Proposals(view.positions, part[0].astype(np.int64), *part[1:])
+            for view, part in zip(views, parts, strict=True)
+        ]
+
+    def _added(self, views: Sequence[View]) -> list[NDArray[np.generic]]:
+        """The fields of `Asked`, as they go to the device."""
+        written = np.concatenate([view.canvas[view.positions] for view in views])
+        if not any(view.temperature for view in views):
+            return [written, self._mask_id]
+        counts = [len(view.positions) for view in views]
+        draws = [
+            np.zeros(n) if v.uniform is None else v.uniform for v, n in zip(views, counts, strict=True)
+        ]
+        temperature = np.repeat([view.temperature for view in views], counts)
+        return [written, self._mask_id, temperature, np.concatenate(draws)]

@@ -1,0 +1,270 @@
+"""What a step does to rows: denoise and commit, ask, receive evidence, close.
+
+Each part takes the rows that it is for and leaves its results in them; `schedules.py` puts them in order.
+"""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+from dlm_rag.decode.canvas import Canvas
+from dlm_rag.decode.citations import cite, held_positions
+from dlm_rag.decode.proposer import Proposer, View
+from dlm_rag.decode.rollout import Committed, Rollout, Step
+from dlm_rag.decode.row import Found, Row, Search
+from dlm_rag.diffusion.commit import Proposals, select
+from dlm_rag.errors import QuestionError
+from dlm_rag.evidence.fitting import Room, fit_passages, keep_shorter
+from dlm_rag.evidence.layout import arrange
+from dlm_rag.retrieval.base import PartialSearchError, Retriever
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
+from dlm_rag.stages import StageClock, stage
+from dlm_rag.text import words
+from dlm_rag.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SPREAD_RULES = ("entropy", "margin", "entropy_bound")
+
+
+class Steps:
+    """The parts of a step, with all that they need beside the rows."""
+
+    def __init__(self, proposer: Proposer, retriever: Retriever, tokenizer: Tokenizer, layout: str) -> None:
+        self.proposer, self.retriever, self.tokenizer, self.layout = proposer, retriever, tokenizer, layout
+        self.clock = StageClock()  # open while a step is taken
+        self._worker: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """Ends the search thread."""
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def denoise(self, rows: list[Row]) -> None:
+        """One pass of the model over all rows, and what each of them commits."""
+        if not rows:
+            return
+        views = [view_of(row) for row in rows]
+        for row, proposals in zip(rows, self.proposer.propose(views), strict=True):
+            if not np.isfinite(proposals.confidence).all():
+                row.fail("the denoiser's output is not a number")
+                continue
+            bound = row.settings.revision_threshold
+            if bound is not None:
+                row.remasked = tuple(row.canvas.remask(proposals.written, bound).tolist())
+            row.guesses = proposals.at(row.canvas.masked[proposals.positions])
+        with stage("commit"):
+            for row in rows:
+                if not row.rollout.error:
+                    self._commit(row)
+        self._charge(rows)
+
+    def _commit(self, row: Row) -> None:
+        settings, guesses = row.settings, row.guesses
+        assert guesses is not None
+        may = row.canvas.candidates(settings.block_length)
+        candidates = guesses.at(may[guesses.positions])
+        chosen = candidates.at(
+            select(
+                settings.commit_rule,
+                candidates,
+                commit_threshold=settings.commit_threshold,
+                tokens_per_step=settings.tokens_per_step,
+                bound=settings.entropy_bound,
+                held=self._held(row, candidates) if settings.commit_rule == "grounded" else (),
+            )
+        )
+        row.canvas.commit(chosen)
+        row.committed = tuple(
+            Committed(position, token, self.tokenizer.token_text(token), confidence, log_prob)
+            for position, token, confidence, log_prob in zip(
+                chosen.positions.tolist(), chosen.token_ids.tolist(), chosen.confidence.tolist(),
+                chosen.log_prob.tolist(), strict=True,
+            )
+        )  # fmt: skip
+        still = guesses.confidence[row.canvas.masked[guesses.positions]]
+        row.lowest_confidence = float(still.min()) if len(still) else None
+
+    def _held(self, row: Row, candidates: Proposals) -> list[bool]:
+        """Whether question or evidence hold the words that each candidate would write."""
+        assert row.guesses is not None
+        known = set(words(row.question.question))
+        for passage in row.evidence.values():
+            known.update(words(passage))
+        text, spans = self.tokenizer.spans(row.canvas.with_guesses(row.guesses, 0.0))
+        held = held_positions(text, spans, known)
+        return [held[position] for position in candidates.positions]
+
+    def ask(self, rows: list[Row], aside: bool = False) -> Search:
+        """Asks for the rows that are due, `aside` on a thread of its own.
+
+        Rows whose query has not changed are not searched for.
+        """
+        asking, queries = [], []
+        with stage("detokenize"):
+            for row in rows:
+                row.begun = True
+                query = self._query(row)
+                if query is None:
+                    continue
+                row.asked, key = query.text, self.retriever.key(query)
+                if key != row.query_key:
+                    row.query_key, row.searched = key, True
+                    asking.append(row)
+                    queries.append(query)
+        if not asking:
+            found: list[Found] = []
+            search = Search()
+        elif aside:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, "search")
+            search = Search(asking, self._worker.submit(self._search, queries).result)
+        else:
+            found = self._search(queries)
+            search = Search(asking, lambda: found)
+        self._charge(rows)
+        return search
+
+    def _query(self, row: Row) -> Query | None:
+        """What a row asks now; None where no refresh is due."""
+        settings = row.settings
+        if row.step and not retrieval_due(
+            row.step, settings.retrieve_every, settings.retrieve_below, row.lowest_confidence
+        ):
+            return None
+        response = ""
+        if row.guesses is not None:
+            entry = may_enter(settings.query, settings.query_threshold)
+            response = self.tokenizer.query_text(row.canvas.with_guesses(row.guesses, entry))
+        return build_query(
+            settings.query, row.question.question, response, row.first_passage, str(row.ticket)
+        )
+
+    def _search(self, queries: list[Query]) -> list[Found]:
+        """What each query finds, or the error that it met; a search that fails is not repeated."""
+        with stage("retrieve"):
+            try:
+                found: list[Found] = list(self.retriever.search(queries))
+            except PartialSearchError as error:
+                found = error.found
+            except Exception as error:
+                log.warning("a search failed", exc_info=error)
+                return [error] * len(queries)
+        if len(found) != len(queries):
+            return [RuntimeError(f"{len(found)} results for {len(queries)} queries")] * len(queries)
+        return found
+
+    def receive(self, search: Search) -> None:
+        """Takes what was found as the evidence of its rows.
+
+        Of a search on another thread only the wait counts as time.
+        """
+        with stage("retrieve"):
+            found = search.results()
+        with stage("tokenize"):
+            for row, passages in zip(search.rows, found, strict=True):
+                if row.rollout.error:  # it has left while the search was under way
+                    self.retriever.forget(str(row.ticket))
+                elif isinstance(passages, Exception):
+                    if not row.over:  # then it changes no token
+                        row.fail(f"the search failed: {type(passages).__name__}: {passages}")
+                else:
+                    self._take(row, passages)
+        self._charge(search.rows)
+
+    def _take(self, row: Row, passages: list[Passage]) -> None:
+        """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
+        if not row.step:
+            row.first_passage = passages[0].text if passages else ""
+        if passages == row.found:
+            return
+        row.found, rollout, shape = passages, row.rollout, self.proposer.shape
+        # An id stands for one text throughout a question, whatever a search engine says later.
+        texts = {p.id: rollout.passages.setdefault(p.id, p.text) for p in passages}
+        room = Room.of(shape, self.layout, row.canvas.length)
+        try:
+            fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
+        except QuestionError as error:
+            row.fail(str(error))
+            return
+        if fitted.cut.tokens > rollout.cut.get("tokens", 0):
+            rollout.cut = asdict(fitted.cut)
+        row.evidence, row.dropped = fitted.texts, fitted.dropped
+        keep_shorter(rollout.evidence_texts, row.evidence)
+        row.arrangement = arrange(fitted.prompt, self.layout, shape.shifted, shape.passage_length)
+        self.proposer.prefetch(row.arrangement)
+
+    def end_step(self, rows: list[Row]) -> list[Row]:
+        """Writes the step of each row into its rollout, and the text that is certain; returns the rows."""
+        for row in rows:
+            if row.rollout.error:
+                row.rollout.finished = True
+                continue
+            row.rollout.steps.append(
+                Step(
+                    step=row.step,
+                    query=row.asked,
+                    passage_ids=tuple(row.evidence),
+                    retrieved=row.searched,
+                    committed=row.committed,
+                    remasked=row.remasked,
+                    seconds=row.seconds,
+                    dropped=row.dropped,
+                )
+            )
+            row.asked, row.searched, row.committed, row.remasked, row.seconds = None, False, (), (), {}
+        answered = [row for row in rows if not row.rollout.error and row.over]
+        with stage("detokenize"):
+            for row in answered:
+                read_response(row.rollout, row.canvas, self.tokenizer)
+                row.seconds = row.rollout.steps[-1].seconds
+        self._charge(answered)
+        return list(rows)
+
+    def _charge(self, rows: list[Row]) -> None:
+        """Splits the seconds since the last call among the rows that took part."""
+        for name, value in self.clock.take().items():
+            for row in rows:
+                row.seconds[name] = row.seconds.get(name, 0.0) + value / len(rows)
+
+
+def view_of(row: Row) -> View:
+    """What the model is shown of a row; draws the numbers that its sampling takes."""
+    assert row.arrangement is not None
+    uniform, positions = None, row.positions
+    if row.settings.temperature:  # one number for every position of the canvas, masked or not
+        drawn = torch.rand(row.canvas.length, generator=row.generator, dtype=torch.float64)
+        uniform = drawn.numpy()[positions]
+    return View(
+        slot=row.slot,
+        arrangement=row.arrangement,
+        canvas=row.canvas.ids,
+        positions=positions,
+        temperature=row.settings.temperature,
+        uniform=uniform,
+        spread=row.settings.commit_rule in SPREAD_RULES,
+    )
+
+
+def read_response(rollout: Rollout, canvas: Canvas, tokenizer: Tokenizer) -> None:
+    """Finishes a rollout: the text up to the first end token, and the evidence behind it."""
+    ids = canvas.ids.tolist()
+    end = next((n for n, t in enumerate(ids) if t in tokenizer.end_ids), len(ids))
+    text, spans = tokenizer.spans(ids[:end])
+    blanks = len(text) - len(text.lstrip())
+    rollout.response = text.strip()
+    steps = rollout.commit_steps()
+    rollout.citations = cite(
+        rollout.response,
+        [(start - blanks, stop - blanks) for start, stop in spans],
+        [steps[position] for position in range(end)],
+        rollout.evidence_at,
+        rollout.evidence_texts,
+        rollout.question,
+    )
+    rollout.finished = True

@@ -1,0 +1,340 @@
+"""Trace files: rollouts as JSON lines, from which every prompt, page and training row can be made again.
+
+    {"trace": 2, "prompt_layout": ..., "settings": {...}, ...}      what the whole file has in common
+    {"passage": "emma", "text": "..."}                              before the first question that found it
+    {"id": "q1", "question": "...", "steps": [...], ...}            one line a question, as it finishes
+
+Needed besides the file is the tokenizer of the checkpoint; neither corpus nor retriever nor weights.
+Files of version 1 hold lines of questions alone: they are read, but no prompt can be made from them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.config import DecodeConfig
+from dlm_rag.decode.rollout import Committed, Rollout, Step
+from dlm_rag.errors import TraceError, UserError
+from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
+from dlm_rag.jsonl import parse_object
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, read_tokenizer
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the questions of a trace file have in common; `settings` are those of `DecodeConfig`."""
+
+    prompt_layout: str
+    context_length: int
+    passage_length: int
+    shifted: bool  # as in `DenoiserConfig`
+    template: PromptTemplate
+    mask_id: int
+    end_ids: tuple[int, ...]
+    top_k: int
+    model: str  # fingerprints
+    corpus: str
+    settings: dict[str, Any]
+
+    def tokenizer(self, folder: Path) -> Tokenizer:
+        """The tokenizer in a checkpoint's folder, with the prompt of this trace."""
+        return Tokenizer(read_tokenizer(folder), self.mask_id, self.template, self.end_ids)
+
+    def record(self) -> dict[str, Any]:
+        """The first line of a file."""
+        return {"trace": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Header":
+        """The header in a first line; raises `KeyError` or `TypeError` for what is none."""
+        known = {item.name: record[item.name] for item in fields(cls)}
+        known |= {"template": PromptTemplate(**known["template"]), "end_ids": tuple(known["end_ids"])}
+        return cls(**known)
+
+
+def header_of(
+    shape: DenoiserConfig,
+    tokenizer: Tokenizer,
+    prompt_layout: str,
+    settings: DecodeConfig,
+    *,
+    top_k: int,
+    model: str,
+    corpus: str,
+) -> Header:
+    """The header of what a denoiser of this shape decodes; model, corpus: fingerprints."""
+    return Header(
+        prompt_layout=prompt_layout,
+        context_length=shape.max_position_embeddings,
+        passage_length=shape.passage_length,
+        shifted=shape.shifted,
+        template=tokenizer.template,
+        mask_id=tokenizer.mask_id,
+        end_ids=tuple(sorted(tokenizer.end_ids)),
+        top_k=top_k,
+        model=model,
+        corpus=corpus,
+        settings=asdict(settings),
+    )
+
+
+@dataclass(frozen=True)
+class PassageText:
+    """The text of a passage as the retriever gave it; of two for one id the later counts from there on."""
+
+    id: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not isinstance(self.text, str):
+            raise TypeError("the id and the text of a passage are texts")
+
+
+@dataclass
+class TraceContents:
+    """What a trace file holds, in little memory: texts and answers by their hashes in this process."""
+
+    version: int | None = None  # None for a file without lines
+    header: Header | None = None
+    passages: dict[str, int] = field(default_factory=dict)
+    questions: dict[str, int] = field(default_factory=dict)  # `answer_hash` by id
+
+
+class TraceWriter:
+    """Appends finished rollouts to a trace file, each passage text once; goes on with what it holds.
+
+    The constructor writes nothing; it raises `TraceError` for a file of version 1. The caller sees to it
+    that no other process writes the file, and that its last line has an end.
+    """
+
+    def __init__(self, path: Path, header: Header, held: TraceContents | None = None) -> None:
+        held = held or scan_trace(path)
+        if held.version == 1:
+            raise TraceError(f"{path} is a trace of version 1, which nothing can be added to: name another")
+        self._path, self._written = path, dict(held.passages)
+        self._common = (held.header or header).settings
+        self._first = [] if held.header else [header.record()]
+
+    def write(self, rollout: Rollout) -> None:
+        """Adds the header and the texts that the file lacks, then the line of the question."""
+        new = {
+            name: rollout.passages[name]
+            for name in _passage_ids(rollout.steps)
+            if self._written.get(name) != hash(rollout.passages[name])
+        }
+        texts = [{"passage": name, "text": text} for name, text in new.items()]
+        append_lines(self._path, [*self._first, *texts, _question_record(rollout, self._common)])
+        self._first = []
+        self._written |= {name: hash(text) for name, text in new.items()}
+
+
+def read_header(path: Path) -> Header:
+    """What the questions of a trace file have in common; raises `TraceError` for version 1."""
+    entry = next((entry for _, entry in _entries(path)), None)
+    if not isinstance(entry, Header):
+        raise TraceError(
+            f"{path} is no trace of version {VERSION}: settings and passages are not in it, so no prompt "
+            "can be made from it"
+        )
+    return entry
+
+
+def read_trace(path: Path) -> Iterator[Rollout]:
+    """The rollouts of a trace file, one after another; only passage texts are held in memory.
+
+    `evidence_texts` are left out (see `with_evidence_texts`); in version 1 also passages, settings,
+    citations and log-probabilities. A last line that a kill has cut short is left out. Raises
+    `TraceError` naming file and line.
+    """
+    header, texts = None, dict[str, str]()
+    for place, entry in _entries(path):
+        if isinstance(entry, Header):
+            header = entry
+        elif isinstance(entry, PassageText):
+            texts[entry.id] = entry.text
+        else:
+            try:
+                yield _rollout(entry, header, texts, place)
+            except (KeyError, TypeError, AttributeError):
+                raise TraceError(f"{place}: this is no line of a trace") from None
+
+
+def scan_trace(path: Path) -> TraceContents:
+    """What a trace file holds; nothing where there is no file. Raises `TraceError` naming file and line."""
+    held = TraceContents()
+    for _, entry in _entries(path) if path.is_file() else ():
+        held.version = held.version or (VERSION if isinstance(entry, Header) else 1)
+        if isinstance(entry, Header):
+            held.header = entry
+        elif isinstance(entry, PassageText):
+            held.passages[entry.id] = hash(entry.text)
+        else:
+            held.questions[entry["id"]] = answer_hash(entry)
+    return held
+
+
+def answer_hash(record: Mapping[str, Any]) -> int:
+    """Tells in this process whether the lines of two files are of the same answer."""
+    return hash((record["question"], record["response"]))
+
+
+def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines and the place of each, without what a kill has left of the last.
+
+    Raises `error` naming file and line.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}, line {number}"
+            try:
+                record = parse_object(line, place, error)
+            except error:
+                if line.endswith(b"\n"):
+                    raise
+                return  # no beginning of an object is an object
+            yield place, record
+
+
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds JSON lines to a file, out at once."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def prompts_of(rollout: Rollout, header: Header, tokenizer: Tokenizer) -> list[FittedPrompt]:
+    """The prompt with the evidence after each step: of step s the denoiser saw that after step s - 1.
+
+    tokenizer: see `Header.tokenizer`. rollout: of this header's file, for the texts are needed.
+    """
+    room = Room(rollout.prompt_layout, header.context_length, rollout.canvas_length, header.passage_length)
+    made: dict[tuple[str, ...], FittedPrompt] = {}
+    prompts = []
+    for step in rollout.steps:
+        names = (*step.passage_ids, *step.dropped)
+        if names not in made:
+            found = {name: rollout.passages[name] for name in names}
+            made[names] = fit_passages(tokenizer, rollout.question, found, room)
+        prompts.append(made[names])
+    return prompts
+
+
+def with_evidence_texts(rollout: Rollout, header: Header, tokenizer: Tokenizer) -> Rollout:
+    """The rollout with what of each passage was in the prompt, as the decoder leaves it."""
+    texts: dict[str, str] = {}
+    for prompt in prompts_of(rollout, header, tokenizer):
+        keep_shorter(texts, prompt.texts)
+    return replace(rollout, evidence_texts=texts)
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One step of a rollout as something to learn from; ids of canvas positions in order."""
+
+    step: int
+    prompt: Prompt
+    canvas: tuple[int, ...]  # as the denoiser saw it, the mask where `hidden`
+    target: tuple[int, ...]  # after the last step, the mask where nothing was committed
+    hidden: tuple[int, ...]  # positions
+    committed: tuple[Committed, ...]
+
+
+def training_rows(rollout: Rollout, header: Header, tokenizer: Tokenizer) -> Iterator[TrainingRow]:
+    """A row for each step that committed; parameters as in `prompts_of`."""
+    canvases = list(rollout.canvases(header.mask_id))
+    prompts = prompts_of(rollout, header, tokenizer)
+    for step, canvas, fitted in zip(rollout.steps[1:], canvases, prompts, strict=False):
+        yield TrainingRow(
+            step=step.step,
+            prompt=fitted.prompt,
+            canvas=tuple(canvas),
+            target=tuple(canvases[-1]),
+            hidden=tuple(n for n, token in enumerate(canvas) if token == header.mask_id),
+            committed=step.committed,
+        )
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Header | PassageText | dict[str, Any]]]:
+    """The lines of a trace file, told apart, with their places; raises `TraceError`."""
+    if not path.is_file():
+        raise TraceError(f"trace '{path}' was not found")
+    for number, (place, record) in enumerate(read_lines(path, TraceError)):
+        if not number and record.get("trace", VERSION) != VERSION:
+            raise TraceError(
+                f"{path} is a trace of version {record['trace']!r}, known are 1 and {VERSION}: read it "
+                "with the program that wrote it"
+            )
+        try:
+            if not number and "trace" in record:
+                yield place, Header.from_record(record)
+            elif "passage" in record:
+                yield place, PassageText(record["passage"], record["text"])
+            else:
+                record["id"], answer_hash(record)
+                yield place, record
+        except (KeyError, TypeError):
+            raise TraceError(f"{place}: this is no line of a trace") from None
+
+
+def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a question; of its settings those that differ from the `common` ones of the header."""
+    own = {k: v for k, v in rollout.settings.items() if k not in common or common[k] != v}
+    optional = {
+        "settings": own, "citations": rollout.citations, "cut": rollout.cut, "error": rollout.error,
+    }  # fmt: skip
+    return {
+        "id": rollout.id,
+        "question": rollout.question,
+        "prompt_layout": rollout.prompt_layout,
+        "canvas_length": rollout.canvas_length,
+        "steps": [
+            {k: v for k, v in asdict(step).items() if v or k not in ("remasked", "dropped")}
+            for step in rollout.steps
+        ],
+        "response": rollout.response,
+    } | {key: value for key, value in optional.items() if value}
+
+
+def _rollout(
+    record: Mapping[str, Any], header: Header | None, texts: Mapping[str, str], place: str
+) -> Rollout:
+    steps = [
+        Step(
+            step=line["step"],
+            query=line["query"],
+            passage_ids=tuple(line["passage_ids"]),
+            retrieved=line["retrieved"],
+            committed=tuple(Committed(**token) for token in line["committed"]),
+            remasked=tuple(line.get("remasked", ())),
+            seconds=line["seconds"],
+            dropped=tuple(line.get("dropped", ())),
+        )
+        for line in record["steps"]
+    ]
+    names = _passage_ids(steps) if header else []
+    lacking = next((name for name in names if name not in texts), None)
+    if lacking is not None:
+        raise TraceError(f"{place}: the text of passage '{lacking}' is not in the file")
+    return Rollout(
+        id=record["id"],
+        question=record["question"],
+        prompt_layout=record["prompt_layout"],
+        canvas_length=record["canvas_length"],
+        steps=steps,
+        response=record["response"],
+        settings=(header.settings if header else {}) | record.get("settings", {}),
+        passages={name: texts[name] for name in names},
+        citations=record.get("citations", []),
+        cut=record.get("cut", {}),
+        finished=True,
+        error=record.get("error", ""),
+    )
+
+
+def _passage_ids(steps: Iterable[Step]) -> list[str]:
+    """Every passage that was found, in the order of its first step."""
+    return list(dict.fromkeys(name for step in steps for name in (*step.passage_ids, *step.dropped)))

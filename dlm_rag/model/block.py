@@ -1,0 +1,179 @@
+"""One layer of the denoiser: norms, the projections of attention, the feed-forward, rotary positions.
+
+Shapes: T packed tokens, H heads, Hk key-value heads, D head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dlm_rag.model.attention import attention
+from dlm_rag.model.rows import Rows, Sight
+from dlm_rag.model.shape import DenoiserConfig
+
+Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D), float32
+
+
+class Linear(nn.Linear):
+    """Takes its weights from a checkpoint or from `Denoiser.initialise`, not at construction.
+
+    (On the meta device, torch's own initialisation imports its compiler, for 1.5 seconds.)
+    """
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """As `Linear`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm in the wider dtype of input and gains: torch's fused kernel wants them alike.
+
+    Under autocast one of them may be float32 and the other not.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """The projections of attention; who sees whom is decided in `Rows`."""
+
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        c = config
+        self.head_dim = c.head_dim
+        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, c.qkv_bias)
+        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, c.qkv_bias)
+        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, c.qkv_bias)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = Norm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = Norm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+
+    def queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """x (n, hidden) -> queries (n, H, D)."""
+        q = self._heads(self.q_proj(x))
+        return rotate(self.q_norm(q), rope).to(q.dtype)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """x (T, hidden) -> keys and values, each (T, Hk, D)."""
+        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return rotate(self.k_norm(k), rope).to(k.dtype), v
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return rearrange(x, "t (h d) -> t h d", d=self.head_dim)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@dataclass
+class Watch:
+    """Queries and keys of one layer of a call, kept for a look at its attention."""
+
+    layer: int
+    queries: Tensor | None = None  # (T, H, D)
+    keys: Tensor | None = None  # (Tk, Hk, D), row by row
+    lengths: tuple[int, ...] = ()  # keys of each row
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all layers of one call share."""
+
+    rows: Rows
+    backend: str
+    watch: Watch | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: Sight) -> Tensor:
+        """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
+        k, v = self.rows.seen(k, v, layer)
+        if self.watch is not None and self.watch.layer == layer:
+            self.watch.queries, self.watch.keys, self.watch.lengths = q, k, sight.keys.lengths
+        return attention(q, k, v, sight, self.backend)
+
+
+class Block(nn.Module):
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self, x: Tensor, rope: Rope, call: Call, layer: int, last: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, hidden) -> the same tokens one layer on, in the `last` layer those that are read (n,
+        hidden); and the keys and values of all of them, each (T, Hk, D).
+        """
+        rows = call.rows
+        sight, read = (rows.last, rows.read) if last and rows.last is not rows.sight else (rows.sight, None)
+        x, q, k, v = self.before(x, rope, read)
+        if not len(x) and rows.stretches is None:
+            if not torch.is_grad_enabled():
+                return x, k, v
+            # Processes sum the gradients of all weights: those of a part that hides nothing are zeros.
+            return self.after(x, q + 0 * (k.sum() + v.sum())), k, v
+        return self.after(x, call.attend(q, k, v, layer, sight)), k, v
+
+    def before(self, x: Tensor, rope: Rope, read: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What attention needs: the tokens that go on, their queries, keys and values of all."""
+        normed = self.input_layernorm(x)
+        k, v = self.self_attn.keys_values(normed, rope)
+        if read is not None:
+            x, normed, rope = x[read], normed[read], (rope[0][read], rope[1][read])
+        return x, self.self_attn.queries(normed, rope), k, v
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows it: attended (n, H, D) comes in, then the feed-forward."""
+        x = x + self.self_attn.o_proj(rearrange(attended, "t h d -> t (h d)"))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary positions (Su et al. 2021) on x (T, H, D), the halves of D paired, in float32."""
+    cos, sin = rope
+    first, second = x.float().chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies (D / 2,) in float32 and the gain on cos and sin, on the CPU.
+
+    Plain rotary positions by formula; scaled ones (llama3, yarn, linear) by transformers' own code.
+    """
+    kind = (config.rope_scaling or {}).get("rope_type", "default")
+    if kind == "default":
+        steps = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
+        return 1.0 / config.rope_theta**steps, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    llama = LlamaConfig(
+        hidden_size=config.num_attention_heads * config.head_dim,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {})},
+    )
+    with torch.device("cpu"):  # the caller may be building on the meta device
+        frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+    return frequencies.float(), float(gain)

@@ -1,0 +1,177 @@
+"""Packed rows: what one call of the denoiser runs over, and what each row sees.
+
+Rows stand behind one another without padding. All that a call needs to know of them (ids, positions,
+where rows end, where keys go) is made on the host and goes to the device in one copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlm_rag.model.sharing import Stretches
+from dlm_rag.model.store import KeysValues, Parts, StoredRows, counted_from
+from dlm_rag.model.transfer import to_device
+
+Context = Parts | StoredRows
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Token ids at consecutive positions from `start`."""
+
+    ids: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Where the rows of a packed tensor end.
+
+    lengths: tokens of each row; cumulative: (rows + 1,) int32 on the device, 0 and the end of each row.
+    """
+
+    lengths: tuple[int, ...]
+    cumulative: Tensor
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Who sees whom: row r of the queries sees row r of the keys.
+
+    ahead: how many tokens after itself each one sees, 0 in a causal model, for rows of equal query and key
+    length; None: all. stored: the rows whose keys lie in slots; table: (rows, 1) int32 the slot of each,
+    counts: (rows,) int32 how many of its tokens are keys.
+    """
+
+    queries: Ragged
+    keys: Ragged
+    ahead: int | None = None
+    stored: StoredRows | None = None
+    table: Tensor | None = None
+    counts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one call; made by `pack` or `rectangle`.
+
+    ids, positions: (T,). sight: of all tokens; last: of those that go through the last layer, `read` (n,)
+    being their places, None where all do. places: (T,) where keys and values go in a `ContextStore`.
+    added: what else went to the device with them.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    sight: Sight
+    last: Sight
+    read: Tensor | None = None
+    context: Context | None = None
+    places: Tensor | None = None
+    stretches: Stretches | None = None
+    order: Tensor | None = None
+    added: tuple[Tensor, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return self.sight.queries.lengths
+
+    def seen(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that the rows see in a layer, their own k and v (T, Hk, D) included."""
+        if self.stretches is not None:
+            assert self.order is not None
+            k, v = self.stretches.gather(torch.stack((k, v), dim=1), self.order).unbind(1)
+        if isinstance(self.context, StoredRows):
+            assert self.places is not None
+            return self.context.write(layer, self.places, k, v)
+        return (k, v) if self.context is None else self.context.join(layer, k, v, self.lengths)
+
+
+def pack(
+    runs: Sequence[Segment],
+    device: torch.device,
+    read: Sequence[Sequence[int]] | None = None,
+    context: Context | None = None,
+    ahead: int | None = None,
+    stretches: Stretches | None = None,
+    add: Sequence[NDArray[Any]] = (),
+) -> Rows:
+    """Rows of tokens, each of which sees its `context` and itself.
+
+    read: per row the tokens (from 0, ascending) whose hidden states are asked for; the others are spared
+    the last layer. ahead: as in `Sight`, for rows without context. stretches: the whole rows, where `runs`
+    are but a part of each. add: arrays that go to the device with them.
+    """
+    lengths = tuple(len(run.ids) for run in runs)
+    whole = lengths if stretches is None else stretches.lengths
+    seen = (0,) * len(runs) if context is None else context.seen
+    keys = tuple(a + b for a, b in zip(seen, whole, strict=True))
+    stored = context if isinstance(context, StoredRows) else None
+    starts = np.array([run.start for run in runs], dtype=np.int64)
+    sent: dict[str, NDArray[Any]] = {
+        "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
+        "positions": counted_from(starts, lengths),
+        "queries": _ends(lengths),
+        "keys": _ends(keys),
+    }
+    if read is not None:
+        first = _ends(lengths)[:-1].astype(np.int64)
+        places = np.fromiter(chain.from_iterable(read), np.int64, sum(map(len, read)))
+        sent["read"] = places + np.repeat(first, [len(tokens) for tokens in read])
+        sent["reads"] = _ends([len(tokens) for tokens in read])
+    if stored is not None:
+        sent["places"] = stored.places(lengths)
+        sent["table"] = np.array(stored.slots, dtype=np.int32)[:, None]
+        sent["counts"] = np.array(keys, dtype=np.int32)
+    if stretches is not None:
+        sent["order"] = stretches.order
+    there = to_device([*sent.values(), *add], device)
+    at = dict(zip(sent, there, strict=False))
+    sight = Sight(
+        Ragged(lengths, at["queries"]), Ragged(keys, at["keys"]), ahead, stored, at.get("table"),
+        at.get("counts"),
+    )  # fmt: skip
+    last = sight
+    if read is not None and ahead is None:  # who sees how far ahead is known for whole rows only
+        reads = Ragged(tuple(map(len, read)), at["reads"])
+        last = Sight(reads, sight.keys, None, stored, sight.table, sight.counts)
+    return Rows(
+        at["ids"], at["positions"], sight, last, at.get("read"), context, at.get("places"), stretches,
+        at.get("order"), tuple(there[len(sent) :]),
+    )  # fmt: skip
+
+
+def rectangle(ids: Tensor, ahead: int | None = None) -> Rows:
+    """Rows (B, L) of ids that are on the device, each of which sees itself, from position 0 on."""
+    rows, length = ids.shape
+    lengths = (length,) * rows
+    (ends,) = to_device([_ends(lengths)], ids.device)
+    whole = Ragged(lengths, ends)
+    sight = Sight(whole, whole, ahead)
+    return Rows(ids.flatten(), torch.arange(length, device=ids.device).repeat(rows), sight, sight)
+
+
+def of_rows(kept: KeysValues, lengths: Sequence[int]) -> list[KeysValues]:
+    """Keys and values of packed rows, row by row."""
+    split = [(k.split(list(lengths)), v.split(list(lengths))) for k, v in kept]
+    return [[(k[row], v[row]) for k, v in split] for row in range(len(lengths))]
+
+
+def _ends(lengths: Sequence[int]) -> NDArray[np.int32]:
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return ends

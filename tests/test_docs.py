@@ -1,0 +1,63 @@
+"""The documentation: the README is short, links lead somewhere, map and commands name what is there."""
+
+import re
+
+import pytest
+from conftest import ROOT
+
+from dlm_rag.config import CONFIG_FOLDER, known_keys
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SECTIONS = {key.partition(".")[0] for key in known_keys() if "." in key}
+TAKEN_OUT = {"log.md"}  # pages that name settings of the past
+
+
+def settings_named(text: str) -> set[str]:
+    """The settings that a text names, as in `decode.batch_size=16`; `train.py` and `engine.md` are none."""
+    found = re.findall(rf"(?<![\w/.-])((?:{'|'.join(sorted(SECTIONS))})\.[a-z_]+)(?![\w/(.])", text)
+    return {key for key in found if not key.endswith((".py", ".md", ".png"))}
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len((ROOT / "README.md").read_text().split()) <= 1200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == pages
+
+
+def test_the_map_names_what_is_there():
+    """Rooms are folders of the package, and files stand in the room of their line or at the ground."""
+    text = (ROOT / "README.md").read_text()
+    start = text.index("    dlm_rag/  ")
+    room, wrong, rooms = "", [], set()
+    for line in text[start:].splitlines()[1:]:
+        if not line.startswith("      "):
+            break
+        if head := re.match(r"      ([a-z_]+)(/|\.py) ", line):
+            room = head[1] if head[2] == "/" else ""
+            rooms.add(head[1])
+        for name in re.findall(r"([a-z_]+\.py|(?<= )[a-z_]+/)(?=[ ·(]|$)", line):
+            places = [ROOT / "dlm_rag" / room / name, ROOT / "dlm_rag" / name]
+            wrong += [] if any(place.exists() for place in places) else [f"{room}/{name}"]
+    assert not wrong
+    folders = {path.parent.name for path in (ROOT / "dlm_rag").glob("*/__init__.py")}
+    assert folders <= rooms, "every room is on the map"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_configs_and_settings_that_are_named_exist(page):
+    text = page.read_text()
+    there = {path.name for path in CONFIG_FOLDER.glob("*.yaml")}
+    assert set(re.findall(r"--config (\w+\.yaml)", text)) <= there
+    if page.name not in TAKEN_OUT:
+        assert settings_named(text) <= set(known_keys())

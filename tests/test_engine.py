@@ -1,0 +1,215 @@
+"""The engine: questions come and go between steps, each with settings of its own."""
+
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_denoiser, tiny_tokenizer
+from test_decoder import QUESTIONS, CountingRetriever, make_decoder, records, whole_record
+
+from dlm_rag import Decoder
+from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.decode.engine import Engine
+from dlm_rag.decode.proposer import DenoiserProposer
+from dlm_rag.diffusion.commit import Proposals
+from dlm_rag.questions import Question
+
+ASKED = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
+
+
+def run(engine):
+    """Steps until nothing is in flight; finished rollouts by ticket."""
+    found = {}
+    while engine.busy:
+        found |= {event.ticket: event.rollout for event in engine.step() if event.finished}
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("layout", ["joint", "independent"])
+def test_questions_that_come_late_get_the_tokens_they_get_alone(corpus_file, layout, overlap):
+    decoder = make_decoder(corpus_file, layout, batch_size=4, overlap=overlap)
+    one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap)
+    expected = {r.id: whole_record(r) for r in one.stream(ASKED)}
+    with decoder.engine() as engine:
+        engine.submit(ASKED[0])
+        engine.step()
+        engine.step()
+        for question in ASKED[1:]:
+            engine.submit(question)
+        found = run(engine)
+    assert {r.id: whole_record(r) for r in found.values()} == expected
+
+
+def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
+    """Temperatures, thresholds, rules, canvases, queries: each as in an engine of its own."""
+    ways = [
+        {"canvas_length": 12, "commit_threshold": 0.4},
+        {"canvas_length": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query": "question"},
+        {"canvas_length": 16, "temperature": 0.8, "seed": 3, "stop_early": False},
+        {"canvas_length": 12, "revision_threshold": 0.5, "block_length": 4, "retrieve_every": 2},
+    ]
+    settings = [DecodeConfig(**way) for way in ways]
+    decoder = make_decoder(corpus_file, "independent", batch_size=4)
+    with decoder.engine() as engine:
+        tickets = [engine.submit(ASKED[0], own) for own in settings]
+        together = run(engine)
+    for ticket, way in zip(tickets, ways, strict=True):
+        own = make_decoder(corpus_file, "independent", **({"commit_threshold": 0.9} | way))
+        (alone,) = own.stream(ASKED[:1])
+        assert whole_record(together[ticket]) == whole_record(alone), way
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file, monkeypatch, overlap):
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
+    settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "stop_early": False}
+    decoder = make_decoder(corpus_file, "independent", **settings)
+    expected = {r.id: whole_record(r) for r in decoder.stream(ASKED)}
+    with decoder.engine() as engine:
+        tickets = [engine.submit(question) for question in ASKED]
+        engine.step()
+        engine.step()
+        engine.cancel(tickets[1])
+        assert engine.capacity == 1
+        engine.submit(Question("late", QUESTIONS[0]))
+        found = {r.id: r for r in run(engine).values()}
+        assert engine.capacity == 3
+        with pytest.raises(KeyError, match="not in flight"):
+            engine.cancel(tickets[1])
+    assert {name: whole_record(found[name]) for name in ("id0", "id2")} == {
+        name: expected[name] for name in ("id0", "id2")
+    }
+    assert whole_record(found["late"]) == expected["id0"] and "id1" not in found
+    assert not decoder.retriever._successive._kept
+    assert not decoder.proposer._contexts._loaded
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file, overlap):
+    settings = {"commit_threshold": 1.0, "batch_size": 2, "overlap": overlap}
+    expected = records(make_decoder(corpus_file, "prefix", **settings).decode(QUESTIONS))
+    decoder = make_decoder(corpus_file, "prefix", **settings)
+    stream = decoder.stream(ASKED)
+    next(stream)
+    stream.close()
+    assert not decoder.proposer._contexts._loaded
+    assert records(decoder.decode(QUESTIONS)) == expected
+
+
+def test_a_full_engine_says_so_and_a_place_is_free_once_a_question_has_ended(corpus_file):
+    engine = make_decoder(corpus_file, batch_size=1).engine()
+    engine.submit(ASKED[0])
+    assert engine.capacity == 0 and engine.busy
+    with pytest.raises(RuntimeError, match="no free place"):
+        engine.submit(ASKED[1])
+    run(engine)
+    assert engine.capacity == 1 and not engine.busy
+
+
+def test_both_halves_of_a_pipeline_have_rows(corpus_file):
+    decoder = make_decoder(corpus_file, overlap="pipeline", batch_size=8)
+    sizes, propose = [], decoder.proposer.propose
+    decoder.proposer.propose = lambda views: sizes.append(len(views)) or propose(views)
+    decoder.decode(QUESTIONS[:2])
+    assert max(sizes) == 1
+
+
+def test_questions_are_taken_as_places_get_free_and_never_before(corpus_file):
+    decoder, taken = make_decoder(corpus_file, batch_size=2), []
+
+    def source():
+        for n in range(9):
+            taken.append(n)
+            yield Question(f"{n}", QUESTIONS[0])
+
+    for finished, _ in enumerate(decoder.stream(source()), start=1):
+        assert len(taken) <= finished + 2
+    assert finished == len(taken) == 9
+
+
+def test_a_server_that_is_down_is_asked_once(corpus):
+    """Not once for the batch and once more for each of its queries."""
+
+    class Down(CountingRetriever):
+        calls = 0
+
+        def search(self, queries):
+            self.calls += 1
+            raise ConnectionError("nobody answers")
+
+    retriever = Down(corpus)
+    found = Decoder(tiny_denoiser(), retriever, tiny_tokenizer()).decode(QUESTIONS)
+    assert {r.error for r in found} == {"the search failed: ConnectionError: nobody answers"}
+    assert retriever.calls == 1
+
+
+class Trivial:
+    """A model that is sure of the end token at once, and keeps nothing."""
+
+    def __init__(self):
+        self.shape = tiny_denoiser(canvas_length=4).config
+
+    def propose(self, views):
+        return [
+            Proposals(v.positions, np.full(len(v.positions), 257), *[np.ones(len(v.positions))] * 5)
+            for v in views
+        ]
+
+    def prefetch(self, arrangement):
+        pass
+
+    def release(self, slot):
+        pass
+
+
+def resident():
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def stream_through(engine, numbers):
+    """Answers trivial questions, all different; returns how many."""
+    source, done = (Question(f"{n}", f"Who wrote book number {n}?") for n in numbers), 0
+    while True:
+        while engine.capacity and (question := next(source, None)) is not None:
+            engine.submit(question)
+        if not engine.busy:
+            return done
+        done += sum(event.finished for event in engine.step())
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_questions_pass_in_flat_memory(corpus):
+    settings = DecodeConfig(canvas_length=4, batch_size=64)
+    retriever = CountingRetriever(corpus, 1)
+    with Engine(Trivial(), retriever, tiny_tokenizer(), settings) as engine:
+        stream_through(engine, range(70_000))  # until what is kept of texts has its full size
+        retriever.asked.clear()
+        before = resident()
+        assert stream_through(engine, range(70_000, 170_000)) == 100_000
+        retriever.asked.clear()
+        gc.collect()
+        assert resident() - before < 8 * 2**20
+
+
+def test_memory_does_not_grow_over_five_hundred_questions(corpus_file):
+    """Slots, pool and searches are those of the rows at work, however many have been."""
+    decoder = make_decoder(corpus_file, "independent", canvas_length=4, batch_size=8)
+    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig(pool_gib=1e-4))
+    with decoder.engine() as engine:
+        stream_through(engine, range(200))
+        before = resident()
+        stream_through(engine, range(200, 700))
+    assert resident() - before < 6 * 2**20
+
+
+def test_an_autocast_that_begins_between_steps_makes_what_is_kept_anew(corpus_file):
+    decoder = make_decoder(corpus_file, "independent")
+    decoder.decode(QUESTIONS[:1])
+    with torch.autocast("cpu", torch.bfloat16):
+        rollout = decoder.decode(QUESTIONS[:1])[0]
+    assert rollout.finished and not rollout.error
