@@ -123,7 +123,13 @@ B200 = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gb300", "gb10", "gb10_cluster", "h200", "v100x4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gb300",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gb10", "gb10_cluster", "h200", "v100x4")),
+    ],
+)
 def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
     if name in ("gb10", "v100x4"):
         pytest.importorskip("peft")
@@ -136,6 +142,7 @@ def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
     assert Tokenizer.from_pretrained(tmp_path / "run" / "model").mask_id == 256
 
 
+@pytest.mark.slow
 def test_the_phases_of_b200_run_at_a_toy_size_on_own_data(autoregressive_qwen, own_data, tmp_path):
     data = [
         f"data.documents.web={own_data}/web.jsonl", f"data.documents.quality={own_data}/quality.jsonl",

@@ -97,6 +97,7 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
         refuse_unfit(load_config("gb300"), 1, CPU)  # without a network
 
 
+@pytest.mark.slow
 def test_on_a_gpu_the_whole_step_must_fit(monkeypatch):
     """An H200 has room for the weights, gradients and optimizer of gb300.yaml, a GB300 for its step."""
     config = load_config("gb300")
@@ -112,7 +113,11 @@ def test_on_a_gpu_the_whole_step_must_fit(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("h200", None), ("gb10", 4), ("gb10_cluster", 4), ("b200", 4), ("v100x4", 4)],
+    [
+        ("gb10_cluster", 4),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("gb10", "b200", "v100x4")),
+        pytest.param("h200", None, marks=pytest.mark.slow),
+    ],
 )
 def test_the_config_of_a_machine_fits_it_without_network_or_weights(name, layers):
     """All layers where memory is closest to its end; a few of the others suffice to plan them at all."""

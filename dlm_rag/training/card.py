@@ -99,12 +99,13 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     parts = [metrics[n : n + WINDOW] for n in range(0, len(metrics), WINDOW)]
-    steps = [part[-1]["step"] + 1 for part in parts]
 
     def curve(axis: Any, name: str, label: str, **style: Any) -> None:
-        if not any(line.get(name) for line in metrics):
+        told = [[line for line in part if name in line] for part in parts]
+        if not any(line[name] for part in told for line in part):
             return
-        means = [sum(line.get(name, 0.0) for line in part) / len(part) for part in parts]
+        steps = [part[-1]["step"] + 1 for part in told if part]
+        means = [sum(line[name] for line in part) / len(part) for part in told if part]
         axis.plot(steps, means, label=label, linewidth=1.5, **style)
 
     curve(left, "loss", "masked tokens, training", color="#1f5c99")

@@ -101,7 +101,9 @@ class Report:
         self._validated = validation_of(self._last)
 
     def _mean(self, name: str) -> float:
-        return sum(m[name] for m in self._recent) / len(self._recent)
+        """Over the recent steps whose task told it."""
+        values = [metrics[name] for metrics in self._recent if name in metrics]
+        return sum(values) / len(values)
 
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of all steps, of this process and those before it."""
