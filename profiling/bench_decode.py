@@ -32,7 +32,15 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from replay import CANVAS_LENGTH, SHAPES, Replay, ReplayRetriever, ReplayTokenizer, random_denoiser
+from replay import (
+    CANVAS_LENGTH,
+    SHAPES,
+    PlainProposer,
+    ReplayProposer,
+    ReplayRetriever,
+    ReplayTokenizer,
+    random_denoiser,
+)
 from rich.console import Console
 from rich.table import Column, Table
 from roofline import Roofline, measure_roofline
@@ -41,16 +49,17 @@ from dlm_rag.commands.job import Prepared, gather_questions, prepare, with_shipp
 from dlm_rag.commands.words import parse
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import exact_match
 from dlm_rag.evidence.pool import Reuse
-from dlm_rag.model.cost import Work, count_work
+from dlm_rag.model.cost import Work
+from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.program import note, run
 from dlm_rag.questions import Question
-from dlm_rag.retrieval import bm25
+from dlm_rag.stages import without_nested
 
-PLAIN = EngineConfig(pool_gib=0.0, search_memory_gib=0.0, keep_tokens=False, masked_only=False)
 SWEEPS = {
     "passages": ("retrieval.top_k", (1, 2, 4, 7, 16, 32)),
     "canvas": ("decode.canvas_length", (48, 64, 96, 128)),
@@ -58,9 +67,10 @@ SWEEPS = {
 }
 # What --shape leaves out: too small to be seen beside a large model, or measured in the other layout.
 REPLAYED = {
-    "joint": ("+ token ids kept", "+ pipeline", "+ masked positions only"),
-    "independent": ("+ token ids kept", "+ pipeline", "reference"),
+    "joint": ("+ pipeline", "+ masked positions only"),
+    "independent": ("+ pipeline", "reference"),
 }
+NOTHING = EngineConfig(pool_gib=0.0)
 OPTIONS = {
     "limit": ("40", "questions, from all over the file"),
     "rounds": ("5", "times that every setting has its turn"),
@@ -81,6 +91,7 @@ class Setting:
     rollouts: list[Rollout] = field(default_factory=list)
     stages: Counter[str] = field(default_factory=Counter)
     reuse: float = 0.0
+    seen: Reuse = field(default_factory=Reuse)  # when the last round began
     work: Work = field(default_factory=Work)  # of the last round
 
 
@@ -147,73 +158,70 @@ def spread(questions: list[Question], count: int) -> list[Question]:
 
 
 def mechanisms(
-    config: DecodeConfig, layout: str, pool_gib: float, passages: int = 0, compiled: bool = False
-) -> dict[str, tuple[bool, DecodeConfig, EngineConfig]]:
-    """Settings by name, each switching one more thing on: exact?, what is done, how it is done."""
-    config = replace(
-        config, overlap="none", prompt_reuse=0, trim_canvas=False, canvas_growth=None, retrieve_every=1,
-        retrieve_below=None,
-    )  # fmt: skip
+    config: DecodeConfig, layout: str, pool_gib: float, compiled: bool = False
+) -> dict[str, tuple[bool, DecodeConfig, EngineConfig | None]]:
+    """Settings by name, each switching one more thing on: exact?, what is done, how (None: plainly)."""
+    config = replace(config, overlap="none", retrieve_every=1, retrieve_below=None)
     batch = replace(config, batch_size=config.batch_size if config.batch_size > 1 else 16)
     single = replace(config, batch_size=1)
-    tokens = replace(PLAIN, keep_tokens=True)
-    masked = replace(tokens, masked_only=True)
-    search = replace(masked, search_memory_gib=1.0)
-    pool = search if layout == "joint" else replace(search, pool_gib=pool_gib)
+    masked = EngineConfig(pool_gib=0.0)
+    pool = masked if layout == "joint" else EngineConfig(pool_gib=pool_gib)
     of = f"batch of {batch.batch_size}"
-    found = {
-        "reference": (True, single, PLAIN),
-        "+ token ids kept": (True, single, tokens),
+    found: dict[str, tuple[bool, DecodeConfig, EngineConfig | None]] = {
+        "reference": (True, single, None),
         "+ masked positions only": (True, single, masked),
-        "+ successive search": (True, single, search),
         "+ evidence pool": (True, single, pool),
         f"+ {of}": (True, batch, pool),
         "+ pipeline": (True, replace(batch, overlap="pipeline"), pool),
-        f"{of}, no pool": (True, batch, search),
+        f"{of}, no pool": (True, batch, masked),
         f"{of}, stale evidence": (False, replace(batch, overlap="stale"), pool),
     }
-    if config.stop_early and config.revision_threshold is None:
-        found[f"{of}, trimmed canvas"] = (False, replace(batch, trim_canvas=True), pool)
     if compiled:
         found[f"{of}, compiled"] = (False, batch, replace(pool, compile=True))
-    if passages < bm25.SUCCESSIVE_FROM:
-        del found["+ successive search"]  # a fresh one is as cheap, and nothing is kept
     if layout == "joint":
         del found["+ evidence pool"], found[f"{of}, no pool"]
-        found[f"{of}, prompts used 4 times more"] = (False, replace(batch, prompt_reuse=4), pool)
     return found
 
 
+def decoder_of(
+    prepared: Prepared, denoiser: Denoiser, decode: DecodeConfig, engine: EngineConfig | None
+) -> Decoder:
+    """A decoder that does it so; plainly without an engine."""
+    if engine is not None and engine.compile:
+        denoiser = copy.deepcopy(denoiser)
+    decoder = Decoder(
+        denoiser,
+        prepared.retriever,
+        prepared.tokenizer,
+        decode,
+        prepared.evidence_layout,
+        engine or NOTHING,
+    )
+    if engine is None:
+        plain: Any = PlainProposer(denoiser, prepared.tokenizer.mask_id)
+        decoder.proposer = plain
+    return decoder
+
+
 def cumulative(prepared: Prepared) -> list[Setting]:
-    denoiser, layout = prepared.load().denoiser, prepared.evidence_layout
+    denoiser, engine = prepared.load().denoiser, prepared.config.engine
+    ways = mechanisms(
+        prepared.config.decode, prepared.evidence_layout, engine.pool_gib or 1.0, engine.compile
+    )
     return [
-        Setting(
-            name,
-            Decoder(
-                copy.deepcopy(denoiser) if engine.compile else denoiser, prepared.retriever,
-                prepared.tokenizer, decode, layout, engine,
-            ),
-            exact,
-        )
-        for name, (exact, decode, engine) in mechanisms(
-            prepared.config.decode, layout, prepared.config.engine.pool_gib or 1.0,
-            len(prepared.retriever.corpus), prepared.config.engine.compile,
-        ).items()
-    ]  # fmt: skip
+        Setting(name, decoder_of(prepared, denoiser, decode, how), exact)
+        for name, (exact, decode, how) in ways.items()
+    ]
 
 
 def with_and_without_pool(prepared: Prepared) -> list[Setting]:
-    denoiser = prepared.load().denoiser
+    denoiser, engine = prepared.load().denoiser, prepared.config.engine
     return [
         Setting(
-            name,
-            Decoder(
-                denoiser, prepared.retriever, prepared.tokenizer, prepared.config.decode,
-                prepared.evidence_layout, replace(prepared.config.engine, pool_gib=pool),
-            ),
+            name, decoder_of(prepared, denoiser, prepared.config.decode, replace(engine, pool_gib=pool))
         )
         for name, pool in (("no pool", 0.0), ("pool", 1.0))
-    ]  # fmt: skip
+    ]
 
 
 def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[Setting]:
@@ -224,16 +232,28 @@ def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[
     denoiser = random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
     note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
     tokenizer: Any = ReplayTokenizer(denoiser.config.vocab_size)
+    corpus: Any = recorder.retriever
     found = []
     for layout, left_out in REPLAYED.items():
         pool_gib = prepared.config.engine.pool_gib or 1.0
         for name, (exact, how, engine) in mechanisms(decode, layout, pool_gib).items():
             if exact and name not in left_out:
-                retriever = ReplayRetriever(recorder.retriever, recorded)
-                replay = Replay(denoiser, retriever, tokenizer, how, layout, engine)
-                replay.recorded = recorded
-                found.append(Setting(f"{layout}, {name.removeprefix('+ ')}", replay, exact=False))
+                retriever = ReplayRetriever(corpus, recorded)
+                replaying = replace(
+                    prepared, retriever=retriever, tokenizer=tokenizer, evidence_layout=layout
+                )
+                decoder = decoder_of(replaying, denoiser, how, engine)
+                following: Any = ReplayProposer(decoder.proposer, recorded, tokenizer)
+                decoder.proposer = following
+                found.append(Setting(f"{layout}, {name.removeprefix('+ ')}", decoder, exact=False))
     return found
+
+
+def kept_by(decoder: Decoder) -> DenoiserProposer | None:
+    """What keeps keys and values for a decoder; None where nothing does."""
+    proposer: Any = decoder.proposer
+    inner = getattr(proposer, "inner", proposer)
+    return inner if isinstance(inner, DenoiserProposer) else None
 
 
 def measure(
@@ -243,33 +263,33 @@ def measure(
 
     turns: what is asked in each round. earlier: what every pool has seen; then it is never emptied.
     """
-    denoisers = {id(setting.decoder.denoiser): setting.decoder.denoiser for setting in settings}
-    counted = {key: count_work(denoiser) for key, denoiser in denoisers.items()}
     for number in range(-1, len(turns)):
         first = max(0, number) % len(settings)
         asked: Sequence[Question] = turns[0][:2] if number < 0 else turns[number]
         for setting in (*settings[first:], *settings[:first]):
             decoder = setting.decoder
-            before = replace(counted[id(decoder.denoiser)])
-            decoder.retriever.remember(int(decoder.engine.search_memory_gib * 2**30))
-            if not earlier:
-                decoder.forget()
-                decoder.tokenizer.encode.cache_clear()
+            proposer, before = kept_by(decoder), replace(decoder.denoiser.work)
+            if not earlier and proposer is not None:
+                proposer.forget()
             elif number < 0:
-                asked = earlier if decoder.engine.pool_gib else earlier[:2]
+                asked = earlier if proposer is not None and proposer.pool is not None else earlier[:2]
             start = time.perf_counter()
             rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
             seconds = time.perf_counter() - start
+            reuse = Reuse() if proposer is None else replace(proposer.reuse)
             if number < 0:
-                decoder.contexts.reuse = Reuse()
+                setting.seen = reuse
                 continue
             setting.seconds.append(seconds)
             setting.rollouts = [rollouts[question.id] for question in asked]
-            reuse = decoder.contexts.reuse
-            setting.reuse, decoder.contexts.reuse = reuse.share, Reuse()
-            setting.work = counted[id(decoder.denoiser)] - before
+            wanted, encoded = reuse.wanted, reuse.encoded
+            if earlier:
+                wanted, encoded = wanted - setting.seen.wanted, encoded - setting.seen.encoded
+                setting.seen = reuse
+            setting.reuse = Reuse(wanted, encoded).share
+            setting.work = decoder.denoiser.work - before
             for rollout in setting.rollouts:
-                setting.stages.update({k: v for k, v in rollout.seconds.items() if "/" not in k})
+                setting.stages.update(without_nested(rollout.seconds))
             note(f"round {number + 1}, {setting.name}: {len(asked) / seconds:.2f} answers/s")
 
 

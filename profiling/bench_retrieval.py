@@ -23,12 +23,12 @@ from dlm_rag.evaluation.metrics import evidence_recall
 from dlm_rag.program import run
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.base import Ranking, Retriever, fuse, take_turns
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse, take_turns
 from dlm_rag.retrieval.query import Query
 from dlm_rag.text import fold
 
 
-def recalls(rankings: Sequence[Ranking], retriever: Retriever, questions: Sequence[Question]) -> str:
+def recalls(rankings: Sequence[Ranking], retriever: CorpusRetriever, questions: Sequence[Question]) -> str:
     """`mean recall / share of questions with all supporting passages`, in percent."""
     found = [
         evidence_recall([retriever.corpus[row].id for row in rows], question.supporting_ids) or 0.0
@@ -38,7 +38,7 @@ def recalls(rankings: Sequence[Ranking], retriever: Retriever, questions: Sequen
     return f"{100 * sum(found) / len(found):.1f} / {100 * whole / len(found):.1f}"
 
 
-def by_parts(retriever: Retriever, parts: list[list[str]], turns: bool) -> list[Ranking]:
+def by_parts(retriever: CorpusRetriever, parts: list[list[str]], turns: bool) -> list[Ranking]:
     """Every part searched alone; the rankings of a question fused or taking turns."""
     combine = take_turns if turns else fuse
     flat = [Query(part, (part,)) for question in parts for part in question]

@@ -86,11 +86,12 @@ def measure(passages: int, queries: list[Query]) -> list[str]:
         path = Path(folder, "corpus.jsonl")
         write_corpus(path, passages)
         note(f"{passages:,} passages written")
-        fresh, kept = (load_retriever(path, top_k=TOP_K, index_folder=f"{folder}/index") for _ in range(2))
-        assert isinstance(kept, bm25.BM25Retriever)
         bm25.SUCCESSIVE_FROM = 0
-        kept.remember(2**30)
-        assert kept._successive is not None
+        fresh, kept = (
+            load_retriever(path, top_k=TOP_K, index_folder=f"{folder}/index", search_memory_gib=memory)
+            for memory in (0.0, 1.0)
+        )
+        assert isinstance(kept, bm25.BM25Retriever) and kept._successive is not None
         seconds: dict[str, list[float]] = {"fresh": [], "kept": []}
         unequal = 0
         last = {query.asker: number for number, query in enumerate(queries)}

@@ -1,24 +1,29 @@
-"""Recorded decodes run again with another denoiser: its cost on a real pattern of commits and evidence.
+"""Models that are only measured: the published algorithm done plainly, and recorded decodes run again.
 
-The tokens that a denoiser of random weights proposes mean nothing; what a step costs depends only on
-which positions are masked and which passages are new. Both are taken from recorded rollouts.
+The tokens that a denoiser of random weights proposes mean nothing; what a step costs depends only on which
+positions are masked and which passages are new. Both are taken from recorded rollouts.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from dlm_rag.decode.rows import Row
 
-from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.rollout import Committed, Rollout
+from dlm_rag.decode.proposals import Asked, read_proposals
+from dlm_rag.decode.proposer import DenoiserProposer, View
+from dlm_rag.decode.rollout import Rollout
 from dlm_rag.diffusion.commit import Proposals
+from dlm_rag.evidence.encode import encode_canvases, encode_contexts
+from dlm_rag.evidence.layout import Arrangement
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
-from dlm_rag.retrieval.base import Ranking, Retriever
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.query import Query
+from dlm_rag.stages import stage
+from dlm_rag.text import fold
 from dlm_rag.tokenizer import Prompt
 
 SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
@@ -51,6 +56,44 @@ def random_denoiser(shape: str, device: torch.device, dtype: torch.dtype) -> Den
     return denoiser
 
 
+class PlainProposer:
+    """The published algorithm as it is: the whole model over everything, logits at every position."""
+
+    def __init__(self, denoiser: Denoiser, mask_id: int) -> None:
+        self.denoiser, self._mask_id = denoiser, torch.tensor([mask_id], device=denoiser.device)
+
+    @property
+    def shape(self) -> DenoiserConfig:
+        return self.denoiser.config
+
+    @torch.inference_mode()
+    def propose(self, views: Sequence[View]) -> list[Proposals]:
+        laid = [view.arrangement for view in views]
+        with stage("encode_evidence"):
+            contexts = encode_contexts(self.denoiser, laid)
+        found = []
+        with stage("denoise"):
+            everywhere = [range(len(view.canvas)) for view in views]
+            hidden = encode_canvases(
+                self.denoiser, [row.lead for row in laid], [view.canvas.tolist() for view in views],
+                contexts, everywhere,
+            )  # fmt: skip
+            logits = self.denoiser.read_out(hidden).float().split([len(view.canvas) for view in views])
+            for view, rows in zip(views, logits, strict=True):
+                at = torch.from_numpy(view.positions).to(rows.device)
+                written = torch.from_numpy(view.canvas[view.positions]).to(rows.device)
+                values = read_proposals(rows[at], Asked(view.spread, written, self._mask_id))
+                token, *others = values.cpu().numpy().astype(np.float64)
+                found.append(Proposals(view.positions, token.astype(np.int64), *others))
+        return found
+
+    def prefetch(self, arrangement: Arrangement) -> None:
+        """Nothing is kept."""
+
+    def release(self, slot: int) -> None:
+        """Nothing is kept."""
+
+
 class ReplayTokenizer:
     """Random ids for every text, as many for each passage and for each question."""
 
@@ -59,10 +102,6 @@ class ReplayTokenizer:
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._kept: dict[str, tuple[int, ...]] = {}
-        self.encode = self  # the decoder may clear what is kept
-
-    def cache_clear(self) -> None:
-        self._kept.clear()
 
     def prompt(self, question: str, passages: list[str]) -> Prompt:
         facts = tuple(self._ids(passage, PASSAGE_LENGTH) for passage in passages)
@@ -77,21 +116,24 @@ class ReplayTokenizer:
     def query_text(self, ids: list[int]) -> str:
         return ""
 
+    def token_text(self, token: int) -> str:
+        return ""
+
     def spans(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
         return "", [(0, 0)] * len(ids)
 
 
-class ReplayRetriever(Retriever):
+class ReplayRetriever(CorpusRetriever):
     """Finds for each question what its recorded decode had found, search by search."""
 
-    def __init__(self, recorded_with: Retriever, recorded: Mapping[str, Rollout]) -> None:
+    def __init__(self, recorded_with: CorpusRetriever, recorded: Mapping[str, Rollout]) -> None:
         super().__init__(recorded_with.corpus, recorded_with.top_k)
         rows = {passage.id: row for row, passage in enumerate(recorded_with.corpus)}
         self._plan = {
-            name: [[rows[found] for found in step.passage_ids] for step in rollout.steps]
-            for name, rollout in recorded.items()
+            fold(rollout.question): [[rows[found] for found in step.passage_ids] for step in rollout.steps]
+            for rollout in recorded.values()
         }
-        self._searches: Counter[str] = Counter()
+        self._searches: Counter[str] = Counter()  # by asker
 
     def key(self, query: Query) -> Any:
         return object()  # every search is made
@@ -102,21 +144,42 @@ class ReplayRetriever(Retriever):
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         found = []
         for query in queries:
-            found.append(self._plan[query.asker][self._searches[query.asker]])
+            found.append(self._plan[query.parts[0]][self._searches[query.asker]])
             self._searches[query.asker] += 1
         return found
 
 
-class Replay(Decoder):
-    """Commits at each step what the recorded decode had committed, whatever is proposed."""
+class ReplayProposer:
+    """Runs a model, and is then sure of what a recorded decode committed next, and of nothing else."""
 
-    recorded: Mapping[str, Rollout]
+    def __init__(
+        self, inner: DenoiserProposer, recorded: Mapping[str, Rollout], tokenizer: ReplayTokenizer
+    ) -> None:
+        self.inner = inner
+        self._recorded = {tokenizer.prompt(r.question, []).head: r for r in recorded.values()}
 
-    def _commit(self, rows: list[Row]) -> None:
-        for row in rows:
-            committed = self.recorded[row.question.id].steps[row.step].committed
-            positions = np.array([c.position for c in committed], dtype=np.int64)
-            tokens = np.array([c.token_id for c in committed], dtype=np.int64)
-            nothing = np.ones(len(committed))
-            row.canvas.commit(Proposals(positions, tokens, nothing, nothing, nothing, nothing))
-            row.committed = tuple(Committed(c.position, c.token_id, "", 1.0) for c in committed)
+    @property
+    def shape(self) -> DenoiserConfig:
+        return self.inner.shape
+
+    def propose(self, views: Sequence[View]) -> list[Proposals]:
+        self.inner.propose(views)
+        return [self._proposals(view) for view in views]
+
+    def _proposals(self, view: View) -> Proposals:
+        laid = view.arrangement
+        asked = laid.lead.ids or laid.context[-1].ids
+        steps = self._recorded[asked[:QUESTION_LENGTH]].steps
+        done = accumulate(len(step.committed) for step in steps)
+        now = list(done).index(len(view.canvas) - len(view.positions)) + 1
+        tokens = {c.position: c.token_id for c in steps[now].committed}
+        places = view.positions.tolist()
+        sure = np.array([float(place in tokens) for place in places])
+        ids = np.array([tokens.get(place, 2) for place in places])
+        return Proposals(view.positions, ids, sure, *[np.zeros(len(places))] * 4)
+
+    def prefetch(self, arrangement: Arrangement) -> None:
+        self.inner.prefetch(arrangement)
+
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)

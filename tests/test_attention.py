@@ -1,5 +1,6 @@
 """Ragged attention against the textbook formula, and the varlen packing against the plain kernel."""
 
+import importlib.machinery
 import sys
 import types
 from itertools import accumulate, pairwise
@@ -9,6 +10,7 @@ import torch
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.attention import attention
+from dlm_rag.model.denoiser import _kept_products
 from dlm_rag.model.kernels import choose_backend, kernel_version, missing, paging
 from dlm_rag.model.rows import Ragged, Segment, Sight, pack
 from dlm_rag.model.store import ContextStore
@@ -59,8 +61,9 @@ def test_rows_may_see_more_keys_than_they_have_queries():
     torch.testing.assert_close(out, torch.cat([by_the_book(*row) for row in rows]))
 
 
-def varlen_reference(q, k, v, cumulative_q, cumulative_k, longest_q, longest_k, ahead):
-    """What a variable-length kernel is documented to do, from its own arguments."""
+def varlen_reference(q, k, v, cumulative, longest, ahead):
+    """What a variable-length kernel is documented to do, from its own arguments, of queries and keys."""
+    (cumulative_q, cumulative_k), (longest_q, longest_k) = cumulative, longest
     assert cumulative_q.dtype == cumulative_k.dtype == torch.int32
     assert longest_q == cumulative_q.diff().max() and longest_k == cumulative_k.diff().max()
     rows = [
@@ -97,10 +100,11 @@ VARLEN = {
 def gpu_kernel(request, monkeypatch):
     """The kernels themselves need a GPU; here stand-ins refuse what they refuse, and do the sum."""
 
-    def flash(q, k, v, cq, ck, mq, mk, window_size=(-1, -1), block_table=None):
+    def flash(q, k, v, *ends_and_longest, window_size=(-1, -1), block_table=None):
+        cq, ck, *longest = ends_and_longest
         if block_table is not None:
             k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
-        return varlen_reference(q, k, v, cq, ck, mq, mk, ahead_of(window_size))
+        return varlen_reference(q, k, v, (cq, ck), longest, ahead_of(window_size))
 
     if request.param == "flash":
         module = types.SimpleNamespace(flash_attn_varlen_func=flash)
@@ -110,10 +114,10 @@ def gpu_kernel(request, monkeypatch):
         return
     version, active, capability = VARLEN[request.param]
 
-    def varlen(
-        q, k, v, cq, ck, mq, mk, *, window_size=(-1, -1), enable_gqa=False, num_splits=None, **paged
-    ):
-        assert enable_gqa
+    def varlen(q, k, v, *ends_and_longest, window_size=(-1, -1), **options):
+        cq, ck, *longest = ends_and_longest
+        assert options.pop("enable_gqa")
+        num_splits, paged = options.pop("num_splits", None), options
         if active is None and version < "2.13":
             assert num_splits is None, "num_splits requires FA3"
         else:
@@ -125,7 +129,7 @@ def gpu_kernel(request, monkeypatch):
             k, v = (read_pages(x, paged["block_table"], used) for x in (k, v))
             ck = torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32)))
         pages.append(bool(paged))
-        return varlen_reference(q, k, v, cq, ck, mq, mk, ahead_of(window_size))
+        return varlen_reference(q, k, v, (cq, ck), longest, ahead_of(window_size))
 
     pages = []
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
@@ -191,3 +195,20 @@ def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():
     assert choose_backend("auto", CPU, torch.float32) == "sdpa"
     with pytest.raises(ConfigError, match="attention=flash cannot be used here"):
         choose_backend("flash", CPU, torch.float32)
+
+
+def test_selective_checkpointing_keeps_the_products_of_flash_attn(monkeypatch):
+    """Its operator is known once its module is imported."""
+    library = torch.library.Library("flash_attn", "DEF")
+    library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
+    module = types.ModuleType("flash_attn.flash_attn_interface")
+    package = types.ModuleType("flash_attn")
+    for name, made in (("flash_attn", package), ("flash_attn.flash_attn_interface", module)):
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, made)
+    _kept_products.cache_clear()
+    kept = _kept_products()
+    _kept_products.cache_clear()
+    assert torch.ops.flash_attn._flash_attn_varlen_forward.default in kept
+    assert torch.ops.torch_attn._varlen_attn.default in kept
+    assert any("scaled_dot_product" in str(operator) for operator in kept)

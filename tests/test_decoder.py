@@ -379,9 +379,9 @@ def test_proposals_by_hand():
 def test_the_log_probability_of_a_token_is_finite_where_its_probability_is_none():
     logits = torch.tensor([[200.0, 0.0, 0.0]])
     uniform = torch.tensor([1.0 - 1e-9], dtype=torch.float64)
-    token, confidence, *_, log_prob = read_proposals(
-        logits, uniform, 1e9, torch.tensor([0]), 2, False
-    ).numpy()
+    tempered = torch.tensor([1e9], dtype=torch.float64)
+    asked = Asked(False, torch.tensor([0]), torch.tensor([2]), tempered, uniform)
+    token, confidence, log_prob, *_ = read_proposals(logits, asked).numpy()
     assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
 
 

@@ -92,11 +92,9 @@ class Engine:
         """Takes a question in; it takes part in the next step. Raises `RuntimeError` without capacity."""
         if not self._free:
             raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
-        own = (
-            self.settings
-            if settings is None
-            else with_checkpoints_own(settings, self._steps.proposer.shape)
-        )
+        own, shape = self.settings, self._steps.proposer.shape
+        if settings is not None:
+            own = with_checkpoints_own(settings, shape)
         assert own.canvas_length is not None
         # Revision may still change the text before an end token.
         certain = own.stop_early and own.revision_threshold is None
