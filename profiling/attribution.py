@@ -1,4 +1,7 @@
-"""A profiling session taken apart by stage: what attribute.py shows."""
+"""A profiling session taken apart by stage: what attribute.py shows.
+
+`nsys stats` has no self time by stage, no steps, no questions and nothing of torch's traces (docs/log.md).
+"""
 
 from collections import Counter
 from dataclasses import dataclass

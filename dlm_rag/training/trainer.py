@@ -183,11 +183,9 @@ class Trainer:
             )
 
     def _flops(self, before: Any, counts: dict[str, float]) -> float:
-        """What forward and backward took since `before`: twice forward, less the weights' own half where
-        they are frozen.
-        """
+        """What forward and backward took since `before`."""
         head = head_work(self.denoiser.config, counts["supervised"] / self.processes.sharing, 4)
-        return (2 if self.start.lora_rank else 3) * (self.denoiser.work - before + head).flops
+        return (self.denoiser.work - before + head).with_backward(bool(self.start.lora_rank))
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
         """Tokens a second, all and supervised; peak memory; FLOP/s of this process and, on a known machine,
