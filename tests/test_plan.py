@@ -14,8 +14,8 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.machines import MACHINES
 from dlm_rag.training.memory import LiveBytes
-from dlm_rag.training.page import verdict
 from dlm_rag.training.objective import Objective, Terms, counts_of
+from dlm_rag.training.page import verdict
 from dlm_rag.training.plan import plan_phases, refuse_unfit, sample_items, shape_of, step_flops
 from dlm_rag.training.start import begin
 from dlm_rag.training.weights import add_adapters
