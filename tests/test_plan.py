@@ -15,9 +15,9 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.training.machines import MACHINES
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.objective import Objective, Terms, counts_of
+from dlm_rag.training.origin import begin
 from dlm_rag.training.page import verdict
 from dlm_rag.training.plan import plan_phases, refuse_unfit, sample_items, shape_of, step_flops
-from dlm_rag.training.start import begin
 from dlm_rag.training.weights import add_adapters
 
 sys.path.insert(0, str(ROOT / "profiling"))
@@ -54,7 +54,7 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
 def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
     words = [*MICRO, f"train.optimizer={optimizer}"]
     trainer = make_trainer(tmp_path, *words)
-    (plan,) = plan_phases(load_config(None, words), trainer.start.config, torch.float32)
+    (plan,) = plan_phases(load_config(None, words), trainer.origin.config, torch.float32)
     trainer.step()
     kept = [x for o in trainer.optimizers for state in o.state.values() for x in state.values()]
     assert plan.memory.weights == sum(p.nbytes for p in trainer.denoiser.parameters())

@@ -33,13 +33,13 @@ from dlm_rag.training.loss import ChunkedLogProbabilities, ChunkedLoss
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.objective import Objective, Terms, counts_of, encode
 from dlm_rag.training.optimizers import share_left
+from dlm_rag.training.origin import TEMPLATE, begin
 from dlm_rag.training.phase import open_phase, open_trainer
 from dlm_rag.training.pointers import Places, pointer_loss
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.report import Report
 from dlm_rag.training.rows.worlds import WorldExamples, find
 from dlm_rag.training.saving import position
-from dlm_rag.training.start import TEMPLATE, begin
 from dlm_rag.training.state import phase_settings
 from dlm_rag.training.trainer import added
 from dlm_rag.training.validation import QuestionValidation
@@ -301,12 +301,12 @@ def test_checkpointing_changes_no_gradient(examples, kind, compiled):
 def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
     """Weights near zero predict all tokens alike: the bound is then log V, whatever was drawn."""
     config = load_config(None, MICRO)
-    start = begin(config)
-    _, validation = open_phase(config, "", start, tmp_path)
-    denoiser = start.denoiser(CPU)
+    origin = begin(config)
+    _, validation = open_phase(config, "", origin, tmp_path)
+    denoiser = origin.denoiser(CPU)
     with torch.no_grad():
         denoiser.lm_head.weight.mul_(1e-4)
-    nats, tokens = validation.nelbo(denoiser, start.tokenizer, range(4))
+    nats, tokens = validation.nelbo(denoiser, origin.tokenizer, range(4))
     assert nats / tokens == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
 
 

@@ -19,9 +19,9 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.machines import Machine
 from dlm_rag.training.memory import FLOAT32, StepMemory, optimizer_bytes, step_memory
+from dlm_rag.training.origin import QUESTION_LENGTH, begin, trained_shape
 from dlm_rag.training.processes import check_sharing
 from dlm_rag.training.rows.example import Example
-from dlm_rag.training.start import QUESTION_LENGTH, begin, trained_shape
 
 GB = 1e9
 RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
