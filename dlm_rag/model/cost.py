@@ -30,6 +30,14 @@ class Work:
         """
         return 2 * self.flops + self.attention if frozen else 3 * self.flops
 
+    def __iadd__(self, other: "Work") -> "Work":
+        self.flops += other.flops
+        self.attention += other.attention
+        self.bytes += other.bytes
+        self.calls += other.calls
+        self.tokens += other.tokens
+        return self
+
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
