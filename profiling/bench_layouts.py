@@ -83,9 +83,7 @@ def train(config: Config, folder: Path) -> list[dict[str, Any]]:
         seconds += time.perf_counter() - start
         if trainer.state.step % config.train.validate_every == 0:
             scores = validation.scores(trainer)
-            points.append(
-                {"rows": rows, "seconds": round(seconds, 1), "stage": trainer.state.stage, **scores}
-            )
+            points.append({"rows": rows, "seconds": round(seconds, 1), **scores})
     return points
 
 

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from dlm_rag.commands.words import parse
 from dlm_rag.config import load_config
 from dlm_rag.program import run
-from dlm_rag.training.loss import Counts, Weights
+from dlm_rag.training.objective import Terms, counts_of
 from dlm_rag.training.phase import open_trainer
 from dlm_rag.training.plan import plan_phases, sample_items, step_flops
 from dlm_rag.training.processes import Processes
@@ -73,11 +73,11 @@ def measure(words: list[str], processes: Processes = ALONE) -> Found:
     shape, ends = trainer.start.config, trainer.start.tokenizer.end_ids
     (plan,) = plan_phases(config, shape, trainer.dtype)
     examples = sample_items(config, config.train, shape, 1)
-    over = Counts.of(examples, ends, 1.0)
+    counts = counts_of(examples, ends, 1.0)
 
     def step() -> None:
         with trainer.arithmetic():
-            loss, _ = trainer.root(examples, over, Weights())
+            loss, _ = trainer.root(examples, counts, Terms())
         loss.backward()
 
     flops = flops_of(step) if count == 1 else math.nan

@@ -35,8 +35,8 @@ from dlm_rag.machine import commit_of_code, machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.program import note, run
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.loss import Counts, Objective, Weights
 from dlm_rag.training.memory import LiveBytes
+from dlm_rag.training.objective import Objective, Terms, counts_of
 from dlm_rag.training.phase import world_documents
 from dlm_rag.training.rows.documents import Documents, open_documents
 from dlm_rag.training.rows.example import Example
@@ -82,10 +82,10 @@ class Padded(torch.utils.data.Dataset[Any]):
         weights = torch.zeros(len(rows), longest)
         for place, row in enumerate(rows):
             stop = lead + len(row.target)
-            target, masked = torch.tensor(row.target), torch.tensor(row.masked)
+            target, hidden = torch.tensor(row.target), torch.tensor(row.hidden)
             ids[place, :lead] = torch.tensor(row.prompt.ids)
-            ids[place, lead:stop] = target.where(~masked, self._mask_id)
-            labels[place, lead:stop] = target.where(masked, -100)
+            ids[place, lead:stop] = target.where(~hidden, self._mask_id)
+            labels[place, lead:stop] = target.where(hidden, -100)
             weights[place, lead:stop] = row.weight
             real[place, :stop] = True
         divisor = torch.tensor(sum(row.divisor or 0.0 for row in rows))
@@ -149,7 +149,7 @@ def ours(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float
     losses = []
     start = time.perf_counter()
     for examples in batches:
-        loss, _ = objective(examples, Counts.of(examples, frozenset({1}), 1.0), Weights())
+        loss, _ = objective(examples, counts_of(examples, frozenset({1}), 1.0), Terms())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(denoiser.parameters(), 1.0)
         optimizer.step()
@@ -173,7 +173,7 @@ def peaks(weights: Path, examples: list[Example]) -> list[int]:
     found = []
     for step in (
         lambda: PlainTrainer.compute_loss(SimpleNamespace(found=[]), model, inputs).backward(),  # type: ignore[arg-type]
-        lambda: objective(examples, Counts.of(examples, frozenset({1}), 1.0), Weights())[0].backward(),
+        lambda: objective(examples, counts_of(examples, frozenset({1}), 1.0), Terms())[0].backward(),
     ):
         with LiveBytes() as alive:
             step()

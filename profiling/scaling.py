@@ -40,7 +40,8 @@ def worker(config: Config, kind: str, steps: int, folder: Path) -> None:
     import torch
 
     from dlm_rag.training.phase import open_trainer
-    from dlm_rag.training.processes import Processes, without_sum
+    from dlm_rag.training.processes import Processes
+    from dlm_rag.training.sharding import without_sum
 
     processes = Processes.join()
     if not torch.cuda.is_available():

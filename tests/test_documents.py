@@ -72,7 +72,7 @@ def test_the_weights_are_those_of_the_nelbo(source):
     """1 / t with t of tokens masked on average: the loss of a constant 1 nat is 1 nat a token."""
     documents = Documents({"web": source}, tiny_tokenizer(), phase(batch_tokens=64 * 64), "", False)
     rows = [e for step in range(40) for e in documents.examples(step, range(64))]
-    per_token = sum(e.weight * sum(e.masked) for e in rows) / sum(e.divisor for e in rows)
+    per_token = sum(e.weight * sum(e.hidden) for e in rows) / sum(e.divisor for e in rows)
     assert per_token == pytest.approx(1, abs=0.03)
     assert np.mean([e.divisor == len(e.target) for e in rows]) == 1
 

@@ -7,75 +7,119 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, byte_tokenizer, tiny_denoiser
 from safetensors.torch import load_file
 from two_processes import CASES, run
 
 from dlm_rag.config import load_config
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.training.failures import failures_told
 from dlm_rag.training.plan import refuse_unfit
 from dlm_rag.training.processes import Processes
+from dlm_rag.training.saving import saved
 
 ALONE = Processes(0, 1, 0)
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 SAME = {  # case on two processes -> case on one
     "sft": "sft",
+    "sft bfloat16 sharded": "sft bfloat16",
     "sft muon": "sft muon",
     "sft accumulated": "sft",
     "sft sharded": "sft",
     "sft sharded, accumulated, checkpointed": "sft",
+    "sft bfloat16": "sft bfloat16",
+    "adapters": "adapters",
+    "adapters sharded": "adapters",
+    "uneven": "uneven",
     "pretrain": "pretrain",
     "pretrain sharded": "pretrain",
     "pretrain shared": "pretrain",
     "pretrain shared, sharded": "pretrain",
     "adapt": "adapt",
 }
+FAILING = "uneven, searches fail on one"
+FAST = ["sft", "sft bfloat16 sharded", FAILING]
+slow = pytest.mark.slow
 
 
 def torchrun(folder, *cases, processes=2):
     command = [*LAUNCHER, str(processes), str(ROOT / "tests/two_processes.py"), str(folder), *cases]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: json.loads((folder / case / "found.json").read_text()) for case in cases}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What one process computes, with and without accumulation."""
-    folder = tmp_path_factory.mktemp("alone")
-    found = {}
-    for case in {*SAME.values(), "sft accumulated"}:
-        (folder / case).mkdir()
-        found[case] = run(case, folder / case, ALONE)
-    return folder, found
+def folders(tmp_path_factory):
+    """Where the cases run on one process and on two; each has the checkpoint that adapters stand beside."""
+    found = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("together")
+    for folder in found:
+        tiny_denoiser(max_position_embeddings=512).save_pretrained(folder / "checkpoint", eos_token_id=257)
+        byte_tokenizer().save_pretrained(folder / "checkpoint")
+    return found
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("together")
-    return folder, torchrun(folder, *SAME)
+def alone(folders):
+    """What one process computes in a case."""
+
+    @cache
+    def found(case):
+        (folders[0] / case).mkdir()
+        return run(case, folders[0] / case, ALONE)
+
+    return found
 
 
+@pytest.fixture(scope="module")
+def together(folders):
+    """What two processes compute in a case; few launches, for each is seconds of imports."""
+
+    @cache
+    def launched(cases):
+        return torchrun(folders[1], *cases)
+
+    rest = tuple(case for case in SAME if case not in FAST)
+    return lambda case: launched(tuple(FAST) if case in FAST else rest)[case]
+
+
+@slow
 def test_accumulation_is_the_same_step(alone):
-    _, found = alone
-    assert found["sft accumulated"]["loss"] == pytest.approx(found["sft"]["loss"], rel=1e-4)
+    assert alone("sft accumulated")["loss"] == pytest.approx(alone("sft")["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=slow) for case in SAME]
+)
 def test_two_processes_take_the_steps_of_one(alone, together, case):
-    theirs, ours = alone[1][SAME[case]], together[1][case]
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-    assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-2)
-    assert ours["scores"]["nelbo_per_token"] == pytest.approx(theirs["scores"]["nelbo_per_token"], rel=1e-3)
+    """Up to the order of additions; in bfloat16, shards round gains and embeddings before they are used."""
+    theirs, ours = alone(SAME[case]), together(case)
+    low = 3 if "bfloat16" in case or "adapters" in case else 1
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=low * 1e-3)
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=low * 1e-2)
+    assert ours["scores"].keys() == theirs["scores"].keys()
+    assert ours["scores"]["nelbo_per_token"] == pytest.approx(
+        theirs["scores"]["nelbo_per_token"], rel=low * 1e-3
+    )
+    assert ours["again"] == ours["loss"][2:] and ours["same"], "resumed bit for bit"
 
 
+def test_searches_that_fail_on_one_process_hold_up_no_other(together):
+    """It has no canvas to denoise where the other has two, step by step; both must end, and together."""
+    found = together(FAILING)["scores"]
+    assert found["forwards_per_answer"] == pytest.approx(2 * 48 / 3), "two of three questions are answered"
+    assert 0 < found["nelbo_per_token"] < 10, "whose passages are named"
+
+
+@slow
 @pytest.mark.parametrize("case", [case for case in SAME if case.startswith("pretrain")])
 def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
     """What MFU is made of: sequences are shared, their attention is not counted less for it."""
-    assert together[1][case]["flops"] == pytest.approx(alone[1][SAME[case]]["flops"], rel=1e-6)
+    assert together(case)["flops"] == pytest.approx(alone(SAME[case])["flops"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -93,42 +137,62 @@ def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
 )
 def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, words, said):
     with pytest.raises(ConfigError, match=said):
-        refuse_unfit(load_config(None, words), Processes(0, processes, 0))
+        refuse_unfit(load_config(None, words), processes, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded"])
-def test_what_shards_export_is_whole(alone, together, case):
+@slow
+@pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded", "adapters sharded"])
+def test_what_shards_export_is_whole(alone, together, folders, case):
+    assert alone(SAME[case]) and together(case)
     ours, theirs = (
         load_file(folder / name / "model" / "model.safetensors")
-        for folder, name in ((together[0], case), (alone[0], SAME[case]))
+        for folder, name in zip(folders, (SAME[case], case), strict=True)
     )
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=1e-2, atol=2e-4)
+        torch.testing.assert_close(
+            value, theirs[name], rtol=1e-2, atol=2e-3 if "adapters" in case else 2e-4
+        )
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded")])
-def test_a_run_goes_on_with_another_number_of_processes(alone, together, tmp_path, saved, resumed):
+@slow
+@pytest.mark.parametrize(("begun", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded")])
+def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path, begun, resumed):
     """Two in shards -> one; one -> two in shards: the losses of the second half are the same."""
-    source = together[0] / saved if saved == "sft sharded" else alone[0] / saved
+    assert alone("sft") and together("sft sharded")
+    source = folders[1 if begun == "sft sharded" else 0] / begun
     shutil.copytree(source / "checkpoints", tmp_path / resumed / "checkpoints")
     found = (
         run(resumed, tmp_path / resumed, ALONE) if resumed == "sft"
         else torchrun(tmp_path, resumed)[resumed]
     )  # fmt: skip
     assert found["from"] == 2
-    assert found["loss"] == pytest.approx(alone[1]["sft"]["loss"][2:], rel=1e-3)
+    assert found["loss"] == pytest.approx(alone("sft")["loss"][2:], rel=1e-3)
 
 
-def test_two_processes_resume_bit_for_bit(together, tmp_path):
-    case = "sft sharded"
-    shutil.copytree(together[0] / case / "checkpoints", tmp_path / case / "checkpoints")
-    found = torchrun(tmp_path, case)[case]
-    assert found["loss"] == together[1][case]["loss"][2:]
-    ours, theirs = (load_file(f / case / "model" / "model.safetensors") for f in (tmp_path, together[0]))
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+@pytest.mark.parametrize(
+    ("said", "gone"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3156", True),
+        ("Read error [127.0.0.1]:3156: Connection reset by peer", True),
+        ("[../socket.cpp:792] The client socket has timed out after 600000ms", True),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True),
+        ("NCCL error in: x.cpp:3690, ncclRemoteError: A call failed possibly due to a network error", True),
+        ("NCCL error in: x.cpp:3690, ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0", False),
+        ("NCCL error in: x.cpp:3690, ncclSystemError: System call (e.g. socket, malloc) failed", False),
+        ("Expected all tensors to be on the same device", False),
+    ],
+)
+def test_only_a_dead_process_is_called_dead_and_the_cause_is_kept(said, gone):
+    with pytest.raises(RuntimeError) as caught, failures_told():
+        raise RuntimeError(f"{said}\nException raised from somewhere")
+    assert isinstance(caught.value, RunError) == gone
+    assert str(caught.value).partition("\n")[0].count(said) == 1
+    if gone:
+        assert str(caught.value.__cause__).startswith(said)
 
 
+@slow
 def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
     """One run of three phases on two processes has the losses of the same run on one."""
     words = [
@@ -166,14 +230,15 @@ LONG = [word for word in CASES["sft"] if "steps" not in word] + [
 ]  # fmt: skip
 
 
+@slow
 def test_sigterm_saves_and_ends_well(tmp_path):
     process = start_training(tmp_path, *LONG)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "--resume goes on" in error, error
-    (saved,) = (tmp_path / "checkpoints").iterdir()
+    (last,) = saved(tmp_path)
     steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
-    assert saved.name == f"step-{steps:08d}", "the step that was under way is whole"
+    assert last.name == f"step-{steps:08d}", "the step that was under way is whole"
 
 
 def workers_of(launched):
@@ -183,6 +248,7 @@ def workers_of(launched):
     return sorted(int(pid) for pid in listed.stdout.split())
 
 
+@slow
 def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
     words = [word for word in LONG if "validate_every" not in word]
     process = start_training(tmp_path, *words, "train.validate_every=1", launcher=[*LAUNCHER, "2"])
@@ -191,10 +257,11 @@ def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
         time.sleep(0.05)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "--resume goes on" in error, error
-    (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert saved.name == f"step-{len((tmp_path / 'metrics.jsonl').read_text().splitlines()):08d}"
+    steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
+    assert saved(tmp_path)[-1].name == f"step-{steps:08d}", "a validated step is saved, and so is the last"
 
 
+@slow
 def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     """As on two machines without a common file system."""
     script = f"exec {sys.executable} train.py --out {tmp_path}/$RANK {' '.join(CASES['sft'])}"
@@ -205,6 +272,7 @@ def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     assert not list(tmp_path.glob("*/checkpoints"))
 
 
+@slow
 def test_a_dead_process_is_named_and_the_checkpoint_stays(tmp_path):
     words = [*LONG, "train.save_every=1"]
     process = start_training(tmp_path, *words, launcher=[*LAUNCHER, "2"])

@@ -123,7 +123,13 @@ B200 = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gb300", "gb10", "gb10_cluster", "h200", "v100x4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gb300",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gb10", "gb10_cluster", "h200", "v100x4")),
+    ],
+)
 def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
     if name in ("gb10", "v100x4"):
         pytest.importorskip("peft")
@@ -136,6 +142,7 @@ def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
     assert Tokenizer.from_pretrained(tmp_path / "run" / "model").mask_id == 256
 
 
+@pytest.mark.slow
 def test_the_phases_of_b200_run_at_a_toy_size_on_own_data(autoregressive_qwen, own_data, tmp_path):
     data = [
         f"data.documents.web={own_data}/web.jsonl", f"data.documents.quality={own_data}/quality.jsonl",
@@ -161,7 +168,7 @@ def test_own_questions_become_what_decoding_sees(own_data):
     train = TrainConfig(groups=10, rows=3)
     batches = AnsweredQuestions(questions, retriever, tiny_tokenizer(), shape, train, "")
     rows = [row for step in range(4) for row in batches.examples(step, range(10), (1, 2))]
-    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.masked) for row in rows)
+    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.hidden) for row in rows)
     seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
     assert seen == {response_of(q)[:80] for q in questions}, "every question once an epoch"
     assert batches.examples(2, [3], (1, 2)) == batches.examples(2, range(10), (1, 2))[9:12]

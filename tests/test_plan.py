@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
-from test_training import ALONE, MICRO, make_trainer
+from test_training import CPU, MICRO, make_trainer
 
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
@@ -16,7 +16,6 @@ from dlm_rag.training.machines import MACHINES
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.page import verdict
 from dlm_rag.training.plan import plan_phases, refuse_unfit, shape_of
-from dlm_rag.training.processes import Processes
 from dlm_rag.training.start import begin
 
 sys.path.insert(0, str(ROOT / "profiling"))
@@ -92,29 +91,33 @@ def test_a_claim_beyond_the_peak_is_named():
 def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
     monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device: 1e6)
     with pytest.raises(ConfigError, match="see what fits with --plan"):
-        refuse_unfit(load_config(None, MICRO), ALONE)
+        refuse_unfit(load_config(None, MICRO), 1, CPU)
     monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device: 24e9)
     with pytest.raises(ConfigError, match="alone take 128 GB on each device, and this cpu has 24 GB"):
-        refuse_unfit(load_config("gb300"), ALONE)  # without a network
+        refuse_unfit(load_config("gb300"), 1, CPU)  # without a network
 
 
+@pytest.mark.slow
 def test_on_a_gpu_the_whole_step_must_fit(monkeypatch):
     """An H200 has room for the weights, gradients and optimizer of gb300.yaml, a GB300 for its step."""
     config = load_config("gb300")
     planned = plan_phases(config, shape_of(config), torch.bfloat16)
     assert planned[0].largest_part(MACHINES["gb300"]) >= planned[0].part
     monkeypatch.setattr("dlm_rag.training.plan.plan_phases", lambda *_: planned)
-    monkeypatch.setattr(Processes, "device", lambda self, name: torch.device("cuda", 0))
     for machine, refused in (("gb300", False), ("h200", True)):
         have = MACHINES[machine].memory
         monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device, have=have: have)
         with pytest.raises(ConfigError, match="a step takes") if refused else nullcontext():
-            refuse_unfit(config, ALONE)
+            refuse_unfit(config, 1, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("h200", None), ("gb10", 4), ("gb10_cluster", 4), ("b200", 4), ("v100x4", 4)],
+    [
+        ("gb10_cluster", 4),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("gb10", "b200", "v100x4")),
+        pytest.param("h200", None, marks=pytest.mark.slow),
+    ],
 )
 def test_the_config_of_a_machine_fits_it_without_network_or_weights(name, layers):
     """All layers where memory is closest to its end; a few of the others suffice to plan them at all."""

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import write_autoregressive
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -11,7 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
+from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.training.saving import whole_state
+from dlm_rag.training.sharding import shard
 from dlm_rag.training.start import begin, merged
 
 CPU = torch.device("cpu")
@@ -28,7 +31,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
     folder, model = autoregressive
     start = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
     assert start.config.mask_token_id == 257 and start.config.shifted, "one token more than there were"
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     with torch.no_grad():
         expected = model(IDS).logits
         found = denoiser(IDS, ahead=0)
@@ -38,7 +41,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
 def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_path):
     folder, model = autoregressive
     start = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     with torch.no_grad():
         denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
     start.export(tmp_path / "out", whole_state(denoiser), 20000.0, torch.float32)
@@ -60,7 +63,7 @@ def test_an_autoregressive_model_must_be_adapted_first(autoregressive):
 def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
     folder = golden / "checkpoints" / name
     start = begin(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     start.export(tmp_path, whole_state(denoiser), start.config.rope_theta, torch.float32)
     ids = torch.arange(40).view(2, 20) * 13 % 1500
     with torch.no_grad():
@@ -76,7 +79,7 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
     pytest.importorskip("peft")
     folder = golden / "checkpoints" / "tiny-llada"
     start = begin(load_config(None, [f"model.path={folder}", "train.lora_rank=4"]))
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     trained = {name for name, value in denoiser.named_parameters() if value.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     with torch.no_grad():
@@ -89,3 +92,64 @@ def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
         torch.testing.assert_close(plain(IDS), expected, atol=1e-4, rtol=1e-4)
         original = Denoiser.from_pretrained(folder)(IDS)
     assert F.mse_loss(expected, original) > 1e-3, "the adapters do something"
+
+
+@pytest.fixture
+def as_rank():
+    """Lets this process be one of several, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def be(rank, count):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+
+    yield be
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.path={folder}", "train.objective=adapt"],
+        ["model.path={folder}", "train.objective=adapt", "train.lora_rank=4"],
+        ["train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=401"],
+    ],
+    ids=["a wider vocabulary", "adapters", "fresh and tied"],
+)
+def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
+    autoregressive_qwen, as_rank, monkeypatch, words
+):
+    """Three ranks in shards against one process without: bit for bit, in the bytes of a third."""
+    words = [word.format(folder=autoregressive_qwen) for word in words]
+    start = begin(load_config(None, words))
+    expected = start.denoiser(CPU, torch.bfloat16).state_dict()
+    asked, read = [], Checkpoint.rows
+
+    def rows(self, name, which):
+        found = read(self, name, which)
+        asked.append((name, found.nbytes))
+        return found
+
+    monkeypatch.setattr(Checkpoint, "rows", rows)
+    whole_bytes = (
+        []
+        if start.checkpoint is None
+        else [t.nbytes for _, t in start.checkpoint.tensors(CPU, torch.float32)]
+    )
+    for rank in range(3):
+        as_rank(rank, 3)
+        asked.clear()
+        denoiser = start.empty(torch.bfloat16)
+        shard(torch.nn.Sequential(denoiser), denoiser, 3, CPU, torch.float32)
+        start.fill(denoiser, CPU)
+        for name, value in denoiser.named_parameters():
+            whole, own = expected[name], value.to_local()
+            size = -(-len(whole) // 3)
+            assert own.dtype == whole.dtype and torch.equal(own, whole[rank * size : (rank + 1) * size]), (
+                name
+            )
+        # The last one makes the new token of the means of all.
+        means = 2 * 257 * 32 * 4 if rank == 2 and start.checkpoint else 0
+        assert sum(size for _, size in asked) <= sum(whole_bytes) / 3 * 1.05 + means
+        assert not asked or max(size for _, size in asked) < sum(whole_bytes) / 3

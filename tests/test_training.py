@@ -8,8 +8,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.commands.train import train
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.errors import ConfigError, RunError
@@ -25,13 +27,20 @@ from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_conte
 from dlm_rag.evidence.layout import arrange
 from dlm_rag.model.block import Watch
 from dlm_rag.model.shape import DenoiserConfig
-from dlm_rag.training.loss import ChunkedLoss, Counts, Objective, Weights, pointer_loss
+from dlm_rag.training.loss import ChunkedLogProbabilities, ChunkedLoss
+from dlm_rag.training.memory import LiveBytes
+from dlm_rag.training.objective import Objective, Terms, counts_of, encode
+from dlm_rag.training.optimizers import share_left
 from dlm_rag.training.phase import open_phase, open_trainer
+from dlm_rag.training.pointers import Places, pointer_loss
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.report import Report
 from dlm_rag.training.rows.worlds import WorldExamples, find
+from dlm_rag.training.saving import position
 from dlm_rag.training.start import TEMPLATE, begin
-from dlm_rag.training.trainer import phase_settings, share_left
+from dlm_rag.training.state import phase_settings
+from dlm_rag.training.trainer import added
+from dlm_rag.training.validation import QuestionValidation
 from dlm_rag.training.vocabulary import learn_tokenizer
 
 MICRO = [
@@ -91,8 +100,8 @@ def test_examples_follow_from_seed_and_step_alone(tokenizer, examples):
 def test_examples_are_what_they_say(tokenizer, examples):
     assert len(examples) == 36
     for example in examples:
-        assert 3 <= len(example.prompt.facts) <= 5 and any(example.masked)
-        assert len(example.masked) == len(example.target) <= 120
+        assert 3 <= len(example.prompt.facts) <= 5 and any(example.hidden)
+        assert len(example.hidden) == len(example.target) <= 120
         text, _ = tokenizer.spans(list(example.target))
         assert " ### " in text or len(example.target) == 120
         for pointer in example.pointers:
@@ -104,7 +113,7 @@ def test_examples_are_what_they_say(tokenizer, examples):
 
 
 def micro_denoiser(*words):
-    return begin(load_config(None, [*MICRO, "train.vocabulary=1024", *words])).denoiser(CPU, torch.float32)
+    return begin(load_config(None, [*MICRO, "train.vocabulary=1024", *words])).denoiser(CPU)
 
 
 def objective_of(denoiser, layout="independent"):
@@ -115,20 +124,20 @@ def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
     """The loss equals the textbook one: full logits, cross-entropy, mean over masked by weight."""
     denoiser = micro_denoiser()
     few = examples[:5]
-    found, sums = objective_of(denoiser)(few, Counts.of(few, {1}, 0.15), Weights(end=0.15))
+    found, sums = objective_of(denoiser)(few, counts_of(few, {1}, 0.15), Terms(end=0.15))
     total = weight = 0.0
     for example in few:
         laid = [arrange(example.prompt, "independent", False, denoiser.config.passage_length)]
-        canvas = [0 if hide else t for t, hide in zip(example.target, example.masked, strict=True)]
+        canvas = [0 if hide else t for t, hide in zip(example.target, example.hidden, strict=True)]
         contexts, read = encode_contexts(denoiser, laid), [range(len(canvas))]
         hidden = encode_canvases(denoiser, [laid[0].lead], [canvas], contexts, read)
         logits = denoiser.lm_head(denoiser.norm(hidden))
         losses = F.cross_entropy(logits, torch.tensor(example.target), reduction="none")
         weights = torch.tensor([0.15 if t == 1 else 1.0 for t in example.target])
-        weights = weights * torch.tensor(example.masked)
+        weights = weights * torch.tensor(example.hidden)
         total, weight = total + float((losses * weights).sum().detach()), weight + float(weights.sum())
     assert float(found) == pytest.approx(total / weight, rel=1e-5)
-    assert float(sums[0]) == pytest.approx(total, rel=1e-5)
+    assert float(sums["tokens"]) == pytest.approx(total, rel=1e-5)
 
 
 def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
@@ -144,20 +153,82 @@ def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
         assert torch.equal(right, (x @ head.t()).argmax(-1) == targets)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_the_softmax_with_their_gradients(temperature):
+    """Also where every token has a slope of its own, as in a clipped ratio."""
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 8, generator=generator, requires_grad=True) for n in (23, 50))
+    targets, slopes = torch.arange(23) % 50, torch.randn(23, generator=generator)
+    expected = (x @ head.t() / temperature).log_softmax(-1)[torch.arange(23), targets]
+    gradients = torch.autograd.grad((expected.exp() * slopes).sum(), (x, head))
+    for chunk in (1, 5, 23, 100):
+        found = ChunkedLogProbabilities.apply(x, head, targets, temperature, chunk)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad((found.exp() * slopes).sum(), (x, head)), gradients)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = ChunkedLogProbabilities.apply(x, head, targets, temperature, 5)
+    assert low.dtype == torch.float32 and not torch.equal(low, found)
+    torch.testing.assert_close(low, found, rtol=0.05, atol=0.1)
+    torch.testing.assert_close(
+        torch.autograd.grad(low.exp() @ slopes, x)[0], gradients[0], rtol=0.1, atol=0.1
+    )
+    (nothing,) = torch.autograd.grad(
+        ChunkedLogProbabilities.apply(x[:0], head, targets[:0], 1.0, 5).sum(), [head]
+    )
+    assert not nothing.any()
+
+
+def test_log_probabilities_hold_a_chunk_of_logits_at_a_time():
+    x, head = (torch.randn(n, 4, requires_grad=True) for n in (640, 500))
+    with LiveBytes() as alive:
+        ChunkedLogProbabilities.apply(x, head, torch.zeros(640, dtype=torch.long), 1.0, 16).sum().backward()
+    assert alive.peak < 640 * 500 * 4 / 4
+
+
+def test_supervised_and_hidden_are_two_masks(examples):
+    """What is supervised counts, seen or not; what is hidden but not supervised adds nothing."""
+    denoiser, example = micro_denoiser(), examples[0]
+    length = len(example.target)
+    hidden = tuple(n % 2 == 0 for n in range(length))
+    supervised = tuple(n % 3 == 0 for n in range(length))
+    row = replace(example, hidden=hidden, supervised=supervised)
+    logits = denoiser.read_out(
+        encode(denoiser, [replace(row, supervised=(True,) * length)], "independent").hidden
+    )
+    losses = F.cross_entropy(logits, torch.tensor(row.target), reduction="none")
+    passed = []
+    last = denoiser.layers[-1].mlp.register_forward_pre_hook(
+        lambda _, inputs: passed.append(len(inputs[0]))
+    )
+    counts = counts_of([row], {1}, 1.0)
+    found, sums = objective_of(denoiser)([row], counts, Terms())
+    last.remove()
+    expected = losses[torch.tensor(supervised)].sum()
+    torch.testing.assert_close(sums["tokens"], expected, rtol=1e-4, atol=1e-4)
+    assert counts["supervised"] == counts["divisor"] == sum(supervised)
+    assert passed[-1] == sum(supervised), "only they go through the last layer"
+    assert float(found) == pytest.approx(float(expected) / sum(supervised), rel=1e-4)
+
+
+def pointer_loss_of(examples, layout, starts, watch):
+    places = Places.of(examples, layout, starts)
+    return pointer_loss(places.counts, torch.from_numpy(places.found), watch)
+
+
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
 def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
     """Against the softmax over all keys of the row, written out for each pointer."""
     denoiser = micro_denoiser(f"model.evidence_layout={layout}")
-    example = next(e for e in examples if any(e.masked[p.position] for p in e.pointers))
+    example = next(e for e in examples if e.pointed)
     laid = [arrange(example.prompt, layout, False, denoiser.config.passage_length)]
     watch = Watch(0)
     contexts = encode_contexts(denoiser, laid)
     leads, canvases = [laid[0].lead], [example.target]
     encode_canvases(denoiser, leads, canvases, contexts, [[0]], watch)
     starts = canvas_starts(denoiser, leads, canvases)
-    loss, mass = pointer_loss([example], layout, starts, watch)
+    loss, mass = pointer_loss_of([example], layout, starts, watch)
     expected, masses = [], []
-    for p in (p for p in example.pointers if example.masked[p.position]):
+    for p in example.pointed:
         first = sum(map(len, example.prompt.facts[: p.fact]))
         first += 0 if layout == "independent" else len(example.prompt.head)
         inside = slice(first, first + len(example.prompt.facts[p.fact]))
@@ -171,21 +242,31 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
     assert mass == pytest.approx(float(torch.stack(masses).sum()), rel=1e-5)
 
 
+def test_the_pointer_loss_is_float32_under_autocast(examples):
+    """Of the same queries and keys the same number: what bfloat16 rounds is not rounded again."""
+    denoiser, few = micro_denoiser(), [e for e in examples if e.pointed][:4]
+    watch = Watch(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        starts = encode(denoiser, few, "independent", watch).starts
+        found = pointer_loss_of(few, "independent", starts, watch)
+    torch.testing.assert_close(found, pointer_loss_of(few, "independent", starts, watch), rtol=0, atol=0)
+    assert watch.keys.dtype == torch.bfloat16 and found[0].dtype == torch.float32
+
+
 def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
     """Losses are divided by the counts of all: the gradients of two halves sum to the whole's."""
     stream, denoiser = make_stream(tokenizer), micro_denoiser()
-    objective, weights = objective_of(denoiser), Weights(0.15, 0.3)
+    objective, terms = objective_of(denoiser), Terms(0.15, 0.3)
     halves = [stream.examples(1, Processes(rank, 2, rank).share(6), (2, 3)) for rank in (0, 1)]
     whole = stream.examples(1, range(6), (2, 3))
     assert halves[0][:6] + halves[1][:6] == whole[:12] and len(halves[1]) == 18
-    over = Counts.of(whole, {1}, 0.15)
-    summed = Counts.total([Counts.of(half, {1}, 0.15) for half in halves])
-    assert astuple(over) == pytest.approx(astuple(summed))
-    objective(whole, over, weights)[0].backward()
+    counts = counts_of(whole, {1}, 0.15)
+    assert counts == pytest.approx(added([counts_of(half, {1}, 0.15) for half in halves]))
+    objective(whole, counts, terms)[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
     denoiser.zero_grad()
     for half in halves:
-        objective(half, over, weights)[0].backward()
+        objective(half, counts, terms)[0].backward()
     for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
 
@@ -193,24 +274,24 @@ def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
 def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
     """Zeros: processes sum the gradients of all weights, whatever the masks of one of them."""
     denoiser = micro_denoiser()
-    bare = [replace(example, masked=(False,) * len(example.target)) for example in examples[:3]]
-    over = Counts.of(examples, {1}, 0.15)
-    objective_of(denoiser)(bare, over, Weights())[0].backward()
+    bare = [replace(example, hidden=(False,) * len(example.target)) for example in examples[:3]]
+    counts = counts_of(examples, {1}, 0.15)
+    objective_of(denoiser)(bare, counts, Terms())[0].backward()
     assert all(p.grad is not None and not p.grad.any() for p in denoiser.parameters())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_checkpointing_changes_no_gradient(examples, kind, compiled):
     denoiser = micro_denoiser()
-    objective, over = objective_of(denoiser), Counts.of(examples, {1}, 0.15)
-    objective(examples, over, Weights(0.15, 0.3))[0].backward()
+    objective, counts = objective_of(denoiser), counts_of(examples, {1}, 0.15)
+    objective(examples, counts, Terms(0.15, 0.3))[0].backward()
     expected = [p.grad.clone() for p in denoiser.parameters()]
     denoiser.zero_grad()
     denoiser.checkpointing = kind
     if compiled:
         denoiser.compile_layers()
-    objective(examples, over, Weights(0.15, 0.3))[0].backward()
+    objective(examples, counts, Terms(0.15, 0.3))[0].backward()
     for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
@@ -220,11 +301,11 @@ def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
     config = load_config(None, MICRO)
     start = begin(config)
     _, validation = open_phase(config, "", start, tmp_path)
-    denoiser = start.denoiser(CPU, torch.float32)
+    denoiser = start.denoiser(CPU)
     with torch.no_grad():
         denoiser.lm_head.weight.mul_(1e-4)
-    found = validation.nelbo_per_token(denoiser, start.tokenizer)
-    assert found == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
+    nats, tokens = validation.nelbo(denoiser, start.tokenizer, range(4))
+    assert nats / tokens == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
 
 
 def weights_of(trainer):
@@ -249,6 +330,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     """Real processes: one runs through, one is killed three times while it trains or saves."""
 
@@ -287,6 +369,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     assert json.loads((model / "training.json").read_text())["config"]["train"]["steps"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "words", "said"),
     [
@@ -352,6 +435,44 @@ def test_float16_scales_its_loss_and_bfloat16_needs_not(tmp_path):
     assert trainer._scaler.get_scale() > 1
 
 
+def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monkeypatch):
+    words = [*MICRO, "train.steps=2", "train.validate_every=1", "train.save_every=100"]
+    config, scores = load_config(None, words), QuestionValidation.scores
+
+    def fails(self, trainer):
+        if trainer.state.step == 2:
+            raise ConnectionError("no route to host")
+        return scores(self, trainer)
+
+    def go_on():
+        train(config, begin(config), tmp_path, ALONE, threading.Event())
+        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(QuestionValidation, "scores", fails)
+        with pytest.raises(ConnectionError):
+            go_on()
+    assert position(tmp_path, [""])[0] == 2, "the step is saved"
+    first, last = go_on()
+    assert "exact_match" in first and "exact_match" in last and last["step"] == 1
+    assert (tmp_path / "model").exists() and go_on() == [first, last], "and not made up for again"
+
+
+@pytest.mark.parametrize("objective", ["sft", "pretrain"])
+def test_bfloat16_trains_validates_saves_resumes_and_exports(tmp_path, objective):
+    words = ["train.dtype=bfloat16", f"train.objective={objective}", "train.sequence_length=64"]
+    words += ["train.batch_tokens=256", "decode.canvas_length=64"]
+    trainer, validation = open_trainer(load_config(None, [*MICRO, *words]), tmp_path)
+    trainer.step()
+    trainer.save()
+    assert 0 < validation.scores(trainer)["nelbo_per_token"] < 10
+    again = make_trainer(tmp_path, *words)
+    assert again.restore() and again.step() == trainer.step()
+    assert all(value.dtype == torch.float32 for value in weights_of(again).values())
+    again.export(tmp_path / "model")
+    assert Denoiser.from_pretrained(tmp_path / "model").config == trainer.denoiser.config
+
+
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     command = [sys.executable, "train.py", "--out", str(tmp_path), *MICRO]
@@ -370,6 +491,7 @@ def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
     assert "train.steps" in phase_settings(load_config(None, adapted).train), "attention opens in a share"
 
 
+@pytest.mark.slow
 def test_loss_falls(tmp_path):
     trainer = make_trainer(tmp_path, "train.steps=40", "train.warmup_steps=5")
     losses = [trainer.step()["loss"] for _ in range(40)]
@@ -377,16 +499,20 @@ def test_loss_falls(tmp_path):
 
 
 def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
-    trainer = make_trainer(tmp_path, "retrieval.top_k=7")
-    assert trainer.passages == (2, 2)
+    task = make_trainer(tmp_path, "retrieval.top_k=7").task
+    right, counts, state = {"name_accuracy": 1.0}, {"pointed": 5.0}, {}
+    assert task.conditions(state) == (2, 2)
     for _ in range(200):
-        trainer._advance(1.0)
-        if trainer.state.stage == 1:
+        assert task.advance(state, {"name_accuracy": 0.0}, {"pointed": 0.0})["stage"] == state.get(
+            "stage", 0
+        )
+        state = task.advance(state, right, counts)
+        if state["stage"] == 1:
             break
-    assert trainer.passages == (2, 4) and trainer.state.name_accuracy == 0.3
+    assert task.conditions(state) == (2, 4) and state["name_accuracy"] == 0.3
     for _ in range(200):
-        trainer._advance(1.0)
-    assert trainer.passages == (4, 7), "and stays there"
+        state = task.advance(state, right, counts)
+    assert task.conditions(state) == (4, 7), "and stays there"
 
 
 def test_the_rate_falls_over_the_last_steps():

@@ -13,6 +13,7 @@ from dlm_rag.config import load_config
 from dlm_rag.training.phase import open_trainer
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.trainer import Trainer
+from dlm_rag.training.validation import Validation
 
 STEPS = 4
 SHAPE = [
@@ -24,6 +25,10 @@ SFT = [*SHAPE, "train.groups=4", "train.rows=4"]
 PRETRAIN = [
     *SHAPE, "train.objective=pretrain", "train.sequence_length=96", "train.batch_tokens=384",
 ]  # fmt: skip
+LOW = "train.dtype=bfloat16"
+ADAPTERS = [*SFT, LOW, "train.lora_rank=4", "model.path={root}/checkpoint", "train.passage_length=96"]
+# Three questions, one after another: two for the first process, one for the second.
+UNEVEN = [*SFT, "train.parallel=fsdp", "train.hops=3", "decode.batch_size=1"]
 CASES = {
     "sft": SFT,
     "sft muon": [*SFT, "train.optimizer=muon"],
@@ -32,6 +37,12 @@ CASES = {
     "sft sharded, accumulated, checkpointed": [
         *SFT, "train.parallel=fsdp", "train.accumulate=2", "train.checkpointing=full",
     ],
+    "sft bfloat16": [*SFT, LOW],
+    "sft bfloat16 sharded": [*SFT, LOW, "train.parallel=fsdp"],
+    "adapters": ADAPTERS,
+    "adapters sharded": [*ADAPTERS, "train.parallel=fsdp"],
+    "uneven": UNEVEN,
+    "uneven, searches fail on one": UNEVEN,
     "pretrain": PRETRAIN,
     "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
     "pretrain shared": [*PRETRAIN, "train.context_parallel=2"],
@@ -40,16 +51,35 @@ CASES = {
 }  # fmt: skip
 
 
-def make_trainer(case: str, folder: Path, processes: Processes) -> tuple[Trainer, object]:
-    return open_trainer(load_config(None, CASES[case]), folder, processes)
+def make_trainer(case: str, folder: Path, processes: Processes) -> tuple[Trainer, Validation]:
+    words = [word.format(root=folder.parent) for word in CASES[case]]
+    trainer, validation = open_trainer(load_config(None, words), folder, processes)
+    if "searches fail" in case and processes.rank == 1:
+        validation._retriever = Failing(validation._retriever)
+    return trainer, validation
+
+
+class Failing:
+    """A retriever whose server is down."""
+
+    def __init__(self, inner) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def search(self, queries):
+        raise ConnectionError("no route to host")
 
 
 def run(case: str, folder: Path, processes: Processes) -> dict:
-    """Steps, a checkpoint in the middle, the validation at the end."""
+    """Steps, a checkpoint in the middle, the validation at the end; then the second half once more."""
     trainer, validation = make_trainer(case, folder, processes)
     found = {"loss": [], "norm": []}
     if trainer.restore():
         found["from"] = trainer.state.step
+    if case == "uneven":  # the first call of the layers is then the decoder's, without gradients
+        validation.scores(trainer)
     while not trainer.finished:
         metrics = trainer.step()
         found["loss"].append(metrics["loss"])
@@ -59,7 +89,17 @@ def run(case: str, folder: Path, processes: Processes) -> dict:
     (found["flops"],) = processes.sum([trainer.flops])
     found["scores"] = validation.scores(trainer)
     trainer.export(folder / "model", torch.float32)
+    if "from" not in found:
+        again, _ = make_trainer(case, folder, processes)
+        again.restore()
+        found["again"] = [again.step()["loss"] for _ in range(STEPS // 2)]
+        pairs = zip(again.denoiser.parameters(), trainer.denoiser.parameters(), strict=True)
+        found["same"] = not processes.any(not all(torch.equal(*map(own_rows, pair)) for pair in pairs))
     return found
+
+
+def own_rows(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def main() -> None:
@@ -70,6 +110,7 @@ def main() -> None:
         found = run(case, Path(root, case), processes)
         if processes.first:
             Path(root, case, "found.json").write_text(json.dumps(found))
+            print(case, found["loss"], found["norm"], flush=True)
         processes.wait()
     processes.leave()
 

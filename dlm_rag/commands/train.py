@@ -47,8 +47,9 @@ def main(argv: list[str]) -> None:
 
         print_plan(config)
         return
+    from dlm_rag.training.failures import failures_told
     from dlm_rag.training.plan import refuse_unfit
-    from dlm_rag.training.processes import Processes, failures_told
+    from dlm_rag.training.processes import Processes
     from dlm_rag.training.start import begin
 
     stop = threading.Event()
@@ -57,7 +58,8 @@ def main(argv: list[str]) -> None:
     try:
         with failures_told():
             processes.check_folder(folder)
-            refuse_unfit(config, processes)  # before anything is fetched
+            device = processes.device(config.model.device)
+            refuse_unfit(config, processes.count, device)  # before anything is fetched
             train(config, begin(config), folder, processes, stop)
     finally:
         processes.leave()
@@ -87,12 +89,11 @@ def train(
     step, left = position(folder, list(config.train.in_phases()))
     if step and processes.first:
         note(f"going on from step {step}")
-    device = processes.device(config.model.device)
     # What is wrong with the data of the last phase is said before the first begins.
     opened = {phase: open_phase(config, phase, start, folder) for phase in left}
     with Report(folder, config, from_step=step, quiet=not processes.first) as report:
-        for phase, (batches, validation) in opened.items():
-            trainer = Trainer(config, start, batches, folder, processes, device, phase)
+        for phase, (task, validation) in opened.items():
+            trainer = Trainer(config, start, task, folder, processes, phase)
             trainer.restore()
             if run_phase(trainer, validation, report, stop):
                 if processes.first:
@@ -112,19 +113,22 @@ def run_phase(
 ) -> bool:
     """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
 
-    Returns whether it was: all processes have the same answer, whenever the signal came.
+    Returns whether it was: all processes have the same answer, whenever the signal came. A step is saved
+    before it is validated; a validation that did not come to its end is made up for by a resumed run.
     """
-    settings, state = trainer.train, trainer.state
-    while not trainer.finished:
+    train, state, processes = trainer.train, trainer.state, trainer.processes
+    often = train.save_every, train.validate_every
+    while True:
+        due = trainer.finished or state.phase_step % train.validate_every == 0
+        if state.phase_step and due and not processes.any(report.validated):
+            report.add_scores(validation.scores(trainer))
+        if trainer.finished:
+            return False
         begun = time.perf_counter()
         metrics = trainer.step()
-        metrics |= trainer.speed(metrics, time.perf_counter() - begun)
-        stopping = trainer.processes.any(stop.is_set())
-        if not stopping and (state.phase_step % settings.validate_every == 0 or trainer.finished):
-            metrics |= validation.scores(trainer)
-        report.add(metrics)
-        if state.phase_step % settings.save_every == 0 or trainer.finished or stopping:
+        report.add(metrics | trainer.speed(metrics, time.perf_counter() - begun))
+        stopping = processes.any(stop.is_set())
+        if stopping or trainer.finished or any(state.phase_step % steps == 0 for steps in often):
             trainer.save()
         if stopping:
             return True
-    return False

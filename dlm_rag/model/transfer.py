@@ -1,6 +1,7 @@
-"""What goes to the device and what comes back: one copy in, one wait out, and no other wait anywhere."""
+"""Between host and device: one copy in, one copy and one wait out."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -8,41 +9,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes, so that every part can be seen as numbers of its own width
+ALIGNMENT = 16  # bytes; what is read as wide numbers must begin at a multiple of them
 
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, with their shapes and dtypes, by one copy from pinned memory.
+    """The arrays on the device, each with its dtype and shape; nothing waits.
 
-    The host does not wait for it. On a CPU the tensors are views of the arrays.
+    They travel in one copy from pinned memory and are views of one buffer; on a CPU they share the memory
+    of the arrays.
     """
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    starts, size = [], 0
-    for array in arrays:
-        starts.append(size)
-        size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + array.nbytes] = _bytes_of(array)
-    there = packed.to(device, non_blocking=True)
-    return [
-        there[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
-    ]
+    tensors = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
+    if device.type == "cpu" or not tensors:
+        return tensors
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    starts = list(accumulate(sizes, initial=0))
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    _write(tensors, starts, packed)
+    return _views(tensors, starts, packed.to(device, non_blocking=True))
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
-    """The tensor as an array, once the device has computed it: the one place where the host waits."""
-    if tensor.device.type != "cuda":
-        return tensor.detach().cpu().numpy()
-    allowed = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
-    try:
-        return tensor.detach().cpu().numpy()
-    finally:
-        torch.cuda.set_sync_debug_mode(allowed)
+    """The contents of a tensor: the one place that waits for the device."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.cpu().numpy()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    found.copy_(tensor, non_blocking=True)
+    # An event, so that `torch.cuda.set_sync_debug_mode` finds the waits that nobody meant.
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    return found.numpy()
 
 
-def _bytes_of(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+def _write(tensors: Sequence[Tensor], starts: Sequence[int], packed: Tensor) -> None:
+    for view, tensor in zip(_views(tensors, starts, packed), tensors, strict=True):
+        view.copy_(tensor)
+
+
+def _views(like: Sequence[Tensor], starts: Sequence[int], packed: Tensor) -> list[Tensor]:
+    """Of the bytes `packed`, from each start, a tensor of the dtype and shape of each in `like`."""
+    return [
+        packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, like, strict=False)
+    ]

@@ -99,16 +99,18 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     parts = [metrics[n : n + WINDOW] for n in range(0, len(metrics), WINDOW)]
-    steps = [part[-1]["step"] + 1 for part in parts]
 
     def curve(axis: Any, name: str, label: str, **style: Any) -> None:
-        means = [sum(line[name] for line in part) / len(part) for part in parts]
+        told = [[line for line in part if name in line] for part in parts]
+        if not any(line[name] for part in told for line in part):
+            return
+        steps = [part[-1]["step"] + 1 for part in told if part]
+        means = [sum(line[name] for line in part) / len(part) for part in told if part]
         axis.plot(steps, means, label=label, linewidth=1.5, **style)
 
     curve(left, "loss", "masked tokens, training", color="#1f5c99")
-    if any(line["pointer_mass"] for line in metrics):
-        curve(left, "pointer_loss", "pointers, training", color="#b8862b")
-        curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
+    curve(left, "pointer_loss", "pointers, training", color="#b8862b")
+    curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
     curve(right, "name_accuracy", "masked names right, training", color="0.55")
     bounded = [line for line in metrics if "nelbo_per_token" in line]
     if bounded:

@@ -19,10 +19,10 @@ from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.sharing import SequenceShare
-from dlm_rag.training.loss import Counts, Objective, Weights, arithmetic
+from dlm_rag.training.objective import Objective, Terms, arithmetic, counts_of
+from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.rows.example import Example
-from dlm_rag.training.start import add_adapters
-from dlm_rag.training.trainer import make_optimizers
+from dlm_rag.training.weights import add_adapters
 
 FLOAT32 = 4  # bytes: weights under training, their gradients, what an optimizer keeps
 
@@ -107,7 +107,7 @@ def step_memory(
         denoiser = bare_denoiser(shape, train.lora_rank, frozen=dtype, trained=gathered)
         denoiser.checkpointing = train.checkpointing
         objective = Objective(denoiser, layout, frozenset({0}), train.logit_chunk, share)
-        counts, weights = Counts.of(examples, frozenset(), 1.0), Weights()
+        counts = counts_of(examples, frozenset(), 1.0)
         # The gradients of earlier parts are there from the start; so are shards of them, which never grow.
         there = train.accumulate > 1 or train.parallel == "fsdp"
         for parameter in denoiser.parameters():
@@ -115,7 +115,7 @@ def step_memory(
                 parameter.grad = torch.zeros_like(parameter)
         with LiveBytes(shape.vocab_size) as alive:
             with arithmetic("cpu", dtype):
-                loss, _ = objective(examples, counts, weights)
+                loss, _ = objective(examples, counts, Terms())
             loss.backward()
     parameters = list(denoiser.parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -140,7 +140,7 @@ def bare_denoiser(
     with torch.device("meta"):
         denoiser = Denoiser(shape)
         if lora_rank:
-            add_adapters(denoiser, lora_rank, seed=0)
+            add_adapters(denoiser, lora_rank)
     denoiser.attention = "sdpa"
     made: dict[int, nn.Parameter] = {}  # a tied head stays one with the embedding
     for module in denoiser.modules():

@@ -16,7 +16,9 @@ from dlm_rag.training.rows.answered import AnsweredQuestions, response_of
 from dlm_rag.training.rows.documents import Documents, open_documents
 from dlm_rag.training.rows.worlds import WorldExamples
 from dlm_rag.training.start import Start, begin
-from dlm_rag.training.trainer import Batches, Trainer
+from dlm_rag.training.task import Task
+from dlm_rag.training.tasks import Adapt, Pretrain, Sft
+from dlm_rag.training.trainer import Trainer
 from dlm_rag.training.validation import DocumentValidation, QuestionValidation, Validation
 
 VALIDATION_SEED = 1_000_000  # test worlds of reports have small seeds
@@ -36,13 +38,12 @@ def open_trainer(
     """
     processes, start = processes or Processes(0, 1, 0), start or begin(config)
     phase = next(iter(config.train.in_phases())) if phase is None else phase
-    device = processes.device(config.model.device)
-    batches, validation = open_phase(config, phase, start, folder)
-    return Trainer(config, start, batches, folder, processes, device, phase), validation
+    task, validation = open_phase(config, phase, start, folder)
+    return Trainer(config, start, task, folder, processes, phase), validation
 
 
-def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[Batches, Validation]:
-    """The batches of a phase, and what it is validated with; raises `UserError` for data that cannot do."""
+def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[Task, Validation]:
+    """The task of a phase, and what it is validated with; raises `UserError` for data that cannot do."""
     train, tokenizer = config.train.in_phases()[phase], start.tokenizer
     if train.objective != "sft":
         files = config.data.documents or {"worlds": str(world_documents(config, folder))}
@@ -55,10 +56,11 @@ def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[
                 "rope_theta too"
             )
         documents = Documents(sources, tokenizer, train, phase, start.config.shifted)
-        return documents, DocumentValidation(documents)
+        kind = Adapt if train.objective == "adapt" else Pretrain
+        return kind(documents, train, tokenizer.end_ids), DocumentValidation(documents)
     if config.data.questions is None or config.data.corpus is None:
-        batches = WorldExamples(tokenizer, train, start.config, config.retrieval.top_k)
-        return batches, world_validation(config, phase, folder / "validation")
+        worlds = WorldExamples(tokenizer, train, start.config, config.retrieval.top_k)
+        return Sft(worlds, config, train, start), world_validation(config, phase, folder / "validation")
     retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
     retriever = load_retriever(retrieval, corpus)
     questions = read_questions(config.data.questions)
@@ -66,7 +68,8 @@ def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[
     kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
     truths = [response_of(question) for question in asked]
     validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed)
-    return AnsweredQuestions(kept, retriever, tokenizer, start.config, train, phase), validation
+    answers = AnsweredQuestions(kept, retriever, tokenizer, start.config, train, phase)
+    return Sft(answers, config, train, start), validation
 
 
 def world_validation(config: Config, phase: str, folder: Path) -> QuestionValidation:

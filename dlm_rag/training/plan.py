@@ -19,7 +19,7 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.machines import Machine
 from dlm_rag.training.memory import FLOAT32, StepMemory, optimizer_bytes, step_memory
-from dlm_rag.training.processes import Processes
+from dlm_rag.training.processes import check_sharing
 from dlm_rag.training.rows.example import Example
 from dlm_rag.training.start import QUESTION_LENGTH, begin, trained_shape
 
@@ -122,7 +122,7 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
     found = []
     for name, train in config.train.in_phases().items():
         devices = config.plan.devices
-        Processes(0, devices, 0).check(train)
+        check_sharing(train, devices)
         layout = shape.evidence_layout if train.objective == "sft" else "joint"
         part = math.ceil(train.items * train.context_parallel / (devices * train.accumulate))
         other = part // 2 or 2
@@ -172,16 +172,16 @@ def sample_items(config: Config, train: TrainConfig, shape: DenoiserConfig, coun
 
     if train.objective != "sft":
         length = train.sequence_length
-        masked = tuple(n % 2 == 0 for n in range(length))
+        hidden = tuple(n % 2 == 0 for n in range(length))
         return [
-            Example(Prompt((), (), ()), ids(length), masked, (), 1.0, float(length)) for _ in range(count)
+            Example(Prompt((), (), ()), ids(length), hidden, (), 1.0, float(length)) for _ in range(count)
         ]
-    masked = tuple(n % 2 == 0 for n in range(shape.canvas_length))
+    hidden = tuple(n % 2 == 0 for n in range(shape.canvas_length))
     found = []
     for _ in range(count):
         facts = tuple(ids(train.passage_length) for _ in range(config.retrieval.top_k))
         for _ in range(train.rows):
-            found.append(Example(Prompt(ids(QUESTION_LENGTH), facts, ()), ids(shape.canvas_length), masked))
+            found.append(Example(Prompt(ids(QUESTION_LENGTH), facts, ()), ids(shape.canvas_length), hidden))
     return found
 
 
@@ -193,7 +193,7 @@ def tokens_of(examples: list[Example], layout: str) -> int:
 def _calls(examples: list[Example], layout: str) -> list[tuple[list[int], list[int], list[int]]]:
     """Lengths, keys and tokens through the last layer of the calls that a batch makes."""
     canvases = [len(e.target) for e in examples]
-    read = [sum(e.masked) for e in examples]
+    read = [len(e.places) for e in examples]
     prompts = [len(e.prompt) for e in examples]
     if layout == "joint":
         lengths = [a + b for a, b in zip(prompts, canvases, strict=True)]
@@ -212,25 +212,25 @@ def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, froz
     work = Work()
     for lengths, keys, through in _calls(examples, layout):
         work += encode_work(shape, lengths, keys, through, 2)
-    work += head_work(shape, sum(sum(e.masked) for e in examples), 2)
+    work += head_work(shape, sum(len(e.places) for e in examples), 2)
     return (2 if frozen else 3) * work.flops
 
 
-def refuse_unfit(config: Config, processes: Processes) -> None:
-    """Raises `ConfigError` for a phase that cannot be shared so, or that is more than a device holds.
+def refuse_unfit(config: Config, count: int, device: torch.device) -> None:
+    """Raises `ConfigError` for a phase that `count` processes cannot share, or that is more than the device
+    of each holds.
 
     On a CPU only weights, gradients and optimizer are looked at; elsewhere the whole step is planned.
     """
-    device = processes.device(config.model.device)
-    have = device_memory(device) / (processes.count if device.type == "cpu" else 1)
+    have = device_memory(device) / (count if device.type == "cpu" else 1)
     with torch.device("meta"):
         denoiser = Denoiser(shape_of(config))
     each = FLOAT32 * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.in_phases().values():
-        processes.check(train)
+        check_sharing(train, count)
         need = each / 2 if train.lora_rank else 2 * each + optimizer_bytes(denoiser, train)
         if train.parallel == "fsdp":
-            need /= processes.count
+            need /= count
         if need > have:
             raise ConfigError(
                 f"weights, gradients and optimizer alone take {need / GB:.0f} GB on each device, and this "
@@ -238,7 +238,7 @@ def refuse_unfit(config: Config, processes: Processes) -> None:
             )
     if device.type == "cpu":
         return
-    devices = replace(config, plan=replace(config.plan, devices=processes.count))
+    devices = replace(config, plan=replace(config.plan, devices=count))
     for phase in plan_phases(devices, shape_of(config), choose_dtype(config.train.dtype, device)):
         need = sum(phase.bytes().values())
         if need > have:

@@ -1,6 +1,7 @@
 """Metrics of a run: JSON lines always, a line on the screen or in a log, W&B when asked for."""
 
 import json
+import os
 import sys
 from collections import deque
 from dataclasses import asdict
@@ -30,6 +31,7 @@ class Report:
                 lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
                 kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] < from_step]
             self._path.write_text("".join(kept), encoding="utf-8")
+            self._last: dict[str, Any] = json.loads(kept[-1]) if kept else {}
         self._steps = sum(phase.steps for phase in config.train.in_phases().values())
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._validated: dict[str, float] = {}
@@ -63,7 +65,7 @@ class Report:
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
         self._recent.append(metrics)
-        self._validated |= validation_of(metrics)
+        self._last = metrics
         seconds = sum(m["seconds"] for m in self._recent)
         rates = [sum(m[name] for m in self._recent) / seconds for name in ("tokens", "supervised_tokens")]
         figures = [
@@ -80,8 +82,28 @@ class Report:
         if self._progress.disable and done % WINDOW == 0:
             note(f"step {done:,}/{self._steps:,} {text}")
 
+    @property
+    def validated(self) -> bool:
+        """Whether the last step has the scores of a validation."""
+        return not self._quiet and bool(validation_of(self._last))
+
+    def add_scores(self, scores: dict[str, float]) -> None:
+        """A validation's, to the metrics of the last step."""
+        if self._quiet:
+            return
+        old = len(json.dumps(self._last)) + 1
+        self._last |= scores
+        with self._path.open("r+b") as file:  # one write, which is longer than what it replaces
+            file.seek(-old, os.SEEK_END)
+            file.write(json.dumps(self._last).encode() + b"\n")
+        if self._wandb is not None:
+            self._wandb.log(scores, step=self._last["step"])
+        self._validated = validation_of(self._last)
+
     def _mean(self, name: str) -> float:
-        return sum(m[name] for m in self._recent) / len(self._recent)
+        """Over the recent steps whose task told it."""
+        values = [metrics[name] for metrics in self._recent if name in metrics]
+        return sum(values) / len(values)
 
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of all steps, of this process and those before it."""

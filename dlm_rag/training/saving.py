@@ -25,11 +25,40 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError
-from dlm_rag.training.processes import LOST, Processes, lost_another
+from dlm_rag.training.failures import lost, lost_another
+from dlm_rag.training.processes import Processes
 
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-STATE = "state.json"
+RECORD = "state.json"
+FORMAT = 2  # of the record; 1 had no tasks
+
+
+def saved(folder: Path) -> list[Path]:
+    """The whole checkpoints of the run in `folder`, the oldest first."""
+    return sorted(p for p in (folder / "checkpoints").glob("step-*") if p.suffix != ".part")
+
+
+def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint of the run in `folder` and its record, or None without one.
+
+    Raises `CheckpointError` where it cannot be read, or was written by a program of another format.
+    """
+    found = saved(folder)
+    if not found:
+        return None
+    path = found[-1]
+    try:
+        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no checkpoint of a run: {error}") from None
+    written = record.get("format", 1) if isinstance(record, dict) else None
+    if written != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {written} and this program goes on with format {FORMAT} only: end the "
+            "run with the version that began it, or begin again in another --out"
+        )
+    return path, record
 
 
 def position(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
@@ -37,7 +66,7 @@ def position(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
 
     Raises `ConfigError` where that is none of `phases`.
     """
-    found = Checkpoints(folder / "checkpoints", Processes(0, 1, 0)).newest()
+    found = newest(folder)
     if found is None:
         return 0, phases
     state = found[1]["state"]
@@ -49,14 +78,10 @@ def position(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
 
 
 class Checkpoints:
-    """The checkpoints of a run in `folder`, named by step."""
+    """The checkpoints of the run in `folder`, named by step."""
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         self._folder, self._processes = folder, processes
-
-    def saved(self) -> list[Path]:
-        """Those that are whole, the oldest first."""
-        return sorted(p for p in self._folder.glob("step-*") if p.suffix != ".part")
 
     def save(
         self,
@@ -66,7 +91,7 @@ class Checkpoints:
         record: dict[str, Any],
     ) -> Path:
         """Writes a checkpoint and drops the oldest beyond two; every process takes part."""
-        target = self._folder / f"step-{step:08d}"
+        target = self._folder / "checkpoints" / f"step-{step:08d}"
         scratch = target.with_suffix(".part")
         if self._processes.first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -79,30 +104,19 @@ class Checkpoints:
                 dcp.save(tensors, storage_writer=writer, no_dist=self._processes.count == 1)
         except (Exception, CheckpointException) as error:  # what torch wraps a failure in is no Exception
             if lost_another(error):
-                raise RunError(LOST) from None
+                raise lost(error) from error
             raise RunError(
-                f"the checkpoint of step {step} could not be written to {self._folder} "
+                f"the checkpoint of step {step} could not be written to {target.parent} "
                 f"({reason_of(error)}); the one before is as it was: make room and --resume"
-            ) from None
+            ) from error
         if self._processes.first:
-            (scratch / STATE).write_text(json.dumps(record), encoding="utf-8")
+            (scratch / RECORD).write_text(json.dumps({"format": FORMAT, **record}), encoding="utf-8")
             shutil.rmtree(target, ignore_errors=True)
             scratch.rename(target)
-            for old in self.saved()[:-KEPT_CHECKPOINTS]:
+            for old in saved(self._folder)[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
         self._processes.wait()
         return target
-
-    def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint and its record; raises `CheckpointError` where it cannot be read."""
-        saved = self.saved()
-        if not saved:
-            return None
-        try:
-            record = json.loads((saved[-1] / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{saved[-1]} is no checkpoint of a run: {error}") from None
-        return saved[-1], record
 
     def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Reads weights, and the state of the optimizers where any are given, into their places."""
@@ -112,7 +126,7 @@ class Checkpoints:
                 reader = HuggingFaceStorageReader(str(path))
                 dcp.load(tensors, storage_reader=reader, no_dist=self._processes.count == 1)
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{path} does not belong to this run: {reason_of(error)}") from None
+            raise CheckpointError(f"{path} does not belong to this run: {reason_of(error)}") from error
         for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
             whole: dict[str, Any] = dict(get_optimizer_state_dict(root, optimizer, options=_FLAT))
             whole |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

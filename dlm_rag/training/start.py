@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
-from dlm_rag.randomness import keyed_generator
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, read_tokenizer
 from dlm_rag.training.vocabulary import learn_tokenizer
+from dlm_rag.training.weights import empty_denoiser, fill, place
 
 QUESTION_LENGTH = 64  # tokens of a long question of a world; small vocabularies need up to twice as many
 TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
 MASK = "<|mask|>"  # for tokenizers that have none
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -35,25 +34,22 @@ class Start:
     seed: int
     lora_rank: int
 
-    def denoiser(self, device: torch.device, frozen_dtype: torch.dtype, empty: bool = False) -> Denoiser:
-        """The denoiser with its first weights, float32 where they are trained.
+    def empty(self, frozen: torch.dtype) -> Denoiser:
+        """The denoiser on the meta device; `frozen`: of weights beside which adapters are trained."""
+        return empty_denoiser(self.config, self.lora_rank, frozen)
 
-        frozen_dtype: of weights beside which low-rank adapters are trained. empty: shapes alone, for
-        weights that come from elsewhere.
+    def fill(self, denoiser: Denoiser, device: torch.device, trained: bool = True) -> None:
+        """Gives what `empty` made, or its shards, memory on the device and the first weights.
+
+        trained: as in `weights.fill`.
         """
-        if empty:
-            with torch.device("meta"):
-                denoiser = Denoiser(self.config)
-            denoiser.to_empty(device=device)
-            denoiser.tie()
-            denoiser.set_rope(self.config.rope_theta)
-        elif self.checkpoint is not None:
-            dtype = frozen_dtype if self.lora_rank else torch.float32
-            denoiser = load_wider(self.config, self.checkpoint, device, dtype)
-        else:
-            denoiser = fresh_denoiser(self.config, self.seed).to(device)
-        if self.lora_rank:
-            add_adapters(denoiser, self.lora_rank, self.seed)
+        place(denoiser, device)
+        fill(denoiser, self.checkpoint, self.seed, trained)
+
+    def denoiser(self, device: torch.device, frozen: torch.dtype = torch.float32) -> Denoiser:
+        """The whole denoiser with its first weights, float32 where they are trained."""
+        denoiser = self.empty(frozen)
+        self.fill(denoiser, device)
         return denoiser
 
     def export(
@@ -150,59 +146,6 @@ def _fresh(config: Config) -> Start:
     )
     tokenizer = Tokenizer(learn_tokenizer(train.seed, train.vocabulary), 0, TEMPLATE, (1,))
     return Start(shape, tokenizer, None, train.seed, 0)
-
-
-def fresh_denoiser(config: DenoiserConfig, seed: int) -> Denoiser:
-    """A denoiser with fresh weights that depend on the seed alone.
-
-    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by
-    the square root of their number; QK gains start at 1.5.
-    """
-    denoiser = Denoiser(config)
-    generator = keyed_generator("weights", seed)
-    with torch.no_grad():
-        for name, value in denoiser.named_parameters():
-            if value.dim() == 2:
-                value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                value.mul_((2 * config.num_hidden_layers) ** -0.5)
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                value.fill_(1.5)
-    return denoiser
-
-
-def load_wider(
-    config: DenoiserConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> Denoiser:
-    """A checkpoint's denoiser; where the config has more tokens, new ones get the mean of the old."""
-    with torch.device("meta"):
-        denoiser = Denoiser(replace(config, vocab_size=checkpoint.config.vocab_size, mask_token_id=None))
-    denoiser.load(checkpoint, device, dtype)
-    denoiser.config = config
-    more = config.vocab_size - checkpoint.config.vocab_size
-    if more:
-        for module in (denoiser.embed_tokens, denoiser.lm_head):
-            old = module.weight.detach()
-            module.weight = nn.Parameter(torch.cat((old, old.mean(0, keepdim=True).expand(more, -1))))
-        denoiser.tie()
-    return denoiser
-
-
-def add_adapters(denoiser: Denoiser, rank: int, seed: int) -> None:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) beside all matrices of the layers, which are frozen."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise ConfigError("lora_rank needs peft: install it with `pip install 'dlm_rag[lora]'`") from None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(
-            LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(ADAPTED)), denoiser
-        )
-    for name, parameter in denoiser.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
 
 
 def merged(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Validation: the real decoder and the NELBO on questions, the NELBO on documents, all held out."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -8,19 +9,20 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
 from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times, mask_tokens
-from dlm_rag.evaluation.metrics import mean_score, score
+from dlm_rag.evaluation.metrics import score
 from dlm_rag.evidence.fitting import Room, fit
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.transfer import to_device, to_host
 from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.stages import stage
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.loss import Counts, Sums, Weights, run_masked
+from dlm_rag.training.objective import Terms, counts_of, encode
 from dlm_rag.training.rows.documents import Documents
 from dlm_rag.training.rows.example import Example
-from dlm_rag.training.trainer import Trainer
+from dlm_rag.training.trainer import Trainer, added
 
 NELBO_TIMES = 4  # for each question
 
@@ -29,7 +31,7 @@ class Validation(Protocol):
     """Says how good a denoiser is."""
 
     def scores(self, trainer: Trainer) -> dict[str, float]:
-        """Figures by name; every process takes part, and the first one's are right."""
+        """Figures by name, the same on every process; all take part."""
         ...
 
 
@@ -44,36 +46,61 @@ class QuestionValidation:
         self._retriever, self._config = retriever, decode
 
     def scores(self, trainer: Trainer) -> dict[str, float]:
-        """Exact match and forwards for all questions, exact match by hops, and the NELBO."""
+        """Exact match and forwards for all questions, exact match by hops, and the NELBO.
+
+        Each process answers its share of the questions.
+        """
         if not self._questions:
             return {}
-        with stage("evaluate"), trainer.evaluating() as here:
-            return self.scores_of(trainer.denoiser, trainer.start.tokenizer) if here else {}
+        mine = trainer.processes.share(len(self._questions))
+        with stage("evaluate"), trainer.evaluating():
+            sums = self.sums(trainer.denoiser, trainer.start.tokenizer, mine)
+        whole = trainer.processes.sum(list(sums.values()))
+        return self.means(dict(zip(sums, whole, strict=True)))
 
     def scores_of(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
         """As `scores`, for a denoiser by itself."""
+        return self.means(self.sums(denoiser, tokenizer, range(len(self._questions))))
+
+    def sums(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> dict[str, float]:
+        """Over some of the questions, under names that do not depend on which."""
+        asked = [self._questions[number] for number in which]
         decoder = Decoder(denoiser, self._retriever, tokenizer, self._config)
-        rollouts = decoder.decode(self._questions)
-        scored = [score(r, q) for r, q in zip(rollouts, self._questions, strict=True)]
+        found = dict.fromkeys(["exact_match", *map(_by_hops, self._hops()), "forwards_per_answer"], 0.0)
+        for rollout, question in zip(decoder.decode(asked), asked, strict=True):
+            scored = score(rollout, question)
+            found["exact_match"] += scored.exact_match
+            found["forwards_per_answer"] += scored.forwards
+            if question.hops:
+                found[_by_hops(question.hops)] += scored.exact_match
+        found["nelbo"], found["tokens"] = self.nelbo(denoiser, tokenizer, which)
+        return found
+
+    def means(self, sums: dict[str, float]) -> dict[str, float]:
+        """Per question and per token, from the sums over all questions."""
+        counts = {_by_hops(n): sum(q.hops == n for q in self._questions) for n in self._hops()}
         found = {
-            "exact_match": mean_score(scored).exact_match,
-            "forwards_per_answer": mean_score(scored).forwards,
+            name: value / counts.get(name, len(self._questions))
+            for name, value in sums.items()
+            if name not in ("nelbo", "tokens")
         }
-        for hops in sorted({q.hops for q in self._questions if q.hops}):
-            part = [s for s, q in zip(scored, self._questions, strict=True) if q.hops == hops]
-            found[f"exact_match_{hops}_hops"] = mean_score(part).exact_match
-        return found | {"nelbo_per_token": self.nelbo_per_token(denoiser, tokenizer)}
+        return found | {"nelbo_per_token": sums["nelbo"] / sums["tokens"]}
+
+    def _hops(self) -> list[int]:
+        return sorted({question.hops for question in self._questions if question.hops})
 
     @torch.no_grad()
-    def nelbo_per_token(self, denoiser: Denoiser, tokenizer: Tokenizer) -> float:
-        """The NELBO in nats of the true responses and one end token, for each of these tokens.
+    def nelbo(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> tuple[float, float]:
+        """The NELBO in nats of the true responses to some questions, each with one end token; and the
+        number of these tokens.
 
         Given the passages that hold the answer (where they are not named: those found for question and
         response); linear schedule, antithetic times, one sample of masks for every question and time.
         """
         schedule = SCHEDULES["linear"]
         total = tokens = 0.0
-        for number, (question, truth) in enumerate(zip(self._questions, self._truths, strict=True)):
+        for number in which:
+            question, truth = self._questions[number], self._truths[number]
             generator = keyed_generator("nelbo", self._seed, number)
             times = antithetic_times(NELBO_TIMES, generator)
             assert tokenizer.end_id is not None
@@ -86,11 +113,10 @@ class QuestionValidation:
             tokens += len(target)
             examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
             if examples:
-                masked = run_masked(denoiser, examples, denoiser.config.evidence_layout)
-                losses = token_losses(denoiser.read_out(masked.hidden), masked.targets).double().cpu()
-                sums = losses.new_zeros(len(examples)).index_add(0, masked.rows.cpu(), losses)
-                total += float(nelbo(sums[:, None], times[some], schedule).sum()) / len(times)
-        return total / tokens
+                losses = torch.zeros(hidden.shape, dtype=torch.float64)
+                losses[hidden] = _losses(denoiser, examples, ids[hidden])
+                total += float(nelbo(losses[some], times[some], schedule).sum()) / len(times)
+        return total, tokens
 
     def _evidence(self, question: Question, truth: str) -> list[str]:
         if not question.supporting_ids:
@@ -99,6 +125,17 @@ class QuestionValidation:
         wanted = set(question.supporting_ids)
         texts = {passage.id: passage.text for passage in self._retriever.corpus if passage.id in wanted}
         return [texts[name] for name in question.supporting_ids if name in texts]
+
+
+def _losses(denoiser: Denoiser, examples: list[Example], targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropies (n,) of all hidden tokens, on the host."""
+    seen = encode(denoiser, examples, denoiser.config.evidence_layout)
+    (there,) = to_device([targets.numpy()], seen.hidden.device)
+    return torch.from_numpy(to_host(token_losses(denoiser.read_out(seen.hidden), there).double()))
+
+
+def _by_hops(hops: int) -> str:
+    return f"exact_match_{hops}_hops"
 
 
 class DocumentValidation:
@@ -116,9 +153,10 @@ class DocumentValidation:
         mine = [held[n] for n in processes.share(len(held))]
         calls = -(-len(held) * processes.sharing // processes.count)
         ends = trainer.start.tokenizer.end_ids
+        counts = added([counts_of(rows, ends, 1.0) for rows in held])
         with stage("evaluate"), torch.no_grad(), trainer.arithmetic():
-            over = Counts.total([Counts(), *(Counts.of(rows, ends, 1.0) for rows in mine)]).over(processes)
-            found = [trainer.root(rows, over, Weights())[1] for rows in mine]
+            found = [trainer.root(rows, counts, Terms())[1]["tokens"] for rows in mine]
             for _ in range(calls - len(mine)):
-                found.append(0 * trainer.root(held[-1], over, Weights())[1])
-            return {"nelbo_per_token": Sums.of(found, processes).tokens / over.divisor}
+                trainer.root(held[-1], counts, Terms())
+            own = float(to_host(torch.stack(found).double().sum())) if found else 0.0
+        return {"nelbo_per_token": processes.sum([own])[0] / counts["divisor"]}

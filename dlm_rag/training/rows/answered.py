@@ -68,8 +68,8 @@ class AnsweredQuestions:
             standing = len(self._tokenizer.encode(response[:stands])) if stands else 0
             for _ in range(self._train.rows):
                 target = canvas_of(rng, ids, self._denoiser.canvas_length, self._tokenizer.end_id)
-                masked = random_mask(rng, len(ids), len(target), standing)
-                examples.append(Example(prompt, tuple(target), masked))
+                hidden = random_mask(rng, len(ids), len(target), standing)
+                examples.append(Example(prompt, tuple(target), hidden))
         return examples
 
     def _prompt(self, question: Question, passages: list[str]) -> Prompt:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -141,7 +140,7 @@ class Documents:
                     f"sequence_length={train.sequence_length}"
                 )
 
-    def examples(self, step: int, items: Iterable[int], _: Any = None) -> list[Example]:
+    def examples(self, step: int, items: Iterable[int]) -> list[Example]:
         """The rows of some of the sequences of a step."""
         offset = random.Random(f"times/{self._key}/{step}").random()
         found: list[Example] = []
@@ -178,9 +177,9 @@ class Documents:
     def _mask(self, ids: list[int], time: float, rng: np.random.Generator) -> Example:
         schedule = SCHEDULES["linear"]
         at = torch.tensor(LOWEST_TIME + (1 - LOWEST_TIME) * time, dtype=torch.float64)
-        masked = rng.random(len(ids)) >= float(schedule.alpha(at))
+        hidden = rng.random(len(ids)) >= float(schedule.alpha(at))
         weight = float(schedule.weight(at))
-        return Example(self._prompt, tuple(ids), tuple(masked.tolist()), (), weight, float(len(ids)))
+        return Example(self._prompt, tuple(ids), tuple(hidden.tolist()), (), weight, float(len(ids)))
 
 
 def quotas(shares: list[float], count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 
 from dlm_rag.tokenizer import Prompt
 
@@ -20,18 +21,35 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Example:
-    """One row: a prompt, the true canvas, which of it is masked, and where its names stand.
+    """One row: a prompt, the true canvas, what of it the denoiser does not see, what counts in the loss.
 
-    In the loss of a step each masked token counts `weight`, and the row adds `divisor` to what the sum is
-    divided by; None: what its masked tokens count.
+    In the loss of a step each supervised token counts `weight`, and the row adds `divisor` to what the sum
+    is divided by; None: what its supervised tokens count.
     """
 
     prompt: Prompt
     target: tuple[int, ...]
-    masked: tuple[bool, ...]
+    hidden: tuple[bool, ...]  # shown as the mask token
     pointers: tuple[Pointer, ...] = ()
     weight: float = 1.0
     divisor: float | None = None
+    supervised: tuple[bool, ...] | None = None  # None: what is hidden
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The supervised canvas positions, ascending."""
+        counted = self.hidden if self.supervised is None else self.supervised
+        return tuple(place for place, counts in enumerate(counted) if counts)
+
+    @property
+    def pointed(self) -> list[Pointer]:
+        """The pointers of supervised positions."""
+        places = set(self.places)
+        return [pointer for pointer in self.pointers if pointer.position in places]
+
+    def canvas(self, mask_id: int) -> list[int]:
+        """What the denoiser sees of the target."""
+        return [mask_id if hide else token for token, hide in zip(self.target, self.hidden, strict=True)]
 
 
 def random_mask(rng: random.Random, used: int, length: int, stands: int) -> tuple[bool, ...]:

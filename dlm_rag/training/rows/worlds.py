@@ -139,8 +139,8 @@ class WorldExamples:
                     Pointer(p, row, at + n) for n, p in enumerate(positions) if p < length
                 ]  # fmt: skip
         known = [position for hop, where in mentions[:-1] if hop < written for position in where]
-        masked = random_mask(rng, len(ids), length, max(known, default=-1) + 1)
-        return Example(prompt, tuple(target), masked, tuple(pointers))
+        hidden = random_mask(rng, len(ids), length, max(known, default=-1) + 1)
+        return Example(prompt, tuple(target), hidden, tuple(pointers))
 
     def _mentions(self, question: WorldQuestion, ids: list[int]) -> list[tuple[int, list[int]]]:
         """The token positions of each mention of what a hop found."""

@@ -1,0 +1,59 @@
+"""The optimizers of a phase, and how their rates rise and fall."""
+
+import torch
+from torch import Tensor
+
+from dlm_rag.config import TrainConfig
+from dlm_rag.model.denoiser import Denoiser
+
+
+def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices of the layers, AdamW on the rest, four times as fast on the QK gains; or
+    AdamW on all.
+    """
+    matrices: list[Tensor] = []
+    gains, rest, decayed = list[Tensor](), list[Tensor](), list[Tensor]()
+    for name, value in denoiser.named_parameters():
+        if not value.requires_grad:
+            continue
+        if value.dim() == 2 and name.startswith("layers."):
+            (matrices if train.optimizer == "muon" else decayed).append(value)
+        elif train.optimizer == "muon" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            gains.append(value)
+        else:
+            rest.append(value)
+    rate, decay = train.learning_rate, train.weight_decay
+    groups = [
+        {"params": rest, "lr": rate}, {"params": gains, "lr": 4 * rate},
+        {"params": decayed, "lr": rate, "weight_decay": decay},
+    ]  # fmt: skip
+    adamw = torch.optim.AdamW(
+        [g for g in groups if g["params"]], betas=(0.9, 0.95), weight_decay=0.0,
+        fused=not denoiser.embed_tokens.weight.is_meta,
+    )  # fmt: skip
+    if not matrices:
+        return [adamw]
+    return [torch.optim.Muon(matrices, lr=train.matrix_learning_rate, weight_decay=decay), adamw]
+
+
+class Rates:
+    """The learning rates of optimizers: they rise over the warm-up, stay, and fall at the end."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], train: TrainConfig) -> None:
+        self._train, self._optimizers = train, optimizers
+        self._full = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+
+    def set(self, step: int) -> float:
+        """Sets those of a step of the phase; returns their share of the full ones."""
+        train = self._train
+        rising = (step + 1) / (train.warmup_steps + 1)
+        share = min(share_left(step, train.steps, train.decay_share), rising)
+        for optimizer, rates in zip(self._optimizers, self._full, strict=True):
+            for group, full in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = full * share
+        return share
+
+
+def share_left(step: int, steps: int, decay_share: float) -> float:
+    """What is left of the full rate: 1, then a linear fall to 0 over the last `decay_share` of steps."""
+    return min(1.0, (steps - step) / max(1.0, decay_share * steps))

@@ -1,0 +1,74 @@
+"""Pointer supervision (training only): where two heads of one layer should look.
+
+On a supervised token that a passage in the prompt spells out, one head is asked to look at that passage,
+another at the very token. It brings the search for the right subject among passages of one type forward;
+decoding knows nothing of it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlm_rag.model.block import Watch
+from dlm_rag.training.rows.example import Example
+
+PASSAGE_HEAD, TOKEN_HEAD = 0, 1
+
+
+@dataclass(frozen=True)
+class Places:
+    """The pointers of a batch, row by row, p of them."""
+
+    counts: list[int]  # of each row
+    found: NDArray[np.int64]  # (4, p): packed query; of the row's keys: first, last + 1 of passage; token
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], layout: str, starts: Sequence[int]) -> "Places":
+        """starts: where in the packed queries each canvas begins."""
+        found = []
+        for example, start in zip(examples, starts, strict=True):
+            # `independent` keeps the question behind the passages, the others before them.
+            ahead = 0 if layout == "independent" else len(example.prompt.head)
+            bounds = [*accumulate(map(len, example.prompt.facts), initial=ahead)]
+            for pointer in example.pointed:
+                first = bounds[pointer.fact]
+                found.append(
+                    (start + pointer.position, first, bounds[pointer.fact + 1], first + pointer.token)
+                )
+        numbers = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        return cls([len(example.pointed) for example in examples], numbers)
+
+
+def pointer_loss(counts: Sequence[int], places: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+    """Sum of -log(mass on the passage) - log(mass on the token), and the sum of masses on the passage.
+
+    counts, places: of `Places`, the latter on the device. In float32, whatever autocast says: the log of
+    a small mass is what is asked for.
+    """
+    assert watch.queries is not None and watch.keys is not None
+    off: Any = torch.autocast(watch.queries.device.type, enabled=False)
+    with off:
+        queries, keys = watch.queries[:, :2].float(), watch.keys.float()
+        group = watch.queries.shape[1] // keys.shape[1]
+        keys = keys.repeat_interleave(group, dim=1)[:, :2] if group > 1 else keys[:, :2]
+        scale = 1 / math.sqrt(queries.shape[-1])
+        losses, mass = queries.new_zeros(()), queries.new_zeros(())
+        rows = zip(places.split(list(counts), dim=1), keys.split(watch.lengths), strict=True)
+        for (at, first, last, token), row_keys in rows:
+            if not len(at):
+                continue
+            log_mass = (torch.einsum("nhd,khd->hnk", queries[at], row_keys) * scale).log_softmax(-1)
+            place = torch.arange(len(row_keys), device=at.device)
+            outside = (place < first[:, None]) | (place >= last[:, None])
+            on_passage = log_mass[PASSAGE_HEAD].masked_fill(outside, -math.inf).logsumexp(-1)
+            on_token = log_mass[TOKEN_HEAD].gather(1, token[:, None]).squeeze(1)
+            losses = losses - (on_passage + on_token).sum()
+            mass = mass + on_passage.detach().exp().sum()
+    return losses, mass

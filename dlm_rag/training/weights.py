@@ -1,0 +1,133 @@
+"""The first weights of a run, tensor by tensor: of a checkpoint, or fresh; whole, or one process's rows.
+
+A denoiser is built without contents, put where it belongs (in shards, where it has any), and then filled:
+a process reads or makes one tensor at a time and keeps the rows that are its own. A row is the same
+whoever has it, bit for bit.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.checkpoint import Checkpoint
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.randomness import keyed_generator
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ROWS_READ = 4096  # of a tensor whose mean is taken
+
+
+def empty_denoiser(config: DenoiserConfig, lora_rank: int, frozen: torch.dtype) -> Denoiser:
+    """A denoiser on the meta device: shapes, float32 where it is trained, else in `frozen`."""
+    with torch.device("meta"):
+        denoiser = Denoiser(config)
+        if lora_rank:
+            add_adapters(denoiser, lora_rank)
+            for parameter in denoiser.parameters():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(frozen)
+    return denoiser
+
+
+def add_adapters(denoiser: Denoiser, rank: int) -> None:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) beside all matrices of the layers, which are frozen."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ConfigError("lora_rank needs peft: install it with `pip install 'dlm_rag[lora]'`") from None
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(ADAPTED)), denoiser)
+    for name, parameter in denoiser.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def place(denoiser: Denoiser, device: torch.device) -> None:
+    """Gives an empty denoiser memory on the device, for its shards alone where it has any."""
+    denoiser.to_empty(device=device)
+    denoiser.tie()
+    denoiser.set_rope(denoiser.config.rope_theta)
+
+
+@torch.no_grad()
+def fill(denoiser: Denoiser, checkpoint: Checkpoint | None, seed: int, trained: bool = True) -> None:
+    """Gives a placed denoiser its first weights: the checkpoint's, or fresh ones that depend on the seed.
+
+    trained: also what is under training; else only what is frozen, as where the rest was saved by a run.
+    """
+    values = denoiser.named_parameters()
+    wanted = {name: value for name, value in values if trained or not value.requires_grad}
+    adapters = {name: value for name, value in wanted.items() if ".lora_" in name}
+    for name, value in adapters.items():
+        _take(value, fresh_adapter(name, value.shape, seed))
+    plain = {name: value for name, value in wanted.items() if name not in adapters}
+    if checkpoint is None:
+        if plain:
+            for name, made in fresh_weights(denoiser.config, seed):
+                _take(plain[name], made)
+        return
+    for name, value in plain.items():
+        own = rows_of(value)
+        local = _local(value)
+        theirs = name.replace(".base_layer", "")
+        embedding = theirs in ("embed_tokens.weight", "lm_head.weight")
+        old = checkpoint.config.vocab_size if embedding else value.shape[0]
+        kept = slice(min(own.start, old), min(own.stop, old))
+        if kept.start < kept.stop:
+            local[: kept.stop - kept.start].copy_(checkpoint.rows(theirs, kept))
+        if own.stop > max(own.start, old):  # tokens that the checkpoint did not have
+            local[kept.stop - own.start :].copy_(mean_row(checkpoint, theirs, old))
+
+
+def fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a fresh denoiser by its name, whole, on the CPU.
+
+    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by
+    the square root of their number; gains are 1, those of queries and keys 1.5.
+    """
+    with torch.device("meta"):
+        shapes = Denoiser(config)
+    generator = keyed_generator("weights", seed)
+    for name, shape in shapes.named_parameters():
+        value = torch.zeros(shape.shape)
+        if value.dim() == 2:
+            value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
+        elif not name.endswith("bias"):
+            value.fill_(1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.mul_((2 * config.num_hidden_layers) ** -0.5)
+        yield name, value
+
+
+def fresh_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """A uniform with variance 1 / (3 fan-in), as a linear layer's; B zero, so that nothing changes yet."""
+    value = torch.zeros(shape)
+    if ".lora_A." in name:
+        bound = shape[1] ** -0.5
+        value.uniform_(-bound, bound, generator=keyed_generator("adapter", seed, name))
+    return value
+
+
+def mean_row(checkpoint: Checkpoint, name: str, rows: int) -> Tensor:
+    """The mean (width,) of the `rows` rows of a matrix, of which never more than a part is held."""
+    parts = [slice(start, min(start + ROWS_READ, rows)) for start in range(0, rows, ROWS_READ)]
+    return sum((checkpoint.rows(name, part).double().sum(0) for part in parts), torch.zeros(())) / rows
+
+
+def rows_of(value: Tensor) -> slice:
+    """Which rows of a parameter this process has: all, or its shard's."""
+    if not hasattr(value, "device_mesh"):
+        return slice(0, value.shape[0])
+    size = -(-value.shape[0] // value.device_mesh.size())
+    start = min(value.device_mesh.get_local_rank() * size, value.shape[0])
+    return slice(start, start + len(_local(value)))
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _take(value: Tensor, whole: Tensor) -> None:
+    """Copies this process's rows of a whole tensor into their place."""
+    _local(value).copy_(whole[rows_of(value)])
