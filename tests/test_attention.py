@@ -34,10 +34,10 @@ def random_rows(query_lengths, key_lengths, heads=4, key_heads=2, width=8):
     return q, k, v
 
 
-def sight_of(queries, keys, ahead=None):
+def sight_of(queries, keys, ahead=None, device="cpu"):
     """Rows of these lengths that see as many keys as are given."""
-    ragged = [Ragged(n, torch.tensor([0, *accumulate(n)], dtype=torch.int32)) for n in (queries, keys)]
-    return Sight(*ragged, ahead)
+    ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (queries, keys)]
+    return Sight(*map(Ragged, (queries, keys), ends), ahead)
 
 
 @pytest.mark.parametrize("ahead", [None, 0, 2])
