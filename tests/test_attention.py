@@ -1,5 +1,6 @@
 """Ragged attention against the textbook formula, and the varlen packing against the plain kernel."""
 
+import importlib.machinery
 import sys
 import types
 from itertools import accumulate, pairwise
@@ -9,6 +10,7 @@ import torch
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.attention import attention
+from dlm_rag.model.denoiser import _kept_products
 from dlm_rag.model.kernels import choose_backend, kernel_version, missing, paging
 from dlm_rag.model.rows import Ragged, Segment, Sight, pack
 from dlm_rag.model.store import ContextStore
@@ -193,3 +195,20 @@ def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():
     assert choose_backend("auto", CPU, torch.float32) == "sdpa"
     with pytest.raises(ConfigError, match="attention=flash cannot be used here"):
         choose_backend("flash", CPU, torch.float32)
+
+
+def test_selective_checkpointing_keeps_the_products_of_flash_attn(monkeypatch):
+    """Its operator is known once its module is imported."""
+    library = torch.library.Library("flash_attn", "DEF")
+    library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
+    module = types.ModuleType("flash_attn.flash_attn_interface")
+    package = types.ModuleType("flash_attn")
+    for name, made in (("flash_attn", package), ("flash_attn.flash_attn_interface", module)):
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, made)
+    _kept_products.cache_clear()
+    kept = _kept_products()
+    _kept_products.cache_clear()
+    assert torch.ops.flash_attn._flash_attn_varlen_forward.default in kept
+    assert torch.ops.torch_attn._varlen_attn.default in kept
+    assert any("scaled_dot_product" in str(operator) for operator in kept)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.commands.train import train
@@ -27,6 +28,7 @@ from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_conte
 from dlm_rag.evidence.layout import arrange
 from dlm_rag.model.block import Watch
 from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.transfer import to_host
 from dlm_rag.training.loss import ChunkedLogProbabilities, ChunkedLoss
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.objective import Objective, Terms, counts_of, encode
@@ -136,7 +138,7 @@ def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
         weights = torch.tensor([0.15 if t == 1 else 1.0 for t in example.target])
         weights = weights * torch.tensor(example.hidden)
         total, weight = total + float((losses * weights).sum().detach()), weight + float(weights.sum())
-    assert float(found) == pytest.approx(total / weight, rel=1e-5)
+    assert float(found.detach()) == pytest.approx(total / weight, rel=1e-5)
     assert float(sums["tokens"]) == pytest.approx(total, rel=1e-5)
 
 
@@ -204,10 +206,10 @@ def test_supervised_and_hidden_are_two_masks(examples):
     found, sums = objective_of(denoiser)([row], counts, Terms())
     last.remove()
     expected = losses[torch.tensor(supervised)].sum()
-    torch.testing.assert_close(sums["tokens"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums["tokens"], expected.detach(), rtol=1e-4, atol=1e-4)
     assert counts["supervised"] == counts["divisor"] == sum(supervised)
     assert passed[-1] == sum(supervised), "only they go through the last layer"
-    assert float(found) == pytest.approx(float(expected) / sum(supervised), rel=1e-4)
+    assert found.item() == pytest.approx(expected.item() / sum(supervised), rel=1e-4)
 
 
 def pointer_loss_of(examples, layout, starts, watch):
@@ -306,6 +308,46 @@ def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
         denoiser.lm_head.weight.mul_(1e-4)
     nats, tokens = validation.nelbo(denoiser, start.tokenizer, range(4))
     assert nats / tokens == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
+
+
+class Asked(TorchDispatchMode):
+    """The operators that would wait for a device, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator._schema.name.removeprefix("aten::") in ("_local_scalar_dense", "nonzero", "equal"):
+            self.found.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("objective", ["sft", "pretrain"])
+def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, objective):
+    """For its sums and the norm of its gradients together."""
+    words = [f"train.objective={objective}", "train.sequence_length=64", "train.batch_tokens=256"]
+    trainer = make_trainer(tmp_path, *words, "train.accumulate=2")
+    trainer.step()
+    waits = []
+    monkeypatch.setattr("dlm_rag.training.trainer.to_host", lambda x: waits.append(x) or to_host(x))
+    with Asked() as asked:
+        trainer.step()
+    assert not asked.found and len(waits) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("objective", ["sft", "pretrain"])
+def test_nothing_else_in_a_step_waits_for_a_gpu(tmp_path, objective):
+    words = [f"train.objective={objective}", "train.sequence_length=64", "train.batch_tokens=256"]
+    trainer = make_trainer(tmp_path, "model.device=cuda", *words)
+    trainer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert math.isfinite(trainer.step()["loss"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def weights_of(trainer):
@@ -422,6 +464,7 @@ def test_what_float16_cannot_hold_is_skipped_by_all_optimizers_and_the_scale_is_
     assert again.restore() and again._scaler.get_scale() == scale / 2
 
 
+@pytest.mark.slow
 def test_float16_scales_its_loss_and_bfloat16_needs_not(tmp_path):
     losses = {
         dtype: [make_trainer(tmp_path / dtype, f"train.dtype={dtype}").step()["loss"] for _ in range(1)]

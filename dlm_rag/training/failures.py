@@ -31,6 +31,8 @@ def failures_told() -> Iterator[None]:
         if isinstance(error, RunError) or not lost_another(error):
             raise
         raise lost(error) from error
+    except (ConnectionError, TimeoutError):  # of a search, say: no file
+        raise
     except OSError as error:
         raise RunError(
             f"{error.filename or 'a file of the run'} could not be written or read "

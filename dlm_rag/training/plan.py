@@ -122,7 +122,7 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
     found = []
     for name, train in config.train.in_phases().items():
         devices = config.plan.devices
-        check_sharing(train, devices)
+        check_sharing(train, train.items, devices)
         layout = shape.evidence_layout if train.objective == "sft" else "joint"
         part = math.ceil(train.items * train.context_parallel / (devices * train.accumulate))
         other = part // 2 or 2
@@ -227,7 +227,7 @@ def refuse_unfit(config: Config, count: int, device: torch.device) -> None:
         denoiser = Denoiser(shape_of(config))
     each = FLOAT32 * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.in_phases().values():
-        check_sharing(train, count)
+        check_sharing(train, train.items, count)
         need = each / 2 if train.lora_rank else 2 * each + optimizer_bytes(denoiser, train)
         if train.parallel == "fsdp":
             need /= count

@@ -115,8 +115,8 @@ class Processes:
             dist.destroy_process_group()
 
 
-def check_sharing(train: TrainConfig, count: int) -> None:
-    """Raises `ConfigError` where a phase cannot be shared among so many processes."""
+def check_sharing(train: TrainConfig, items: int, count: int) -> None:
+    """Raises `ConfigError` where `count` processes cannot share a phase whose steps have so many items."""
     if train.parallel == "single" and count > 1:
         raise ConfigError(
             f"parallel=single is one process and there are {count}: set parallel to ddp or fsdp"
@@ -125,8 +125,8 @@ def check_sharing(train: TrainConfig, count: int) -> None:
         raise ConfigError(
             f"context_parallel={train.context_parallel} must divide the number of processes, {count}"
         )
-    if train.items < count // train.context_parallel * train.accumulate:
+    if items < count // train.context_parallel * train.accumulate:
         raise ConfigError(
-            f"a step of {train.items} has no work for {count} processes in {train.accumulate} "
+            f"a step of {items} has no work for {count} processes in {train.accumulate} "
             "part(s) each: lower accumulate, or raise groups (sft) or batch_tokens"
         )

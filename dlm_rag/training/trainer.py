@@ -47,7 +47,7 @@ class Trainer:
         """
         self.config, self.start, self.task, self.folder = config, start, task, folder
         self.train = train = config.train.in_phases()[phase]
-        check_sharing(train, processes.count)
+        check_sharing(train, task.items, processes.count)
         self.processes, share = processes.sharing_sequences(train.context_parallel)
         self.device = device = processes.device(config.model.device)
         self.dtype = choose_dtype(train.dtype, device)
