@@ -94,7 +94,7 @@ def decoding(name: str, part: Line) -> list[str]:
     said = (
         f"{part['parameters'] / 1e6:,.0f} M parameters. The reference is the published algorithm, plainly: "
         f"one question at a time, the `{part['layout']}` layout, nothing kept, logits everywhere. The "
-        "others: the `independent` layout, one pool that is warm, questions that it has not seen. Speed-ups "
+        "others: the `independent` layout, one warm pool, questions that it has not seen. Speed-ups "
         "are of a forward of a row: no two settings have answered the same questions."
     )
     return [f"## Decoding: {name}", said, table(headings, rows)]
