@@ -80,6 +80,7 @@ ROWS = {  # lengths of queries and keys; how far tokens see ahead
     "more keys": ((5, 64, 1), (600, 64, 257), None),
     "one query each": ((1, 1, 1), (700, 3, 256), None),
     "some without queries": ((0, 5, 0, 2), (7, 90, 1, 64), None),
+    "none or one query each": ((0, 1, 1), (7, 90, 300), None),
     "a long context": ((4,), (3000,), None),
     "causal": ((1, 37, 300), (1, 37, 300), 0),
     "windowed": ((1, 37, 300), (1, 37, 300), 7),
@@ -185,7 +186,7 @@ def test_what_comes_back_is_what_was_put_aside_while_the_device_is_busy(device):
     tokens, count, side = (4000, 24, 2048) if device.type == "cuda" else (8, 24, 16)
     segments = [Segment((number,) * tokens, 0) for number in range(count)]
     size = torch.zeros(4, 2, tokens, 2, 64).nbytes
-    pool = EvidencePool(device, 4 * size, count * 2 * size)
+    pool = EvidencePool(device, 4 * size, count * 4 * size)
     generator = torch.Generator().manual_seed(0)
     order = torch.randint(count, (600,), generator=generator).tolist()
     matrix = torch.randn(side, side, device=device)
@@ -300,7 +301,8 @@ def without_waits(device):
 def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype):
     engine = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)
     decoder = make_decoder(corpus_file, layout, batch_size=2, temperature=0.5, overlap="pipeline")
-    decoder.denoiser.to(device, getattr(torch, dtype))
+    for parameter in decoder.denoiser.to(device).parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))  # the rotary frequencies stay as they are
     decoder.proposer = DenoiserProposer(decoder.denoiser, 256, engine)
     decoder.decode(QUESTIONS)
     decoder.proposer.forget()

@@ -95,8 +95,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, sight: Sight, ahead: int | None) -> 
 def _at_most(queries: Ragged) -> int:
     """What a kernel is told of the longest row.
 
-    Told of one query at most, FlashAttention 2 takes a way of its own for grouped heads: it fails where a row
-    has none, and may split keys by how many rows there are.
+    Told of one query at most, FlashAttention 2 takes a way of its own for grouped heads: it fails where a
+    row has none, and may split keys by how many rows there are.
     """
     return max(2, queries.longest)
 
