@@ -39,7 +39,7 @@ CUDA = pytest.param(torch.device("cuda"), marks=ON_GPU, id="cuda")
 DEVICES = pytest.mark.parametrize("device", [pytest.param(CPU, id="cpu"), CUDA])
 SLOW_HERE = pytest.mark.parametrize(
     "device", [pytest.param(CPU, marks=pytest.mark.slow, id="cpu"), CUDA]
-)  # the CPU's own tests have the same check
+)  # the CPU has faster tests of the same
 LOW = (torch.bfloat16, torch.float16)
 KERNELS = pytest.mark.parametrize(
     ("device", "kernel", "dtype"),
@@ -318,7 +318,7 @@ TRAINED = {
 }
 
 
-@DEVICES
+@SLOW_HERE
 @pytest.mark.parametrize("way", TRAINED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_steps_wait_in_the_marked_place_only(device, way, dtype, tmp_path):

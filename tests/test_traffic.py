@@ -75,11 +75,8 @@ PRETRAIN = ["train.objective=pretrain", "train.sequence_length=96", "train.batch
 WAYS = {  # copies in: one for each call of the layers, one for the loss
     "sft": (3, []),
     "sft, joint": (2, ["model.evidence_layout=joint"]),
-    "sft in two parts": (6, ["train.accumulate=2"]),
-    "sft, adamw": (3, ["train.optimizer=adamw"]),
-    "pretrain": (2, PRETRAIN),
+    "sft in two parts, adamw": (6, ["train.accumulate=2", "train.optimizer=adamw"]),
     "pretrain, 16 logits at a time": (2, [*PRETRAIN, "train.logit_chunk=16"]),
-    "adapt": (2, [*PRETRAIN, "train.objective=adapt"]),
     "adapt, checkpointing": (2, [*PRETRAIN, "train.objective=adapt", "train.checkpointing=full"]),
     "pretrain, selective": (2, [*PRETRAIN, "train.checkpointing=selective"]),
 }
