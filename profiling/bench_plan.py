@@ -70,7 +70,7 @@ def measure(words: list[str], processes: Processes = ALONE) -> Found:
         config = load_config(None, [*words, *shared, "train.parallel=fsdp"])
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = open_trainer(config, Path(folder), processes)
-    shape, ends = trainer.start.config, trainer.start.tokenizer.end_ids
+    shape, ends = trainer.origin.config, trainer.origin.tokenizer.end_ids
     (plan,) = plan_phases(config, shape, trainer.dtype)
     examples = sample_items(config, config.train, shape, 1)
     counts = counts_of(examples, ends, 1.0)

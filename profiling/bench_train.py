@@ -37,10 +37,10 @@ from dlm_rag.program import note, run
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.objective import Objective, Terms, counts_of
+from dlm_rag.training.origin import TEMPLATE
 from dlm_rag.training.phase import world_documents
 from dlm_rag.training.rows.documents import Documents, open_documents
 from dlm_rag.training.rows.example import Example
-from dlm_rag.training.start import TEMPLATE
 from dlm_rag.training.vocabulary import learn_tokenizer
 
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from attribute import main as attribute
 from attribute import make_folder
+from nsys_tool import find_nsys, imported
 
 from dlm_rag import stages
 from dlm_rag.errors import ConfigError
@@ -28,19 +29,6 @@ from dlm_rag.stages import DOMAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {"sample": "sample.py", "train": "train.py"}
-MISSING = (
-    "nsys is not installed: take it from developer.nvidia.com/nsight-systems or Debian's non-free "
-    "nsight-systems; `nsys.py --with torch` works without it, and attribute.py reads what "
-    "`nsys export --type=sqlite` made elsewhere"
-)
-
-
-def find_nsys() -> str:
-    """The nsys on the PATH; raises `ConfigError` with the remedy."""
-    found = shutil.which("nsys")
-    if found is None:
-        raise ConfigError(MISSING)
-    return found
 
 
 def profile_line(nsys: str, report: Path, command: list[str], window: str | None = None) -> list[str]:
@@ -102,41 +90,6 @@ def trace(target: Path, script: Path, words: list[str], first: int, last: int | 
         raise ConfigError(f"the program made {capture.steps} steps (exit status {code}): lower --from-step")
     profiler.export_chrome_trace(str(target))
     return code
-
-
-def imported(raw: Path) -> Path:
-    """The .nsys-rep of a .qdstrm, beside it; anything else is returned as it is.
-
-    Debian's nsys 2022 does not find its own importer, which lies beside the host's libraries. Raises
-    `ConfigError` where there is none or it fails.
-    """
-    if raw.suffix != ".qdstrm":
-        return raw
-    report = raw.with_suffix(".nsys-rep")
-    places = [Path(find_nsys()).resolve().parent.parent, Path("/usr/lib/nsight-systems")]
-    importers = [found for place in places for found in place.glob("host-linux-*/QdstrmImporter")]
-    if not importers:
-        raise ConfigError(f"nsys could not import {raw}, and its QdstrmImporter was not found")
-    report.unlink(missing_ok=True)
-    subprocess.run([str(importers[0]), "-i", str(raw), "-o", str(report)], check=False, capture_output=True)
-    if not report.is_file():
-        raise ConfigError(f"{raw} is no whole recording of nsys: {importers[0].name} could not import it")
-    return report
-
-
-def export(report: Path) -> Path:
-    """The report as sqlite, beside it; raises `ConfigError` where nsys cannot read it."""
-    target, part = report.with_suffix(".sqlite"), report.with_suffix(".part.sqlite")
-    if target.is_file() and target.stat().st_mtime >= report.stat().st_mtime:
-        return target
-    line = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={part}", str(report)]
-    done = subprocess.run([find_nsys(), *line], capture_output=True, text=True, check=False)
-    if done.returncode or not part.is_file() or not part.stat().st_size:
-        part.unlink(missing_ok=True)
-        says = (done.stderr or done.stdout).strip().splitlines()
-        raise ConfigError(f"nsys cannot export {report}: {says[-1] if says else 'it says nothing'}")
-    part.rename(target)
-    return target
 
 
 def main(argv: list[str]) -> None:

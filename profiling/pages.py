@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attribute import OUTSIDE, Attribution, compare, outer_steps, stage_of
+from attribution import OUTSIDE, Attribution, compare, outer_steps, stage_of
 from reports import Session, Spans, Times
 from rich.console import Console
 from rich.table import Column, Table

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from nsys_tool import export, imported
 from numpy.typing import NDArray
 
 from dlm_rag.errors import ConfigError
@@ -203,9 +204,7 @@ def open_session(path: Path) -> Session:
     if not path.stat().st_size:
         raise ConfigError(f"{path} is empty")
     if path.suffix in (".nsys-rep", ".qdstrm"):
-        import nsys
-
-        path = nsys.export(nsys.imported(path))
+        path = export(imported(path))
     if path.name.endswith((".json", ".json.gz")):
         return read_trace(path)
     return read_sqlite(path)

@@ -9,7 +9,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
-import attribute
+import attribution
 import reports
 
 MAIN, WORKER, AUTOGRAD, OTHER = (7 << 24) | 1, (7 << 24) | 2, (7 << 24) | 3, (8 << 24) | 1
@@ -98,12 +98,12 @@ def ms(seconds):
 
 
 def test_times_on_paper(session_file):
-    found = attribute.attribute(reports.open_session(session_file))
+    found = attribution.attribute(reports.open_session(session_file))
     stages = by_stage(found)
     assert ms(found.wall) == 220 and found.units == {"question": 2, "step": 2, "session": 1}
     assert found.others == 1
     assert {name: round(1e3 * part.self_time) for name, part in stages.items()} == {
-        "denoise": 110, "step": 60, "retrieve/search": 20, "retrieve": 10, attribute.OUTSIDE: 20,
+        "denoise": 110, "step": 60, "retrieve/search": 20, "retrieve": 10, attribution.OUTSIDE: 20,
     }  # fmt: skip
     assert ms(stages["step"].wall) == 200 and ms(stages["retrieve"].wall) == 30
     assert stages["retrieve"].calls == 2 and ms(stages["retrieve"].beside) == 30
@@ -119,14 +119,14 @@ def test_gpu_columns_on_paper(session_file):
 
     92-130 was launched in step 0, 212-216 by a thread without ranges while step 1 was open.
     """
-    found = attribute.attribute(reports.open_session(session_file))
+    found = attribution.attribute(reports.open_session(session_file))
     denoise, step = by_stage(found)["denoise"], by_stage(found)["step"]
     assert ms(denoise.gpu_busy) == 65 and ms(denoise.gpu_idle) == 110 - 35 - 30
     assert ms(denoise.host_waits) == 39
     assert {k: round(1e3 * v) for k, v in denoise.kernels.items()} == {"gemm": 50, "flash": 25}
     assert ms(step.gpu_busy) == 65 + 38 + 4 and ms(step.gpu_idle) == 200 - 35 - 8 - 10 - 30 - 4
     assert ms(found.gpu_busy) == 35 + 38 + 30 + 4
-    outside = by_stage(found)[attribute.OUTSIDE]
+    outside = by_stage(found)[attribution.OUTSIDE]
     assert (outside.gpu_busy, outside.gpu_idle) == (0, 0), "92-130 covers it, and belongs to step 0"
 
 
@@ -148,11 +148,11 @@ def test_a_gpu_trace_of_torch_on_paper(tmp_path):
         event("memcpy", "gpu_memcpy", 96, 98, 7),
     ]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "x"}]}))
-    found = attribute.attribute(reports.open_session(tmp_path / "trace.json"))
+    found = attribution.attribute(reports.open_session(tmp_path / "trace.json"))
     stages = by_stage(found)
     assert ms(found.gpu_busy) == 20 + 45 + 2 and ms(found.wall) == 100
     assert ms(stages["forward"].gpu_busy) == 20 and ms(stages["forward"].gpu_idle) == 15
     assert ms(stages["forward"].host_waits) == 5
     assert ms(stages["backward"].gpu_busy) == 45 and stages["backward"].gpu_idle == 0
     assert stages["backward"].kernels == {"gemm [backward]": pytest.approx(0.045)}
-    assert ms(stages[attribute.OUTSIDE].gpu_busy) == 2, "nobody launched it"
+    assert ms(stages[attribution.OUTSIDE].gpu_busy) == 2, "nobody launched it"

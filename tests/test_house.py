@@ -39,6 +39,11 @@ def modules() -> dict[str, Path]:
     }
 
 
+def programs() -> dict[str, Path]:
+    """The programs of profiling/, which import one another by their bare names."""
+    return {path.stem: path for path in sorted((ROOT / "profiling").glob("*.py"))}
+
+
 def room_of(module: str) -> str:
     """The first name below the package, as in `dlm_rag.model.shape`; of the package itself `__init__`."""
     return [*module.split("."), "__init__"][1]
@@ -59,11 +64,15 @@ def imported(source: str, known: set[str]) -> Iterator[str]:
         yield from (name for name in names if name in known)
 
 
+def imports_of(known: dict[str, Path]) -> dict[str, set[str]]:
+    """module -> those of the modules that it imports."""
+    return {name: set(imported(path.read_text(), set(known))) for name, path in known.items()}
+
+
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    """module -> the modules that it imports."""
-    known = modules()
-    return {name: set(imported(path.read_text(), set(known))) for name, path in known.items()}
+    """The imports of the package."""
+    return imports_of(modules())
 
 
 def climbs(importing: str, other: str) -> bool:
@@ -86,9 +95,10 @@ def test_imports_run_downward_only(graph):
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_circle_of_imports(graph):
+@pytest.mark.parametrize("found", [modules, programs])
+def test_no_circle_of_imports(found):
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(imports_of(found())).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 

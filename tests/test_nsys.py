@@ -55,6 +55,7 @@ def test_stage_times_of_a_session_are_those_of_the_answers(tmp_path):
         assert (tmp_path / name).stat().st_size > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", [pytest.param("nsys", marks=needs_nsys), "torch"])
 def test_a_session_of_training_covers_backward_and_the_steps_that_were_asked_for(tmp_path, tool):
     """Validations decode in steps of their own, which are not those of the window."""
@@ -125,6 +126,7 @@ def write_session(path, steps, denoise=1000, commit=500):
     database.close()
 
 
+@pytest.mark.slow
 def test_a_million_ranges_take_seconds_and_little_memory(tmp_path):
     write_session(tmp_path / "huge.sqlite", 333_334)
     code = f"""

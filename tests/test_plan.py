@@ -14,9 +14,11 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.machines import MACHINES
 from dlm_rag.training.memory import LiveBytes
+from dlm_rag.training.objective import Objective, Terms, counts_of
+from dlm_rag.training.origin import begin
 from dlm_rag.training.page import verdict
-from dlm_rag.training.plan import plan_phases, refuse_unfit, shape_of
-from dlm_rag.training.start import begin
+from dlm_rag.training.plan import plan_phases, refuse_unfit, sample_items, shape_of, step_flops
+from dlm_rag.training.weights import add_adapters
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
@@ -31,11 +33,28 @@ def test_the_predicted_peak_and_flops_are_within_a_tenth_of_what_torch_finds(way
         assert found.predicted_flops == pytest.approx(found.measured_flops, rel=0.1)
 
 
+def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_nothing():
+    """Long rows of a narrow denoiser, where attention is a third of the FLOPs; adapters of rank 2."""
+    pytest.importorskip("peft")
+    words = [*bench_plan.SHAPE, *bench_plan.LONG]
+    config = load_config(None, words)
+    denoiser = begin(config).denoiser(CPU)
+    add_adapters(denoiser, 2)
+    examples = sample_items(config, config.train, denoiser.config, 1)
+    objective = Objective(denoiser, "joint", frozenset({1}))
+
+    def step():
+        objective(examples, counts_of(examples, frozenset({1}), 1.0), Terms())[0].backward()
+
+    found = step_flops(denoiser.config, examples, "joint", frozen=True)
+    assert found == pytest.approx(bench_plan.flops_of(step), rel=0.1)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
     words = [*MICRO, f"train.optimizer={optimizer}"]
     trainer = make_trainer(tmp_path, *words)
-    (plan,) = plan_phases(load_config(None, words), trainer.start.config, torch.float32)
+    (plan,) = plan_phases(load_config(None, words), trainer.origin.config, torch.float32)
     trainer.step()
     kept = [x for o in trainer.optimizers for state in o.state.values() for x in state.values()]
     assert plan.memory.weights == sum(p.nbytes for p in trainer.denoiser.parameters())

@@ -15,6 +15,7 @@ def run_benchmark(name, *words):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
     run_benchmark("bench_decode", "--out", tmp_path, "--limit", 3, "--rounds", 1, "decode.batch_size=2")
     found = json.loads((tmp_path / "scores.json").read_text())["settings"]
@@ -25,6 +26,7 @@ def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 10_000 and (tmp_path / "table.md").exists()
 
 
+@pytest.mark.slow
 def test_successive_searches_find_what_fresh_ones_find():
     found = run_benchmark("bench_successive", 60, 2500)
     assert [cell.strip() for cell in found.splitlines()[-2].split("│")[1:4]] == ["2,500", "60", "0"]

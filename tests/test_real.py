@@ -24,6 +24,7 @@ def make_decoder(golden, corpus_file, layout="joint", **settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
 def test_every_real_question_is_answered(golden, real, name):
     questions = read_questions(real / name / "questions.jsonl")

@@ -204,6 +204,7 @@ def test_bm25_recall_on_real_questions(real, name, expected):
     assert recall_of_question_alone(retriever, real / name) == pytest.approx(expected, abs=1.0)
 
 
+@pytest.mark.slow
 def test_dense_and_hybrid_recall_on_real_questions(real, minilm):
     folder = real / "hotpotqa"
     dense = load_retriever(folder / "corpus.jsonl", kind="dense", dense_model=minilm, top_k=7)

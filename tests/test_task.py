@@ -7,9 +7,9 @@ from torch import nn
 
 from dlm_rag.config import load_config
 from dlm_rag.errors import CheckpointError
+from dlm_rag.training.origin import begin
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.saving import RECORD, position
-from dlm_rag.training.start import begin
 from dlm_rag.training.trainer import Trainer
 
 

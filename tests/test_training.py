@@ -26,20 +26,20 @@ from dlm_rag.data.world import make_question, make_world
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.evidence.layout import arrange
-from dlm_rag.model.block import Watch
+from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
 from dlm_rag.training.loss import ChunkedLogProbabilities, ChunkedLoss
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.objective import Objective, Terms, counts_of, encode
 from dlm_rag.training.optimizers import share_left
+from dlm_rag.training.origin import TEMPLATE, begin
 from dlm_rag.training.phase import open_phase, open_trainer
 from dlm_rag.training.pointers import Places, pointer_loss
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.report import Report
 from dlm_rag.training.rows.worlds import WorldExamples, find
 from dlm_rag.training.saving import position
-from dlm_rag.training.start import TEMPLATE, begin
 from dlm_rag.training.state import phase_settings
 from dlm_rag.training.trainer import added
 from dlm_rag.training.validation import QuestionValidation
@@ -212,9 +212,9 @@ def test_supervised_and_hidden_are_two_masks(examples):
     assert found.item() == pytest.approx(expected.item() / sum(supervised), rel=1e-4)
 
 
-def pointer_loss_of(examples, layout, starts, watch):
+def pointer_loss_of(examples, layout, starts, probe):
     places = Places.of(examples, layout, starts)
-    return pointer_loss(places.counts, torch.from_numpy(places.found), watch)
+    return pointer_loss(places.counts, torch.from_numpy(places.found), probe)
 
 
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
@@ -223,19 +223,19 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
     denoiser = micro_denoiser(f"model.evidence_layout={layout}")
     example = next(e for e in examples if e.pointed)
     laid = [arrange(example.prompt, layout, False, denoiser.config.passage_length)]
-    watch = Watch(0)
+    probe = AttentionProbe(0)
     contexts = encode_contexts(denoiser, laid)
     leads, canvases = [laid[0].lead], [example.target]
-    encode_canvases(denoiser, leads, canvases, contexts, [[0]], watch)
+    encode_canvases(denoiser, leads, canvases, contexts, [[0]], probe)
     starts = canvas_starts(denoiser, leads, canvases)
-    loss, mass = pointer_loss_of([example], layout, starts, watch)
+    loss, mass = pointer_loss_of([example], layout, starts, probe)
     expected, masses = [], []
     for p in example.pointed:
         first = sum(map(len, example.prompt.facts[: p.fact]))
         first += 0 if layout == "independent" else len(example.prompt.head)
         inside = slice(first, first + len(example.prompt.facts[p.fact]))
         attention = [
-            ((watch.keys[:, head] @ watch.queries[starts[0] + p.position, head]) / 32**0.5).softmax(0)
+            ((probe.keys[:, head] @ probe.queries[starts[0] + p.position, head]) / 32**0.5).softmax(0)
             for head in (0, 1)
         ]
         masses.append(attention[0][inside].sum())
@@ -247,12 +247,12 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
 def test_the_pointer_loss_is_float32_under_autocast(examples):
     """Of the same queries and keys the same number: what bfloat16 rounds is not rounded again."""
     denoiser, few = micro_denoiser(), [e for e in examples if e.pointed][:4]
-    watch = Watch(0)
+    probe = AttentionProbe(0)
     with torch.autocast("cpu", torch.bfloat16):
-        starts = encode(denoiser, few, "independent", watch).starts
-        found = pointer_loss_of(few, "independent", starts, watch)
-    torch.testing.assert_close(found, pointer_loss_of(few, "independent", starts, watch), rtol=0, atol=0)
-    assert watch.keys.dtype == torch.bfloat16 and found[0].dtype == torch.float32
+        starts = encode(denoiser, few, "independent", probe).starts
+        found = pointer_loss_of(few, "independent", starts, probe)
+    torch.testing.assert_close(found, pointer_loss_of(few, "independent", starts, probe), rtol=0, atol=0)
+    assert probe.keys.dtype == torch.bfloat16 and found[0].dtype == torch.float32
 
 
 def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
@@ -301,12 +301,12 @@ def test_checkpointing_changes_no_gradient(examples, kind, compiled):
 def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
     """Weights near zero predict all tokens alike: the bound is then log V, whatever was drawn."""
     config = load_config(None, MICRO)
-    start = begin(config)
-    _, validation = open_phase(config, "", start, tmp_path)
-    denoiser = start.denoiser(CPU)
+    origin = begin(config)
+    _, validation = open_phase(config, "", origin, tmp_path)
+    denoiser = origin.denoiser(CPU)
     with torch.no_grad():
         denoiser.lm_head.weight.mul_(1e-4)
-    nats, tokens = validation.nelbo(denoiser, start.tokenizer, range(4))
+    nats, tokens = validation.nelbo(denoiser, origin.tokenizer, range(4))
     assert nats / tokens == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
 
 

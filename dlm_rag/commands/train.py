@@ -24,9 +24,9 @@ from dlm_rag.program import check_writable, note
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
+    from dlm_rag.training.origin import Origin
     from dlm_rag.training.processes import Processes
     from dlm_rag.training.report import Report
-    from dlm_rag.training.start import Start
     from dlm_rag.training.trainer import Trainer
     from dlm_rag.training.validation import Validation
 
@@ -48,9 +48,9 @@ def main(argv: list[str]) -> None:
         print_plan(config)
         return
     from dlm_rag.training.failures import failures_told
+    from dlm_rag.training.origin import begin
     from dlm_rag.training.plan import refuse_unfit
     from dlm_rag.training.processes import Processes
-    from dlm_rag.training.start import begin
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -77,7 +77,7 @@ def make_folder(folder: Path, resume: bool) -> None:
 
 
 def train(
-    config: "Config", start: "Start", folder: Path, processes: "Processes", stop: threading.Event
+    config: "Config", origin: "Origin", folder: Path, processes: "Processes", stop: threading.Event
 ) -> None:
     """The phases, one after another; each begins with the checkpoint of the one before."""
     from dlm_rag.training.card import write_card
@@ -90,10 +90,10 @@ def train(
     if step and processes.first:
         note(f"going on from step {step}")
     # What is wrong with the data of the last phase is said before the first begins.
-    opened = {phase: open_phase(config, phase, start, folder) for phase in left}
+    opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
     with Report(folder, config, from_step=step, quiet=not processes.first) as report:
         for phase, (task, validation) in opened.items():
-            trainer = Trainer(config, start, task, folder, processes, phase)
+            trainer = Trainer(config, origin, task, folder, processes, phase)
             trainer.restore()
             if run_phase(trainer, validation, report, stop):
                 if processes.first:

@@ -20,7 +20,7 @@ from dlm_rag.retrieval.corpus import Passage
 log = logging.getLogger(__name__)
 
 Ticket = NewType("Ticket", int)
-Found = list[Passage] | Exception  # by one search
+SearchResult = list[Passage] | Exception  # by one search
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Row:
         return len(self.rollout.steps)
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Whether its text is certain, or never will be."""
         return bool(self.rollout.error) or self.canvas.finished(self.stop_at)
 
@@ -79,7 +79,7 @@ class Search:
     """What was asked for some rows; `results` waits while the search is under way."""
 
     rows: list[Row] = field(default_factory=list)
-    results: Callable[[], list[Found]] = list
+    results: Callable[[], list[SearchResult]] = list
 
 
 @dataclass

@@ -32,7 +32,7 @@ def stale(steps: Steps, group: Group) -> list[Row]:
     ready, begun = group.ready, group.begun
     steps.denoise(ready)
     steps.receive(group.search)
-    asking = [row for row in group.live if row not in begun or (row in ready and not row.over)]
+    asking = [row for row in group.live if row not in begun or (row in ready and not row.ended)]
     group.search = steps.ask(asking, aside=True)
     return steps.end_step(begun)
 

@@ -14,7 +14,7 @@ from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.citations import cite, held_positions
 from dlm_rag.decode.proposer import Proposer, View
 from dlm_rag.decode.rollout import Committed, Rollout, Step
-from dlm_rag.decode.row import Found, Row, Search
+from dlm_rag.decode.row import Row, Search, SearchResult
 from dlm_rag.diffusion.commit import Proposals, select
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.fitting import Room, fit_passages, keep_shorter
@@ -118,7 +118,7 @@ class Steps:
                     asking.append(row)
                     queries.append(query)
         if not asking:
-            found: list[Found] = []
+            found: list[SearchResult] = []
             search = Search()
         elif aside:
             if self._worker is None:
@@ -145,11 +145,11 @@ class Steps:
             settings.query, row.question.question, response, row.first_passage, str(row.ticket)
         )
 
-    def _search(self, queries: list[Query]) -> list[Found]:
+    def _search(self, queries: list[Query]) -> list[SearchResult]:
         """What each query finds, or the error that it met; a search that fails is not repeated."""
         with stage("retrieve"):
             try:
-                found: list[Found] = list(self.retriever.search(queries))
+                found: list[SearchResult] = list(self.retriever.search(queries))
             except PartialSearchError as error:
                 found = error.found
             except Exception as error:
@@ -171,7 +171,7 @@ class Steps:
                 if row.rollout.error:  # it has left while the search was under way
                     self.retriever.forget(str(row.ticket))
                 elif isinstance(passages, Exception):
-                    if not row.over:  # then it changes no token
+                    if not row.ended:  # then it changes no token
                         row.fail(f"the search failed: {type(passages).__name__}: {passages}")
                 else:
                     self._take(row, passages)
@@ -218,7 +218,7 @@ class Steps:
                 )
             )
             row.asked, row.searched, row.committed, row.remasked, row.seconds = None, False, (), (), {}
-        answered = [row for row in rows if not row.rollout.error and row.over]
+        answered = [row for row in rows if not row.rollout.error and row.ended]
         with stage("detokenize"):
             for row in answered:
                 read_response(row.rollout, row.canvas, self.tokenizer)

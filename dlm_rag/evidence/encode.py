@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.evidence.layout import Arrangement
-from dlm_rag.model.block import Watch
+from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.rows import Context, Rows, Segment, of_rows, pack
 from dlm_rag.model.sharing import SequenceShare, Stretches
@@ -69,7 +69,7 @@ def encode_canvases(
     canvases: Sequence[Sequence[int]],
     contexts: Context | None,
     read: Sequence[Sequence[int]],
-    watch: Watch | None = None,
+    probe: AttentionProbe | None = None,
     ahead: int | None = None,
 ) -> Tensor:
     """Hidden states (n, hidden) that predict the canvas positions `read` (from 0, ascending), row by row.
@@ -77,7 +77,7 @@ def encode_canvases(
     Only these go through the last layer. ahead: as in `rows.Sight`.
     """
     rows = canvas_rows(denoiser, leads, canvases, read, contexts, ahead)
-    return denoiser.encode(rows, watch=watch)[0]
+    return denoiser.encode(rows, probe=probe)[0]
 
 
 def encode_stretches(

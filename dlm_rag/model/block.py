@@ -41,6 +41,8 @@ class Norm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
 
@@ -85,7 +87,7 @@ class FeedForward(nn.Module):
 
 
 @dataclass
-class Watch:
+class AttentionProbe:
     """Queries and keys of one layer of a call, kept for a look at its attention."""
 
     layer: int
@@ -100,13 +102,13 @@ class Call:
 
     rows: Rows
     backend: str
-    watch: Watch | None = None
+    probe: AttentionProbe | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: Sight) -> Tensor:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
         k, v = self.rows.seen(k, v, layer)
-        if self.watch is not None and self.watch.layer == layer:
-            self.watch.queries, self.watch.keys, self.watch.lengths = q, k, sight.keys.lengths
+        if self.probe is not None and self.probe.layer == layer:
+            self.probe.queries, self.probe.keys, self.probe.lengths = q, k, sight.keys.lengths
         return attention(q, k, v, sight, self.backend)
 
 

@@ -2,7 +2,8 @@
 
 A call of T packed tokens does 2 FLOPs for each weight of a layer and token, and 4 D for each pair of a
 query and a key in each head; it reads the weights once, and keys and values once for each row. Of
-the last layer, tokens that are not read need keys and values only. Activations are not counted.
+the last layer, tokens that are not read need keys and values only. Activations are not counted. Counting
+takes microseconds; torch's FlopCounterMode, half of a step on a CPU, is what a test holds it against.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,18 @@ class Work:
     """What was computed and moved, summed over calls."""
 
     flops: float = 0.0
+    attention: float = 0.0  # so many of them in the products of queries, keys and values
     bytes: float = 0.0
     calls: int = 0
     tokens: int = 0
+
+    def with_backward(self, frozen: bool) -> float:
+        """FLOPs of forward and backward, nothing computed twice.
+
+        Backward is twice forward: by the inputs of each product and by its weights. Frozen weights spare
+        their own half; the products of attention have none.
+        """
+        return 2 * self.flops + self.attention if frozen else 3 * self.flops
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -44,6 +54,7 @@ def encode_work(
     pairs += sum(n * k for n, k in zip(through, keys, strict=True))
     return Work(
         flops=2 * layers * own * total + 2 * rest * ((layers - 1) * total + last) + 4 * q * pairs,
+        attention=4 * q * pairs,
         bytes=size * (layers * (own + rest) - (0 if last else rest) + layers * kv * sum(keys)),
         calls=1,
         tokens=total,

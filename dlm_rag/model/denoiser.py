@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.model.block import Block, Call, Embedding, Linear, Norm, Watch, rope_frequencies
+from dlm_rag.model.block import AttentionProbe, Block, Call, Embedding, Linear, Norm, rope_frequencies
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.cost import Work, encode_work, head_work
 from dlm_rag.model.kernels import FLASH_MODULE, choose_backend
@@ -163,16 +163,16 @@ class Denoiser(nn.Module):
         return self.read_out(hidden.flatten(0, 1)).view(rows, length, -1)
 
     def encode(
-        self, rows: Rows, keep: bool = False, watch: Watch | None = None
+        self, rows: Rows, keep: bool = False, probe: AttentionProbe | None = None
     ) -> tuple[Tensor, KeysValues]:
         """Runs the layers over packed rows.
 
         Returns hidden states before the final norm, of all tokens (T, hidden) or of those that are read
         (n, hidden), and, with `keep`, the keys and values of all rows, for use as context after
-        `rows.of_rows`, else an empty list. `watch` is filled with the queries and keys of its layer.
+        `rows.of_rows`, else an empty list. `probe` is filled with the queries and keys of its layer.
         """
         self._count(rows)
-        call = Call(rows, self.backend, watch)
+        call = Call(rows, self.backend, probe)
         angles = rows.positions.float()[:, None, None] * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_contexts, encode_stretches
 from dlm_rag.evidence.layout import arrange
-from dlm_rag.model.block import Watch
+from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.model.transfer import to_device
@@ -69,7 +69,7 @@ def encode(
     denoiser: Denoiser,
     examples: Sequence[Example],
     layout: str,
-    watch: Watch | None = None,
+    probe: AttentionProbe | None = None,
     ahead: int | None = None,
     share: SequenceShare | None = None,
 ) -> Encoded:
@@ -86,7 +86,7 @@ def encode(
     leads = [row.lead for row in laid]
     if share is None:
         contexts = encode_contexts(denoiser, laid)
-        hidden = encode_canvases(denoiser, leads, canvases, contexts, places, watch, ahead)
+        hidden = encode_canvases(denoiser, leads, canvases, contexts, places, probe, ahead)
     else:
         hidden, places = encode_stretches(denoiser, leads, canvases, places, share)
     return Encoded(hidden, places, canvas_starts(denoiser, leads, canvases))
@@ -113,8 +113,8 @@ class Objective(nn.Module):
         to be copied that the denoiser finds most probable.
         """
         layers = self.denoiser.config.num_hidden_layers
-        watch = Watch(max(0, layers - 2)) if terms.pointers and counts["pointed"] else None
-        seen = encode(self.denoiser, examples, self.layout, watch, terms.ahead, self.share)
+        probe = AttentionProbe(max(0, layers - 2)) if terms.pointers and counts["pointed"] else None
+        seen = encode(self.denoiser, examples, self.layout, probe, terms.ahead, self.share)
         with stage("loss"):
             pointers = Places.of(examples, self.layout, seen.starts)
             arrays = [*self._supervision(examples, seen.places, terms.end), pointers.found]
@@ -123,8 +123,8 @@ class Objective(nn.Module):
             summed, right = ChunkedLoss.apply(normed, head, targets, weights, self.logit_chunk)
             loss = summed / counts["divisor"]
             pointed, mass = summed.new_zeros(()), summed.new_zeros(())
-            if watch is not None:
-                pointed, mass = pointer_loss(pointers.counts, places, watch)
+            if probe is not None:
+                pointed, mass = pointer_loss(pointers.counts, places, probe)
                 loss = loss + pointed * (terms.pointers / counts["pointed"])
             names = (right & copied).sum().float()
         sums = {"tokens": summed, "pointers": pointed, "passage_mass": mass, "names_right": names}

@@ -11,11 +11,11 @@ from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.index import build_once
+from dlm_rag.training.origin import Origin, begin
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.rows.answered import AnsweredQuestions, response_of
 from dlm_rag.training.rows.documents import Documents, open_documents
 from dlm_rag.training.rows.worlds import WorldExamples
-from dlm_rag.training.start import Start, begin
 from dlm_rag.training.task import Task
 from dlm_rag.training.tasks import Adapt, Pretrain, Sft
 from dlm_rag.training.trainer import Trainer
@@ -30,37 +30,37 @@ def open_trainer(
     folder: Path,
     processes: Processes | None = None,
     phase: str | None = None,
-    start: Start | None = None,
+    origin: Origin | None = None,
 ) -> tuple[Trainer, Validation]:
     """The trainer of a phase (the first where none is named) and its validation; weights are read.
 
     Raises `UserError`.
     """
-    processes, start = processes or Processes(0, 1, 0), start or begin(config)
+    processes, origin = processes or Processes(0, 1, 0), origin or begin(config)
     phase = next(iter(config.train.in_phases())) if phase is None else phase
-    task, validation = open_phase(config, phase, start, folder)
-    return Trainer(config, start, task, folder, processes, phase), validation
+    task, validation = open_phase(config, phase, origin, folder)
+    return Trainer(config, origin, task, folder, processes, phase), validation
 
 
-def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[Task, Validation]:
+def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tuple[Task, Validation]:
     """The task of a phase, and what it is validated with; raises `UserError` for data that cannot do."""
-    train, tokenizer = config.train.in_phases()[phase], start.tokenizer
+    train, tokenizer = config.train.in_phases()[phase], origin.tokenizer
     if train.objective != "sft":
         files = config.data.documents or {"worlds": str(world_documents(config, folder))}
         where = config.retrieval.index_folder
         sources = {name: open_documents(path, tokenizer, where) for name, path in files.items()}
-        longest = start.config.max_position_embeddings
-        if train.sequence_length + start.config.shifted > longest and train.rope_theta is None:
+        longest = origin.config.max_position_embeddings
+        if train.sequence_length + origin.config.shifted > longest and train.rope_theta is None:
             raise ConfigError(
                 f"sequence_length={train.sequence_length} is beyond the model's {longest} positions: set "
                 "rope_theta too"
             )
-        documents = Documents(sources, tokenizer, train, phase, start.config.shifted)
+        documents = Documents(sources, tokenizer, train, phase, origin.config.shifted)
         kind = Adapt if train.objective == "adapt" else Pretrain
         return kind(documents, train, tokenizer.end_ids), DocumentValidation(documents)
     if config.data.questions is None or config.data.corpus is None:
-        worlds = WorldExamples(tokenizer, train, start.config, config.retrieval.top_k)
-        return Sft(worlds, config, train, start), world_validation(config, phase, folder / "validation")
+        worlds = WorldExamples(tokenizer, train, origin.config, config.retrieval.top_k)
+        return Sft(worlds, config, train, origin), world_validation(config, phase, folder / "validation")
     retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
     retriever = load_retriever(retrieval, corpus)
     questions = read_questions(config.data.questions)
@@ -68,8 +68,8 @@ def open_phase(config: Config, phase: str, start: Start, folder: Path) -> tuple[
     kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
     truths = [response_of(question) for question in asked]
     validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed)
-    answers = AnsweredQuestions(kept, retriever, tokenizer, start.config, train, phase)
-    return Sft(answers, config, train, start), validation
+    answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase)
+    return Sft(answers, config, train, origin), validation
 
 
 def world_validation(config: Config, phase: str, folder: Path) -> QuestionValidation:

@@ -19,9 +19,9 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.machines import Machine
 from dlm_rag.training.memory import FLOAT32, StepMemory, optimizer_bytes, step_memory
+from dlm_rag.training.origin import QUESTION_LENGTH, begin, trained_shape
 from dlm_rag.training.processes import check_sharing
 from dlm_rag.training.rows.example import Example
-from dlm_rag.training.start import QUESTION_LENGTH, begin, trained_shape
 
 GB = 1e9
 RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
@@ -208,12 +208,12 @@ def _calls(examples: list[Example], layout: str) -> list[tuple[list[int], list[i
 
 
 def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, frozen: bool) -> float:
-    """FLOPs of forward and backward: three times forward, or twice where the weights are frozen."""
+    """FLOPs of forward and backward; frozen: adapters alone are trained, and are not counted."""
     work = Work()
     for lengths, keys, through in _calls(examples, layout):
         work += encode_work(shape, lengths, keys, through, 2)
     work += head_work(shape, sum(len(e.places) for e in examples), 2)
-    return (2 if frozen else 3) * work.flops
+    return work.with_backward(frozen)
 
 
 def refuse_unfit(config: Config, count: int, device: torch.device) -> None:

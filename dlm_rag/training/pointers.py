@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_rag.model.block import Watch
+from dlm_rag.model.block import AttentionProbe
 from dlm_rag.training.rows.example import Example
 
 PASSAGE_HEAD, TOKEN_HEAD = 0, 1
@@ -46,21 +46,21 @@ class Places:
         return cls([len(example.pointed) for example in examples], numbers)
 
 
-def pointer_loss(counts: Sequence[int], places: Tensor, watch: Watch) -> tuple[Tensor, Tensor]:
+def pointer_loss(counts: Sequence[int], places: Tensor, probe: AttentionProbe) -> tuple[Tensor, Tensor]:
     """Sum of -log(mass on the passage) - log(mass on the token), and the sum of masses on the passage.
 
     counts, places: of `Places`, the latter on the device. In float32, whatever autocast says: the log of
     a small mass is what is asked for.
     """
-    assert watch.queries is not None and watch.keys is not None
-    off: Any = torch.autocast(watch.queries.device.type, enabled=False)
+    assert probe.queries is not None and probe.keys is not None
+    off: Any = torch.autocast(probe.queries.device.type, enabled=False)
     with off:
-        queries, keys = watch.queries[:, :2].float(), watch.keys.float()
-        group = watch.queries.shape[1] // keys.shape[1]
+        queries, keys = probe.queries[:, :2].float(), probe.keys.float()
+        group = probe.queries.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(group, dim=1)[:, :2] if group > 1 else keys[:, :2]
         scale = 1 / math.sqrt(queries.shape[-1])
         losses, mass = queries.new_zeros(()), queries.new_zeros(())
-        rows = zip(places.split(list(counts), dim=1), keys.split(watch.lengths), strict=True)
+        rows = zip(places.split(list(counts), dim=1), keys.split(probe.lengths), strict=True)
         for (at, first, last, token), row_keys in rows:
             if not len(at):
                 continue

@@ -10,9 +10,9 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.training.objective import Objective, Terms, counts_of
 from dlm_rag.training.optimizers import share_left
+from dlm_rag.training.origin import Origin
 from dlm_rag.training.rows.documents import Documents
 from dlm_rag.training.rows.example import Example
-from dlm_rag.training.start import Start
 from dlm_rag.training.task import State
 
 STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
@@ -79,9 +79,9 @@ class Sft:
 
     name, ahead_of_time = "sft", True
 
-    def __init__(self, answers: AnswerRows, config: Config, train: TrainConfig, start: Start) -> None:
+    def __init__(self, answers: AnswerRows, config: Config, train: TrainConfig, origin: Origin) -> None:
         self._answers, self._train, self._top_k = answers, train, config.retrieval.top_k
-        self._end_ids, self._fresh = start.tokenizer.end_ids, start.checkpoint is None
+        self._end_ids, self._fresh = origin.tokenizer.end_ids, origin.checkpoint is None
         self._curriculum = config.data.questions is None
         self.items, self.rows = train.items, train.items * train.rows
 

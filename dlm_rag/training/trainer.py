@@ -27,10 +27,10 @@ from dlm_rag.stages import stage, step_range
 from dlm_rag.training.machines import this_machine
 from dlm_rag.training.objective import arithmetic
 from dlm_rag.training.optimizers import Rates, make_optimizers
+from dlm_rag.training.origin import Origin
 from dlm_rag.training.processes import Processes, check_sharing
 from dlm_rag.training.saving import Checkpoints, newest, whole_state
 from dlm_rag.training.sharding import called_alone, in_copies, shard, whole, without_sum
-from dlm_rag.training.start import Start
 from dlm_rag.training.state import TrainState, phase_settings, refuse_others, run_settings
 from dlm_rag.training.task import State, Task
 
@@ -39,25 +39,31 @@ class Trainer:
     """Trains one phase: from the first weights, or from the newest checkpoint in `folder`."""
 
     def __init__(
-        self, config: Config, start: Start, task: Task, folder: Path, processes: Processes, phase: str = ""
+        self,
+        config: Config,
+        origin: Origin,
+        task: Task,
+        folder: Path,
+        processes: Processes,
+        phase: str = "",
     ) -> None:
         """The phase's own settings are taken from the config; weights are read.
 
         Raises `ConfigError` where the processes cannot share it.
         """
-        self.config, self.start, self.task, self.folder = config, start, task, folder
+        self.config, self.origin, self.task, self.folder = config, origin, task, folder
         self.train = train = config.train.in_phases()[phase]
         check_sharing(train, task.items, processes.count)
         self.processes, share = processes.sharing_sequences(train.context_parallel)
         self.device = device = processes.device(config.model.device)
         self.dtype = choose_dtype(train.dtype, device)
         self.state = TrainState(phase=phase)
-        self.denoiser = start.empty(self.dtype)
+        self.denoiser = origin.empty(self.dtype)
         self.root = task.objective(self.denoiser, share)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
             shard(self.root, self.denoiser, processes.count, device, self.dtype)
-        start.fill(self.denoiser, device, trained=newest(folder) is None)
+        origin.fill(self.denoiser, device, trained=newest(folder) is None)
         if processes.count > 1 and not sharded:
             self.root = in_copies(self.root)
         self.denoiser.attention = config.model.attention
@@ -184,11 +190,9 @@ class Trainer:
             )
 
     def _flops(self, before: Any, counts: dict[str, float]) -> float:
-        """What forward and backward took since `before`: twice forward, less the weights' own half where
-        they are frozen.
-        """
+        """What forward and backward took since `before`."""
         head = head_work(self.denoiser.config, counts["supervised"] / self.processes.sharing, 4)
-        return (2 if self.start.lora_rank else 3) * (self.denoiser.work - before + head).flops
+        return (self.denoiser.work - before + head).with_backward(bool(self.origin.lora_rank))
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
         """Tokens a second, all and supervised; peak memory; FLOP/s of this process and, on a known machine,
@@ -262,7 +266,7 @@ class Trainer:
         """A folder that `sample.py --model` reads; every process takes part."""
         tensors = whole_state(self.root)
         if self.processes.first:
-            self.start.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
+            self.origin.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
         self.processes.wait()
 
 

@@ -54,7 +54,7 @@ class QuestionValidation:
             return {}
         mine = trainer.processes.share(len(self._questions))
         with stage("evaluate"), trainer.evaluating():
-            sums = self.sums(trainer.denoiser, trainer.start.tokenizer, mine)
+            sums = self.sums(trainer.denoiser, trainer.origin.tokenizer, mine)
         whole = trainer.processes.sum(list(sums.values()))
         return self.means(dict(zip(sums, whole, strict=True)))
 
@@ -152,7 +152,7 @@ class DocumentValidation:
         # One sequence at a time, as a step needs at least; shards are gathered by all as often.
         mine = [held[n] for n in processes.share(len(held))]
         calls = -(-len(held) * processes.sharing // processes.count)
-        ends = trainer.start.tokenizer.end_ids
+        ends = trainer.origin.tokenizer.end_ids
         counts = added([counts_of(rows, ends, 1.0) for rows in held])
         with stage("evaluate"), torch.no_grad(), trainer.arithmetic():
             found = [trainer.root(rows, counts, Terms())[1]["tokens"] for rows in mine]

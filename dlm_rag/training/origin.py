@@ -25,7 +25,7 @@ MASK = "<|mask|>"  # for tokenizers that have none
 
 
 @dataclass(frozen=True)
-class Start:
+class Origin:
     """An architecture with its tokenizer, before any weight is there."""
 
     config: DenoiserConfig
@@ -77,7 +77,7 @@ class Start:
                     shutil.copyfile(path, folder / path.name)
 
 
-def begin(config: Config) -> Start:
+def begin(config: Config) -> Origin:
     """What the config says the run begins with; raises `UserError` before any weight is read."""
     if config.model.path is None:
         return _fresh(config)
@@ -98,7 +98,7 @@ def begin(config: Config) -> Start:
     shape = trained_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
     template = PromptTemplate.read(checkpoint.raw.get("prompt"), shape.evidence_layout)
     tokenizer = Tokenizer(inner, mask_id, template, checkpoint.end_token_ids)
-    return Start(shape, tokenizer, checkpoint, train.seed, train.lora_rank)
+    return Origin(shape, tokenizer, checkpoint, train.seed, train.lora_rank)
 
 
 def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
@@ -117,7 +117,7 @@ def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
     )
 
 
-def _fresh(config: Config) -> Start:
+def _fresh(config: Config) -> Origin:
     train, layout = config.train, config.model.evidence_layout or "independent"
     if train.lora_rank:
         raise ConfigError("lora_rank needs a checkpoint: a fresh denoiser has nothing to stand beside")
@@ -145,7 +145,7 @@ def _fresh(config: Config) -> Start:
         block_length=config.decode.block_length,
     )
     tokenizer = Tokenizer(learn_tokenizer(train.seed, train.vocabulary), 0, TEMPLATE, (1,))
-    return Start(shape, tokenizer, None, train.seed, 0)
+    return Origin(shape, tokenizer, None, train.seed, 0)
 
 
 def merged(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:

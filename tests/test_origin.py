@@ -13,9 +13,9 @@ from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint
+from dlm_rag.training.origin import begin, merged
 from dlm_rag.training.saving import whole_state
 from dlm_rag.training.sharding import shard
-from dlm_rag.training.start import begin, merged
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12) * 7 % 256
@@ -29,9 +29,9 @@ def autoregressive(request, tmp_path):
 def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
     """Causal, the denoiser is the autoregressive model: row i - 1 predicts token i."""
     folder, model = autoregressive
-    start = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
-    assert start.config.mask_token_id == 257 and start.config.shifted, "one token more than there were"
-    denoiser = start.denoiser(CPU)
+    origin = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
+    assert origin.config.mask_token_id == 257 and origin.config.shifted, "one token more than there were"
+    denoiser = origin.denoiser(CPU)
     with torch.no_grad():
         expected = model(IDS).logits
         found = denoiser(IDS, ahead=0)
@@ -40,11 +40,11 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
 
 def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_path):
     folder, model = autoregressive
-    start = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
-    denoiser = start.denoiser(CPU)
+    origin = begin(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
+    denoiser = origin.denoiser(CPU)
     with torch.no_grad():
         denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
-    start.export(tmp_path / "out", whole_state(denoiser), 20000.0, torch.float32)
+    origin.export(tmp_path / "out", whole_state(denoiser), 20000.0, torch.float32)
     again = Denoiser.from_pretrained(tmp_path / "out")
     assert again.config.rope_theta == 20000.0 and again.config.evidence_layout == "independent"
     assert Tokenizer.from_pretrained(tmp_path / "out").mask_id == 257
@@ -62,9 +62,9 @@ def test_an_autoregressive_model_must_be_adapted_first(autoregressive):
 @pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
 def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
     folder = golden / "checkpoints" / name
-    start = begin(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
-    denoiser = start.denoiser(CPU)
-    start.export(tmp_path, whole_state(denoiser), start.config.rope_theta, torch.float32)
+    origin = begin(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
+    denoiser = origin.denoiser(CPU)
+    origin.export(tmp_path, whole_state(denoiser), origin.config.rope_theta, torch.float32)
     ids = torch.arange(40).view(2, 20) * 13 % 1500
     with torch.no_grad():
         torch.testing.assert_close(
@@ -78,15 +78,15 @@ def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
 def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
     pytest.importorskip("peft")
     folder = golden / "checkpoints" / "tiny-llada"
-    start = begin(load_config(None, [f"model.path={folder}", "train.lora_rank=4"]))
-    denoiser = start.denoiser(CPU)
+    origin = begin(load_config(None, [f"model.path={folder}", "train.lora_rank=4"]))
+    denoiser = origin.denoiser(CPU)
     trained = {name for name, value in denoiser.named_parameters() if value.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     with torch.no_grad():
         for name, value in denoiser.named_parameters():
             if "lora_B" in name:
                 value.normal_(0, 0.05)
-        plain = Denoiser(start.config)
+        plain = Denoiser(origin.config)
         plain.load_state_dict(merged(denoiser.state_dict(), 4))
         expected = denoiser(IDS)
         torch.testing.assert_close(plain(IDS), expected, atol=1e-4, rtol=1e-4)
@@ -122,8 +122,8 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
 ):
     """Three ranks in shards against one process without: bit for bit, in the bytes of a third."""
     words = [word.format(folder=autoregressive_qwen) for word in words]
-    start = begin(load_config(None, words))
-    expected = start.denoiser(CPU, torch.bfloat16).state_dict()
+    origin = begin(load_config(None, words))
+    expected = origin.denoiser(CPU, torch.bfloat16).state_dict()
     asked, read = [], Checkpoint.rows
 
     def rows(self, name, which):
@@ -134,15 +134,15 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
     monkeypatch.setattr(Checkpoint, "rows", rows)
     whole_bytes = (
         []
-        if start.checkpoint is None
-        else [t.nbytes for _, t in start.checkpoint.tensors(CPU, torch.float32)]
+        if origin.checkpoint is None
+        else [t.nbytes for _, t in origin.checkpoint.tensors(CPU, torch.float32)]
     )
     for rank in range(3):
         as_rank(rank, 3)
         asked.clear()
-        denoiser = start.empty(torch.bfloat16)
+        denoiser = origin.empty(torch.bfloat16)
         shard(torch.nn.Sequential(denoiser), denoiser, 3, CPU, torch.float32)
-        start.fill(denoiser, CPU)
+        origin.fill(denoiser, CPU)
         for name, value in denoiser.named_parameters():
             whole, own = expected[name], value.to_local()
             size = -(-len(whole) // 3)
@@ -150,6 +150,6 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
                 name
             )
         # The last one makes the new token of the means of all.
-        means = 2 * 257 * 32 * 4 if rank == 2 and start.checkpoint else 0
+        means = 2 * 257 * 32 * 4 if rank == 2 and origin.checkpoint else 0
         assert sum(size for _, size in asked) <= sum(whole_bytes) / 3 * 1.05 + means
         assert not asked or max(size for _, size in asked) < sum(whole_bytes) / 3
