@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the page")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, in about a minute")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for everything (10)")
+    parser.add_argument("--minutes", type=float, default=9.5, help="for everything (9.5)")
     parser.add_argument("--only", metavar="PART", help=f"one part: {', '.join(FULL)}")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # the process of a part
     given = parser.parse_args(argv)
@@ -305,14 +305,14 @@ def train(what: Trains, record: Record, folder: Path) -> None:
 
     from dlm_rag.config import load_config
     from dlm_rag.training.memory import step_memory
+    from dlm_rag.training.origin import Origin, begin
     from dlm_rag.training.plan import sample_items
     from dlm_rag.training.processes import Processes
-    from dlm_rag.training.start import Start, begin
     from dlm_rag.training.tasks import Pretrain
     from dlm_rag.training.trainer import Trainer, free_memory
     from dlm_rag.training.weights import place
 
-    class Fresh(Start):
+    class Fresh(Origin):
         """Weights drawn on the device; those of a real run are drawn on the host, the same anywhere."""
 
         def fill(self, denoiser: Any, device: Any, trained: bool = True) -> None:
@@ -327,14 +327,14 @@ def train(what: Trains, record: Record, folder: Path) -> None:
 
     words = ["train.objective=pretrain", "train.optimizer=adamw", "train.steps=1000", *what.settings]
     config = load_config(None, words)
-    start = begin(config)
-    shape = replace(start.config, vocab_size=what.vocabulary)
-    start = Fresh(shape, start.tokenizer, None, start.seed, 0)
+    origin = begin(config)
+    shape = replace(origin.config, vocab_size=what.vocabulary)
+    origin = Fresh(shape, origin.tokenizer, None, origin.seed, 0)
     sampled = sample_items(config, config.train, shape, config.train.items)
     documents: Any = Sampled()
-    task = Pretrain(documents, config.train, start.tokenizer.end_ids)
+    task = Pretrain(documents, config.train, origin.tokenizer.end_ids)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(config, start, task, Path(scratch), Processes(0, 1, 0))
+        trainer = Trainer(config, origin, task, Path(scratch), Processes(0, 1, 0))
     root: Any = trainer.root
     denoiser, device = trainer.denoiser, trainer.device
     record.add(
@@ -374,7 +374,8 @@ def train(what: Trains, record: Record, folder: Path) -> None:
 def attributed(call: Callable[[], Any], record: Record, folder: Path) -> None:
     """Runs a call under torch.profiler; the tables of attribute.py go into the record and the folder."""
     import torch
-    from attribute import attribute, make_folder
+    from attribute import make_folder
+    from attribution import attribute
     from pages import grids, write
     from reports import open_session
 
