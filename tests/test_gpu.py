@@ -218,7 +218,7 @@ def words_for(case, device, *more):
 
 @DEVICES
 def test_training_steps_are_those_of_the_cpu(device, tmp_path):
-    """In float32; products in TF32 would be a thousand times farther off."""
+    """In float32; products in TF32 would be a hundred times farther off."""
     found = []
     for place in (CPU, device):
         trainer, _ = open_trainer(
@@ -226,7 +226,7 @@ def test_training_steps_are_those_of_the_cpu(device, tmp_path):
         )
         steps = [trainer.step() for _ in range(3)]
         found.append([(m["loss"], m["gradient_norm"], m["pointer_loss"]) for m in steps])
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5), "with the same weights"
+    assert found[1][0] == pytest.approx(found[0][0], rel=3e-5), "with the same weights"
     for ours, theirs in zip(*found, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3)
 
