@@ -7,9 +7,9 @@
 The machine and the kernels that work on it. Answers a second with the shipped model, and with random
 weights of 1 and 7 billion parameters that follow its decodes (bench_decode.py, replay.py), against the
 published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best
-(roofline.py). Tokens a second, MFU and peak memory of training steps at about 1 billion parameters and
-sequences of 4,096 tokens, with each switch, beside the memory that was planned. Where the time of both goes
-(attribute.py).
+(roofline.py). How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
+memory of training steps at about 1 billion parameters and sequences of 4,096 tokens, with each switch, beside
+the memory that was planned. Where the time of both goes (attribute.py).
 
 Every part is a process of its own with a time limit, --minutes for all of them: one that fails or takes too
 long leaves its error on the page, with what it had found until then, and the next begins. The page is
@@ -59,18 +59,30 @@ class Trains:
 
 
 @dataclass(frozen=True)
+class Compares:
+    """What is decoded in several ways that should give the same tokens, by the shipped model."""
+
+    questions: int
+    batch: int
+
+
+What = Decodes | Trains | Compares | None
+
+
+@dataclass(frozen=True)
 class Part:
     """A part of the look, in a process of its own."""
 
     seconds: float  # how long it may take
-    what: Decodes | Trains | None = None  # None: the machine
+    what: What = None  # None: the machine
 
 
 FULL = {
-    "machine": Part(45),
-    "shipped": Part(85, Decodes("", {0: 8, 64: 96, 16: 40, 1: 6}, before=64)),
+    "machine": Part(30),
+    "shipped": Part(80, Decodes("", {0: 8, 64: 96, 16: 40, 1: 6}, before=64)),
+    "exactness": Part(45, Compares(40, 16)),
     "training": Part(
-        160,
+        150,
         Trains(
             (
                 "train.hidden_size=2048", "train.head_dim=64", "train.intermediate_size=5632",
@@ -79,13 +91,14 @@ FULL = {
             vocabulary=32_000,
         ),
     ),
-    "1b": Part(120, Decodes("1b", {0: 6, 64: 96, 16: 40, 1: 6}, before=64)),
-    "7b": Part(150, Decodes("7b", {0: 4, 64: 96, 16: 40, 1: 6}, before=64)),
+    "1b": Part(115, Decodes("1b", {0: 6, 64: 96, 16: 40, 1: 6}, before=64)),
+    "7b": Part(145, Decodes("7b", {0: 4, 64: 96, 16: 40, 1: 6}, before=64)),
 }  # fmt: skip
 TINY = (64, 2, 4, 2, 128, 2048)  # as in `replay.SHAPES`
 QUICK = {
     "machine": Part(60),
     "shipped": Part(60, Decodes("", {0: 2, 4: 4, 1: 2}, before=4, rounds=1, profiled=2)),
+    "exactness": Part(60, Compares(3, 2)),
     "training": Part(
         90,
         Trains(
@@ -182,13 +195,15 @@ class Record:
         part.rename(self._path)
 
 
-def take(name: str, what: Decodes | Trains | None, out: Path) -> None:
+def take(name: str, what: What, out: Path) -> None:
     """A part, in the process that is its own."""
     record = Record(out / "parts" / f"{name}.json")
     if what is None:
         look_at_machine(record)
     elif isinstance(what, Decodes):
         decode(what, record, out / f"attribution-{name}")
+    elif isinstance(what, Compares):
+        compare(what, record)
     else:
         train(what, record, out / f"attribution-{name}")
 
@@ -297,6 +312,48 @@ def decode(what: Decodes, record: Record, folder: Path) -> None:
     decoder = make("independent", replace(settings, batch_size=batch), EngineConfig())
     decoder.proposer = kept
     attributed(lambda: list(decoder.stream(last)), record, folder)
+
+
+def compare(what: Compares, record: Record) -> None:
+    """How many questions get the very tokens that they get alone, when something else is different."""
+    from bench_decode import decoder_of, spread, tokens_of
+
+    from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+    from dlm_rag.config import EngineConfig, load_config
+    from dlm_rag.decode.rollout import Rollout
+
+    ways = {  # batch, pool, kernel
+        "alone": (1, None, "auto"),
+        "alone, again": (1, None, "auto"),
+        f"batches of {what.batch}": (what.batch, None, "auto"),
+        f"batches of {what.batch}, no pool": (what.batch, 0.0, "auto"),
+        "alone, attention=sdpa": (1, None, "sdpa"),
+    }
+    for dtype in ("float32", "bfloat16"):
+        config = with_shipped(load_config(None, [f"model.dtype={dtype}"]), [])
+        asked = spread(gather_questions(config, []), what.questions)
+        prepared = prepare(config, asked)
+        denoiser, alone = prepared.load().denoiser, list[Rollout]()
+        for name, (batch, pool_gib, kernel) in ways.items():
+            denoiser.attention = kernel
+            how = replace(prepared.config.decode, batch_size=batch)
+            decoder = decoder_of(prepared, denoiser, how, EngineConfig(pool_gib=pool_gib))
+            rollouts = decoder.decode(asked)
+            alone = alone or rollouts
+            pairs = list(zip(rollouts, alone, strict=True))
+            same = [pair for pair in pairs if tokens_of(pair[0]) == tokens_of(pair[1])]
+            off = [
+                abs(ours.confidence - theirs.confidence)
+                for pair in same
+                for steps in zip(*(rollout.steps for rollout in pair), strict=True)
+                for ours, theirs in zip(*(step.committed for step in steps), strict=True)
+            ]
+            found = {
+                "same_tokens": len(same),
+                "of": len(asked),
+                "farthest_confidence": max(off, default=0.0),
+            }
+            record.add(line={"dtype": dtype, "kernel": denoiser.backend, "way": name, **found})
 
 
 def train(what: Trains, record: Record, folder: Path) -> None:

@@ -21,6 +21,8 @@ def write(out: Path, found: dict[str, Line]) -> None:
     blocks += ["![answers a second, training](page.png)"] if picture else []
     for name, part in decodes.items():
         blocks += decoding(name, part)
+    for part in found.values():
+        blocks += same_tokens(part) if has(part, "same_tokens") else []
     for part in trains.values():
         blocks += training(part)
     for name, part in found.items():
@@ -98,6 +100,20 @@ def decoding(name: str, part: Line) -> list[str]:
         "are of a forward of a row: no two settings have answered the same questions."
     )
     return [f"## Decoding: {name}", said, table(headings, rows)]
+
+
+def same_tokens(part: Line) -> list[str]:
+    """Questions that get the tokens that they got alone, the first way of each precision."""
+    rows = [
+        [
+            line["dtype"], line["way"], line["kernel"], f"{line['same_tokens']} of {line['of']}",
+            f"{line['farthest_confidence']:.1e}",
+        ]
+        for line in part["lines"]
+    ]  # fmt: skip
+    headings = ["precision", "way", "kernel", "same tokens as alone", "confidences differ by, at most"]
+    said = "The shipped model. Confidences are compared where all tokens are the same."
+    return ["## The same tokens?", said, table(headings, rows)]
 
 
 def training(part: Line) -> list[str]:

@@ -110,6 +110,10 @@ def test_the_whole_look_on_a_cpu(tmp_path):
     switches = [line["switch"] for line in found["training"]["lines"]]
     assert switches == ["none", "logit_chunk 16", "selective", "full"]
     assert all(line["planned_gib"] > 0 for line in found["training"]["lines"])
+    ways = {(line["dtype"], line["way"]): line for line in found["exactness"]["lines"]}
+    assert len(ways) == 10 and "## The same tokens?" in page
+    assert all(line["same_tokens"] == 3 for (dtype, _), line in ways.items() if dtype == "float32")
+    assert ways["float32", "alone, again"]["farthest_confidence"] == 0
     for stage in ("| denoise |", "| backward |"):
         assert stage in page
 
