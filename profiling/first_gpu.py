@@ -8,8 +8,8 @@ The machine and the kernels that work on it. Answers a second with the shipped m
 weights of 1 and 7 billion parameters that follow its decodes (bench_decode.py, replay.py), against the
 published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best
 (roofline.py). How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
-memory of training steps at about 1 billion parameters and sequences of 4,096 tokens, with each switch, beside
-the memory that was planned. Where the time of both goes (attribute.py).
+memory of training steps at about 1 billion parameters and sequences of 4,096 tokens, with each switch,
+beside the memory that was planned. Where the time of both goes (attribute.py).
 
 Every part is a process of its own with a time limit, --minutes for all of them: one that fails or takes too
 long leaves its error on the page, with what it had found until then, and the next begins. The page is
