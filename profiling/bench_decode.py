@@ -224,29 +224,47 @@ def with_and_without_pool(prepared: Prepared) -> list[Setting]:
     ]
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A denoiser of random weights that follows what the shipped model's decodes committed and found."""
+
+    prepared: Prepared
+    denoiser: Denoiser
+    recorded: dict[str, Rollout]
+    decode: DecodeConfig  # with the canvas of the recordings
+
+    @classmethod
+    def of(cls, prepared: Prepared, questions: list[Question], shape: str) -> "Replay":
+        """Records decodes of all questions; the denoiser has a shape of `replay.SHAPES`."""
+        decode = replace(prepared.config.decode, canvas_length=CANVAS_LENGTH)
+        recorder = replace(prepared, config=replace(prepared.config, decode=decode)).load()
+        recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
+        denoiser = random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
+        note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
+        return cls(prepared, denoiser, recorded, decode)
+
+    def decoder(self, layout: str, decode: DecodeConfig, engine: EngineConfig | None) -> Decoder:
+        """As `decoder_of`."""
+        tokenizer: Any = ReplayTokenizer(self.denoiser.config.vocab_size)
+        corpus: Any = self.prepared.retriever
+        retriever = ReplayRetriever(corpus, self.recorded)
+        replaying = replace(self.prepared, retriever=retriever, tokenizer=tokenizer, evidence_layout=layout)
+        decoder = decoder_of(replaying, self.denoiser, decode, engine)
+        following: Any = ReplayProposer(decoder.proposer, self.recorded, tokenizer)
+        decoder.proposer = following
+        return decoder
+
+
 def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[Setting]:
     """Random weights that follow recorded decodes: the joint layout, then the independent one."""
-    decode = replace(prepared.config.decode, canvas_length=CANVAS_LENGTH)
-    recorder = replace(prepared, config=replace(prepared.config, decode=decode)).load()
-    recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
-    denoiser = random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
-    note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
-    tokenizer: Any = ReplayTokenizer(denoiser.config.vocab_size)
-    corpus: Any = recorder.retriever
-    found = []
-    for layout, left_out in REPLAYED.items():
-        pool_gib = prepared.config.engine.pool_gib or 1.0
-        for name, (exact, how, engine) in mechanisms(decode, layout, pool_gib).items():
-            if exact and name not in left_out:
-                retriever = ReplayRetriever(corpus, recorded)
-                replaying = replace(
-                    prepared, retriever=retriever, tokenizer=tokenizer, evidence_layout=layout
-                )
-                decoder = decoder_of(replaying, denoiser, how, engine)
-                following: Any = ReplayProposer(decoder.proposer, recorded, tokenizer)
-                decoder.proposer = following
-                found.append(Setting(f"{layout}, {name.removeprefix('+ ')}", decoder, exact=False))
-    return found
+    replay = Replay.of(prepared, questions, shape)
+    pool_gib = prepared.config.engine.pool_gib or 1.0
+    return [
+        Setting(f"{layout}, {name.removeprefix('+ ')}", replay.decoder(layout, how, engine), exact=False)
+        for layout, left_out in REPLAYED.items()
+        for name, (exact, how, engine) in mechanisms(replay.decode, layout, pool_gib).items()
+        if exact and name not in left_out
+    ]
 
 
 def kept_by(decoder: Decoder) -> DenoiserProposer | None:

@@ -26,6 +26,12 @@ PASSAGES = [
 ]
 
 
+def pytest_configure(config):
+    """Only `-m gpu` sees the GPUs: all other tests are about the CPU, whatever the machine has."""
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     return _shared("golden")

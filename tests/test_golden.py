@@ -30,12 +30,16 @@ def restore_threads():
 
 @pytest.mark.parametrize(("name", "threads"), [*((name, 1) for name in TRACES), ("sardi", 2)])
 def test_trace_is_identical(golden, restore_threads, name, threads):
+    torch.set_num_threads(threads)
+    check_trace(golden, name)
+
+
+def check_trace(golden, name, device="cpu"):
     """Queries, passages in rank order, committed positions and tokens; six questions in one batch."""
     checkpoint, config_name, overrides = TRACES[name]
-    torch.set_num_threads(threads)
     config = load_config(config_name, [*overrides, "decode.stop_early=false", "decode.batch_size=6"])
     decoder = Decoder(
-        Denoiser.from_pretrained(golden / "checkpoints" / checkpoint),
+        Denoiser.from_pretrained(golden / "checkpoints" / checkpoint, device),
         load_retriever(golden / "corpus.jsonl"),
         Tokenizer.from_pretrained(golden / "checkpoints" / checkpoint),
         config.decode,

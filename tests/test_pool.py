@@ -1,11 +1,15 @@
 """What is kept between steps: the same as computing it anew, within its budget, counted."""
 
 import random
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import tiny_denoiser
 
+from dlm_rag.config import EngineConfig
+from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.evidence.contexts import Contexts
 from dlm_rag.evidence.encode import encode_canvases, encode_contexts
 from dlm_rag.evidence.layout import Arrangement, arrange
@@ -154,3 +158,61 @@ def test_under_autocast_contexts_are_kept_in_its_dtype():
         expected = encode_canvases(denoiser, [laid[0].lead], [CANVASES[0]], fresh, [READ[0]])
     assert stored.store.keys_values.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected)
+
+
+class FakeStream:
+    """A CUDA stream that only writes down what it waits for."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.events = name, log, 0
+
+    def record_event(self):
+        self.events += 1
+        return f"{self.name} {self.events}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The copies' stream and the denoiser's, for a pool on a CPU."""
+    log = []
+    copies, here = FakeStream("copies", log), FakeStream("denoiser", log)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: here)
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    return copies, log
+
+
+def test_a_copy_waits_for_what_the_denoiser_was_asked_before(streams):
+    """The memory that it writes to was the denoiser's until now, and may still be read."""
+    copies, log = streams
+    pool = EvidencePool(CPU, 10 * PASSAGE_TOKENS, 10 * PASSAGE_TOKENS)
+    pool._copies = copies
+    one = torch.randn(1, 2, 10, 2, 8)
+    pool.add(segment(1), one)
+    pool.add(segment(2), kept())
+    assert log == ["copies waits for denoiser 1"]
+    pool.prefetch([segment(1)])
+    assert log[1:] == ["copies waits for denoiser 2", "copies waits for denoiser 3"], "1 comes, 2 goes"
+    torch.testing.assert_close(pool.get(segment(1)), one)
+    assert log[3:] == ["denoiser waits for copies 2"]
+    pool.get(segment(1))
+    assert len(log) == 4, "once is enough"
+
+
+def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):
+    """Else a pool that has filled its share would get a share of the rest, at every new set of weights."""
+    held = []
+
+    def budget(device):
+        gone = [pool() is None for pool in held]
+        assert all(gone), "the pool of before is still there"
+        return 10**6
+
+    monkeypatch.setattr("dlm_rag.decode.proposer.default_budget", budget)
+    proposer = DenoiserProposer(tiny_denoiser(), 256, EngineConfig())
+    held.append(weakref.ref(proposer.pool))
+    proposer.forget()
+    assert proposer.pool.budgets[0] == 10**6

@@ -77,7 +77,9 @@ class DenoiserProposer:
 
     def forget(self) -> None:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""
-        device, engine, self.pool = self.denoiser.device, self._engine, None
+        device, engine = self.denoiser.device, self._engine
+        # What was kept is freed first: the budget is a share of what is free.
+        self.pool, self._contexts = None, Contexts(self.denoiser, None)
         budget = default_budget(device) if engine.pool_gib is None else int(engine.pool_gib * GIB)
         if budget:
             self.pool = EvidencePool(device, budget, int(engine.host_pool_gib * GIB))

@@ -117,11 +117,14 @@ class EvidencePool:
             self._done.pop(lost, None)
 
     def _copy(self, segment: Segment, source: Tensor, target: Tensor) -> Tensor:
-        """Copies between the tiers, after what the denoiser has been asked to write until now."""
+        """Copies between the tiers, after all that the denoiser has been asked until now.
+
+        It may still be writing the source, or reading what lay in the target's memory before.
+        """
         if self._copies is None:
             return target.copy_(source)
         here = torch.cuda.current_stream(self._device)
-        self._copies.wait_event(self._done.pop(segment, None) or here.record_event())
+        self._copies.wait_event(here.record_event())
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
             self._done[segment] = self._copies.record_event()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlm_rag.model.kernels import paging
-from dlm_rag.model.rows import Sight
+from dlm_rag.model.rows import Ragged, Sight
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, backend: str) -> Tensor:
@@ -76,7 +76,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Sight, ahead: int | None) ->
     elif sight.stored is not None:
         k, v = (torch.cat(sight.stored.views(x, sight.keys.lengths)) for x in (k, v))
     out = varlen_attn(
-        q, k, v, sight.queries.cumulative, ends, sight.queries.longest, sight.keys.longest,
+        q, k, v, sight.queries.cumulative, ends, _at_most(sight.queries), sight.keys.longest,
         window_size=(-1, -1 if ahead is None else ahead), enable_gqa=q.shape[1] != k.shape[-2], **options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
@@ -87,9 +87,18 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, sight: Sight, ahead: int | None) -> 
     from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
-        q, k, v, sight.queries.cumulative, sight.keys.cumulative, sight.queries.longest,
+        q, k, v, sight.queries.cumulative, sight.keys.cumulative, _at_most(sight.queries),
         sight.keys.longest, window_size=(-1, -1 if ahead is None else ahead), block_table=sight.table,
     )  # fmt: skip
+
+
+def _at_most(queries: Ragged) -> int:
+    """What a kernel is told of the longest row.
+
+    Told of one query at most, FlashAttention 2 takes a way of its own for grouped heads: it fails where a
+    row has none, and may split keys by how many rows there are.
+    """
+    return max(2, queries.longest)
 
 
 _KERNELS = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}

@@ -36,9 +36,7 @@ def to_host(tensor: Tensor) -> NDArray[Any]:
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     found.copy_(tensor, non_blocking=True)
     # An event, so that `torch.cuda.set_sync_debug_mode` finds the waits that nobody meant.
-    done = torch.cuda.Event()
-    done.record()
-    done.synchronize()
+    torch.cuda.current_stream(tensor.device).record_event().synchronize()
     return found.numpy()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dlm_rag.config import Config
@@ -59,7 +60,7 @@ class Trainer:
         self.state = TrainState(phase=phase)
         self.denoiser = origin.empty(self.dtype)
         self.root = task.objective(self.denoiser, share)
-        sharded = train.parallel == "fsdp" and processes.count > 1
+        sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
             shard(self.root, self.denoiser, processes.count, device, self.dtype)
         origin.fill(self.denoiser, device, trained=newest(folder) is None)

@@ -1,0 +1,341 @@
+"""What only a GPU can show, in at most five minutes on one: `python -m pytest -m gpu`.
+
+Nearly every check is a function of a device; the fast tests run it on the CPU, where the answer is known:
+what fails on a GPU only is the GPU's.
+"""
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from conftest import ROOT, SHARED, tiny_denoiser
+from test_attention import random_rows, sight_of
+from test_decoder import QUESTIONS, make_decoder, records
+from test_golden import TRACES, check_trace
+from two_processes import CASES, run
+
+from dlm_rag.commands.job import prepare, with_shipped
+from dlm_rag.config import EngineConfig, load_config
+from dlm_rag.decode.proposer import DenoiserProposer
+from dlm_rag.evaluation.metrics import exact_match
+from dlm_rag.evidence.pool import EvidencePool, default_budget, free_bytes
+from dlm_rag.model.attention import attention
+from dlm_rag.model.kernels import BACKENDS, missing
+from dlm_rag.model.rows import Segment, pack
+from dlm_rag.model.store import ContextStore
+from dlm_rag.questions import read_questions
+from dlm_rag.training.phase import open_trainer
+from dlm_rag.training.processes import Processes
+
+CPU = torch.device("cpu")
+ALONE = Processes(0, 1, 0)
+ON_GPU = [
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]  # fmt: skip
+CUDA = pytest.param(torch.device("cuda"), marks=ON_GPU, id="cuda")
+DEVICES = pytest.mark.parametrize("device", [pytest.param(CPU, id="cpu"), CUDA])
+SLOW_HERE = pytest.mark.parametrize(
+    "device", [pytest.param(CPU, marks=pytest.mark.slow, id="cpu"), CUDA]
+)  # the CPU has faster tests of the same
+LOW = (torch.bfloat16, torch.float16)
+KERNELS = pytest.mark.parametrize(
+    ("device", "kernel", "dtype"),
+    [
+        *(pytest.param(CPU, "sdpa", dtype, id=f"cpu-sdpa-{dtype}") for dtype in (torch.float32, *LOW)),
+        *(
+            pytest.param(torch.device("cuda"), kernel, dtype, marks=ON_GPU, id=f"cuda-{kernel}-{dtype}")
+            for kernel in BACKENDS
+            for dtype in ((torch.float32, *LOW) if kernel == "sdpa" else LOW)
+        ),
+    ],
+)
+HEADS = (8, 2, 64)  # heads, key-value heads, head width
+
+
+def usable(kernel, device, dtype):
+    """Skips where a kernel is not installed, or not for such a GPU."""
+    if reason := missing(kernel, device, dtype):
+        pytest.skip(f"{kernel}: {reason}")
+
+
+def close(found, expected, values):
+    """Attention in a low precision rounds its weights once and its result once.
+
+    Each costs half of the precision, of the largest value at most. In float32 what counts are sums in
+    another order, of up to thousands of keys.
+    """
+    assert found.isfinite().all()
+    steps = 1 if found.dtype in LOW else 64
+    bound = steps * torch.finfo(found.dtype).eps * float(values.abs().max()) + 1e-5
+    worst = float((found.float().cpu() - expected).abs().max())
+    assert worst <= bound, f"{worst:.2e} off where rounding explains {bound:.2e}"
+
+
+ROWS = {  # lengths of queries and keys; how far tokens see ahead
+    "even": ((96, 96, 96), (96, 96, 96), None),
+    "ragged": ((1, 37, 300, 128), (1, 37, 300, 128), None),
+    "more keys": ((5, 64, 1), (600, 64, 257), None),
+    "one query each": ((1, 1, 1), (700, 3, 256), None),
+    "some without queries": ((0, 5, 0, 2), (7, 90, 1, 64), None),
+    "none or one query each": ((0, 1, 1), (7, 90, 300), None),
+    "a long context": ((4,), (3000,), None),
+    "causal": ((1, 37, 300), (1, 37, 300), 0),
+    "windowed": ((1, 37, 300), (1, 37, 300), 7),
+    "a window wider than a row": ((1, 37, 300), (1, 37, 300), 200),
+}
+
+
+@KERNELS
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_kernel_gives_what_sdpa_gives_in_float32(device, kernel, dtype, rows):
+    usable(kernel, device, dtype)
+    queries, keys, ahead = ROWS[rows]
+    q, k, v = (x.to(dtype).float() for x in random_rows(queries, keys, *HEADS))
+    expected = attention(q, k, v, sight_of(queries, keys, ahead), "sdpa")
+    there = (x.to(device, dtype) for x in (q, k, v))
+    found = attention(*there, sight_of(queries, keys, ahead, device), kernel)
+    assert found.dtype == dtype
+    close(found, expected, v)
+
+
+STORED = {  # tokens of each row that lie in its slot already, its own, the slot
+    "ragged": ((300, 0, 77), (40, 64, 8), (3, 0, 1)),
+    "one token each": ((255, 256, 700), (1, 1, 1), (0, 1, 2)),
+    "a long context": ((3000,), (64,), (1,)),
+}
+
+
+@KERNELS
+@pytest.mark.parametrize("rows", STORED)
+@pytest.mark.parametrize("reads", ["all", "few"])
+def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, reads):
+    """Pages as large as a slot, in which nothing but the rows is a number."""
+    usable(kernel, device, dtype)
+    seen, own, slots = STORED[rows]
+    keys = tuple(a + b for a, b in zip(seen, own, strict=True))
+    read = [range(n) if reads == "all" else range(n - 1, n) for n in own]
+    queries = tuple(map(len, read))
+    q, k, v = (x.to(dtype).float() for x in random_rows(queries, keys, *HEADS))
+    expected = attention(q, k, v, sight_of(queries, keys), "sdpa")
+    store = ContextStore(1, HEADS[1], HEADS[2], device, dtype)
+    store.reserve(max(slots) + 1, max(keys))
+    store.keys_values.fill_(torch.nan)
+    own_keys, own_values = [], []
+    for slot, n, row_k, row_v in zip(slots, seen, k.split(keys), v.split(keys), strict=True):
+        store.put(slot, 0, torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype))
+        own_keys.append(row_k[n:])
+        own_values.append(row_v[n:])
+    packed = pack([Segment((1,) * n, 0) for n in own], device, read=read, context=store.rows(slots, seen))
+    there = packed.seen(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
+    close(attention(q.to(device, dtype), *there, packed.last, kernel), expected, v)
+
+
+@KERNELS
+@pytest.mark.parametrize("rows", ["ragged", "more keys", "causal", "windowed"])
+def test_every_kernel_has_the_gradients_of_sdpa_in_float32(device, kernel, dtype, rows):
+    usable(kernel, device, dtype)
+    queries, keys, ahead = ROWS[rows]
+    inputs = [x.to(dtype).float() for x in random_rows(queries, keys, *HEADS)]
+    weights = torch.randn(sum(queries), *HEADS[::2], generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for place, kind, name in ((CPU, torch.float32, "sdpa"), (device, dtype, kernel)):
+        there = [x.to(place, kind).requires_grad_() for x in inputs]
+        found = attention(*there, sight_of(queries, keys, ahead, place), name)
+        gradients.append(torch.autograd.grad(found, there, weights.to(place, kind)))
+    bound = 2 * torch.finfo(dtype).eps if dtype in LOW else 1e-4
+    for expected, found in zip(*gradients, strict=True):
+        off = (found.float().cpu() - expected).norm() / expected.norm()
+        assert off < bound, f"{off:.2e} of the gradient's norm"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", TRACES)
+def test_golden_traces_in_float32(name):
+    if not (SHARED / "golden").is_dir():
+        pytest.skip("the reference data golden/ is not here (set DLM_RAG_SHARED)")
+    check_trace(SHARED / "golden", name, torch.device("cuda"))
+
+
+def decoded(corpus_file, device, layout, engine, **settings):
+    decoder = make_decoder(corpus_file, layout, top_k=3, batch_size=2, **settings)
+    decoder.denoiser.to(device)
+    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, engine)
+    return records(decoder.decode(QUESTIONS * 2)), decoder.proposer.reuse
+
+
+@DEVICES
+@pytest.mark.parametrize("layout", ["prefix", "independent"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
+def test_two_tiers_and_prefetch_change_no_token(corpus_file, device, layout, overlap):
+    """Both tiers hold a few passages each, so that they leave and come back all the time."""
+    plain, _ = decoded(corpus_file, device, layout, EngineConfig(pool_gib=0.0))
+    tiers = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)
+    ours, reuse = decoded(corpus_file, device, layout, tiers, overlap=overlap)
+    assert ours == plain
+    if layout == "independent":
+        assert reuse.evicted > 5 and reuse.from_host > 100
+
+
+@DEVICES
+def test_what_comes_back_is_what_was_put_aside_while_the_device_is_busy(device):
+    """Copies run beside products that write and free memory; nothing is waited for until the end."""
+    tokens, count, side = (4000, 24, 2048) if device.type == "cuda" else (8, 24, 16)
+    segments = [Segment((number,) * tokens, 0) for number in range(count)]
+    size = torch.zeros(4, 2, tokens, 2, 64).nbytes
+    pool = EvidencePool(device, 4 * size, count * 4 * size)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randint(count, (600,), generator=generator).tolist()
+    matrix = torch.randn(side, side, device=device)
+    wrong = torch.zeros((), device=device)
+    for number, segment in enumerate(segments):
+        pool.add(segment, torch.full((4, 2, tokens, 2, 64), float(number), device=device))
+    for at, number in enumerate(order):
+        pool.prefetch(segments[n] for n in order[at + 1 : at + 3])
+        noise = (matrix @ matrix)[:1] * torch.full((4, 2, tokens, 2, 64), -1.0, device=device).sum()
+        kept = pool.get(segments[number])
+        wrong += (kept != number).sum() + 0 * noise.sum().nan_to_num(0, 0, 0)
+    assert pool.reuse.from_host > 100 * tokens and float(wrong) == 0
+
+
+@DEVICES
+def test_a_pool_whose_size_nobody_named_is_smaller_than_what_is_free(device):
+    free = free_bytes(device)
+    assert 0 < default_budget(device) < 0.8 * free
+    if device.type == "cuda":
+        held = torch.empty(2**30, dtype=torch.uint8, device=device)
+        assert default_budget(device) < 0.8 * (free - held.nbytes / 2)
+        del held
+        assert free_bytes(device) > free - 2**28, "what the allocator keeps is free to us"
+
+
+def words_for(case, device, *more):
+    return [*CASES[case], f"model.device={device}", *more]
+
+
+@DEVICES
+def test_training_steps_are_those_of_the_cpu(device, tmp_path):
+    """In float32; products in TF32 would be a hundred times farther off."""
+    found = []
+    for place in (CPU, device):
+        trainer, _ = open_trainer(
+            load_config(None, words_for("sft", place, "train.dtype=float32")), tmp_path
+        )
+        steps = [trainer.step() for _ in range(3)]
+        found.append([(m["loss"], m["gradient_norm"], m["pointer_loss"]) for m in steps])
+    assert found[1][0] == pytest.approx(found[0][0], rel=3e-5), "with the same weights"
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@SLOW_HERE
+def test_training_in_bfloat16_goes_through_validation_and_comes_back(device, tmp_path, monkeypatch):
+    """Steps, a checkpoint, the validation by the decoder, an export, and half of the steps again."""
+    monkeypatch.setitem(CASES, "here", words_for("sft bfloat16", device))
+    found = run("here", tmp_path, ALONE)
+    assert found["again"] == pytest.approx(found["loss"][2:], rel=1e-3)
+    assert 0 < found["scores"]["nelbo_per_token"] < 10
+    monkeypatch.setitem(CASES, "there", words_for("sft", CPU, "train.dtype=float32"))
+    (tmp_path / "float32").mkdir()
+    assert found["loss"] == pytest.approx(run("there", tmp_path / "float32", ALONE)["loss"], rel=3e-2)
+
+
+@SLOW_HERE
+def test_one_process_with_one_shard(device, tmp_path, monkeypatch):
+    """FSDP over NCCL (gloo on a CPU): the steps of the whole model, validated, saved, gone on with."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [*launcher, str(ROOT / "tests/one_process.py"), str(tmp_path), device.type]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for case, dtype, near in (("sft", "float32", 1e-3), ("sft bfloat16", "bfloat16", 1e-2)):
+        ours = json.loads((tmp_path / f"{case} sharded" / "found.json").read_text())
+        monkeypatch.setitem(CASES, "whole", words_for(case, device, f"train.dtype={dtype}"))
+        (tmp_path / f"{case} whole").mkdir()
+        theirs = run("whole", tmp_path / f"{case} whole", ALONE)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=near)
+        assert ours["again"] == pytest.approx(ours["loss"][2:], rel=near)
+        assert ours["scores"].keys() == theirs["scores"].keys()
+
+
+@SLOW_HERE
+def test_compiled_layers_are_the_same_layers(device):
+    plain, compiled = (tiny_denoiser(num_hidden_layers=3).to(device) for _ in range(2))
+    compiled.compile_layers()
+    with torch.inference_mode():
+        for lengths in ((5, 9), (64, 3, 7), (31,)):
+            rows = pack([Segment((7,) * n, 0) for n in lengths], device, read=[(0, n - 1) for n in lengths])
+            found, expected = (d.encode(rows)[0] for d in (compiled, plain))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert 2 <= compiled.compilations <= 6
+
+
+@SLOW_HERE
+def test_compiled_training_steps_are_the_same_steps(device, tmp_path):
+    found = []
+    for more in ("train.compile=false", "train.compile=true"):
+        words = words_for("sft", device, "train.dtype=float32", more)
+        trainer, _ = open_trainer(load_config(None, words), tmp_path)
+        found.append([trainer.step()["loss"] for _ in range(3)])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+@contextmanager
+def without_waits(device):
+    """Raises where anything but `to_host` waits for the GPU; on a CPU nothing can."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@DEVICES
+@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype):
+    engine = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)
+    decoder = make_decoder(corpus_file, layout, batch_size=2, temperature=0.5, overlap="pipeline")
+    for parameter in decoder.denoiser.to(device).parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))  # the rotary frequencies stay as they are
+    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, engine)
+    decoder.decode(QUESTIONS)
+    decoder.proposer.forget()
+    with without_waits(device):
+        assert all(not rollout.error for rollout in decoder.decode(QUESTIONS))
+
+
+TRAINED = {
+    "sft": ("sft", []),
+    "sft, muon": ("sft muon", []),
+    "pretrain": ("pretrain", []),
+    "adapt, selective": ("adapt", ["train.checkpointing=selective"]),
+}
+
+
+@SLOW_HERE
+@pytest.mark.parametrize("way", TRAINED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_steps_wait_in_the_marked_place_only(device, way, dtype, tmp_path):
+    case, words = TRAINED[way]
+    config = load_config(None, words_for(case, device, f"train.dtype={dtype}", *words))
+    trainer, _ = open_trainer(config, tmp_path)
+    trainer.step()
+    with without_waits(device):
+        for _ in range(2):
+            assert trainer.step()["loss"] > 0
+
+
+@DEVICES
+def test_the_shipped_model_answers(device):
+    """As it is chosen by itself: bfloat16 and the fastest kernel on a GPU, float32 on a CPU."""
+    config = with_shipped(load_config(None, [f"model.device={device}", "decode.batch_size=16"]), [])
+    asked = read_questions(config.questions)[: 16 if device.type == "cpu" else 64]
+    rollouts = prepare(config, asked).load().decode(asked)
+    right = [exact_match(r.answer, q.golden_answers) for r, q in zip(rollouts, asked, strict=True)]
+    assert sum(right) / len(right) > 0.7, "the page of results says 80 and more"

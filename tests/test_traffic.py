@@ -1,0 +1,124 @@
+"""What goes to the device and what comes back, seen with a device that is not there (accelerator.py)."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from accelerator import META, traffic
+from conftest import tiny_denoiser
+
+from dlm_rag.config import EngineConfig, load_config
+from dlm_rag.decode.proposer import DenoiserProposer, View
+from dlm_rag.evidence.layout import arrange
+from dlm_rag.tokenizer import Prompt
+from dlm_rag.training.phase import open_trainer
+
+LAYOUTS = ["joint", "prefix", "independent"]
+IN, OUT = ("in", "to_device"), ("out", "to_host")
+FACTS = [((10, 11), (20, 21, 22)), ((20, 21, 22),), ((30,), (10, 11), (40, 41))]
+
+
+def views_of(layout, shifted, temperature=0.0, spread=False):
+    """Three rows of other lengths, each at another point of its canvas; the last has one position left."""
+    found = []
+    for slot, facts in enumerate(FACTS):
+        laid = arrange(Prompt((1, 2, 3), facts, (4,)), layout, shifted, 6)
+        canvas = np.full(8 + slot, 256)
+        positions = np.arange(len(canvas)) if slot < 2 else np.array([5])
+        draws = np.random.default_rng(slot).random(len(positions)) if temperature else None
+        found.append(View(slot, laid, canvas, positions, temperature, draws, spread))
+    return found
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "asked", [{}, {"temperature": 0.7}, {"spread": True}], ids=["likeliest", "drawn", "spread"]
+)
+@pytest.mark.parametrize("pool_gib", [0.0, 1.0], ids=["no pool", "pool"])
+def test_a_decode_step_is_one_copy_in_for_each_call_and_one_out(layout, shifted, asked, pool_gib):
+    denoiser = tiny_denoiser(shifted=shifted).to(META)
+    proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=pool_gib))
+    views = views_of(layout, shifted, **asked)
+    contexts = 0 if layout == "joint" else 1  # a call that computes them, where they are not kept
+    for again in range(3):
+        if again == 2:  # another passage in the middle of one row
+            laid = arrange(Prompt((1, 2, 3), ((50, 51), (20, 21, 22)), (4,)), layout, shifted, 6)
+            views[1] = replace(views[1], arrangement=laid)
+        calls = denoiser.work.calls
+        with traffic() as seen:
+            proposals = proposer.propose(views)
+        calls = denoiser.work.calls - calls
+        assert seen == [IN] * calls + [OUT]
+        assert calls == 1 + (0 if again == 1 and pool_gib else contexts)
+        assert [len(found.token_ids) for found in proposals] == [8, 9, 1]
+
+
+def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
+    denoiser = tiny_denoiser().to(META)
+    proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=0.0))
+    laid = arrange(Prompt((1,), (), ()), "joint", False, 6)
+    views = [View(0, laid, np.full(2000, 256), np.arange(2000)), View(1, laid, np.full(3, 7), np.arange(0))]
+    with traffic() as seen:
+        proposer.propose(views)
+    assert seen == [IN, OUT]
+
+
+MICRO = [
+    "model.device=meta", "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=400",
+    "train.groups=2", "train.rows=3", "train.world_passages=100", "train.steps=9", "train.worlds=1",
+    "train.validation_questions=1", "decode.canvas_length=48", "retrieval.top_k=3",
+]  # fmt: skip
+PRETRAIN = ["train.objective=pretrain", "train.sequence_length=96", "train.batch_tokens=192"]
+WAYS = {  # copies in: one for each call of the layers, one for the loss
+    "sft": (3, []),
+    "sft, joint": (2, ["model.evidence_layout=joint"]),
+    "sft in two parts, adamw": (6, ["train.accumulate=2", "train.optimizer=adamw"]),
+    "pretrain, 16 logits at a time": (2, [*PRETRAIN, "train.logit_chunk=16"]),
+    "adapt, checkpointing": (2, [*PRETRAIN, "train.objective=adapt", "train.checkpointing=full"]),
+    "pretrain, selective": (2, [*PRETRAIN, "train.checkpointing=selective"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_step_waits_for_the_device_once(tmp_path, way):
+    """Pointers, the two masks, the norm of the gradients and the optimizers included."""
+    copies, words = WAYS[way]
+    with traffic() as seen:
+        trainer, _ = open_trainer(load_config(None, [*MICRO, *words]), tmp_path)
+        trainer.denoiser.to(META)  # the rotary frequencies too, which have contents here as on the CPU
+        for _ in range(2):
+            seen.clear()
+            trainer.step()
+            assert Counter(seen) == {IN: copies, OUT: 1}
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda x: torch.tensor([0, 1], device=META), "in, waiting"),
+        (lambda x: torch.zeros(3).to(META), "in, waiting"),
+        (lambda x: torch.zeros(3).to(META, non_blocking=True), "in"),
+        (lambda x: x[torch.tensor([0, 1])], "in, waiting"),
+        (lambda x: x[[0, 1]], "in, waiting"),
+        (lambda x: x[:, np.array([0, 1])], "in, waiting"),
+        (lambda x: x.new_tensor([0, 1]), "in, waiting"),
+        (lambda x: x.cpu(), "out"),
+        (lambda x: torch.zeros(3).copy_(x[0]), "out"),
+        (lambda x: float(x.sum()), "wait"),
+        (lambda x: x.sum().tolist(), "out"),
+        (lambda x: bool((x > 0).any()), "wait"),
+        (lambda x: x[x > 0], "wait"),
+        (lambda x: x.nonzero(), "wait"),
+    ],
+)
+def test_what_the_note_taker_sees(broken, said):
+    with traffic() as seen:
+        x = torch.zeros(4, 3, device=META)
+        try:
+            broken(x)
+        except RuntimeError:  # nobody knows how much a mask takes
+            assert said == "wait"
+    assert {what for what, _ in seen} == {said}, seen
