@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTENT = "<<content>>"
+REMEMBERED_TEXTS = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
+REMEMBERED_HEADS = 1024  # of questions: each is asked about again while it is answered
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class Tokenizer:
         self.end_id = eos[0] if eos else min(self.end_ids, default=None)
         texts = (self._decode([token]) for token in sorted(self.special_ids))
         self._special_texts = [text for text in texts if text]
-        self.encode = lru_cache(maxsize=65536)(self._encode)
+        self.encode = lru_cache(maxsize=REMEMBERED_TEXTS)(self._encode)
+        self._head = lru_cache(maxsize=REMEMBERED_HEADS)(self._encode)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     @classmethod
@@ -168,7 +171,7 @@ class Tokenizer:
             for number, passage in enumerate(passages, start=1)
         ]
         return Prompt(
-            head=self._prefix + self.encode(self.template.head.replace("{question}", question)),
+            head=self._prefix + self._head(self.template.head.replace("{question}", question)),
             facts=tuple(
                 self.encode(fact if number == len(facts) and self.template.numbered else f"{fact}\n")
                 for number, fact in enumerate(facts, start=1)

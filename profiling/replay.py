@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlm_rag.decode.proposals import Asked, read_proposals
-from dlm_rag.decode.proposer import DenoiserProposer, View
+from dlm_rag.decode.proposals import Wanted, read_proposals
+from dlm_rag.decode.proposer import DenoiserProposer, View, wanted_of
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.encode import encode_canvases, encode_contexts
 from dlm_rag.evidence.layout import Arrangement
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.transfer import to_device
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.query import Query
 from dlm_rag.stages import stage
 from dlm_rag.text import fold
-from dlm_rag.tokenizer import Prompt
+from dlm_rag.tokenizer import Prompt, PromptTemplate
 
 SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "100m": (768, 12, 12, 12, 2048, 16_384),
@@ -60,7 +61,7 @@ class PlainProposer:
     """The published algorithm as it is: the whole model over everything, logits at every position."""
 
     def __init__(self, denoiser: Denoiser, mask_id: int) -> None:
-        self.denoiser, self._mask_id = denoiser, torch.tensor([mask_id], device=denoiser.device)
+        self.denoiser, self._mask_id = denoiser, np.array([mask_id])
 
     @property
     def shape(self) -> DenoiserConfig:
@@ -81,8 +82,8 @@ class PlainProposer:
             logits = self.denoiser.read_out(hidden).float().split([len(view.canvas) for view in views])
             for view, rows in zip(views, logits, strict=True):
                 at = torch.from_numpy(view.positions).to(rows.device)
-                written = torch.from_numpy(view.canvas[view.positions]).to(rows.device)
-                values = read_proposals(rows[at], Asked(view.spread, written, self._mask_id))
+                wanted = to_device(wanted_of([view], self._mask_id), rows.device)
+                values = read_proposals(rows[at], Wanted(*wanted))
                 token, *others = values.cpu().numpy().astype(np.float64)
                 found.append(Proposals(view.positions, token.astype(np.int64), *others))
         return found
@@ -98,6 +99,7 @@ class ReplayTokenizer:
     """Random ids for every text, as many for each passage and for each question."""
 
     mask_id, end_ids, special_ids = 0, frozenset({1}), frozenset({0, 1})
+    template = PromptTemplate(fact="{passage}")
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary

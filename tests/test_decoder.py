@@ -10,7 +10,7 @@ from conftest import tiny_denoiser, tiny_tokenizer
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.engine import with_checkpoints_own
-from dlm_rag.decode.proposals import Asked, read_proposals
+from dlm_rag.decode.proposals import Wanted, read_proposals
 from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.errors import QuestionError
@@ -18,9 +18,17 @@ from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import PromptTemplate
 
-MASK_3 = torch.tensor([3])
 QUESTIONS = ["Who wrote Emma?", "Where was the author of Dune born, and in which country is that?", "Dune?"]
 LAYOUTS = ["joint", "prefix", "independent"]
+
+
+def wanted(written, mask_id, temperature=None, uniform=None, spread=False):
+    """What is wanted of all positions alike."""
+    everywhere, nowhere = torch.arange(len(written)), torch.zeros(0, dtype=torch.long)
+    sampled = nowhere if temperature is None else torch.nonzero(temperature).squeeze(1)
+    tempered, drawn = (torch.zeros(0) if x is None else x[sampled] for x in (temperature, uniform))
+    mask = torch.tensor([mask_id])
+    return Wanted(mask, written, sampled, tempered, drawn, everywhere if spread else nowhere)
 
 
 def make_decoder(corpus_file, layout="joint", top_k=2, shifted=False, **settings):
@@ -323,7 +331,7 @@ class Scripted:
         for place, character in next(self._turn).items():
             logits[place, ord(character)] = self._strength
         written = torch.from_numpy(view.canvas[view.positions])
-        found = read_proposals(logits[view.positions], Asked(True, written, torch.tensor([256])))
+        found = read_proposals(logits[view.positions], wanted(written, 256, spread=True))
         token, *others = found.double().numpy()
         return [Proposals(view.positions, token.astype(int), *others)]
 
@@ -366,7 +374,7 @@ def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
 def test_proposals_by_hand():
     """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
     logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
-    asked = Asked(True, torch.tensor([2]), MASK_3)
+    asked = wanted(torch.tensor([2]), 3, spread=True)
     token, confidence, log_prob, entropy, margin, old = read_proposals(logits, asked).numpy()
     assert log_prob == pytest.approx(math.log(0.5))
     assert token == [1]
@@ -380,7 +388,7 @@ def test_the_log_probability_of_a_token_is_finite_where_its_probability_is_none(
     logits = torch.tensor([[200.0, 0.0, 0.0]])
     uniform = torch.tensor([1.0 - 1e-9], dtype=torch.float64)
     tempered = torch.tensor([1e9], dtype=torch.float64)
-    asked = Asked(False, torch.tensor([0]), torch.tensor([2]), tempered, uniform)
+    asked = wanted(torch.tensor([0]), 2, tempered, uniform)
     token, confidence, log_prob, *_ = read_proposals(logits, asked).numpy()
     assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
 
@@ -391,7 +399,7 @@ def test_sampled_tokens_follow_the_tempered_distribution():
     uniform = torch.rand(30000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     written = torch.zeros(30000, dtype=torch.long)
     tempered = torch.full((30000,), 2.0, dtype=torch.float64)
-    asked = Asked(False, written, MASK_3, tempered, uniform)
+    asked = wanted(written, 3, tempered, uniform)
     token, confidence, *_ = read_proposals(logits, asked).numpy()
     roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
     shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000
@@ -524,16 +532,15 @@ def test_a_tiny_temperature_is_the_most_probable_token():
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * 9
     uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     written = torch.zeros(50, dtype=torch.long)
-    mask = torch.tensor([19])
     for temperature in (1e-40, 0.0):
         tempered = torch.full((50,), temperature, dtype=torch.float64)
-        sampled = read_proposals(logits, Asked(False, written, mask, tempered, uniform))
-        assert (sampled[0] == read_proposals(logits, Asked(False, written, mask))[0]).all()
+        sampled = read_proposals(logits, wanted(written, 19, tempered, uniform))
+        assert (sampled[0] == read_proposals(logits, wanted(written, 19))[0]).all()
 
 
 def test_log_probabilities_are_those_of_the_proposed_tokens():
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 5
-    found = read_proposals(logits, Asked(False, torch.zeros(40, dtype=torch.long), MASK_3))
+    found = read_proposals(logits, wanted(torch.zeros(40, dtype=torch.long), 3))
     expected = logits.double().log_softmax(-1).gather(1, found[:1].long().T).squeeze(1)
     torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[1].log(), found[2], rtol=1e-5, atol=1e-6)

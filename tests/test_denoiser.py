@@ -171,3 +171,10 @@ def test_a_few_graphs_serve_all_layers_and_lengths():
             found, expected = (d.encode(rows)[0] for d in (compiled, plain))
             torch.testing.assert_close(found, expected)
     assert 2 <= compiled.compilations <= 6
+
+
+def test_positions_keep_their_precision_whatever_the_weights_become():
+    before = tiny_denoiser().inverse_frequencies
+    after = tiny_denoiser().to(torch.bfloat16)
+    assert after.lm_head.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(after.inverse_frequencies, before, rtol=0, atol=0)

@@ -2,6 +2,9 @@
 
 import gc
 import os
+import random
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +37,7 @@ def test_questions_that_come_late_get_the_tokens_they_get_alone(corpus_file, lay
     decoder = make_decoder(corpus_file, layout, batch_size=4, overlap=overlap)
     one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap)
     expected = {r.id: whole_record(r) for r in one.stream(ASKED)}
-    with decoder.engine() as engine:
+    with decoder.new_engine() as engine:
         engine.submit(ASKED[0])
         engine.step()
         engine.step()
@@ -54,7 +57,7 @@ def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
     ]
     settings = [DecodeConfig(**way) for way in ways]
     decoder = make_decoder(corpus_file, "independent", batch_size=4)
-    with decoder.engine() as engine:
+    with decoder.new_engine() as engine:
         tickets = [engine.submit(ASKED[0], own) for own in settings]
         together = run(engine)
     for ticket, way in zip(tickets, ways, strict=True):
@@ -69,7 +72,7 @@ def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file,
     settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "stop_early": False}
     decoder = make_decoder(corpus_file, "independent", **settings)
     expected = {r.id: whole_record(r) for r in decoder.stream(ASKED)}
-    with decoder.engine() as engine:
+    with decoder.new_engine() as engine:
         tickets = [engine.submit(question) for question in ASKED]
         engine.step()
         engine.step()
@@ -101,7 +104,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file, overlap)
 
 
 def test_a_full_engine_says_so_and_a_place_is_free_once_a_question_has_ended(corpus_file):
-    engine = make_decoder(corpus_file, batch_size=1).engine()
+    engine = make_decoder(corpus_file, batch_size=1).new_engine()
     engine.submit(ASKED[0])
     assert engine.capacity == 0 and engine.busy
     with pytest.raises(RuntimeError, match="no free place"):
@@ -200,7 +203,7 @@ def test_memory_does_not_grow_over_five_hundred_questions(corpus_file):
     """Slots, pool and searches are those of the rows at work, however many have been."""
     decoder = make_decoder(corpus_file, "independent", canvas_length=4, batch_size=8)
     decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig(pool_gib=1e-4))
-    with decoder.engine() as engine:
+    with decoder.new_engine() as engine:
         stream_through(engine, range(200))
         before = resident()
         stream_through(engine, range(200, 700))
@@ -213,3 +216,121 @@ def test_an_autocast_that_begins_between_steps_makes_what_is_kept_anew(corpus_fi
     with torch.autocast("cpu", torch.bfloat16):
         rollout = decoder.decode(QUESTIONS[:1])[0]
     assert rollout.finished and not rollout.error
+
+
+def raising(function, at):
+    """The function, but that call number `at` (from 1) raises."""
+    calls = []
+
+    def flaky(*given):
+        calls.append(1)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("no memory")
+        return function(*given)
+
+    return flaky
+
+
+def steps_on(engine, most=500):
+    """Steps on whatever is raised; the records of what was finished, by id."""
+    found = {}
+    for _ in range(most):
+        if not engine.busy:
+            break
+        with suppress(torch.OutOfMemoryError, ConnectionError):
+            found |= {e.rollout.id: whole_record(e.rollout) for e in engine.step() if e.finished}
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("what", ["propose", "prefetch"])
+def test_a_step_that_raises_gives_nobody_a_wrong_answer(corpus_file, what, overlap, temperature):
+    way = {"batch_size": 4, "overlap": overlap, "commit_threshold": 0.5, "temperature": temperature}
+    decoder = make_decoder(corpus_file, "independent", **way)
+    expected = {r.id: whole_record(r) for r in decoder.stream(ASKED)}
+    function, wrong = getattr(decoder.proposer, what), []
+    for at in range(1, 12):
+        setattr(decoder.proposer, what, raising(function, at))
+        with decoder.new_engine() as engine:
+            for question in ASKED:
+                engine.submit(question)
+            found = steps_on(engine)
+            if engine.busy:
+                wrong.append(f"call {at}: still busy after 500 steps")
+            wrong += [f"call {at}: {name}" for name in found if found[name] != expected[name]]
+    assert not wrong
+
+
+def test_a_forget_that_raises_costs_no_place(corpus_file):
+    decoder = make_decoder(corpus_file, "independent", batch_size=1)
+    engine = decoder.new_engine()
+
+    def down(asker):
+        raise ConnectionError("nobody answers")
+
+    decoder.retriever.forget = down
+    engine.submit(ASKED[0])
+    steps_on(engine)
+    assert engine.capacity == 1
+
+
+def test_questions_one_after_another_need_one_slot(corpus_file):
+    decoder = make_decoder(corpus_file, "independent", batch_size=16)
+    with decoder.new_engine() as engine:
+        for number in range(16):
+            engine.submit(Question(f"{number}", QUESTIONS[0]))
+            run(engine)
+    assert decoder.proposer._contexts._store.keys_values.shape[2] == 1
+
+
+def test_the_record_has_the_overlap_that_held(corpus_file):
+    decoder = make_decoder(corpus_file, overlap="stale", batch_size=2)
+    with decoder.new_engine() as engine:
+        engine.submit(ASKED[0], DecodeConfig(canvas_length=12))
+        (rollout,) = run(engine).values()
+    assert (rollout.settings["overlap"], rollout.settings["batch_size"]) == ("stale", 2)
+
+
+WAYS = [
+    {"canvas_length": 12, "commit_threshold": 0.4},
+    {"canvas_length": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query": "question"},
+    {"canvas_length": 16, "temperature": 0.8, "seed": 3, "stop_early": False},
+    {"canvas_length": 12, "revision_threshold": 0.5, "block_length": 4, "retrieve_every": 2},
+    {"canvas_length": 30, "query": "feedback", "retrieve_below": 0.9},
+    {"canvas_length": 9, "temperature": 1.3, "commit_rule": "grounded", "query": "response"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, monkeypatch, layout, overlap):
+    """Same ids at the same time, settings of their own, cancellations, a slow search, a pool too small."""
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
+    rng, alone, asked, done = random.Random(1), {}, {}, 0
+    settings = [{"commit_threshold": 0.9} | way for way in WAYS]
+    for number, way in enumerate(settings):
+        one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap, **way)
+        alone |= {(number, r.id): whole_record(r) for r in one.stream(ASKED)}
+    decoder = make_decoder(corpus_file, layout, batch_size=5, overlap=overlap)
+    decoder.proposer = DenoiserProposer(
+        decoder.denoiser, 256, EngineConfig(pool_gib=2e-5, host_pool_gib=1e-5)
+    )
+    search = decoder.retriever.search
+    decoder.retriever.search = lambda queries: time.sleep(rng.random() * 0.004) or search(queries)
+    with decoder.new_engine() as engine:
+        for _ in range(400):
+            while engine.capacity and rng.random() < 0.6:
+                number, question = rng.randrange(len(settings)), rng.choice(ASKED)
+                ticket = engine.submit(question, DecodeConfig(**settings[number]))
+                asked[ticket] = number, question.id
+            flying = [row.ticket for group in engine._groups for row in group.rows]
+            if flying and rng.random() < 0.1:
+                engine.cancel(rng.choice(flying))
+            for event in engine.step():
+                if event.finished:
+                    done += 1
+                    assert whole_record(event.rollout) == alone[asked[event.ticket]]
+    assert done > 20 and engine.capacity == 5
+    assert not decoder.retriever._successive._kept and not decoder.proposer._contexts._loaded

@@ -215,4 +215,14 @@ def test_what_a_decoder_kept_is_free_before_it_asks_how_much_is(monkeypatch):
     proposer = DenoiserProposer(tiny_denoiser(), 256, EngineConfig())
     held.append(weakref.ref(proposer.pool))
     proposer.forget()
-    assert proposer.pool.budgets[0] == 10**6
+    assert proposer.pool._near.budget == 10**6
+
+
+def test_what_is_free_is_what_the_container_may_take(tmp_path, monkeypatch):
+    for name, value in (("max", "5000000"), ("current", "3000000")):
+        (tmp_path / name).write_text(f"{value}\n")
+    group = (tmp_path / "max", tmp_path / "current")
+    monkeypatch.setattr("dlm_rag.evidence.pool.GROUPS", (group,))
+    assert free_bytes(CPU) == 2_000_000
+    (tmp_path / "max").write_text("max\n")
+    assert free_bytes(CPU) > 2_000_000

@@ -7,7 +7,7 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.engine import Engine, with_checkpoints_own
 from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.errors import QuestionError
+from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import Question, typed_questions
 from dlm_rag.retrieval.base import Retriever
@@ -18,7 +18,8 @@ class Decoder:
     """Answers questions with a denoiser, a retriever and a `DecodeConfig`.
 
     `evidence_layout` and the lengths of canvas and blocks default to the checkpoint's own. `engine` says
-    how the work is done; it changes no token.
+    how the work is done; it changes no token, but `compile` rounding. Raises `ConfigError` for a layout
+    that the prompt template cannot have.
     """
 
     def __init__(
@@ -33,6 +34,11 @@ class Decoder:
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
         self.config = with_checkpoints_own(config or DecodeConfig(), denoiser.config)
         self.evidence_layout = evidence_layout or denoiser.config.evidence_layout
+        if self.evidence_layout == "independent" and tokenizer.template.numbered:
+            raise ConfigError(
+                "evidence_layout=independent needs a prompt whose facts have no number: make the tokenizer "
+                "with Tokenizer.from_pretrained(path, 'independent')"
+            )
         engine = engine or EngineConfig()
         if engine.compile:
             denoiser.compile_layers()
@@ -42,7 +48,7 @@ class Decoder:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""
         self.proposer.forget()
 
-    def engine(self) -> Engine:
+    def new_engine(self) -> Engine:
         """An engine to be stepped by hand; it shares what is kept with this decoder's others."""
         return Engine(self.proposer, self.retriever, self.tokenizer, self.config, self.evidence_layout)
 
@@ -77,7 +83,7 @@ class Decoder:
         the growing rollout of every question after each of its steps.
         """
         source = iter(questions)
-        with self.engine() as engine:
+        with self.new_engine() as engine:
             while True:
                 for question in islice(source, engine.capacity):
                     engine.submit(question)

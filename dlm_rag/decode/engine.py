@@ -17,6 +17,7 @@ and in a batch; what goes wrong in one row ends that row alone. Every row has de
 """
 
 from dataclasses import asdict, dataclass, replace
+from heapq import heappop, heappush
 from itertools import count
 
 from dlm_rag.config import DecodeConfig
@@ -26,7 +27,8 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Group, Row, Ticket
 from dlm_rag.decode.schedules import SCHEDULES
 from dlm_rag.decode.steps import Steps
-from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.shape import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import Retriever
@@ -64,7 +66,10 @@ class Engine:
         layout: str | None = None,
     ) -> None:
         self.settings = with_checkpoints_own(settings or DecodeConfig(), proposer.shape)
-        self._steps = Steps(proposer, retriever, tokenizer, layout or proposer.shape.evidence_layout)
+        layout = layout or proposer.shape.evidence_layout
+        if layout not in EVIDENCE_LAYOUTS:
+            raise ConfigError(f"evidence_layout={layout} is none of {', '.join(EVIDENCE_LAYOUTS)}")
+        self._steps = Steps(proposer, retriever, tokenizer, layout)
         self._schedule = SCHEDULES[self.settings.overlap]
         places = self.settings.batch_size
         halves = 2 if self.settings.overlap == "pipeline" and places > 1 else 1
@@ -94,7 +99,8 @@ class Engine:
             raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
         own, shape = self.settings, self._steps.proposer.shape
         if settings is not None:
-            own = with_checkpoints_own(settings, shape)
+            mine = replace(settings, batch_size=own.batch_size, overlap=own.overlap)
+            own = with_checkpoints_own(mine, shape)
         assert own.canvas_length is not None
         # Revision may still change the text before an end token.
         certain = own.stop_early and own.revision_threshold is None
@@ -102,7 +108,7 @@ class Engine:
             ticket=Ticket(next(_tickets)),
             question=question,
             settings=own,
-            slot=self._free.pop(0),
+            slot=heappop(self._free),  # the lowest: memory is kept up to the highest in use
             canvas=Canvas(own.canvas_length, self._steps.tokenizer.mask_id),
             generator=keyed_generator(own.seed, question.id),
             rollout=Rollout(
@@ -139,11 +145,17 @@ class Engine:
 
         Returns an event for every question whose step is over, in the order in which they came. A question
         that failed (it does not fit the context; its search or its logits fail) is finished, with an
-        `error` in its rollout.
+        `error` in its rollout. What the model itself raises (no memory, say) is passed on; the questions
+        that took part are cancelled then.
         """
         group = self._groups[self._turn % len(self._groups)]
-        with self._steps.clock, step_range(self._turn, len(group.rows)):
-            closed = self._schedule(self._steps, group)
+        try:
+            with self._steps.clock, step_range(self._turn, len(group.rows)):
+                closed = self._schedule(self._steps, group)
+        except BaseException:
+            for row in list(group.rows):  # half a step is no state to go on from
+                self.cancel(row.ticket)
+            raise
         self._turn += 1
         for row in closed:
             if row.rollout.finished:
@@ -153,9 +165,9 @@ class Engine:
 
     def _leave(self, group: Group, row: Row) -> None:
         group.rows.remove(row)
+        heappush(self._free, row.slot)
         self._steps.proposer.release(row.slot)
         self._steps.retriever.forget(str(row.ticket))
-        self._free.append(row.slot)
 
 
 def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:

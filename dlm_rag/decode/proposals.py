@@ -8,61 +8,57 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Asked:
+class Wanted:
     """What is wanted of n positions; tensors lie on the device of the logits.
 
-    spread: whether entropy and margin are wanted. written: (n,) the token that stands there now. mask_id:
-    (1,), never proposed. temperature, uniform: (n,) float64, a temperature of 0 takes the most probable
-    token; None where none samples.
+    mask_id: (1,), never proposed. written: (n,) the token that stands there now. sampled: (m,) which
+    positions take a token at random, at the quantile `uniform` (m,) of the distribution at `temperature`
+    (m,), above 0; the others take the most probable one. spread: (s,) of which positions entropy and margin
+    are wanted.
     """
 
-    spread: bool
-    written: Tensor
     mask_id: Tensor
-    temperature: Tensor | None = None
-    uniform: Tensor | None = None
-
-    def part(self, start: int, stop: int) -> "Asked":
-        """The same of some of the positions."""
-        temperature, uniform = (x if x is None else x[start:stop] for x in (self.temperature, self.uniform))
-        return Asked(self.spread, self.written[start:stop], self.mask_id, temperature, uniform)
+    written: Tensor
+    sampled: Tensor
+    temperature: Tensor
+    uniform: Tensor
+    spread: Tensor
 
 
-def read_proposals(logits: Tensor, asked: Asked) -> Tensor:
+def read_proposals(logits: Tensor, wanted: Wanted) -> Tensor:
     """(6, n): token, confidence, log-probability, entropy, margin, and the probability of `written`.
 
-    logits: (n, V) float32. The token is the most probable one, or with a temperature the one at the
-    quantile `uniform` of softmax(logits / temperature); the mask itself is never proposed. Confidence is
-    its probability at temperature 1. Entropy and margin cost a pass over the whole distribution: without
-    `spread` they are 0.
+    logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
+    temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
+    and margin cost a pass over the whole distribution, and are 0 where nobody wants them.
     """
     # The largest weight is 1 and confidences near 1 stay apart, which log-sum-exp would round away.
     highest = logits.amax(-1, keepdim=True)
     weights = (logits - highest).exp_()
     total = weights.sum(-1)
-    entropy = margin = torch.zeros_like(total)
-    if asked.spread:
-        probability = weights / total[:, None]
-        entropy = torch.special.entr(probability).sum(-1)
+    entropy, margin = torch.zeros_like(total), torch.zeros_like(total)
+    if len(wanted.spread):
+        probability = weights[wanted.spread] / total[wanted.spread, None]
         best = probability.topk(2, dim=-1).values
-        margin = best[:, 0] - best[:, 1]
-    allowed = logits.index_fill(1, asked.mask_id, -math.inf)
+        entropy.index_copy_(0, wanted.spread, torch.special.entr(probability).sum(-1))
+        margin.index_copy_(0, wanted.spread, best[:, 0] - best[:, 1])
+    allowed = logits.index_fill(1, wanted.mask_id, -math.inf)
     token = allowed.argmax(-1)
-    if asked.temperature is not None and asked.uniform is not None:
-        sampled = _sample(allowed, asked.temperature.clamp(min=1e-300), asked.uniform)
-        token = torch.where(asked.temperature > 0, sampled, token)
-    at = (allowed.gather(1, token[:, None]) - highest).squeeze(1)
-    log_prob = at - total.log()
+    if len(wanted.sampled):
+        found = _sample(allowed[wanted.sampled], wanted.temperature, wanted.uniform)
+        token = token.index_copy(0, wanted.sampled, found)
+    log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
     confidence, written = (
-        weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, asked.written)
+        weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, wanted.written)
     )
     # Token ids are exact in float32 below 2 ** 24; not every device has float64.
     return torch.stack([x.float() for x in (token, confidence, log_prob, entropy, margin, written)])
 
 
 def _sample(allowed: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
-    """The tokens (n,) at the quantiles `uniform` of the tempered distributions."""
-    above = allowed.double() - allowed.amax(-1, keepdim=True)
-    cumulative = (above / temperature[:, None]).softmax(-1).cumsum(-1)
-    quantile = uniform[:, None] * cumulative[:, -1:]
+    """The tokens (m,) at the quantiles `uniform` of the tempered distributions."""
+    exact = torch.float32 if allowed.device.type == "mps" else torch.float64  # which MPS does not have
+    above = (allowed - allowed.amax(-1, keepdim=True)).to(exact)
+    cumulative = (above / temperature[:, None].to(exact)).softmax(-1).cumsum(-1)
+    quantile = uniform[:, None].to(exact) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, quantile).squeeze(1).clamp(max=allowed.shape[1] - 1)

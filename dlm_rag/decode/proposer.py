@@ -7,14 +7,14 @@ protocol.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import EngineConfig
-from dlm_rag.decode.proposals import Asked, read_proposals
+from dlm_rag.decode.proposals import Wanted, read_proposals
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.contexts import Contexts
 from dlm_rag.evidence.encode import canvas_rows
@@ -108,12 +108,13 @@ class DenoiserProposer:
             context = self._contexts.load(slots, laid, room)
         with stage("denoise"):
             canvases, read = [v.canvas.tolist() for v in views], [v.positions.tolist() for v in views]
-            rows = canvas_rows(self.denoiser, leads, canvases, read, context, add=self._added(views))
+            added = wanted_of(views, self._mask_id)
+            rows = canvas_rows(self.denoiser, leads, canvases, read, context, add=added)
             hidden, _ = self.denoiser.encode(rows)
-            asked = Asked(any(view.spread for view in views), *rows.added)
+            mask_id, *arrays = rows.added
             found = [
-                read_proposals(self.denoiser.read_out(part).float(), asked.part(at, at + len(part)))
-                for at, part in zip(range(0, len(hidden), ROWS_READ), hidden.split(ROWS_READ), strict=True)
+                read_proposals(self.denoiser.read_out(part).float(), Wanted(mask_id, *arrays[at : at + 5]))
+                for at, part in zip(range(0, len(arrays), 5), hidden.split(ROWS_READ), strict=True)
             ]
             values = to_host(torch.cat(found, dim=1)).astype(np.float64)
         ends = np.cumsum([len(view.positions) for view in views])
@@ -123,14 +124,21 @@ class DenoiserProposer:
             for view, part in zip(views, parts, strict=True)
         ]
 
-    def _added(self, views: Sequence[View]) -> list[NDArray[np.generic]]:
-        """The fields of `Asked`, as they go to the device."""
-        written = np.concatenate([view.canvas[view.positions] for view in views])
-        if not any(view.temperature for view in views):
-            return [written, self._mask_id]
-        counts = [len(view.positions) for view in views]
-        draws = [
-            np.zeros(n) if v.uniform is None else v.uniform for v, n in zip(views, counts, strict=True)
-        ]
-        temperature = np.repeat([view.temperature for view in views], counts)
-        return [written, self._mask_id, temperature, np.concatenate(draws)]
+
+def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """As it goes to the device: the mask, then the rest of `Wanted` for every `ROWS_READ` positions."""
+    counts = [len(view.positions) for view in views]
+    written = np.concatenate([view.canvas[view.positions] for view in views])
+    temperature = np.repeat([view.temperature for view in views], counts)
+    spread = np.repeat([view.spread for view in views], counts)
+    uniform = np.zeros(len(written))
+    for view, end in zip(views, np.cumsum(counts), strict=True):
+        if view.uniform is not None:
+            uniform[end - len(view.positions) : end] = view.uniform
+    arrays: list[NDArray[Any]] = [mask_id]
+    for start in range(0, len(written), ROWS_READ):
+        part = slice(start, start + ROWS_READ)
+        sampled = np.flatnonzero(temperature[part])
+        drawn = (values[part][sampled].astype(np.float32) for values in (temperature, uniform))
+        arrays += [written[part], sampled, *drawn, np.flatnonzero(spread[part])]
+    return arrays

@@ -36,6 +36,7 @@ class Row:
     rollout: Rollout
     stop_at: frozenset[int]  # tokens behind which no text is: none where the whole canvas is decoded
     evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
+    known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
     dropped: tuple[str, ...] = ()  # ids of what was found and has no place in the prompt
     found: list[Passage] | None = None  # by the last search; what fits of it is the evidence
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out

@@ -93,11 +93,10 @@ class Steps:
     def _held(self, row: Row, candidates: Proposals) -> list[bool]:
         """Whether question or evidence hold the words that each candidate would write."""
         assert row.guesses is not None
-        known = set(words(row.question.question))
-        for passage in row.evidence.values():
-            known.update(words(passage))
+        if row.known_words is None:
+            row.known_words = frozenset(words("\n".join((row.question.question, *row.evidence.values()))))
         text, spans = self.tokenizer.spans(row.canvas.with_guesses(row.guesses, 0.0))
-        held = held_positions(text, spans, known)
+        held = held_positions(text, spans, row.known_words)
         return [held[position] for position in candidates.positions]
 
     def ask(self, rows: list[Row], aside: bool = False) -> Search:
@@ -194,7 +193,7 @@ class Steps:
             return
         if fitted.cut.tokens > rollout.cut.get("tokens", 0):
             rollout.cut = asdict(fitted.cut)
-        row.evidence, row.dropped = fitted.texts, fitted.dropped
+        row.evidence, row.dropped, row.known_words = fitted.texts, fitted.dropped, None
         keep_shorter(rollout.evidence_texts, row.evidence)
         row.arrangement = arrange(fitted.prompt, self.layout, shape.shifted, shape.passage_length)
         self.proposer.prefetch(row.arrangement)

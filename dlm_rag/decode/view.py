@@ -16,8 +16,8 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.stages import without_nested
 from dlm_rag.text import fold
 
-# From the first commits (cool) to the last (warm).
 MOST_REPEATS = 3  # of a token in a row that are written out
+# From the first commits (cool) to the last (warm).
 STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
 QUERY_LINES = 3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -156,7 +156,6 @@ class LiveView:
     """Shows the questions in flight, and prints each when it is finished."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
         self._flying: dict[str, Rollout] = {}
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
         self._shown = 0.0

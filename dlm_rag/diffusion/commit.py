@@ -5,7 +5,7 @@ the indices to commit, ascending and never empty. Ties go to the earlier positio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,10 @@ class Proposals:
 
     def at(self, keep: NDArray[np.bool_] | Indices) -> "Proposals":
         """The proposals at a mask or at indices."""
-        return Proposals(*(getattr(self, item.name)[keep] for item in fields(self)))
+        return Proposals(
+            self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
+            self.entropy[keep], self.margin[keep], self.written[keep],
+        )  # fmt: skip
 
 
 def threshold(confidence: Values, commit_threshold: float) -> Indices:

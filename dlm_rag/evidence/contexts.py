@@ -79,8 +79,7 @@ class Contexts:
             encoded = encode_segments(self._denoiser, missing)
             self.reuse.encoded += sum(len(segment.ids) for segment in missing)
             for segment, kept in zip(missing, encoded, strict=True):
-                # A copy of its own: a view would keep the keys and values of the whole call alive.
-                found[segment] = kept if self._pool is None else kept.clone()
+                found[segment] = kept
                 if self._pool is not None:
-                    self._pool.add(segment, found[segment])
+                    self._pool.add(segment, kept)
         return found

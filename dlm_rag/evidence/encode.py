@@ -22,8 +22,9 @@ def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Ten
     What a segment gives depends on nothing but the segment. Of the last layer only keys and values are
     computed.
     """
-    kept, lengths = _keys_values(denoiser, segments)
-    return list(torch.stack([torch.stack(layer) for layer in kept]).split(lengths, dim=2))
+    rows = of_rows(*_keys_values(denoiser, segments))
+    # Each a tensor of its own: a view would keep the keys and values of the whole call alive.
+    return [torch.stack([x for layer in row for x in layer]).unflatten(0, (-1, 2)) for row in rows]
 
 
 def _keys_values(denoiser: Denoiser, segments: Sequence[Segment]) -> tuple[KeysValues, list[int]]:

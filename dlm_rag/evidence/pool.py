@@ -1,5 +1,6 @@
 """The evidence pool: keys and values of segments, each computed once, in two tiers under byte budgets."""
 
+import math
 import os
 import re
 from collections import OrderedDict
@@ -13,6 +14,11 @@ from torch import Tensor
 
 from dlm_rag.model.rows import Segment
 
+_CGROUP = Path("/sys/fs/cgroup")
+GROUPS = (  # limit and usage of a container, in version 2 and in version 1
+    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
 SHARE_OF_FREE = {"cuda": 0.5, "cpu": 0.25}  # of the memory that is free when a decoder begins
 
 
@@ -31,7 +37,7 @@ class Reuse:
         return 1 - self.encoded / self.wanted if self.wanted else 0.0
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> float:
     """Bytes that could be allocated on a device now: on CUDA with what the allocator holds unused."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -39,7 +45,16 @@ def free_bytes(device: torch.device) -> int:
     listed = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", listed.read_text()) if listed.is_file() else None
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(found[1]) * 1024 if found else physical // 2
+    return min(int(found[1]) * 1024 if found else physical // 2, *(_left_in(group) for group in GROUPS))
+
+
+def _left_in(group: tuple[Path, Path]) -> float:
+    """Bytes that a container may still take, from the files of its limit and its usage."""
+    try:
+        limit, used = (int(path.read_text()) for path in group)
+    except (OSError, ValueError):  # no such file; "max"
+        return math.inf
+    return max(0, limit - used)
 
 
 def default_budget(device: torch.device) -> int:
@@ -66,11 +81,6 @@ class EvidencePool:
     def bytes(self) -> tuple[int, int]:
         """Bytes held now, on the device and in host memory."""
         return self._near.bytes, self._far.bytes
-
-    @property
-    def budgets(self) -> tuple[int, int]:
-        """The bytes that they may hold."""
-        return self._near.budget, self._far.budget
 
     def prefetch(self, segments: Iterable[Segment]) -> None:
         """Starts the copies of what lies in host memory, so that `get` need not wait for them."""

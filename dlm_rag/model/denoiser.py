@@ -68,6 +68,13 @@ class Denoiser(nn.Module):
             frequencies = frequencies.to(self.device)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Denoiser:
+        """As torch's, for `to` and its like; rotary frequencies stay in float32 whatever weights become."""
+        found: Denoiser = super()._apply(fn, recurse)
+        if self.inverse_frequencies.dtype != torch.float32:
+            self.set_rope(self.config.rope_theta)
+        return found
+
     @torch.no_grad()
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Fresh weights: matrices normal with `std`, biases 0, gains 1."""

@@ -25,7 +25,8 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
     starts = list(accumulate(sizes, initial=0))
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     _write(tensors, starts, packed)
-    return _views(tensors, starts, packed.to(device, non_blocking=True))
+    # Pinned memory is kept until it has been read; on MPS nothing does that (pytorch #189690).
+    return _views(tensors, starts, packed.to(device, non_blocking=device.type != "mps"))
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:

@@ -14,7 +14,11 @@ Ranking = list[int]  # rows of the corpus, best first, each once
 
 
 class Retriever(Protocol):
-    """Finds the evidence for each query, wherever the passages are."""
+    """Finds the evidence for each query, wherever the passages are.
+
+    `search` may run on a thread of its own while `key` and `forget` are called; `forget` may come twice for
+    one asker, and neither of the two may raise.
+    """
 
     @property
     def fingerprint(self) -> str:
