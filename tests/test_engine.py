@@ -185,16 +185,20 @@ def stream_through(engine, numbers):
         done += sum(event.finished for event in engine.step())
 
 
+class Careless(CountingRetriever):
+    """Finds one passage and remembers nothing."""
+
+    def rank(self, queries, depth):
+        return [[0] for _ in queries]
+
+
 @pytest.mark.slow
 def test_a_hundred_thousand_questions_pass_in_flat_memory(corpus):
     settings = DecodeConfig(canvas_length=4, batch_size=64)
-    retriever = CountingRetriever(corpus, 1)
-    with Engine(Trivial(), retriever, tiny_tokenizer(), settings) as engine:
-        stream_through(engine, range(70_000))  # until what is kept of texts has its full size
-        retriever.asked.clear()
+    with Engine(Trivial(), Careless(corpus, 1), tiny_tokenizer(), settings) as engine:
+        stream_through(engine, range(20_000))  # until what is kept of texts has its full size
         before = resident()
-        assert stream_through(engine, range(70_000, 170_000)) == 100_000
-        retriever.asked.clear()
+        assert stream_through(engine, range(20_000, 120_000)) == 100_000
         gc.collect()
         assert resident() - before < 8 * 2**20
 
