@@ -16,10 +16,11 @@ from dlm_rag.decode.proposals import Wanted, read_proposals
 from dlm_rag.decode.proposer import DenoiserProposer, View, wanted_of
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.diffusion.commit import Proposals
-from dlm_rag.evidence.encode import encode_canvases, encode_contexts
 from dlm_rag.evidence.layout import Arrangement
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.rows import Segment, of_rows, pack
 from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.store import KeysValues, Parts
 from dlm_rag.model.transfer import to_device
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.query import Query
@@ -71,22 +72,31 @@ class PlainProposer:
     def propose(self, views: Sequence[View]) -> list[Proposals]:
         laid = [view.arrangement for view in views]
         with stage("encode_evidence"):
-            contexts = encode_contexts(self.denoiser, laid)
+            contexts = Parts([self._context(row) for row in laid])
         found = []
         with stage("denoise"):
-            everywhere = [range(len(view.canvas)) for view in views]
-            hidden = encode_canvases(
-                self.denoiser, [row.lead for row in laid], [view.canvas.tolist() for view in views],
-                contexts, everywhere,
-            )  # fmt: skip
-            logits = self.denoiser.read_out(hidden).float().split([len(view.canvas) for view in views])
-            for view, rows in zip(views, logits, strict=True):
+            runs = [
+                Segment((*row.lead.ids, *view.canvas.tolist()), row.lead.start)
+                for row, view in zip(laid, views, strict=True)
+            ]
+            packed = pack(runs, self.denoiser.device, context=contexts)
+            whole = self.denoiser.read_out(self.denoiser.encode(packed)[0]).float()
+            for view, row, every in zip(views, laid, whole.split(packed.lengths), strict=True):
+                first = len(row.lead.ids) - int(self.denoiser.config.shifted)
+                rows = every[first : first + len(view.canvas)]
                 at = torch.from_numpy(view.positions).to(rows.device)
                 wanted = to_device(wanted_of([view], self._mask_id), rows.device)
                 values = read_proposals(rows[at], Wanted(*wanted))
                 token, *others = values.cpu().numpy().astype(np.float64)
                 found.append(Proposals(view.positions, token.astype(np.int64), *others))
         return found
+
+    def _context(self, laid: Arrangement) -> list[KeysValues]:
+        """Keys and values of every segment, each through the whole of every layer."""
+        if not laid.context:
+            return []
+        rows = pack(laid.context, self.denoiser.device)
+        return of_rows(self.denoiser.encode(rows, keep=True)[1], rows.lengths)
 
     def prefetch(self, arrangement: Arrangement) -> None:
         """Nothing is kept."""
