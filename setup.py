@@ -36,8 +36,9 @@ setup(
     install_requires=[
         "torch>=2.11,<=2.13.0",
         "transformers>=5.17,<6",
-        "sentence-transformers>=5.2,<7",
+        "sentence-transformers>=6.2,<7",
         "safetensors>=0.6,<1",
+        "blake3>=1,<2",
         "bm25s>=0.3.16,<0.4",
         "numba>=0.61,<1",
         "numpy>=2,<3",
@@ -59,6 +60,7 @@ setup(
         "bench": ["accelerate>=1.1,<2"],  # of profiling/bench_train.py
         "test": [
             "pytest>=8,<10",
+            "hypothesis>=6.100,<7",
             "setuptools>=70.1",  # builds the wheel that a test installs
             "ruff>=0.15,<0.18",
             "mypy>=1.18,<3",

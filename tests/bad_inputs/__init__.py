@@ -1,0 +1,38 @@
+"""Bad inputs, a line each, and what a program says to them; `test_bad_inputs.py` runs every line.
+
+To add one, write a `Case` into the table of its room: a name, the command as it is typed behind
+`dlm-rag`, words that the error must hold, and the files that make the input bad. The working folder
+has `model/` (a tiny checkpoint), `corpus.jsonl` and `questions.jsonl` already.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ASK = "sample 'Who wrote Emma?' --model model --corpus corpus.jsonl decode.canvas_length=8"
+# The same without the flag that the case is about.
+ASK_MODEL = "sample 'Who wrote Emma?' --model model decode.canvas_length=8"
+ASK_CORPUS = "sample 'Who wrote Emma?' --corpus corpus.jsonl decode.canvas_length=8"
+ASK_FILE = "sample --model model --corpus corpus.jsonl decode.canvas_length=8"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bad input.
+
+    files: what to put into the working folder first, by path: a text or bytes; a dict, whose keys join the
+    JSON object that is there; None takes a file away; a function gets the path and does anything else.
+    says: words that standard error must hold, in this order (exit 2 or 1), or standard output (exit 0).
+    changes: files that the command may change; all others must be what they were.
+    """
+
+    what: str
+    command: str
+    says: str | tuple[str, ...] = ()
+    files: dict[str, str | bytes | dict[str, Any] | Callable[[Path], Any] | None] = field(
+        default_factory=dict
+    )
+    exit: int = 2
+    stdin: bytes = b""
+    changes: tuple[str, ...] = ()

@@ -1,0 +1,113 @@
+"""Every line of `bad_inputs/`: one sentence, the right exit status, no traceback, no hang, nothing lost."""
+
+import importlib
+import json
+import re
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from bad_inputs import Case, checkpoints, outputs, passages, settings
+from conftest import PASSAGES, byte_tokenizer, tiny_denoiser, write_lines
+
+from dlm_rag.__main__ import dispatch
+from dlm_rag.program import run
+
+CASES = [case for room in (settings, checkpoints, passages, outputs) for case in room.CASES]
+MOST_SECONDS = 10
+# What moves a cursor, rings a bell or hides text; a line break and a tab do not.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    """A folder in which every command works."""
+    folder = tmp_path_factory.mktemp("good")
+    tiny_denoiser().save_pretrained(folder / "model", eos_token_id=257)
+    byte_tokenizer().save_pretrained(folder / "model")
+    write_lines(folder / "corpus.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES])
+    asked = [
+        {"id": f"n{n}", "question": f"Who wrote book {n}?", "golden_answers": ["Austen"]} for n in range(3)
+    ]
+    write_lines(folder / "questions.jsonl", asked)
+    return folder
+
+
+def put(path: Path, content) -> None:
+    """Makes the file of a case."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if callable(content):
+        content(path)
+    elif content is None:
+        path.unlink()
+    elif isinstance(content, dict):
+        there = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(there | content))
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every regular file below a folder by its path."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def hangs(*_) -> None:
+    raise AssertionError(f"no answer within {MOST_SECONDS} seconds")
+
+
+@pytest.fixture
+def call(monkeypatch, capfd, tmp_path):
+    """Runs a command in `tmp_path`, within this process: exit status, standard output, standard error."""
+
+    def invoke(command: str, stdin: bytes = b"") -> tuple[int, str, str]:
+        given = tmp_path.with_name(f"{tmp_path.name}.stdin")
+        given.write_bytes(stdin)
+        monkeypatch.chdir(tmp_path)
+        words = shlex.split(command)
+        monkeypatch.setattr(sys, "argv", ["dlm-rag", *words])
+        main = dispatch
+        if "." in words[0]:  # a module of the package, as after `python -m`
+            main = importlib.import_module(words[0]).main
+            monkeypatch.setattr(sys, "argv", words)
+        old = signal.signal(signal.SIGALRM, hangs)
+        signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+        try:
+            with given.open() as file, pytest.raises(SystemExit) as stop:
+                monkeypatch.setattr(sys, "stdin", file)
+                run(main)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old)
+        out = capfd.readouterr()
+        return stop.value.code, out.out, out.err
+
+    return invoke
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def test_it_is_answered_in_a_sentence(case: Case, call, good, tmp_path):
+    shutil.copytree(good, tmp_path, dirs_exist_ok=True)
+    for path, content in case.files.items():
+        put(tmp_path / path, content)
+    before = contents(tmp_path)
+    code, out, err = call(case.command, case.stdin)
+    assert code == case.exit, out + err
+    text = err if code else out + err
+    assert "Traceback" not in text and not CONTROL.search(out + err)
+    if code:
+        assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1, err
+    at = 0
+    for words in (case.says,) if isinstance(case.says, str) else case.says:
+        assert words in text[at:], text
+        at = text.index(words, at) + len(words)
+    after = contents(tmp_path)
+    changed = {path for path, data in before.items() if after.get(path) != data}
+    assert changed <= set(case.changes), "what was there is not what it was"
+
+
+def test_names_of_cases_are_all_different():
+    assert len({case.what for case in CASES}) == len(CASES)
