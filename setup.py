@@ -48,6 +48,7 @@ setup(
         "filelock>=3.13,<5",
         "omegaconf>=2.3,<2.5",
         "rich>=13.7,<16",
+        "semantic-text-splitter>=0.25,<1",
         "wandb>=0.19,<1",
         # Ranges of 0.2.12 and later did not show in nsys 2022.4.
         "nvtx>=0.2.10,<0.2.12",

@@ -10,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
+from dlm_rag.records import expand
 
 # Raise it when what is put into indexes changes: terms, passage texts, vectors.
 INDEX_VERSION = 1
@@ -43,7 +44,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def default_index_folder() -> Path:
     """`$DLM_RAG_CACHE`, or `~/.cache/dlm_rag`."""
-    return Path(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag").expanduser()
+    return expand(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag", CorpusError)
 
 
 def fingerprint_file(path: Path) -> str:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from dlm_rag.config import TrainConfig
 from dlm_rag.diffusion.noise import SCHEDULES
 from dlm_rag.errors import ConfigError, CorpusError
-from dlm_rag.jsonl import is_blank, parse_object
 from dlm_rag.randomness import permutation
+from dlm_rag.records import expand, field_of, find_file, read_records
 from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.example import Example
@@ -50,23 +50,15 @@ class TokenFile:
 
 
 def read_documents(path: str | Path) -> Iterator[str]:
-    """The texts of a file of JSON lines, `text` or `contents` of each.
+    """The texts of a file in any form of `records.read_records`, `text` or `contents` of each.
 
     Raises `CorpusError` naming file and line.
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise CorpusError(f"documents '{path}' were not found")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if is_blank(line):
-                continue
-            place = f"{path}, line {number}"
-            record = parse_object(line, place, CorpusError)
-            text = record.get("text", record.get("contents"))
-            if not isinstance(text, str) or not text.strip():
-                raise CorpusError(f"{place}: there is no 'text'")
-            yield text
+    for place, record in read_records(find_file(path, "file of documents", CorpusError), CorpusError):
+        _, text = field_of(record, "contents")
+        if not isinstance(text, str) or not text.strip():
+            raise CorpusError(f"{place}: there is no 'text'")
+        yield text
 
 
 def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = None) -> TokenFile:
@@ -74,11 +66,9 @@ def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = 
 
     folder: where they are kept; None: where indexes are. Raises `CorpusError`.
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise CorpusError(f"documents '{path}' were not found")
+    path = find_file(path, "file of documents", CorpusError)
     vocabulary = tokenizer.inner.backend_tokenizer.to_str()
-    root = Path(folder).expanduser() if folder else default_index_folder()
+    root = expand(folder, CorpusError) if folder else default_index_folder()
     name = slug(path.stem, "tokens", fingerprint_file(path), vocabulary)
     (end, *_) = sorted(tokenizer.end_ids)
 
