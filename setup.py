@@ -46,7 +46,7 @@ setup(
         "matplotlib>=3.9,<4",
         "einops>=0.8,<1",
         "filelock>=3.13,<5",
-        "omegaconf>=2.3,<2.5",
+        "omegaconf>=2.4,<2.5",
         "rich>=13.7,<16",
         "semantic-text-splitter>=0.25,<1",
         "wandb>=0.19,<1",
