@@ -110,8 +110,6 @@ def load_config(name: str | None = None, overrides: list[str] | None = None) -> 
     for origin, source in sources:
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{origin} holds no settings: write `section: {{key: value}}`")
-        if unset := OmegaConf.missing_keys(source):
-            raise ConfigError(f"{min(unset)}=??? is no value: leave it out, or give one")
         _refuse_unknown(OmegaConf.to_container(source, resolve=False), "", origin)
         with _told(f"{origin} has the wrong type"):
             tree = OmegaConf.merge(tree, source)
@@ -175,6 +173,8 @@ def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
             _refuse_unknown(value, f"{key}.", origin)
         elif key not in keys:
             raise _unknown_key(key, origin)
+        elif value == "???":  # would silently leave the default
+            raise ConfigError(f"{key}=??? is no value: leave it out, or give one")
 
 
 def _known(key: str) -> Any:
