@@ -4,14 +4,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
 from dlm_rag.errors import ConfigError, RunError, UserError
+from dlm_rag.text import fold, visible
 
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Runs a program: user errors are one sentence and exit code 2, Ctrl-C is exit code 130."""
+    if isinstance(sys.stdout, TextIOWrapper):  # where it is not UTF-8, what it lacks is written out
+        sys.stdout.reconfigure(errors="backslashreplace")
     shown = logging.StreamHandler(sys.stderr)
     shown.setLevel(logging.INFO)  # some libraries lower their own loggers to DEBUG
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
@@ -19,10 +23,10 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     try:
         main(sys.argv[1:])
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {fold(visible(str(error)))}", file=sys.stderr)
         raise SystemExit(2) from None
     except RunError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {fold(visible(str(error)))}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -36,7 +40,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
 
 def note(text: str, end: str = "\n") -> None:
     """For the person, not for the results: standard error."""
-    print(text, end=end, file=sys.stderr, flush=True)
+    print("\n".join(map(visible, text.split("\n"))), end=end, file=sys.stderr, flush=True)
 
 
 def check_writable(path: str, key: str) -> None:

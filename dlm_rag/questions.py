@@ -10,6 +10,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, nearest
 from dlm_rag.jsonl import is_text
 from dlm_rag.records import Record, expand, field_of, find_file, id_of, read_records, records_in
@@ -70,13 +71,13 @@ def typed_questions(texts: list[str]) -> list[Question]:
     return [Question(f"q{number}", text) for number, text in enumerate(texts, start=1)]
 
 
-def choose(questions: list[Question], limit: int | None, quick: bool) -> list[Question]:
-    """The first `limit`, or with `quick` 200 of all hops and labels alike; in the order of the file.
+def choose(questions: list[Question], config: Config) -> list[Question]:
+    """The first `config.limit`, or with `quick` 200 of all hops and labels alike; in the order of the file.
 
     The kinds of questions take turns until 200 are drawn, each giving its own in a seeded random order.
     """
-    if not quick:
-        return questions[:limit]
+    if not config.quick:
+        return questions[: config.limit]
     kinds: dict[object, list[int]] = {}
     for place, question in enumerate(questions):
         kinds.setdefault((question.hops, question.labels), []).append(place)

@@ -69,14 +69,22 @@ def find_config(name: str) -> Path:
     """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
     for folder in (Path(), CONFIG_FOLDER):
         for path in (folder / name, folder / f"{name}.yaml"):
-            if path.is_file():
+            if is_there(path):
                 return path
-    if Path(name).exists():
+    if is_there(name, of_any_kind=True):
         raise ConfigError(f"config '{name}' is a folder or a pipe: name a file of YAML")
     there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
     raise ConfigError(
         f"config '{name}' was not found, neither here nor among those that ship{nearest(name, there)}"
     )
+
+
+def is_there(path: str | Path, of_any_kind: bool = False) -> bool:
+    """Whether a path is that of a file, or of anything; False too for what can be no path."""
+    try:
+        return Path(path).exists() if of_any_kind else Path(path).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def load_config(name: str | None = None, overrides: list[str] | None = None) -> Config:

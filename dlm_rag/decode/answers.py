@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
@@ -173,9 +173,10 @@ class AnswersFile:
             self._lock.release()
 
 
-def write_line(stream: IO[str], record: dict[str, Any]) -> None:
-    """One JSON line, out at once."""
-    stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+def write_line(stream: TextIO, record: dict[str, Any]) -> None:
+    """One JSON line, out at once; in ASCII where the stream is not UTF-8."""
+    utf8 = (stream.encoding or "utf-8").lower().replace("-", "") == "utf8"
+    stream.write(json.dumps(record, ensure_ascii=not utf8) + "\n")
     stream.flush()
 
 
