@@ -8,7 +8,6 @@ file has, as an oracle of what a perfect response would add: as one long query, 
 fused by reciprocal ranks or taking turns.
 """
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -18,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dlm_rag.commands.words import parse
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evaluation.metrics import evidence_recall
 from dlm_rag.program import run
 from dlm_rag.questions import Question, read_questions
+from dlm_rag.records import read_records
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse, take_turns
 from dlm_rag.retrieval.query import Query
@@ -51,8 +51,7 @@ def main(argv: list[str]) -> None:
     if config.questions is None or config.retrieval.corpus is None:
         raise ConfigError("give --questions and --corpus")
     questions = read_questions(config.questions)
-    with Path(config.questions).open(encoding="utf-8") as file:
-        extra = [json.loads(line) for line in file]
+    extra = [row for _, row in read_records(Path(config.questions), QuestionError)]
     table = Table("query", "BM25", "dense", "hybrid", title=f"recall@{config.retrieval.top_k}, in percent")
     columns: dict[str, list[str]] = {}
     for kind in ("bm25", "dense", "hybrid"):

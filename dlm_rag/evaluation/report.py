@@ -104,7 +104,7 @@ def grids(
 
 
 def show(console: Console, found: Sequence[Grid]) -> None:
-    """The tables on a terminal, the first at the end, where the eyes are; `Text`, for names are no markup."""
+    """The tables on a terminal, the first at the end, where the eyes are; names are no markup."""
     for grid in (part for whole in reversed(found) for part in whole.parts(console.width - 1)):
         table = Table(title=Text(grid.title), title_justify="left")
         for number, heading in enumerate(grid.headings):
