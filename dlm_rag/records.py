@@ -59,22 +59,23 @@ def id_of(record: dict[str, Any], what: str, place: str, error: type[UserError])
 
 
 def expand(path: str | Path, error: type[UserError]) -> Path:
-    """The path with `~` read as a home folder; raises `error` where there is none."""
+    """The path with `~` read as a home folder; raises `error` where that, or a path, is none."""
     try:
-        return Path(path).expanduser()
+        found = Path(path).expanduser()
+        found.exists()
     except RuntimeError:
         raise error(f"'{path}': there is no such home folder; write the whole path") from None
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or "no path"
+        raise error(f"'{str(path)[:60]}' cannot be read ({reason})") from None
+    return found
 
 
 def find_file(path: str | Path, what: str, error: type[UserError]) -> Path:
     """The path of a regular file; raises `error` for anything else."""
     found = expand(path, error)
-    try:
-        found.stat()
-    except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or "no path"
-        missing = "" if isinstance(problem, FileNotFoundError) else f" ({reason})"
-        raise error(f"{what} '{path}' was not found{missing}") from None
+    if not found.exists():
+        raise error(f"{what} '{path}' was not found")
     if not found.is_file():
         kind = "a folder" if found.is_dir() else "a pipe or a device, and it is read more than once"
         raise error(f"{what} '{path}' is {kind}: name a file")

@@ -157,9 +157,10 @@ def is_setting(word: str) -> bool:
 
 def _refuse_mistaken(word: str) -> None:
     """Raises `ConfigError` for a setting without its equals sign, and for a file without its flag."""
-    section = re.fullmatch(r"([a-z_]+)\.[\w.]+", word)
-    if word in known_keys() or (section and any(key.startswith(f"{section[1]}.") for key in known_keys())):
-        raise ConfigError(f"'{word}' is a setting and no question: write {word}=VALUE, in one word")
+    key = re.match(r"([a-z_]+\.)[^\s=]+(=|$)", word)
+    if word in known_keys() or (key and any(known.startswith(key[1]) for known in known_keys())):
+        key_alone = re.split(r"[^\w.]", word)[0]
+        raise ConfigError(f"'{word}' is no question: write settings as {key_alone}=VALUE, in one word")
     if is_there(word):
         raise ConfigError(f"'{word}' is a file and no question: name it behind its flag, as --questions")
 

@@ -144,7 +144,7 @@ def _told(what: str) -> Iterator[None]:
         raise ConfigError(f"{what if not key or key in what else key}: {fold_message(error)}") from None
     except RecursionError:
         raise ConfigError(f"{what}: a nesting beyond all measure") from None
-    except (YAMLError, OSError, ValueError) as error:
+    except (YAMLError, OSError, TypeError, ValueError) as error:
         digits = type(error) is ValueError  # thousands of them
         reason = "a number beyond all measure" if digits else fold_message(error)
         raise ConfigError(f"{what}: {reason}") from None
