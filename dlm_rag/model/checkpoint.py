@@ -22,6 +22,7 @@ from torch import Tensor
 from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.model.families import FAMILIES, Family
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
+from dlm_rag.records import expand
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
 
 
 def _locate(path_or_hub_id: str | Path) -> Path:
-    folder = Path(path_or_hub_id).expanduser()
+    folder = expand(path_or_hub_id, CheckpointError)
     if folder.is_dir():
         return folder
     name = str(path_or_hub_id)
