@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -21,6 +22,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
     logging.getLogger("dlm_rag").setLevel(logging.INFO)
     try:
+        check_environment()
         main(sys.argv[1:])
     except UserError as error:
         print(f"error: {fold(visible(str(error)))}", file=sys.stderr)
@@ -36,6 +38,15 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     raise SystemExit(0)
+
+
+def check_environment() -> None:
+    """Raises `ConfigError` for a variable that numba would stumble over later, with a traceback."""
+    threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+    if not re.fullmatch("[1-9][0-9]{0,3}", threads):
+        raise ConfigError(
+            f"NUMBA_NUM_THREADS={threads} in the environment is no number of threads: unset it"
+        )
 
 
 def note(text: str, end: str = "\n") -> None:
