@@ -181,6 +181,8 @@ def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
             _refuse_unknown(value, f"{key}.", origin)
         elif key not in keys:
             raise _unknown_key(key, origin)
+        elif get_origin(keys[key].type) is dict and not isinstance(value, dict):
+            raise ConfigError(f"{key} is a mapping: write `{key.rpartition('.')[2]}: {{name: value}}`")
         elif value == "???":  # would silently leave the default
             raise ConfigError(f"{key}=??? is no value: leave it out, or give one")
 

@@ -69,7 +69,7 @@ CASES = [
     word("quick=perhaps", "quick has the wrong type"),
     # A space where an equals sign belongs, a file without its flag.
     word("decode.batch_size 16", "'decode.batch_size' is no question"),
-    word("decode.batchsize 16", "write decode.batchsize=VALUE"),
+    word("decode.batchsize 16", "settings as decode.batchsize=VALUE"),
     word("out answers.jsonl", "'out' is no question"),
     word("questions.jsonl", "'questions.jsonl' is a file and no question"),
     # Flags.
@@ -130,7 +130,7 @@ CASES = [
     yaml("a phase that is a number", "train: {phases: {a: 3}}", "train.phases.a must name settings"),
     yaml("a phase with an unknown key", "train: {phases: {a: {stepz: 3}}}", "nearest: 'steps'"),
     yaml("a phase with a value out of range", "train: {phases: {a: {steps: 0}}}", "steps=0 is out of range"),
-    yaml("phases in a list", "train: {phases: [a]}", "train.phases"),
+    yaml("phases in a list", "train: {phases: [a]}", "train.phases is a mapping"),
     yaml("a share that is no number", "train: {mixture: {a: b}}", "train.mixture.a has the wrong type"),
     yaml("a share that is not a number", "train: {mixture: {a: .nan}}", "mixture=nan is out of range"),
     yaml("documents without a name", "data: {documents: {' ': x}}", "must be a name"),
@@ -165,6 +165,8 @@ CASES = [
     Case("a path through a file", f"{ASK_MODEL} --corpus corpus.jsonl/c", "was not found"),
     Case("an index folder in a file", f"{ASK} retrieval.index_folder=corpus.jsonl", "retrieval.index_folder"),
     Case("an index folder of nobody", f"{ASK} retrieval.index_folder='~nobody-here'", "home folder"),
+    Case("a model of nobody", f"{ASK_CORPUS} --model '~nobody-here/m'", "no such home folder"),
+    Case("a model with a name of 5000 characters", f"{ASK_CORPUS} --model {'x' * 5000}", "File name too long"),
     Case("a model that is not there", f"{ASK_CORPUS} --model nope", "nope"),
     Case(
         "questions that are the corpus",
