@@ -36,7 +36,8 @@ def test_texts_are_taken_as_they_are_typed(text):
 
 
 def test_dumped_tree_loads_to_the_same_config(tmp_path):
-    config = load_config(None, ["decode.block_length=32", "retrieval.corpus=x"])
+    words = ["decode.block_length=32", "retrieval.corpus=x", "retrieval.query_prompt=${x} \\${y} 'z'"]
+    config = load_config(None, words)
     (tmp_path / "dump.yaml").write_text(dump_config(config))
     assert load_config(str(tmp_path / "dump.yaml")) == config
 

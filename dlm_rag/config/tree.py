@@ -1,8 +1,9 @@
 """The tree of all settings, and its strict loader."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -111,7 +112,7 @@ def load_config(name: str | None = None, overrides: list[str] | None = None) -> 
             if item.type in (str, str | None) and value not in ("null", "None"):
                 # Texts are taken as they are typed: no YAML, no interpolation.
                 parsed = OmegaConf.create()
-                OmegaConf.update(parsed, key, value.replace("${", "\\${"))
+                OmegaConf.update(parsed, key, _literal(value))
             else:
                 parsed = OmegaConf.from_dotlist([word])
         sources.append((word, parsed))
@@ -165,10 +166,20 @@ def differing_keys(config: Config) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved tree as YAML."""
+    """The resolved tree as YAML, which `load_config` reads back as it is."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    def escaped(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: escaped(value) for key, value in node.items()}
+        return _literal(node) if isinstance(node, str) else node
+
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(config))))
+
+
+def _literal(text: str) -> str:
+    """The text as OmegaConf reads back to it: `${` escaped, and backslashes before it doubled."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
