@@ -18,7 +18,7 @@ PRESETS = {
     "interleaved": ("decode.query=proxy",),
     "committed": ("decode.query=committed",),
     "static": ("decode.query=question",),
-    "feedback": ("decode.query=feedback",),
+    "two_rounds": ("decode.query=two_rounds",),
     "none": ("retrieval.kind=none", "decode.query=question"),
     "oracle": ("retrieval.oracle=true", "decode.query=question"),
 }
