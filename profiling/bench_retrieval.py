@@ -3,8 +3,8 @@
     python profiling/bench_retrieval.py --questions questions.jsonl --corpus corpus.jsonl \\
         retrieval.dense_model=DIR_OR_HUB_ID
 
-Rows: the question alone; the question with the best passage of that search as one query, and what the
-two searches find taking turns (`decode.query=two_rounds`); then the question with every line of `chain`
+Rows: the question alone; the question with the best passage of that search (`decode.query=feedback`),
+and what the two searches find taking turns (`two_rounds`); then the question with every line of `chain`
 (or `sub_questions`) that the file has, as an oracle of what a perfect response would add: as one long
 query, and part by part, fused by reciprocal ranks or taking turns.
 """

@@ -41,7 +41,7 @@ class Row:
     found: list[Passage] | None = None  # what fits of it is the evidence
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
-    first_found: list[Passage] = field(default_factory=list)  # at step 0, for query=two_rounds
+    first_found: list[Passage] = field(default_factory=list)  # at step 0, for feedback and two_rounds
     guesses: Proposals | None = None
     lowest_confidence: float | None = None
     begun: bool = False  # whether it has asked for the first time
