@@ -11,6 +11,7 @@ import subprocess
 import sys
 from distutils.core import run_setup
 from pathlib import Path
+from typing import Any
 
 import setuptools  # noqa: F401 - distutils of Python 3.12 and later
 
@@ -22,7 +23,7 @@ HEAD = "# {0}, Linux, Python 3.11: made by requirements/lock.py, not by hand.\n-
 
 def requirements() -> list[str]:
     """The ranges that a lock file pins."""
-    package = run_setup(str(HERE.parent / "setup.py"), stop_after="init")
+    package: Any = run_setup(str(HERE.parent / "setup.py"), stop_after="init")
     return [*package.install_requires, *(line for name in EXTRAS for line in package.extras_require[name])]
 
 
