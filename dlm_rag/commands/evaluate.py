@@ -7,9 +7,9 @@
     dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
 
 --compare all: interleaved retrieval (decode.query=proxy), committed tokens only, static retrieval,
-static with a second round from the top passage (feedback), none, and oracle evidence. The folder gets
-scores.json, scores.md, scores.png and the answers and traces of every setting. A run that was stopped
-goes on when the same command is given again. In a checkout `python evaluate.py` is the same program.
+a second search with the best passage of the first (two_rounds, feedback), none, and oracle evidence.
+The folder gets scores.json, scores.md, scores.png and the answers and traces of every setting. A run that
+was stopped goes on when the same command is given again. In a checkout `python evaluate.py` does the same.
 """
 
 import json

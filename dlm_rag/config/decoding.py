@@ -92,7 +92,7 @@ class DecodeConfig(Checked):
     query: str = setting(
         "proxy",
         "what becomes the search query",
-        choices=("proxy", "committed", "question", "feedback", "response"),
+        choices=("proxy", "committed", "question", "two_rounds", "feedback", "response"),
     )
     query_threshold: float = setting(
         0.0, "confidence at which a guess may enter the query (tau_q); 1: committed only", low=0, high=1

@@ -18,6 +18,7 @@ PRESETS = {
     "interleaved": ("decode.query=proxy",),
     "committed": ("decode.query=committed",),
     "static": ("decode.query=question",),
+    "two_rounds": ("decode.query=two_rounds",),
     "feedback": ("decode.query=feedback",),
     "none": ("retrieval.kind=none", "decode.query=question"),
     "oracle": ("retrieval.oracle=true", "decode.query=question"),
