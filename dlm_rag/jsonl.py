@@ -32,30 +32,33 @@ def decode_line(line: bytes, place: str, error: type[UserError]) -> str:
 
 
 def parse_object(line: bytes, place: str, error: type[UserError]) -> dict[str, Any]:
-    """The JSON object in a line of UTF-8 (a byte order mark is skipped).
-
-    Raises `error`, its message beginning with `place`, for anything else, for a key that occurs twice in
-    one object, and for texts that no UTF-8 can hold (half of a surrogate pair, written as an escape).
-    """
-    try:
-        value = DECODER.decode(decode_line(line, place, error))
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as problem:
-        raise error(f"{place}: the line is not JSON ({not_json(problem)})") from None
+    """The JSON object in a line; raises `error` for anything else, and as `parse_json` does."""
+    value = parse_json(line, place, error)
     if not isinstance(value, dict):
         raise error(f"{place}: the line is not a JSON object")
-    if b"\\ud" in line.lower():
-        reject_halves(value, place, error)
     return value
 
 
-def not_json(problem: ValueError | RecursionError) -> str:
-    """Why a text is not JSON, by what the decoder raised."""
-    return getattr(problem, "msg", "a number or a nesting beyond all measure")
+def parse_json(text: bytes, place: str, error: type[UserError], what: str = "line") -> Any:
+    """The JSON value in UTF-8 (a byte order mark is skipped).
+
+    Raises `error`, its message beginning with `place`, for what is none, for a key that occurs twice in
+    one object, and for texts that no UTF-8 can hold (half of a surrogate pair, written as an escape).
+    """
+    try:
+        value = _DECODER.decode(text.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise error(f"{place}: the {what} is not UTF-8") from None
+    except (ValueError, RecursionError) as problem:
+        reason = getattr(problem, "msg", "a number or a nesting beyond all measure")
+        at = f" in its line {problem.lineno}" if what != "line" and hasattr(problem, "lineno") else ""
+        raise error(f"{place}: the {what} is not JSON ({reason}{at})") from None
+    if b"\\ud" in text.lower():
+        _refuse_halves(value, place, error)
+    return value
 
 
-def reject_halves(value: Any, place: str, error: type[UserError]) -> None:
+def _refuse_halves(value: Any, place: str, error: type[UserError]) -> None:
     """Raises `error` for a value that holds half of a surrogate pair."""
     try:
         whole = is_text(json.dumps(value, ensure_ascii=False))
@@ -83,4 +86,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)

@@ -2,13 +2,12 @@
 
 Read are JSON lines, JSON (an array, or an object that holds one list of objects), CSV and TSV with a
 header, and Parquet, each also gzipped. What a file is shows in its first bytes; only CSV and TSV need
-their suffix. A file is never in memory as a whole.
+their suffix. But for a JSON document no file is in memory as a whole.
 """
 
 import csv
 import gzip
 import io
-import json
 import shutil
 import tempfile
 import zlib
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dlm_rag.errors import UserError, nearest
-from dlm_rag.jsonl import DECODER, decode_line, is_blank, lines, not_json, parse_object, reject_halves
+from dlm_rag.jsonl import decode_line, is_blank, lines, parse_json, parse_object
 
 FORMS = (
     "JSON lines (.jsonl), JSON (.json), CSV (.csv), TSV (.tsv) or Parquet (.parquet), each also gzipped "
@@ -34,7 +33,7 @@ ALIASES = {
     "contents": ("contents", "text"),
 }
 PEEK = 2**20  # bytes that are looked at to tell forms apart
-CHUNK = 2**18  # characters of a JSON document read at a time
+LONGEST_JSON = 2**31  # bytes of a document, which is in memory as a whole
 
 Record = tuple[str, dict[str, Any]]  # its place, its fields
 Reader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
@@ -219,130 +218,25 @@ def _numbered(row: dict[str, Any], columns: list[str], number: int) -> dict[str,
 
 def _json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
     """The items of an array, or of the one list of objects in an object; else the object itself."""
-    text = _JsonText(file, path, error)
-    if text.next() == "[":
-        yield from text.records()
-    else:
-        yield from _json_object(text, path, error)
-    if text.next():
-        raise error(f"{path}, line {text.line}: the file goes on after its JSON: name JSON lines .jsonl")
-
-
-def _json_object(text: "_JsonText", path: str, error: type[UserError]) -> Iterator[Record]:
-    fields, lists, begun = dict[str, Any](), list[str](), text.line
-    text.take("{")
-    while text.next() != "}":
-        line, key = text.line, text.value()
-        text.take(":")
-        if not isinstance(key, str) or key in fields or key in lists:
-            raise error(f"{path}, line {line}: the key '{key}' is no text or occurs a second time")
-        if text.next() != "[":
-            fields[key] = text.value()
-        elif text.next(after="[") != "{":
-            fields[key] = [item for _, item in text.items()]
-        else:
-            lists.append(key)
-            if len(lists) > 1:
-                raise error(f"{path} holds two lists, '{lists[0]}' and '{key}': leave one")
-            yield from text.records()
-        if text.next() != "}":
-            text.take(",")
-    text.take("}")
-    if not lists:
-        yield f"{path}, line {begun}", fields
-
-
-class _JsonText:
-    """A JSON document read value by value; only the value that is read is in memory.
-
-    `line` is that of the next character.
-    """
-
-    def __init__(self, file: IO[bytes], path: str, error: type[UserError]) -> None:
-        self._file = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        self._path, self._error = path, error
-        self._text, self._at, self.line = "", 0, 1
-
-    def next(self, after: str = "") -> str:
-        """The next character that is not white space, or the one behind `after`; "" at the end."""
-        while True:
-            at = self._skip(self._at)
-            self._move(at)
-            if after:
-                at = self._skip(at + len(after))
-            if at < len(self._text):
-                return self._text[at]
-            if not self._more():
-                return ""
-
-    def take(self, wanted: str) -> str:
-        """Takes the next character, which must be one of `wanted`."""
-        found = self.next()
-        if not found or found not in wanted:
-            raise self._bad(f"Expecting {' or '.join(map(repr, wanted))}")
-        self._move(self._at + 1)
-        return found
-
-    def value(self) -> Any:
-        """Takes the next value."""
-        self.next()
-        while True:
-            try:
-                value, end = DECODER.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as problem:
-                # Only at the end of what was read can more of it help, or within a text.
-                cut = problem.pos >= len(self._text) - 16 or problem.msg.startswith("Unterminated")
-                if not cut or not self._more():
-                    raise self._bad(problem.msg) from None
-                continue
-            except (ValueError, RecursionError) as problem:
-                raise self._bad(not_json(problem)) from None
-            if end < len(self._text) or not self._more():  # else a number may go on
-                if "\\ud" in self._text[self._at : end].lower():
-                    reject_halves(value, f"{self._path}, line {self.line}", self._error)
-                self._move(end)
-                return value
-
-    def items(self) -> Iterator[tuple[int, Any]]:
-        """Takes an array: of each item the line in which it begins, and the item."""
-        self.take("[")
-        if self.next() == "]":
-            self.take("]")
+    document = file.read(LONGEST_JSON + 1)
+    if len(document) > LONGEST_JSON:
+        raise error(
+            f"{path} is JSON of more than {LONGEST_JSON >> 30} GiB: make it JSON lines, which stream"
+        )
+    found = parse_json(document, path, error, "file")
+    if isinstance(found, dict):
+        lists = {key: value for key, value in found.items() if isinstance(value, list)}
+        lists = {key: value for key, value in lists.items() if any(isinstance(x, dict) for x in value)}
+        if len(lists) > 1:
+            first, second, *_ = lists
+            raise error(f"{path} holds two lists, '{first}' and '{second}': leave one")
+        if not lists:
+            yield path, found
             return
-        while True:
-            self.next()
-            line = self.line
-            yield line, self.value()
-            if self.take(",]") == "]":
-                return
-
-    def records(self) -> Iterator[Record]:
-        """Takes an array of objects."""
-        for number, (line, item) in enumerate(self.items(), start=1):
-            place = f"{self._path}, item {number} (line {line})"
-            if not isinstance(item, dict):
-                raise self._error(f"{place} is not a JSON object")
-            yield place, item
-
-    def _skip(self, at: int) -> int:
-        while at < len(self._text) and self._text[at] in " \t\r\n":
-            at += 1
-        return at
-
-    def _move(self, end: int) -> None:
-        self.line += self._text.count("\n", self._at, end)
-        self._at = end
-
-    def _more(self) -> bool:
-        rest = self._text[self._at :]
-        if len(rest) > 2**28:
-            raise self._bad("one value of more than 256 MiB")
-        try:
-            more = self._file.read(max(CHUNK, len(rest)))
-        except UnicodeDecodeError:
-            raise self._error(f"{self._path} is not UTF-8, at line {self.line} or later") from None
-        self._text, self._at = rest + more, 0
-        return bool(more)
-
-    def _bad(self, reason: str) -> UserError:
-        return self._error(f"{self._path}, line {self.line}: the file is not JSON ({reason})")
+        (found,) = lists.values()
+    elif not isinstance(found, list):
+        raise error(f"{path} holds neither a list nor an object")
+    for number, item in enumerate(found, start=1):
+        if not isinstance(item, dict):
+            raise error(f"{path}, item {number} is not a JSON object")
+        yield f"{path}, item {number}", item

@@ -74,19 +74,14 @@ def test_every_form_holds_the_same(name, zipped, tmp_path):
     assert corpus.folder == open_corpus(path).folder, "converted once"
 
 
-def test_a_document_is_read_piece_by_piece(tmp_path, monkeypatch):
-    """Numbers, escapes and key words that are cut in two where a piece ends are put together."""
-    rows = [
-        {"id": n, "question": f"é{n}\\ \ud83d\ude00", "n": [10**n, -1.5e-7, True, None]} for n in range(9)
-    ]
+def test_a_document_has_a_bound(tmp_path, monkeypatch):
     path = tmp_path / "q.json"
-    path.write_text(json.dumps({"count": 123456, "of": [1, 22, 333], "rows": rows}, indent=1))
-    whole = list(read_records(path, QuestionError))
-    for size in (1, 2, 3, 7, 64):
-        monkeypatch.setattr(records, "CHUNK", size)
-        assert list(read_records(path, QuestionError)) == whole
-    assert [record["n"] for _, record in whole] == [row["n"] for row in rows]
-    assert whole[1][0] == f"{path}, item 2 (line 19)"
+    path.write_text(json.dumps([{"id": "a", "question": "Who?"}]))
+    monkeypatch.setattr(records, "LONGEST_JSON", path.stat().st_size)
+    assert [place for place, _ in read_records(path, QuestionError)] == [f"{path}, item 1"]
+    monkeypatch.setattr(records, "LONGEST_JSON", path.stat().st_size - 1)
+    with pytest.raises(QuestionError, match="make it JSON lines"):
+        list(read_records(path, QuestionError))
 
 
 def test_a_folder_of_texts_is_cut_into_passages(tmp_path):
