@@ -38,6 +38,11 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     return f" (nearest: '{close[0]}')" if close else ""
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether something failed, be it in Rust, whose panics are no `Exception`; an interrupt did not."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def fold_message(error: BaseException) -> str:
     """The first line of an exception's text."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

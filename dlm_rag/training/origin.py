@@ -97,7 +97,7 @@ def begin(config: Config) -> Origin:
     vocabulary = max(own.vocab_size, mask_id + 1)
     shape = trained_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
     template = PromptTemplate.read(checkpoint.raw.get("prompt"), shape.evidence_layout)
-    tokenizer = Tokenizer(inner, mask_id, template, checkpoint.end_token_ids)
+    tokenizer = Tokenizer(inner, mask_id, template, checkpoint.end_token_ids, vocabulary)
     return Origin(shape, tokenizer, checkpoint, train.seed, train.lora_rank)
 
 
