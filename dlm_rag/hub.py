@@ -90,6 +90,14 @@ def check_files(folder: Path, patterns: Iterable[str] = HUB_FILES) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises `CheckpointError` for anything else, also for a key given twice."""
+    value = read_any_json(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return value
+
+
+def read_any_json(path: Path) -> Any:
+    """What a JSON file holds; raises `CheckpointError` as `read_json` does."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -103,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}")
     check_files(path.parent, [path.name])
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
     except CheckpointError:
         raise
     except OSError as error:
@@ -115,6 +123,3 @@ def read_json(path: Path) -> dict[str, Any]:
             else ("a number or a nesting beyond all measure")
         )
         raise CheckpointError(f"{path} is not valid JSON: {reason}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return value

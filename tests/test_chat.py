@@ -11,28 +11,45 @@ from dlm_rag.chat import render
 from dlm_rag.errors import CheckpointError
 from dlm_rag.tokenizer import Tokenizer
 
-CHATML = (
-    "{%- if messages[0]['role'] != 'system' -%}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}{%- endif -%}"
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
-    "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-HEADERS = (  # as Llama 3's: a date, tools, white space trimmed
-    "{{- bos_token }}\n{%- if not tools is defined %}\n    {%- set tools = none %}\n{%- endif %}\n"
-    "{%- if strftime_now is defined %}\n    {%- set today = strftime_now('%d %b %Y') %}\n"
-    "{%- else %}\n    {%- set today = '26 Jul 2024' %}\n{%- endif %}\n"
-    "{%- if tools is not none %}\n    {{- 'Environment: ipython\\n' }}\n{%- endif %}\n{{- today }}\n"
-    "{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'"
-    " + message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n{%- endif %}\n"
-)
-INSTRUCT = (  # as Mistral's: a namespace, roles that must alternate, a loop that is left
-    "{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in messages %}"
-    "{% if (message['role'] == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
-    "{% endif %}{% if message['role'] == 'tool' %}{% break %}{% endif %}{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{% generation %}{{ message['content'] + eos_token }}"
-    "{% endgeneration %}{% endif %}{% set ns.index = ns.index + 1 %}{% endfor %}"
-)
-OTHERS = "{{ messages | tojson(indent=2) }}{{ dict(a=1)['a'] }}{% for m in messages %}\n  {{ m.content }}\n{% endfor %}"
+CHATML = """{%- if messages[0]['role'] != 'system' -%}
+{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}
+{%- endif -%}
+{% for message in messages %}
+{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# As Llama 3's: a date, tools, white space trimmed.
+HEADERS = """{{- bos_token }}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+{%- if strftime_now is defined %}
+    {%- set today = strftime_now('%d %b %Y') %}
+{%- else %}
+    {%- set today = '26 Jul 2024' %}
+{%- endif %}
+{%- if tools is not none %}
+    {{- 'Environment: ipython\\n' }}
+{%- endif %}
+{{- today }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+# As Mistral's: a namespace, roles that must alternate, a loop that is left.
+INSTRUCT = """{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in messages %}
+{% if (message['role'] == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}
+{% endif %}{% if message['role'] == 'tool' %}{% break %}{% endif %}
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{% else %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% endif %}
+{% set ns.index = ns.index + 1 %}{% endfor %}"""
+OTHERS = """{{ messages | tojson(indent=2) }}{{ dict(a=1)['a'] }}
+{% for m in messages %}
+  {{ m.content }}
+{% endfor %}"""
 TEMPLATES = {"ChatML": CHATML, "headers": HEADERS, "instruct": INSTRUCT, "others": OTHERS}
 
 
@@ -77,10 +94,9 @@ def test_the_users_message_stands_between_prefix_and_suffix(name):
     tokenizer = Tokenizer(inner, 256)
     prompt = tokenizer.prompt("Who?", ["Emma."])
     text = tokenizer.inner.decode(prompt.ids)
+    suffixes = {"ChatML": "assistant\n", "headers": "<|end_header_id|>\n\n", "instruct": "[/INST]\n"}
     assert text.index("<|im_start|>user" if name == "ChatML" else "Who?") < text.index("Emma.")
-    assert text.endswith(
-        {"ChatML": "assistant\n", "headers": "<|end_header_id|>\n\n", "instruct": "[/INST]"}[name]
-    )
+    assert text.endswith(suffixes[name])
 
 
 def test_every_day_is_the_same_day():
