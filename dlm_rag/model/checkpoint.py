@@ -282,7 +282,7 @@ def _check_rope(checkpoint: Checkpoint) -> None:
         frequencies, gain = rope_frequencies(config)
         sound = frequencies.shape == (config.head_dim // 2,) and math.isfinite(gain)
         sound = sound and bool(frequencies.isfinite().all())
-    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
+    except Exception:  # the library checks with many unrelated types
         sound = False
     if not sound:
         raise CheckpointError(
