@@ -76,7 +76,7 @@ def _answers(url: str) -> bool:
     return bool(met)
 
 
-def check_files(folder: Path, patterns: Iterable[str] = HUB_FILES) -> None:
+def check_files(folder: Path, patterns: Iterable[str]) -> None:
     """Raises `CheckpointError` for what is no regular file, or is too large to be read whole.
 
     Opening a pipe waits for ever. Links are followed: the hub's cache consists of them.

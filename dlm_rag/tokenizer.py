@@ -124,11 +124,14 @@ class Tokenizer:
             raise CheckpointError(f"around the user's message: {error}") from None
         added = backend.get_added_tokens_decoder().items()
         special = {token for token, item in added if item.special}
-        self.special_ids = frozenset({*inner.all_special_ids, *special, mask_id})
+        declared = {token for token in inner.all_special_ids if token is not None}
+        self.special_ids = frozenset({*declared, *special, mask_id})
         # The first token after the user's turn ends turns; it ends the response's turn as well.
         turn_end = self._suffix[:1] if self._suffix and self._suffix[0] in self.special_ids else ()
         eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
         self.end_ids = frozenset({*end_ids, *eos, *turn_end})
+        if vocabulary is not None and max(self.end_ids, default=0) >= vocabulary:
+            raise CheckpointError(f"the tokenizer ends texts with an id that the model's {vocabulary} lack")
         self._plain, self.meaning_ids = plain_backend(backend, self.end_ids | {mask_id})
         # With which training fills the canvas behind a response.
         self.end_id = eos[0] if eos else min(self.end_ids, default=None)

@@ -72,6 +72,24 @@ def test_loading_takes_no_second_copy_of_the_weights(tmp_path):
     assert int(done.stdout) < 1.5 * size
 
 
+def test_shards_may_be_links_as_in_the_hubs_cache(folder, tmp_path):
+    blob = tmp_path / "blobs" / "0123"
+    blob.parent.mkdir()
+    (folder / "model.safetensors").rename(blob)
+    (folder / "model.safetensors").symlink_to(blob)
+    index = {"weight_map": {"norm.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert Denoiser.from_pretrained(folder).config == tiny_denoiser().config
+
+
+def test_a_tensor_in_two_shards_is_refused(folder):
+    shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
+    index = {"weight_map": {"norm.weight": "model.safetensors", "lm_head.weight": "more.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="holds the tensor .* twice"):
+        open_checkpoint(folder)
+
+
 def missing(folder):
     edit_tensors(folder, lambda t: t.pop("layers.1.mlp.up_proj.weight"))
 

@@ -3,13 +3,15 @@
 import json
 
 import pytest
-from conftest import byte_tokenizer
-from hypothesis import given, settings
+from conftest import byte_tokenizer, examples, tiny_denoiser, write_lines
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from dlm_rag import Decoder, Denoiser, load_retriever
+from dlm_rag.config import DecodeConfig
 from dlm_rag.errors import CheckpointError, QuestionError
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer
 from dlm_rag.training.vocabulary import learn_tokenizer
@@ -113,7 +115,7 @@ TEXTS = st.lists(st.sampled_from([*MARKERS, *WORDS, " ", "\n", "é", "\0"]) | st
 
 @pytest.mark.parametrize(("kind", "added"), TOKENIZERS)
 @given(text=TEXTS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_text_becomes_a_token_with_a_meaning(made, kind, added, text):
     tokenizer = made[kind, added]
     control = {tokenizer.mask_id, *tokenizer.end_ids}
@@ -127,7 +129,7 @@ def test_no_text_becomes_a_token_with_a_meaning(made, kind, added, text):
 @given(
     text=st.lists(st.sampled_from([*WORDS[:5], " ", "\n", "é", "日"]) | st.text("abcdehorw \n", max_size=3))
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_text_without_markers_is_encoded_as_by_the_whole_tokenizer(made, kind, added, text):
     tokenizer, text = made[kind, added], "".join(text)
     assert list(tokenizer.encode_once(text)) == tokenizer.inner.encode(text, add_special_tokens=False)
@@ -199,6 +201,24 @@ def test_a_text_that_the_tokenizer_fails_at_is_an_error_of_its_question():
             tokenizer.encode(text)
     with pytest.raises(QuestionError, match="makes no tokens of the question"):
         tokenizer.prompt(" ", [])
+
+
+def test_one_question_that_the_tokenizer_fails_at_fails_alone(tmp_path):
+    """The letter ß has an id that the model does not have."""
+    raw = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    raw["model"]["vocab"]["Ã"] = 9000
+    tiny_denoiser().save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(raw))).save_pretrained(tmp_path)
+    lines = [{"id": "a", "contents": "Emma is a novel."}, {"id": "b", "contents": "The Spaß is a passage."}]
+    corpus = write_lines(tmp_path / "corpus.jsonl", lines)
+    decoder = Decoder(
+        Denoiser.from_pretrained(tmp_path), load_retriever(corpus, top_k=1),
+        Tokenizer.from_pretrained(tmp_path), DecodeConfig(canvas_length=8),
+    )  # fmt: skip
+    asked = decoder.decode(["Emma, a novel", "Straße?", "passage"])
+    assert [bool(rollout.error) for rollout in asked] == [False, True, True]
+    assert "gives the id 9000, but the model has 258" in asked[1].error
+    assert asked[0].tokens_committed == 8
 
 
 def test_a_pattern_that_panics_is_an_error_of_its_question():

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, nearest
-from dlm_rag.hub import check_files, locate, read_json
+from dlm_rag.hub import HUB_FILES, check_files, locate, read_json
 from dlm_rag.model.families import FAMILIES, Family
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 
@@ -109,7 +109,7 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     can run, pickled weights only, a missing shard, a missing, extra or misshapen tensor.
     """
     folder = locate(path_or_hub_id, "model")
-    check_files(folder)
+    check_files(folder, [*HUB_FILES, "additional_chat_templates/*.jinja"])
     raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:

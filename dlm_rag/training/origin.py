@@ -73,7 +73,7 @@ class Origin:
         if self.checkpoint is not None:
             for path in self.checkpoint.folder.iterdir():
                 # The code that public classes consist of; it is copied, never run.
-                if path.suffix == ".py" or path.name == "generation_config.json":
+                if path.is_file() and (path.suffix == ".py" or path.name == "generation_config.json"):
                     shutil.copyfile(path, folder / path.name)
 
 
