@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag.chat import render
 from dlm_rag.errors import CheckpointError, QuestionError, fold_message, is_failure
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
-from dlm_rag.plain import plain_backend
+from dlm_rag.plain import PlainEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,7 +132,7 @@ class Tokenizer:
         self.end_ids = frozenset({*end_ids, *eos, *turn_end})
         if vocabulary is not None and max(self.end_ids, default=0) >= vocabulary:
             raise CheckpointError(f"the tokenizer ends texts with an id that the model's {vocabulary} lack")
-        self._plain, self.meaning_ids = plain_backend(backend, self.end_ids | {mask_id})
+        self._plain = PlainEncoder(backend, self.end_ids | {mask_id})
         # With which training fills the canvas behind a response.
         self.end_id = eos[0] if eos else min(self.end_ids, default=None)
         texts = (self._decode([token]) for token in sorted(self.special_ids))
@@ -199,7 +199,7 @@ class Tokenizer:
         Raises `QuestionError` for a text that the tokenizer fails at, or makes ids of that the denoiser
         does not have.
         """
-        return self._checked(lambda: self._plain.encode(text, add_special_tokens=False).ids)
+        return self._checked(partial(self._plain.encode, text))
 
     def _checked(self, encode: Callable[[], list[int]]) -> tuple[int, ...]:
         try:

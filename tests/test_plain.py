@@ -119,10 +119,10 @@ TEXTS = st.lists(st.sampled_from([*MARKERS, *WORDS, " ", "\n", "é", "\0"]) | st
 def test_no_text_becomes_a_token_with_a_meaning(made, kind, added, text):
     tokenizer = made[kind, added]
     control = {tokenizer.mask_id, *tokenizer.end_ids}
-    assert control <= tokenizer.meaning_ids
-    assert not tokenizer.meaning_ids & set(tokenizer.encode_once(text))
+    assert control <= tokenizer._plain.meaning
+    assert not tokenizer._plain.meaning & set(tokenizer.encode_once(text))
     for prompt in (tokenizer.prompt("who", [text, "a"]), tokenizer.prompt(f"{text}?", ["a"])):
-        assert not tokenizer.meaning_ids & set(prompt.ids)
+        assert not tokenizer._plain.meaning & set(prompt.ids)
 
 
 @pytest.mark.parametrize(("kind", "added"), TOKENIZERS)
@@ -160,7 +160,7 @@ def test_white_space_and_characters_that_were_added_stay_text():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"unk_token": MASK}, "of unknown characters, which is the model's mask"),
+        ({"unk_token": MASK}, "what the tokenizer makes of unknown characters"),
         ({"dropout": 0.5}, "drops merges at random"),
     ],
 )
@@ -173,7 +173,7 @@ def test_a_tokenizer_that_no_text_is_safe_with_is_refused(change, says):
 
 
 def test_a_mask_that_is_one_character_is_refused():
-    with pytest.raises(CheckpointError, match="'a' means something to the model and is a single character"):
+    with pytest.raises(CheckpointError, match="'a' is the model's mask .* a single character"):
         Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level()), ord("a"))
     with pytest.raises(CheckpointError, match="mask_token_id=999 is no token"):
         Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level()), 999)

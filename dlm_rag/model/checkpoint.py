@@ -27,7 +27,7 @@ from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 FLOATS = ("F64", "F32", "F16", "BF16")
-SAMPLED = 1 << 14  # numbers of a tensor that are looked at
+SAMPLED = 256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
 # What no public architecture knows and a checkpoint trained here carries all the same.
 OWN_FIELDS = ("evidence_layout", "passage_length", "canvas_length", "block_length")
 
