@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from dlm_rag.errors import CheckpointError, fold_message
 
@@ -55,6 +54,8 @@ def locate(name: str | Path, what: str) -> Path:
 
 def _answers(url: str) -> bool:
     """Whether the server of a URL, or the proxy before it, takes up a connection in time."""
+    from urllib.request import getproxies, proxy_bypass  # brings the client of the web along
+
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme)
     if proxy and not proxy_bypass(parts.netloc):
