@@ -56,18 +56,18 @@ def _answers(url: str) -> bool:
     """Whether the server of a URL, or the proxy before it, takes up a connection in time."""
     from urllib.request import getproxies, proxy_bypass  # brings the client of the web along
 
-    parts = urlsplit(url)
-    proxy = getproxies().get(parts.scheme)
-    if proxy and not proxy_bypass(parts.netloc):
-        parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    port = parts.port or {"http": 80}.get(parts.scheme, 443)
     met: list[bool] = []
 
     def meet() -> None:
         try:
+            parts, proxies = urlsplit(url), getproxies()
+            proxy = proxies.get(parts.scheme) or proxies.get("all")
+            if proxy and not proxy_bypass(parts.netloc):
+                parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+            port = parts.port or {"http": 80}.get(parts.scheme, 443)
             socket.create_connection((parts.hostname, port), FIRST_CONTACT).close()
             met.append(True)
-        except OSError:
+        except (OSError, ValueError):
             pass
 
     # On a thread, for nothing bounds the time in which a name is looked up.
