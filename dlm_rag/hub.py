@@ -1,6 +1,5 @@
 """Folders that somebody else made: found here or fetched from the hub, their files read with suspicion."""
 
-import json
 import logging
 import socket
 import threading
@@ -10,6 +9,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dlm_rag.errors import CheckpointError, fold_message
+from dlm_rag.jsonl import DECODER, not_json
+from dlm_rag.records import expand
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def locate(name: str | Path, what: str) -> Path:
     Of the hub only data is fetched, never code or pickles. what: the setting, for the error. Raises
     `CheckpointError`, soon where there is no network.
     """
-    folder, text = Path(name).expanduser(), str(name)
+    folder, text = expand(name, CheckpointError), str(name)
     if folder.is_dir():
         return folder
     if folder.exists() or text.count("/") != 1 or text.startswith((".", "~", "/")):
@@ -99,28 +100,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_any_json(path: Path) -> Any:
     """What a JSON file holds; raises `CheckpointError` as `read_json` does."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{path} has the key '{twice}' twice: keep one of them")
-        return found
-
     if not path.exists():
         raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}")
     check_files(path.parent, [path.name])
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except CheckpointError:
-        raise
+        return DECODER.decode(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path} is not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        reason = (
-            error
-            if isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
-            else ("a number or a nesting beyond all measure")
-        )
-        raise CheckpointError(f"{path} is not valid JSON: {reason}") from None
+        raise CheckpointError(f"{path} is not valid JSON: {not_json(error)}") from None

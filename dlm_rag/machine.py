@@ -22,9 +22,11 @@ def choose_device(name: str) -> torch.device:
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):  # torch knows more, such as meta, which computes nothing
-        raise ConfigError(f"device={name} is none that this runs on: auto, cpu, cuda, cuda:0, cuda:1, ...")
     try:
+        if not re.fullmatch(
+            r"cpu|cuda(:\d+)?", name
+        ):  # torch knows more, such as meta, which computes nothing
+            raise RuntimeError
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):

@@ -182,7 +182,7 @@ def test_the_code_of_these_folders_is_real(folder):
     [
         ("modules.json", "[", "is not valid JSON"),
         ("modules.json", '[{"type": 3}]', "names the class 3"),
-        ("1_Pooling/config.json", '{"a": 1, "a": 2}', "has the key 'a' twice"),
+        ("1_Pooling/config.json", '{"a": 1, "a": 2}', "the key 'a' occurs a second time"),
         ("config.json", "{}", "could not be loaded"),
         ("model.safetensors", "x", "could not be loaded"),
     ],

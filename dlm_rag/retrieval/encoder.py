@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, fold_message, is_failure
 from dlm_rag.hub import HUB_FILES, check_files, locate, read_any_json
+from dlm_rag.records import expand
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -28,7 +29,7 @@ def load_encoder(name: str, device: str | None) -> SentenceTransformer:
 
     Raises `CheckpointError`.
     """
-    if "/" not in name and not Path(name).expanduser().exists():
+    if "/" not in name and not expand(name, CheckpointError).exists():
         name = f"sentence-transformers/{name}"  # as the library reads short names
     folder = locate(name, "dense_model")
     try:

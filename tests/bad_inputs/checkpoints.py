@@ -74,8 +74,8 @@ CASES = [
     Case("a model type that is a list", ASK, "is a '['llama']' model", {CONFIG: {"model_type": ["llama"]}}),
     Case("a config of a number with 5,000 digits", ASK, "is not valid JSON", {CONFIG: "9" * 5000}),
     Case("a config nested 100,000 deep", ASK, "config.json is not valid JSON", {CONFIG: "[" * 100_000}),
-    Case("a config that has a key twice", ASK, "has the key 'a' twice", {CONFIG: '{"a": 1, "a": 2}'}),
-    Case("a config that is no UTF-8", ASK, "config.json is not valid JSON", {CONFIG: b"\xff\xfe{}"}),
+    Case("a config that has a key twice", ASK, "the key 'a' occurs a second time", {CONFIG: '{"a": 1, "a": 2}'}),
+    Case("a config that is no UTF-8", ASK, "config.json is not UTF-8", {CONFIG: b"\xff\xfe{}"}),
     Case("a config that is a pipe", ASK, "config.json is no regular file", {CONFIG: pipe}),
     Case("a config that is a folder", ASK, "config.json is no regular file", {CONFIG: folder}),
     Case("a config of 300 MB", ASK, "config.json is larger than", {CONFIG: huge}),
@@ -196,7 +196,7 @@ CASES = [
         "dense/config.json": "{}", "dense/tokenizer.json": pipe,
     }),
     *(
-        Case(f"the device {name}", f"{ASK} model.device={name}", f"device={name} is none that this runs on")
+        Case(f"the device {name}", f"{ASK} model.device={name}", f"device={name} is not available here")
         for name in ("meta", "mps", "xla", "cpu:3", "cuda:-1", "hpu")
     ),
 ]  # fmt: skip
