@@ -36,6 +36,7 @@ setup(
     install_requires=[
         "torch>=2.11,<=2.13.0",
         "transformers>=5.17,<6",
+        "jinja2>=3.1.6,<4",  # older sandboxes leak
         "sentence-transformers>=6.2,<7",
         "safetensors>=0.6,<1",
         "blake3>=1,<2",

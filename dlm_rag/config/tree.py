@@ -12,6 +12,8 @@ from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, Ret
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
 from dlm_rag.errors import ConfigError, fold_message, nearest
 
+# An interpolation that calls something, as ${oc.env:HOME} does; \${ stands for the characters.
+_RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^}]*(?::|\$\{)")
 _PACKAGE = Path(__file__).resolve().parents[1]
 # A wheel has them inside the package, a checkout beside it (setup.py).
 _INSTALLED = _PACKAGE / "configs"
@@ -196,6 +198,17 @@ def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
             raise ConfigError(f"{key} is a mapping: write `{key.rpartition('.')[2]}: {{name: value}}`")
         elif value == "???":  # would silently leave the default
             raise ConfigError(f"{key}=??? is no value: leave it out, or give one")
+        elif any(_RESOLVER.search(text) for text in _texts(value)):
+            raise ConfigError(f"{key} in {origin} reads the environment, or more: write out its value")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in nested settings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _known(key: str) -> Any:

@@ -67,7 +67,7 @@ def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = 
     folder: where they are kept; None: where indexes are. Raises `CorpusError`.
     """
     path = find_file(path, "file of documents", CorpusError)
-    vocabulary = tokenizer.inner.backend_tokenizer.to_str()
+    vocabulary = "plain text\n" + tokenizer.inner.backend_tokenizer.to_str()
     root = expand(folder, CorpusError) if folder else default_index_folder()
     name = slug(path.stem, "tokens", fingerprint_file(path), vocabulary)
     (end, *_) = sorted(tokenizer.end_ids)
@@ -76,7 +76,7 @@ def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = 
         ends, at = [], 0
         with (scratch / "tokens.bin").open("wb") as file:
             for text in read_documents(path):
-                ids = np.array((*tokenizer.inner.encode(text, add_special_tokens=False), end), np.uint32)
+                ids = np.array((*tokenizer.encode_once(text), end), np.uint32)
                 file.write(ids.tobytes())
                 at += len(ids)
                 ends.append(at)
