@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dlm_rag.errors import CheckpointError, fold_message
-from dlm_rag.jsonl import DECODER, not_json
+from dlm_rag.jsonl import parse_json
 from dlm_rag.records import expand
 
 log = logging.getLogger(__name__)
@@ -104,10 +104,7 @@ def read_any_json(path: Path) -> Any:
         raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}")
     check_files(path.parent, [path.name])
     try:
-        return DECODER.decode(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{path} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {not_json(error)}") from None
+    return parse_json(text, str(path), CheckpointError, "file")

@@ -23,9 +23,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if not re.fullmatch(
-            r"cpu|cuda(:\d+)?", name
-        ):  # torch knows more, such as meta, which computes nothing
+        if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):  # torch has more: meta computes nothing
             raise RuntimeError
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -161,7 +161,7 @@ def test_fingerprint_tells_weights_and_config_apart(folder):
         (lambda folder: edit_config(folder, num_attention_heads=0), "num_attention_heads=0 must be"),
         (lambda folder: edit_config(folder, evidence_layout="jiont"), "evidence_layout='jiont'"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("{"), "the file is not JSON"),
         (shutil.rmtree, "neither a folder nor a hub id"),
     ],
 )

@@ -180,7 +180,7 @@ def test_the_code_of_these_folders_is_real(folder):
 @pytest.mark.parametrize(
     ("name", "harm", "says"),
     [
-        ("modules.json", "[", "is not valid JSON"),
+        ("modules.json", "[", "the file is not JSON"),
         ("modules.json", '[{"type": 3}]', "names the class 3"),
         ("1_Pooling/config.json", '{"a": 1, "a": 2}', "the key 'a' occurs a second time"),
         ("config.json", "{}", "could not be loaded"),

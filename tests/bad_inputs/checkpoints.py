@@ -72,10 +72,10 @@ def backend(**changes: Any):
 CASES = [
     Case("a model type of nobody", ASK, "'secret' model", {CONFIG: {"model_type": "secret"}}),
     Case("a model type that is a list", ASK, "is a '['llama']' model", {CONFIG: {"model_type": ["llama"]}}),
-    Case("a config of a number with 5,000 digits", ASK, "is not valid JSON", {CONFIG: "9" * 5000}),
-    Case("a config nested 100,000 deep", ASK, "config.json is not valid JSON", {CONFIG: "[" * 100_000}),
+    Case("a config of a number with 5,000 digits", ASK, "the file is not JSON", {CONFIG: "9" * 5000}),
+    Case("a config nested 100,000 deep", ASK, "config.json: the file is not JSON", {CONFIG: "[" * 100_000}),
     Case("a config that has a key twice", ASK, "the key 'a' occurs a second time", {CONFIG: '{"a": 1, "a": 2}'}),
-    Case("a config that is no UTF-8", ASK, "config.json is not UTF-8", {CONFIG: b"\xff\xfe{}"}),
+    Case("a config that is no UTF-8", ASK, "config.json: the file is not UTF-8", {CONFIG: b"\xff\xfe{}"}),
     Case("a config that is a pipe", ASK, "config.json is no regular file", {CONFIG: pipe}),
     Case("a config that is a folder", ASK, "config.json is no regular file", {CONFIG: folder}),
     Case("a config of 300 MB", ASK, "config.json is larger than", {CONFIG: huge}),
