@@ -29,7 +29,8 @@ def resolve(machine: str, *options: str) -> str:
     """The newest versions within the ranges, and of all that they need."""
     command = [
         sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate",
-        "--only-binary=:all:", "--python-version=3.11", f"--python-platform={machine}-manylinux_2_28", *options,
+        "--only-binary=:all:", "--python-version=3.11",
+        f"--python-platform={machine}-manylinux_2_28", *options,
     ]  # fmt: skip
     return subprocess.run(
         command, input="\n".join(requirements()), stdout=subprocess.PIPE, text=True, check=True
