@@ -13,8 +13,6 @@ from distutils.core import run_setup
 from pathlib import Path
 from typing import Any
 
-import setuptools  # noqa: F401 - distutils of Python 3.12 and later
-
 HERE = Path(__file__).parent
 EXTRAS = ("parquet", "lora")  # what runs may need; flash-attn is built where it is used
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -30,8 +28,9 @@ def requirements() -> list[str]:
 def resolve(machine: str, *options: str) -> str:
     """The newest versions within the ranges, and of all that they need."""
     command = [
-        "uv", "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate", "--only-binary=:all:",
-        "--python-version=3.11", f"--python-platform={machine}-manylinux_2_28", *options,
+        sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-header", "--no-annotate",
+        "--only-binary=:all:", "--python-version=3.11",
+        f"--python-platform={machine}-manylinux_2_28", *options,
     ]  # fmt: skip
     return subprocess.run(
         command, input="\n".join(requirements()), stdout=subprocess.PIPE, text=True, check=True
