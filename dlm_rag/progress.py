@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHOW_AFTER, DRAW_EVERY, LOG_EVERY = 2.0, 0.1, 60.0  # seconds
+SAY_FROM = 60.0  # seconds that a build has to take to be announced with its costs
 
 _bars: "Progress | None" = None  # of all tasks that are shown: a terminal has one place for bars
 _status = False  # whether a status line stands in the terminal
