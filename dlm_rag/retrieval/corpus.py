@@ -14,6 +14,7 @@ import numpy as np
 
 from dlm_rag.errors import CorpusError, nearest
 from dlm_rag.jsonl import is_blank, lines, parse_object
+from dlm_rag.progress import progress
 from dlm_rag.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
 from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
 from dlm_rag.retrieval.texts import fingerprint_texts, read_texts, texts_in
@@ -178,19 +179,21 @@ def _scan(path: Path) -> "array[int]":
 
     Blank lines belong to the passage before them, as white space that JSON ignores.
     """
-    if path.stat().st_size > SAY_FROM:
+    size = path.stat().st_size
+    if size > SAY_FROM:
         log.info("reading corpus %s", path)
     offsets, start = array("q"), 0
 
     def passages() -> Iterator[tuple[str, Passage]]:
         nonlocal start
-        with path.open("rb") as file:
+        with path.open("rb") as file, progress("reading the corpus", size, "bytes") as advance:
             for number, line in enumerate(lines(file, str(path), CorpusError), start=1):
                 if not is_blank(line):
                     place = f"{path}, line {number}"
                     yield place, parse_passage(parse_object(line, place, CorpusError), place)
                     offsets.append(start)
                 start += len(line)
+                advance(len(line))
 
     for _ in _all_different(passages()):
         pass
