@@ -22,6 +22,7 @@ from torch import Tensor
 from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.model.families import FAMILIES, Family
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
+from dlm_rag.progress import progress
 from dlm_rag.records import expand
 
 log = logging.getLogger(__name__)
@@ -48,10 +49,14 @@ class Checkpoint:
         by_file: dict[Path, list[tuple[str, str]]] = {}
         for ours, (path, theirs) in self.homes.items():
             by_file.setdefault(path, []).append((ours, theirs))
-        for path, names in by_file.items():
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                for ours, theirs in names:
-                    yield ours, file.get_tensor(theirs).to(device, dtype)
+        size = sum(path.stat().st_size for path in by_file)
+        with progress("reading weights", size, "bytes") as advance:
+            for path, names in by_file.items():
+                with safe_open(path, framework="pt", device=str(device)) as file:
+                    for ours, theirs in names:
+                        found = file.get_tensor(theirs)
+                        yield ours, found.to(device, dtype)
+                        advance(found.nbytes)
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
