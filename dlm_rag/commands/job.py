@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.machine import choose_device, choose_dtype, commit_of_code, describe_machine, machine_name
 from dlm_rag.program import check_writable, note
+from dlm_rag.progress import progress
 
 if TYPE_CHECKING:
     import torch
@@ -233,11 +233,11 @@ class Job:
                 return denoiser
             decoder = self.prepared.load(denoiser)
             start = time.perf_counter()
-            for rollout in decoder.stream(remaining):
-                self.file.append(rollout)
-                tally.add(rollout)
-                if sys.stderr.isatty():
-                    note(f"{tally.answers} of {len(remaining)}", end="\r")
+            with progress("answering", len(remaining)) as advance:
+                for rollout in decoder.stream(remaining):
+                    self.file.append(rollout)
+                    tally.add(rollout)
+                    advance(1)
         except KeyboardInterrupt:
             note(f"{tally.answers} of {len(remaining)} answered; the same command goes on from here")
             raise
