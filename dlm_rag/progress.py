@@ -26,7 +26,7 @@ SHOW_AFTER, DRAW_EVERY, LOG_EVERY = 2.0, 0.1, 60.0  # seconds
 SAY_FROM = 60.0  # seconds that a build has to take to be announced with its costs
 
 _bars: "Progress | None" = None  # of all tasks that are shown: a terminal has one place for bars
-_status = False  # whether a status line stands in the terminal
+_status: IO[str] | None = None  # the terminal in which a status line stands
 
 
 def is_live(stream: IO[str]) -> bool:
@@ -72,10 +72,14 @@ def status(text: str = "") -> None:
     Whoever writes to the terminal takes it away before.
     """
     global _status
-    if (text or _status) and _bars is None and _draws():
-        sys.stderr.write(f"\r\x1b[2K{text}")
-        sys.stderr.flush()
-        _status = bool(text)
+    if _status is not None:  # standard error may be another by now: a live view puts itself in between
+        _status.write("\r\x1b[2K")
+        _status.flush()
+        _status = None
+    if text and _bars is None and _draws():
+        _status = sys.stderr
+        _status.write(text)
+        _status.flush()
 
 
 def _draws() -> bool:

@@ -132,7 +132,11 @@ def test_a_status_is_replaced_by_the_next_and_by_whatever_is_said(open_terminal)
     status("loading the model")
     status("warming up")
     note("done")
-    assert terminal.getvalue() == "\r\x1b[2Kloading the model\r\x1b[2Kwarming up\r\x1b[2Kdone\n"
+    assert terminal.getvalue() == "loading the model\r\x1b[2Kwarming up\r\x1b[2Kdone\n"
+    status("loading")
+    sys.stderr = io.StringIO()  # as a live view does
+    status()
+    assert terminal.getvalue().endswith("loading\r\x1b[2K") and not sys.stderr.getvalue()
 
 
 def test_a_status_is_for_terminals_only(capsys):

@@ -51,8 +51,12 @@ def test_figures_line_by_hand():
     tally = Tally()
     for _ in range(2):
         tally.add(hand_made())
-    expected = "1.00 answers/s · 2.0 forwards/answer · 1.00 tokens/forward · retrieve 100% · cpu"
-    assert tally.line(2.0, "cpu") == expected
+    figures = "1.00 answers/s · 2.0 forwards/answer · 1.00 tokens/forward · time: retrieve 100% · cpu"
+    assert tally.line(2.0, "cpu") == f"2 questions in 2.0 s · {figures}"
+    failed = hand_made()
+    failed.error = "too long"
+    tally.add(failed)
+    assert tally.line(3.0, "cpu").startswith("3 questions in 3.0 s, 1 failed · 1.00 answers/s")
 
 
 def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
