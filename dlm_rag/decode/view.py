@@ -258,7 +258,7 @@ class LiveView:
             panel = progress_panel(rollout)
             room -= len(console.render_lines(panel, pad=False))
             if shown and room < 0:
-                shown.append(Text(f"and {len(self._flying) - len(shown)} more questions", "dim"))
+                shown.append(Text(f"and {len(self._flying) - len(shown)} more", "dim"))
                 break
             shown.append(panel)
         return shown
