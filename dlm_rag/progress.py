@@ -36,10 +36,10 @@ def is_live(stream: IO[str]) -> bool:
 
 def duration(seconds: float) -> str:
     """A time in words, in the largest unit of which there is more than one."""
-    for size, unit in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
-            return f"{seconds / size:.0f} {unit}s"
-    return f"{seconds:.0f} second{'' if round(seconds) == 1 else 's'}"
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def in_bytes(size: float) -> str:

@@ -85,10 +85,12 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(corpus, build)
     assert build(corpus, whole)[name] == resumed and len(whole.embedded) == PASSAGES
 
 
-def test_ctrl_c_keeps_what_is_finished(corpus, build, monkeypatch):
+def test_ctrl_c_keeps_what_is_finished_and_says_so(corpus, build, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(dense, "KEEP_EVERY", 1e9)
     with pytest.raises(KeyboardInterrupt):
         build(corpus, Encoder(die=(100, interrupt)))
+    assert "128 passages are embedded: the same command goes on" in caplog.text
     second = Encoder()
     build(corpus, second)
     assert len(second.embedded) == PASSAGES - 2 * BLOCK
@@ -114,7 +116,7 @@ def test_a_long_build_says_what_it_takes_before(corpus, build, monkeypatch, capl
     build(corpus, Encoder())
     (said,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("embedding takes")]
     # 64 of 300 passages in 1,000 seconds; 300 vectors of 32 numbers.
-    assert "about 61 minutes, and 38 kB on disk" in said
+    assert "about 61 min, and 38 kB on disk" in said
 
 
 def test_a_full_disk_is_found_before_anything_is_embedded(corpus, build, monkeypatch):

@@ -114,14 +114,14 @@ def _build(corpus: Corpus, scratch: Path) -> None:
     vocabulary: dict[str, int] = {}
     documents: list[list[int]] = []
     start = perf_counter()
-    with progress("finding the terms of passages", len(corpus)) as advance:
+    with progress("finding terms", len(corpus)) as advance:
         for passage in corpus:
             documents.append([vocabulary.setdefault(term, len(vocabulary)) for term in terms(passage.text)])
             advance(1)
             if len(documents) == SAMPLE:
                 share = len(corpus) / SAMPLE
                 _announce(share * (perf_counter() - start), share * sum(map(len, documents)))
-    status("computing the scores of terms in passages")
+    status("computing the scores of terms")
     if not vocabulary:  # a corpus of stop words alone; bm25s wants a term, which no query has
         vocabulary, documents = {"": 0}, [[0] for _ in documents]
     index = bm25s.BM25()

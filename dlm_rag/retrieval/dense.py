@@ -161,6 +161,9 @@ def _embed_all(corpus: Corpus, scratch: Path, embed: Embed, block: int) -> None:
                 if now - kept > KEEP_EVERY:
                     _keep(vectors, scratch, finished)
                     kept = now
+    except KeyboardInterrupt:
+        log.info("%s passages are embedded: the same command goes on from there", f"{finished:,}")
+        raise
     finally:
         _keep(vectors, scratch, finished)
 
