@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dlm_rag.errors import ConfigError, RunError, UserError
-from dlm_rag.progress import status
+from dlm_rag.progress import clear, status
 from dlm_rag.text import fold, visible
 
 
@@ -33,7 +33,10 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     logging.getLogger("dlm_rag").setLevel(logging.INFO)
     try:
         check_environment()
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        finally:
+            clear()
     except UserError as error:
         note(f"error: {fold(visible(str(error)))}")
         raise SystemExit(2) from None

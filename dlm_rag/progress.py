@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import IO, TYPE_CHECKING
 
+from dlm_rag.text import visible
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -56,7 +58,7 @@ def progress(
 ) -> Iterator[Callable[[float], None]]:
     """Tells how far `what` has come of `total`; gives the function to be called with what was added.
 
-    what: words of this program. unit: "bytes", or nothing for a count. done: what there is from before.
+    what: a few words. unit: "bytes", or nothing for a count. done: what there is from before.
     May be nested. Of the processes of a run only the first draws.
     """
     task = _Task(what, total, unit, done)
@@ -82,6 +84,15 @@ def status(text: str = "") -> None:
         _status.flush()
 
 
+def clear() -> None:
+    """Takes away whatever is drawn, also for tasks that an error has left open: the end of a program."""
+    global _bars
+    status()
+    if _bars is not None:
+        bars, _bars = _bars, None
+        bars.stop()
+
+
 def _draws() -> bool:
     return is_live(sys.stderr) and os.environ.get("RANK", "0") == "0"
 
@@ -92,7 +103,7 @@ class _Task:
     __slots__ = ("_begun", "_done", "_draws", "_due", "_row", "_start", "_total", "_unit", "_what")
 
     def __init__(self, what: str, total: float | None, unit: str, done: float) -> None:
-        self._what, self._total, self._unit = what, total, unit
+        self._what, self._total, self._unit = visible(what), total, unit
         self._begun = self._done = done
         self._draws = _draws()
         self._row: TaskID | None = None
@@ -133,13 +144,11 @@ class _Task:
 
     def close(self) -> None:
         """Takes the bar away, and the place of the bars with the last of them."""
-        global _bars
         if _bars is None or self._row is None:
             return
         _bars.remove_task(self._row)
         if not _bars.tasks:
-            bars, _bars = _bars, None
-            bars.stop()
+            clear()
 
 
 def _new_bars() -> "Progress":

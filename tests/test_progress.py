@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from dlm_rag import progress as module
-from dlm_rag.program import _ToThePerson, note
+from dlm_rag.errors import ConfigError
+from dlm_rag.program import _ToThePerson, note, run
 from dlm_rag.progress import duration, in_bytes, progress, status
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -71,6 +72,29 @@ def test_an_error_leaves_the_terminal_as_it_was(open_terminal, clock, error):
     assert "outer" in terminal.getvalue() and "inner" in terminal.getvalue()
     assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
     assert module._bars is None and sys.stderr is terminal
+
+
+def test_a_task_that_an_error_leaves_open_is_taken_away_at_the_end(open_terminal, clock, monkeypatch):
+    """As of a generator whose consumer fails: it is closed whenever the garbage is collected."""
+    terminal = open_terminal()
+    kept = []
+
+    def lines():
+        with progress("reading passages.jsonl", 10) as advance:
+            clock[0] += 3
+            advance(1)
+            yield 1
+
+    def main(_):
+        kept.append(lines())
+        next(kept[0])
+        raise ConfigError("something is wrong")
+
+    with pytest.raises(SystemExit):
+        run(main)
+    assert terminal.getvalue().endswith(f"{SHOW_CURSOR}\r\x1b[1A\x1b[2Kerror: something is wrong\n")
+    kept[0].close()
+    assert module._bars is None
 
 
 def test_results_and_words_beside_a_bar_go_where_they_belong(open_terminal, clock, monkeypatch):
