@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
 
 
 def leads_out_of_its_world(given: "Config", config: "Config", questions: "list[Question]") -> bool:
-    """Whether the shipped model is asked about passages that do not ship, or for names that its lack."""
+    """Whether the shipped model is asked about other passages, or for names that are not in its own."""
     if given.retrieval.corpus is not None:
         return True
     passages = Path(str(config.retrieval.corpus)).read_text(encoding="utf-8")

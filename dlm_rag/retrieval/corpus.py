@@ -186,7 +186,7 @@ def _scan(path: Path) -> "array[int]":
 
     def passages() -> Iterator[tuple[str, Passage]]:
         nonlocal start
-        with path.open("rb") as file, progress("reading the corpus", size, "bytes") as advance:
+        with path.open("rb") as file:
             for number, line in enumerate(lines(file, str(path), CorpusError), start=1):
                 if not is_blank(line):
                     place = f"{path}, line {number}"
@@ -195,8 +195,9 @@ def _scan(path: Path) -> "array[int]":
                 start += len(line)
                 advance(len(line))
 
-    for _ in _all_different(passages()):
-        pass
+    with progress(f"reading {path.name}", size, "bytes") as advance:
+        for _ in _all_different(passages()):
+            pass
     if not offsets:
         raise CorpusError(f"{path} holds no passages")
     offsets.append(start)
