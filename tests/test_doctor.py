@@ -1,8 +1,11 @@
 """The doctor: each finding against a fake of what is wrong; no check can end the others."""
 
 import json
+import os
+import resource
 import shutil
 import subprocess
+import sys
 from collections import namedtuple
 from importlib import metadata
 from types import SimpleNamespace
@@ -209,10 +212,12 @@ def test_hints_leave_the_exit_status_alone_and_json_holds_the_machine(monkeypatc
 
 @pytest.mark.slow
 def test_the_whole_takes_less_than_five_seconds():
-    import sys
-    import time
-
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "dlm_rag", "doctor"], capture_output=True, text=True)
+    """Of its own: other programs may use the machine."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dlm_rag", "doctor"]
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = used.ru_utime + used.ru_stime
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "an answer" in done.stdout, done.stdout + done.stderr
-    assert time.perf_counter() - start < 5 and not done.stderr
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime + used.ru_stime - before < 5 and not done.stderr
