@@ -241,7 +241,10 @@ def check_kernel(config: Config) -> Iterator[Finding]:
 
     chosen, against = _kernel(config)
     used = f"{chosen} ({kernel_version(chosen)})"
-    why = "; ".join(f"not {name}: {reason.partition(';')[0]}" for name, reason in against.items())
+    names: dict[str, list[str]] = {}
+    for name, reason in against.items():
+        names.setdefault(reason.partition(";")[0], []).append(name)
+    why = "; ".join(f"not {' or '.join(those)}: {reason}" for reason, those in names.items())
     on_gpu = choose_device(config.model.device).type == "cuda"
     said = f"{used}; {why}" if why else used
     install = "pip install 'dlm_rag[flash]' --no-build-isolation" if "flash" in against and on_gpu else ""
@@ -269,9 +272,11 @@ def check_cores(_: Config) -> Iterator[Finding]:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads()
-    said = f"{cores} cores, {threads} threads of torch"
+    said = f"cores: {cores}, threads of torch: {threads}"
     if threads > cores:
-        yield Finding("cores", HINT, f"{said} get in each other's way", f"export OMP_NUM_THREADS={cores}")
+        yield Finding(
+            "cores", HINT, f"{said}, which get in each other's way", f"export OMP_NUM_THREADS={cores}"
+        )
     else:
         yield Finding("cores", OK, said)
 
