@@ -3,6 +3,7 @@
     dlm-rag sample      answer questions, retrieving while denoising
     dlm-rag evaluate    score a denoiser on questions with known answers
     dlm-rag train       train a denoiser
+    dlm-rag doctor      look at this machine: what works, what does not, what mends it
 
 `dlm-rag PROGRAM --help` says what each is told; `python -m dlm_rag PROGRAM` is the same.
 """
@@ -15,7 +16,7 @@ from dlm_rag import __version__
 from dlm_rag.errors import ConfigError, nearest
 from dlm_rag.program import run
 
-PROGRAMS = ("sample", "evaluate", "train")
+PROGRAMS = ("sample", "evaluate", "train", "doctor")
 
 
 def dispatch(argv: list[str]) -> None:

@@ -77,6 +77,13 @@ def _nvidia_driver() -> str | None:
     return found[1] if found else None
 
 
+def memory() -> dict[str, int]:
+    """Bytes of memory, "total" and "available"; nothing where the system does not tell."""
+    listed = Path("/proc/meminfo")
+    found = dict(re.findall(r"^Mem(\w+):\s+(\d+) kB", listed.read_text(), re.M)) if listed.is_file() else {}
+    return {name.lower(): 1024 * int(size) for name, size in found.items()}
+
+
 def commit_of_code() -> str | None:
     """The commit of the code, with `-dirty` for local changes; None outside a checkout of this project."""
     root = Path(__file__).resolve().parents[1]

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from dlm_rag.errors import UserError, nearest
 from dlm_rag.jsonl import decode_line, is_blank, lines, parse_json, parse_object
+from dlm_rag.progress import progress
 
 FORMS = (
     "JSON lines (.jsonl), JSON (.json), CSV (.csv), TSV (.tsv) or Parquet (.parquet), each also gzipped "
@@ -88,8 +89,14 @@ def read_records(path: Path, error: type[UserError], plain: str | None = None) -
     Raises `error`, which names the file and the line, item or row.
     """
     try:
-        with path.open("rb", buffering=PEEK) as file:
-            yield from records_in(file, path, error, plain)
+        size, at = path.stat().st_size, 0
+        with (
+            path.open("rb", buffering=PEEK) as file,
+            progress(f"reading {path.name}", size, "bytes") as advance,
+        ):
+            for record in records_in(file, path, error, plain):
+                yield record
+                advance(-at + (at := file.tell()))
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror or problem})") from None
 

@@ -31,7 +31,7 @@ from transformers.utils import logging
 from dlm_rag.commands.words import parse
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.machine import commit_of_code, machine_name
+from dlm_rag.machine import commit_of_code, describe_machine
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.program import note, run
 from dlm_rag.tokenizer import Tokenizer
@@ -217,8 +217,7 @@ def main(argv: list[str]) -> None:
             )
     record = {
         "commit": commit_of_code(),
-        "machine": machine_name(torch.device("cpu")),
-        "threads": torch.get_num_threads(),
+        "machine": describe_machine(torch.device("cpu"), "sdpa"),
         "tokens_per_step": BATCH,
         "documents": found,
     }

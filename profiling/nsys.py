@@ -10,6 +10,7 @@ are --steps steps from --from-step on: before it kernels are compiled and caches
 (runs/nsys-sample) gets the report, its sqlite export, and report.md, .json, .png, .html.
 """
 
+import json
 import runpy
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from nsys_tool import find_nsys, imported
 from dlm_rag import stages
 from dlm_rag.commands.words import Parser
 from dlm_rag.errors import ConfigError
+from dlm_rag.machine import choose_device, choose_dtype, commit_of_code, describe_machine
 from dlm_rag.program import note, run
 from dlm_rag.stages import DOMAIN
 
@@ -92,6 +94,15 @@ def trace(target: Path, script: Path, words: list[str], first: int, last: int | 
     return code
 
 
+def stamp() -> dict[str, str | int | None]:
+    """The code and the machine of a session, with the kernel that programs choose here."""
+    from dlm_rag.model.kernels import choose_backend
+
+    device = choose_device("auto")
+    kernel = choose_backend("auto", device, choose_dtype("auto", device))
+    return {"commit": commit_of_code(), **describe_machine(device, kernel)}
+
+
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__ or "", prog="nsys.py")
     parser.add_argument("program", choices=PROGRAMS)
@@ -110,6 +121,7 @@ def main(argv: list[str]) -> None:
     else:
         report = folder / "trace.json"
         code = trace(report, script, words, first, last)
+    (folder / "machine.json").write_text(json.dumps(stamp(), indent=2) + "\n", encoding="utf-8")
     attribute([str(report), "--out", str(folder)])
     raise SystemExit(code)
 

@@ -102,8 +102,13 @@ def show(found: Attribution, baseline: Attribution | None) -> None:
 def write(out: Path, session: Session, found: Attribution, baseline: Attribution | None) -> None:
     """report.json, report.md, report.png and report.html in a folder."""
     record = {"now": asdict(found)} | ({"baseline": asdict(baseline)} if baseline else {})
-    (out / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     parts, tags = [f"# {Path(found.source).name}\n"], [f"<h1>{html.escape(Path(found.source).name)}</h1>"]
+    if (out / "machine.json").is_file():  # of nsys.py, which recorded the session
+        record["machine"] = json.loads((out / "machine.json").read_text(encoding="utf-8"))
+        where = ", ".join(f"{name} {value}" for name, value in record["machine"].items())
+        parts.append(f"{where}\n")
+        tags.append(f"<p>{html.escape(where)}</p>")
+    (out / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     plot(out / "report.png", session, found)
     picture = base64.b64encode((out / "report.png").read_bytes()).decode()
     tags.append(f'<img alt="steps and shares" src="data:image/png;base64,{picture}">')

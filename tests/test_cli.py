@@ -14,6 +14,7 @@ from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
 
 sys.path.insert(0, str(ROOT))
 from dlm_rag.commands import evaluate, sample
+from dlm_rag.commands.job import SHIPPED
 from dlm_rag.decode.trace import read_header, read_trace, training_rows
 from dlm_rag.program import run
 
@@ -64,6 +65,38 @@ def test_a_piped_answer_is_one_json_line(call):
     figures = err.splitlines()[-1]
     for part in ("answers/s", "forwards/answer", "tokens/forward", "denoise", "cpu float32 sdpa", "joint"):
         assert part in figures
+
+
+MADE_UP = "the shipped model knows only its invented world"
+
+
+def test_the_shipped_model_says_what_it_does_not_know(call, corpus_file, monkeypatch):
+    monkeypatch.setattr(sample, "decode_to_screen", lambda *_: 0)
+    known = json.loads((SHIPPED / "world" / "questions.jsonl").open().readline())
+    own = call(known["question"], defaults=False)
+    assert own[0] == 0 and MADE_UP not in own[2]
+    foreign = call("Who wrote Emma?", defaults=False)
+    assert foreign[0] == 0 and MADE_UP in foreign[2] and "--model" in foreign[2]
+    mine = call(known["question"], "--corpus", corpus_file, defaults=False)
+    assert mine[0] == 0 and MADE_UP in mine[2]
+    assert MADE_UP not in call("Who wrote Emma?")[2]
+
+
+def test_the_last_line_says_where_the_answers_are(call, tmp_path):
+    out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
+    for _ in range(2):  # also where all are answered already
+        err = call("Who wrote Emma?", "--out", out, "--trace", trace)[2]
+        assert err.splitlines()[-1] == f"the answers are in {out}, the traces in {trace}"
+
+
+def test_control_c_on_the_screen_says_how_to_go_on(call, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("dlm_rag.decode.decoder.Decoder.stream", interrupted)
+    code, _, err = call("Who wrote Emma?")
+    assert code == 130 and "0 of 1 answered; with --out FILE" in err
 
 
 def bad_corpus(line):
@@ -173,7 +206,7 @@ def test_a_question_that_fails_is_recorded_and_the_others_are_answered(call, tmp
     words = ("Tacoma?", "why " * 25_000, "--out", out)
     code, _, err = call(*words)
     answered, failed = sorted(records(Path(out).read_text()), key=lambda record: record["id"])
-    assert code == 1 and "1 FAILED" in err
+    assert code == 1 and "1 failed" in err
     assert not answered.get("error") and answered["forwards"]
     assert failed["id"] == "q2" and "tokens too long" in failed["error"] and failed["response"] == ""
     code, _, err = call(*words)

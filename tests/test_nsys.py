@@ -80,6 +80,7 @@ def test_torch_profiler_makes_the_same_page(tmp_path):
     assert stages["retrieve"]["beside"] > 0, "searches have a thread of their own"
     assert found["questions"] == 8
     page = (tmp_path / "report.html").read_text()
+    assert "attention sdpa" in page and "attention sdpa" in (tmp_path / "report.md").read_text()
     assert "data:image/png;base64," in page and "http" not in page, "nothing outside the page is needed"
 
 

@@ -408,7 +408,9 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     model = tmp_path / "whole" / "model"
     Tokenizer.from_pretrained(model)
     assert Denoiser.from_pretrained(model).config.evidence_layout == "independent"
-    assert json.loads((model / "training.json").read_text())["config"]["train"]["steps"] == 8
+    card = json.loads((model / "training.json").read_text())
+    assert card["config"]["train"]["steps"] == 8
+    assert card["machines"][0]["attention"] == "sdpa" and card["machines"][0]["torch"] == torch.__version__
 
 
 @pytest.mark.slow

@@ -1,11 +1,27 @@
 """What the terminal shows, rendered to plain text."""
 
+import io
+import re
+from itertools import pairwise
+
+import pytest
+from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 from test_decoder import QUESTIONS, make_decoder
 from test_rollout import hand_made
 
 from dlm_rag.decode.rollout import Committed, Rollout, Step
-from dlm_rag.decode.view import LiveView, Tally, answer_panel, canvas_text, colour_of, progress_panel
+from dlm_rag.decode.view import (
+    Folded,
+    LiveView,
+    Tally,
+    answer_panel,
+    canvas_text,
+    colour_of,
+    line_breaks,
+    progress_panel,
+)
 from dlm_rag.questions import Question
 
 
@@ -51,8 +67,12 @@ def test_figures_line_by_hand():
     tally = Tally()
     for _ in range(2):
         tally.add(hand_made())
-    expected = "1.00 answers/s · 2.0 forwards/answer · 1.00 tokens/forward · retrieve 100% · cpu"
-    assert tally.line(2.0, "cpu") == expected
+    figures = "1.00 answers/s · 2.0 forwards/answer · 1.00 tokens/forward · time: retrieve 100% · cpu"
+    assert tally.line(2.0, "cpu") == f"2 questions in 2.0 s · {figures}"
+    failed = hand_made()
+    failed.error = "too long"
+    tally.add(failed)
+    assert tally.line(3.0, "cpu").startswith("3 questions in 3.0 s, 1 failed · 1.00 answers/s")
 
 
 def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
@@ -91,3 +111,60 @@ def test_a_question_that_fails_at_once_is_shown_beside_the_others(corpus_file):
             view.finish(rollout)
     shown = console.export_text()
     assert "tokens too long" in shown and "Who wrote Emma?" in shown
+
+
+def split(text, width):
+    places = [0, *line_breaks(text, width), len(text)]
+    return [text[a:b] for a, b in pairwise(places)]
+
+
+def test_lines_end_behind_words_dots_and_wide_characters():
+    assert split("one two three", 7) == ["one two ", "three"]
+    assert split("van" + "·" * 6, 5) == ["van··", "····"], "dots go on where the words end"
+    assert split("ab 源氏物語", 6) == ["ab 源", "氏物語"]
+    assert split("abcdefgh", 3) == ["abc", "def", "gh"]
+
+
+@pytest.mark.parametrize("width", range(2, 12))
+def test_no_line_is_wider_than_there_is_room_and_nothing_is_lost(width):
+    text = "Who wrote 源氏物語, the Tale of Genji? ·········· unbelievably long   blanks"
+    lines = split(text, width)
+    assert "".join(lines) == text
+    assert all(cell_len(line.rstrip()) <= width for line in lines), lines
+
+
+def test_what_is_more_than_its_lines_is_cut_with_dots():
+    assert render(Folded(Text("one two three four five six"), 2), width=10).splitlines() == [
+        "one two",
+        "three fou…",
+    ]
+
+
+def test_words_that_no_passage_holds_are_marked_in_the_answer_and_in_its_sentence():
+    rollout = hand_made()
+    rollout.response = "### Jerur Wba"
+    rollout.citations = [{"text": "Jerur Wba", "kind": "answer", "passages": [], "unsupported": ["wba"]}]
+    console = Console(width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
+    console.print(answer_panel(rollout))
+    shown = console.file.getvalue()
+    answer, source = re.findall(r"\x1b\[([\d;]*)mWba", shown)
+    assert answer == "1;4;31" and "4" in source.split(";")  # 4: underlined, 1: bold, 31: red
+    assert "underlined" in shown and "Jerur\x1b" not in shown
+    rollout.citations[0]["unsupported"] = []
+    assert "underlined" not in render(answer_panel(rollout))
+
+
+def test_only_panels_that_the_terminal_holds_whole_are_shown(corpus_file):
+    console = Console(width=80, height=15, force_terminal=True, file=io.StringIO())
+    view = LiveView(console)
+    for name in "abc":
+        rollout = hand_made()
+        rollout.id = name
+        view._flying[name] = rollout
+    shown = view._that_fit()
+    lines = sum(len(console.render_lines(one, pad=False)) for one in shown)
+    assert len(shown) == 3 and lines == 15 and shown[2].plain == "and 1 more"
+    console.height = 14
+    assert len(view._that_fit()) == 2
+    console.height = 80
+    assert len(view._that_fit()) == 3

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.machine import choose_device, choose_dtype, commit_of_code, describe_machine, machine_name
 from dlm_rag.program import check_writable, note
+from dlm_rag.progress import progress, status
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,7 @@ class Prepared:
 
     def load(self, denoiser: Denoiser | None = None) -> Decoder:
         """Reads the weights, where they are not given."""
+        status("reading weights")
         from dlm_rag.decode.decoder import Decoder
         from dlm_rag.model.denoiser import Denoiser
 
@@ -162,7 +163,9 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     # A corpus that is not there, or has a bad line, is found before torch is imported.
     from dlm_rag.retrieval.corpus import open_corpus
 
+    status("reading the corpus")
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
+    status("checking the model")
     from dlm_rag.decode.engine import with_checkpoints_own
     from dlm_rag.model.checkpoint import open_checkpoint
 
@@ -176,6 +179,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.tokenizer import Tokenizer
 
     attention = choose_backend(config.model.attention, device, dtype)
+    status("reading the tokenizer")
     layout = config.model.evidence_layout or checkpoint.config.evidence_layout
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     from dlm_rag.evidence.fitting import Room, fit
@@ -191,6 +195,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
         raise QuestionError(too_long[0])
     from dlm_rag.retrieval import load_retriever
 
+    status("opening the index")
     found = load_retriever(config.retrieval, corpus)
     retriever = _oracle(found, questions, config.decode.query) if config.retrieval.oracle else found
     return Prepared(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
@@ -233,11 +238,11 @@ class Job:
                 return denoiser
             decoder = self.prepared.load(denoiser)
             start = time.perf_counter()
-            for rollout in decoder.stream(remaining):
-                self.file.append(rollout)
-                tally.add(rollout)
-                if sys.stderr.isatty():
-                    note(f"{tally.answers} of {len(remaining)}", end="\r")
+            with progress("answering", len(remaining)) as advance:
+                for rollout in decoder.stream(remaining):
+                    self.file.append(rollout)
+                    tally.add(rollout)
+                    advance(1)
         except KeyboardInterrupt:
             note(f"{tally.answers} of {len(remaining)} answered; the same command goes on from here")
             raise

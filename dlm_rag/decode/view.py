@@ -1,29 +1,85 @@
 """What a person sees in a terminal: the canvas filling in, the queries, the evidence, the answer."""
 
+import re
 from collections import Counter
+from collections.abc import Collection
 from itertools import groupby
 from time import perf_counter
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.progress import status
 from dlm_rag.stages import without_nested
-from dlm_rag.text import fold, visible
+from dlm_rag.text import fold, visible, word_spans
 
 MOST_REPEATS = 3  # of a token in a row that are written out
 # From the first commits (cool) to the last (warm).
 STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
 QUERY_LINES = 3
+UNSUPPORTED = "underline"  # words that no passage in context holds
+# What a line may end behind: a word, a masked position, a wide character.
+_PIECES = re.compile(r"\s*(?:[·\u2e80-\uffef]|[^\s·\u2e80-\uffef]+)|\s+")
+
+
+class Folded:
+    """A text in lines as wide as there is room, at most so many of them."""
+
+    def __init__(self, text: Text, most: int | None = None) -> None:
+        self.text, self.most = text, most
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        lines = self.text.divide(line_breaks(self.text.plain, width))
+        shown = list(lines[: self.most])
+        if len(shown) < len(lines):
+            shown[-1].rstrip()
+            shown[-1].truncate(width - 1)
+            shown[-1].append("…")
+        for line in shown:
+            line.rstrip()
+            line.no_wrap = True
+            yield line
+
+
+def line_breaks(text: str, width: int) -> list[int]:
+    """Where lines of at most `width` cells begin, but the first; blanks that end a line do not count."""
+    breaks, used = [], 0
+    for found in _PIECES.finditer(text):
+        piece = found.group()
+        begin, cells = found.start(), cell_len(piece)
+        if used + cells > width:
+            begin += len(piece) - len(piece.lstrip())
+            breaks.append(begin)
+            used, cells = 0, cell_len(piece.lstrip())
+        while cells > width:  # a word that no line holds
+            part = text[begin : begin + width]
+            while cell_len(part) > width:
+                part = part[:-1]
+            begin, cells = begin + len(part), cells - cell_len(part)
+            breaks.append(begin)
+        used += cells
+    return [place for place in breaks if 0 < place < len(text)]
 
 
 def plain(text: str, style: str = "") -> Text:
     """Foreign text as it is: no markup, no control characters that move the cursor or ring the bell."""
     return Text(visible(text), style=style)
+
+
+def marked(text: str, words: Collection[str], style: str = "") -> Text:
+    """Foreign text with these of its words marked as `UNSUPPORTED`."""
+    shown = plain(text, style)
+    for word, span in word_spans(text):
+        if word in words:
+            shown.stylize(UNSUPPORTED, *span)
+    return shown
 
 
 def colour_of(step: int, steps: int) -> str:
@@ -76,11 +132,10 @@ def progress_panel(rollout: Rollout) -> Panel:
     """One question while it is answered."""
     step = rollout.steps[-1]
     query = plain(f"query  {step.query or '(no refresh was due)'}", "italic")
-    query.truncate(QUERY_LINES * 90, overflow="ellipsis")
     searched = "searched" if step.retrieved else "unchanged, not searched"
     tokens = f"{rollout.tokens_committed} of {rollout.canvas_length} tokens"
     return Panel(
-        Group(canvas_text(rollout), Text(), query, evidence_table(rollout)),
+        Group(Folded(canvas_text(rollout)), Text(), Folded(query, QUERY_LINES), evidence_table(rollout)),
         title=_heading(rollout),
         subtitle=f"step {step.step} · {tokens} · {searched}",
         box=box.ROUNDED,
@@ -90,17 +145,25 @@ def progress_panel(rollout: Rollout) -> Panel:
 
 def answer_panel(rollout: Rollout) -> Panel:
     """A finished question: what was written and when, the answer, and where each sentence is from."""
-    answer = plain(rollout.answer, "bold") if rollout.answer else plain("none was marked", "dim")
+    unheld = {unit["kind"]: unit["unsupported"] for unit in rollout.citations}.get("answer", ())
+    answer = (
+        marked(rollout.answer, unheld, "bold red" if unheld else "bold")
+        if rollout.answer
+        else plain("none was marked", "dim")
+    )
     if rollout.error:
         answer = plain(rollout.error, "bold red")
-    parts: list[RenderableType] = [canvas_text(rollout), Text(), Text("answer  ").append(answer)]
+    parts: list[RenderableType] = [Folded(canvas_text(rollout)), Text(), Text("answer  ").append(answer)]
     sources = Table(box=None, show_header=False, padding=(0, 1))
     sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
     sources.add_column()
     for unit in rollout.citations:
         cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in unit["passages"]]
-        sources.add_row(plain(unit["text"]), plain("; ".join(cited) or "no passage holds these words"))
+        said = plain("; ".join(cited) or "no passage holds these words")
+        sources.add_row(marked(unit["text"], unit["unsupported"]), said)
     parts += [Text("sources", style="dim"), sources] if rollout.citations else []
+    if any(unit["unsupported"] for unit in rollout.citations):
+        parts.append(Text.assemble(("underlined", UNSUPPORTED), ": no passage in context held it"))
     if rollout.cut:
         parts.append(
             Text(
@@ -135,17 +198,19 @@ class Tally:
         self.seconds.update(without_nested(rollout.seconds))
 
     def line(self, wall_seconds: float, backend: str) -> str:
-        """Answers/s, forwards per answer, tokens per forward, share of each stage, backend."""
+        """How many questions in which time, forwards and tokens, share of each stage, backend."""
         whole = sum(self.seconds.values()) or 1.0
         shares = [(name, value / whole) for name, value in self.seconds.most_common()]
+        spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
         return " · ".join(
             [
+                f"{self.answers} question{'s' * (self.answers != 1)} in {wall_seconds:.1f} s"
+                + (f", {self.failed} failed" if self.failed else ""),
                 f"{self.answers / wall_seconds:.2f} answers/s",
                 f"{self.forwards / max(self.answers, 1):.1f} forwards/answer",
                 f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
-                ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005),
+                *([f"time: {spent}"] if spent else []),
                 backend,
-                *([f"{self.failed} FAILED"] if self.failed else []),
             ]
         )
 
@@ -175,13 +240,28 @@ class LiveView:
     def finish(self, rollout: Rollout) -> None:
         """Prints a finished question above those in flight."""
         self._flying.pop(rollout.id, None)
+        status()
         self._live.console.print(answer_panel(rollout))
         self._draw()
 
     def _draw(self) -> None:
-        panels = [progress_panel(rollout) for rollout in self._flying.values()]
-        self._live.update(Group(*panels), refresh=True)
+        status()
+        self._live.update(Group(*self._that_fit()), refresh=True)
         self._shown = perf_counter()
+
+    def _that_fit(self) -> list[RenderableType]:
+        """The panels of the first questions in flight, as many as the terminal holds whole."""
+        console = self._live.console
+        shown: list[RenderableType] = []
+        room = console.height - 1
+        for rollout in self._flying.values():
+            panel = progress_panel(rollout)
+            room -= len(console.render_lines(panel, pad=False))
+            if shown and room < 0:
+                shown.append(Text(f"and {len(self._flying) - len(shown)} more", "dim"))
+                break
+            shown.append(panel)
+        return shown
 
 
 def _title(rollout: Rollout, name: str) -> Text:

@@ -23,6 +23,7 @@ from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.hub import HUB_FILES, check_files, locate, read_json
 from dlm_rag.model.families import FAMILIES, Family
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
+from dlm_rag.progress import progress
 
 WEIGHTS = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -47,12 +48,16 @@ class Checkpoint:
         by_file: dict[Path, list[tuple[str, str]]] = {}
         for ours, (path, theirs) in self.homes.items():
             by_file.setdefault(path, []).append((ours, theirs))
-        for path, names in by_file.items():
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                for ours, theirs in names:
-                    value = file.get_tensor(theirs).to(device, dtype)
-                    _check_sound(path, theirs, value, ours)
-                    yield ours, value
+        size = sum(path.stat().st_size for path in by_file)
+        with progress("reading weights", size, "bytes") as advance:
+            for path, names in by_file.items():
+                with safe_open(path, framework="pt", device=str(device)) as file:
+                    for ours, theirs in names:
+                        found = file.get_tensor(theirs)
+                        value = found.to(device, dtype)
+                        _check_sound(path, theirs, value, ours)
+                        yield ours, value
+                        advance(found.nbytes)
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""

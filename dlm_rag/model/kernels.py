@@ -81,9 +81,14 @@ def kernel_version(backend: str) -> str:
 
 @cache
 def _first_working(device: torch.device, dtype: torch.dtype) -> str:
-    chosen = next(name for name in BACKENDS if not missing(name, device, dtype))
+    chosen = next(name for name, reason in reasons_against(device, dtype).items() if not reason)
     log.info("attention kernel: %s (%s) on %s in %s", chosen, kernel_version(chosen), device, dtype)
     return chosen
+
+
+def reasons_against(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Every kernel, best first, with why it cannot run here; empty where it can."""
+    return {name: missing(name, device, dtype) for name in BACKENDS}
 
 
 @cache

@@ -5,12 +5,15 @@ import logging
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from time import perf_counter
 
 import bm25s
 import numpy as np
 from bm25s.numba import retrieve_utils
 from bm25s.stopwords import STOPWORDS_EN
 
+from dlm_rag.machine import memory
+from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress, status
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.incremental import SuccessiveSearch
@@ -24,6 +27,10 @@ log = logging.getLogger(__name__)
 _TERMS = re.compile(r"(?u)\b\w\w+\b").findall
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 SUCCESSIVE_FROM = 50_000  # passages
+SAMPLE = 10_000  # passages, from which the costs of a build are told
+# Of a build, measured as in `profiling/bench_bm25.py`: peak of memory and disk for each term of a passage,
+# and the time of all by that of finding the terms.
+MEMORY_A_TERM, DISK_A_TERM, TIMES_TOKENISING = 45, 8, 2  # bytes, bytes
 FACTS = "columns.json"  # what `SuccessiveSearch` needs to know about the columns
 
 # bm25s compiles its search in every process, for 5 seconds; numba can keep it on disk (0.2 seconds).
@@ -105,9 +112,16 @@ class BM25Retriever(CorpusRetriever):
 
 def _build(corpus: Corpus, scratch: Path) -> None:
     vocabulary: dict[str, int] = {}
-    documents = [
-        [vocabulary.setdefault(term, len(vocabulary)) for term in terms(passage.text)] for passage in corpus
-    ]
+    documents: list[list[int]] = []
+    start = perf_counter()
+    with progress("finding terms", len(corpus)) as advance:
+        for passage in corpus:
+            documents.append([vocabulary.setdefault(term, len(vocabulary)) for term in terms(passage.text)])
+            advance(1)
+            if len(documents) == SAMPLE:
+                share = len(corpus) / SAMPLE
+                _announce(share * (perf_counter() - start), share * sum(map(len, documents)))
+    status("computing the scores of terms")
     if not vocabulary:  # a corpus of stop words alone; bm25s wants a term, which no query has
         vocabulary, documents = {"": 0}, [[0] for _ in documents]
     index = bm25s.BM25()
@@ -121,3 +135,17 @@ def _build(corpus: Corpus, scratch: Path) -> None:
         "ascending": bool(rising.all() and (data > 0).all()),
     }
     (scratch / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    status()
+
+
+def _announce(tokenising: float, found: float) -> None:
+    """Says what a long build takes; `tokenising`: its seconds, found: terms of all passages."""
+    if TIMES_TOKENISING * tokenising < SAY_FROM:
+        return
+    wanted, free = MEMORY_A_TERM * found, memory().get("available", 0)
+    log.info(
+        "building this BM25 index takes about %s, %s of memory and %s on disk",
+        duration(TIMES_TOKENISING * tokenising), in_bytes(wanted), in_bytes(DISK_A_TERM * found),
+    )  # fmt: skip
+    if 0 < free < wanted:
+        log.warning("only %s of memory are free here", in_bytes(free))

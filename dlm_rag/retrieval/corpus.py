@@ -14,6 +14,7 @@ import numpy as np
 
 from dlm_rag.errors import CorpusError, nearest
 from dlm_rag.jsonl import is_blank, lines, parse_object
+from dlm_rag.progress import progress
 from dlm_rag.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
 from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
 from dlm_rag.retrieval.texts import fingerprint_texts, read_texts, texts_in
@@ -178,7 +179,8 @@ def _scan(path: Path) -> "array[int]":
 
     Blank lines belong to the passage before them, as white space that JSON ignores.
     """
-    if path.stat().st_size > SAY_FROM:
+    size = path.stat().st_size
+    if size > SAY_FROM:
         log.info("reading corpus %s", path)
     offsets, start = array("q"), 0
 
@@ -191,9 +193,11 @@ def _scan(path: Path) -> "array[int]":
                     yield place, parse_passage(parse_object(line, place, CorpusError), place)
                     offsets.append(start)
                 start += len(line)
+                advance(len(line))
 
-    for _ in _all_different(passages()):
-        pass
+    with progress(f"reading {path.name}", size, "bytes") as advance:
+        for _ in _all_different(passages()):
+            pass
     if not offsets:
         raise CorpusError(f"{path} holds no passages")
     offsets.append(start)

@@ -2,14 +2,17 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, take_turns
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import load_encoder
@@ -25,6 +28,8 @@ log = logging.getLogger(__name__)
 Embed = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
 
 VECTORS = "vectors.npy"
+FINISHED = "finished"  # beside the vectors of a build: how many passages have theirs
+KEEP_EVERY = 10.0  # seconds of embedding that a kill costs at most, and a block
 BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 REMEMBERED_PARTS = 65536  # vectors of query parts kept: a sentence recurs from step to step
 
@@ -118,22 +123,75 @@ def open_dense(
         ).float()  # fmt: skip
 
     def build(scratch: Path) -> None:
-        log.info("embedding %d passages with %s", len(corpus), model)
-        width = embed(["width"], passage_prompt).shape[1]
-        vectors = np.lib.format.open_memmap(
-            scratch / VECTORS, mode="w+", dtype=np.float32, shape=(len(corpus), width)
-        )
+        log.info("embedding %s passages with %s", f"{len(corpus):,}", model)
         # Many batches at a time, for the encoder sorts texts by length to waste less padding.
-        for start in range(0, len(corpus), 64 * batch_size):
-            texts = [passage.text for passage in corpus[start : start + 64 * batch_size]]
-            vectors[start : start + len(texts)] = embed(texts, passage_prompt).cpu().numpy()
-        vectors.flush()
+        _embed_all(corpus, scratch, lambda texts: embed(texts, passage_prompt), 64 * batch_size)
 
     name = slug("dense", Path(model).name, _fingerprint(encoder), passage_prompt)
-    folder = build_once(corpus.folder / name, build)
+    folder = build_once(corpus.folder / name, build, goes_on=True)
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
     vectors = np.load(folder / VECTORS, mmap_mode="c")
     return DenseRetriever(corpus, top_k, lambda texts: embed(texts, query_prompt), vectors, encoder.device)
+
+
+def _embed_all(corpus: Corpus, scratch: Path, embed: Embed, block: int) -> None:
+    """The vectors of all passages, `block` at a time; goes on with what a build that was stopped has left.
+
+    The name of the folder tells encoders and corpora apart, so what lies there is of these. Vectors are
+    on the disk before the count says so.
+    """
+    vectors, finished = _open_vectors(scratch, (len(corpus), embed(["width"]).shape[1]))
+    if begun := finished:
+        log.info("%s of them are there from before", f"{begun:,}")
+    start = kept = perf_counter()
+    try:
+        with progress("embedding passages", len(corpus), done=begun) as advance:
+            while finished < len(corpus):
+                texts = [passage.text for passage in corpus[finished : finished + block]]
+                vectors[finished : finished + len(texts)] = embed(texts).cpu().numpy()
+                finished += len(texts)
+                advance(len(texts))
+                now = perf_counter()
+                left = (now - start) / (finished - begun) * (len(corpus) - finished)
+                if finished - begun == len(texts) and left > SAY_FROM:
+                    log.info(
+                        "embedding takes about %s, and %s on disk; a search reads all of it, from memory "
+                        "where it fits. Stopped, it goes on", duration(left), in_bytes(vectors.nbytes)
+                    )  # fmt: skip
+                if now - kept > KEEP_EVERY:
+                    _keep(vectors, scratch, finished)
+                    kept = now
+    except KeyboardInterrupt:
+        log.info("%s passages are embedded: the same command goes on from there", f"{finished:,}")
+        raise
+    finally:
+        _keep(vectors, scratch, finished)
+
+
+def _open_vectors(scratch: Path, shape: tuple[int, int]) -> tuple[np.memmap, int]:
+    """The file of the vectors, mapped, and how many passages have theirs."""
+    path, count = scratch / VECTORS, scratch / FINISHED
+    if count.is_file():
+        return np.lib.format.open_memmap(path, mode="r+"), int(count.read_text())
+    vectors = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+    if hasattr(os, "posix_fallocate"):  # a disk that is full is found now, not by a signal in the middle
+        try:
+            with path.open("rb+") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError:
+            path.unlink()
+            raise
+    return vectors, 0
+
+
+def _keep(vectors: np.memmap, scratch: Path, finished: int) -> None:
+    vectors.flush()
+    part = scratch / f"{FINISHED}.part"
+    with part.open("w") as file:
+        file.write(str(finished))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(scratch / FINISHED)
 
 
 def _fingerprint(encoder: "SentenceTransformer") -> str:

@@ -16,12 +16,12 @@ from dlm_rag.records import expand
 INDEX_VERSION = 1
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, build: Callable[[Path], None], goes_on: bool = False) -> Path:
     """`folder`, after `build(scratch)` has filled it, unless it is there already.
 
     The scratch folder takes its final name in one rename, so a folder that exists is whole. A lock
     lets a second process wait for the first instead of building the same; the lock of a process
-    that died is free, and what it left half-built is removed.
+    that died is free, and what it left half-built is removed, unless `build` goes on with it.
     """
     if folder.is_dir():
         return folder
@@ -30,8 +30,9 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
                 scratch = folder.with_name(f"{folder.name}.building")
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir()
+                if not goes_on:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(exist_ok=goes_on)
                 build(scratch)
                 scratch.rename(folder)
     except OSError as error:

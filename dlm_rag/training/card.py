@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import Config, differing_keys
-from dlm_rag.machine import commit_of_code, machine_name
+from dlm_rag.machine import commit_of_code, describe_machine, machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.report import WINDOW, validation_of
 
@@ -25,6 +25,7 @@ def write_card(folder: Path, denoiser: Denoiser, config: Config, metrics: list[d
         "commit": commit_of_code(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine_name(denoiser.device),
+        "machines": [describe_machine(denoiser.device, denoiser.backend)],  # as in the stamp of answers
         "seed": config.train.seed,
         "hours": round(sum(line["seconds"] for line in metrics) / 3600, 2),
         "steps": len(metrics),

@@ -198,4 +198,7 @@ CASES = [
     Case("a profile of nothing", "profiling/nsys.py", "the following arguments are required: program"),
     Case("a profile of what is no program", "profiling/nsys.py smaple", "invalid choice: 'smaple'"),
     Case("a report that is not there", "profiling/attribute.py nope.sqlite", "nope.sqlite"),
+    Case("a program nearly of that name", "docter", "nearest: 'doctor'"),
+    Case("a key of the doctor's", "doctor model.devise=cpu", "nearest: 'model.device'"),
+    Case("a question to the doctor", "doctor 'Who wrote Emma?'", "is neither a flag nor KEY=VALUE"),
 ]  # fmt: skip

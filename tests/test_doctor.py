@@ -1,0 +1,223 @@
+"""The doctor: each finding against a fake of what is wrong; no check can end the others."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlm_rag.__main__ import dispatch
+from dlm_rag.commands import doctor
+from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding, examine, fits
+from dlm_rag.config import Config
+from dlm_rag.config.decoding import RetrievalConfig
+from dlm_rag.model import kernels
+
+BUILD = ["sm_80", "sm_90", "sm_100", "sm_120"]
+
+
+def found(check, config=None) -> Finding:
+    (finding,) = check(config or Config())
+    return finding
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with one GPU of a given compute capability, and a build of torch for `BUILD`."""
+
+    def make(capability):
+        properties = SimpleNamespace(
+            name="NVIDIA Fake", total_memory=96 * 10**9, major=capability[0], minor=capability[1]
+        )
+        fakes = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "get_arch_list": lambda: BUILD,
+            "get_device_name": lambda *_: "NVIDIA Fake",
+            "get_device_capability": lambda *_: capability,
+            "get_device_properties": lambda *_: properties,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(doctor, "choose_device", lambda name: torch.device("cuda", 0))
+        kernels.missing.cache_clear()
+        kernels._first_working.cache_clear()
+
+    yield make
+    kernels.missing.cache_clear()
+    kernels._first_working.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "expected"),
+    [
+        ((9, 0), ["sm_80", "sm_90"], True),
+        ((8, 6), ["sm_80"], True),  # of the same generation, newer than the code
+        ((8, 0), ["sm_86"], False),  # older than the code
+        ((12, 1), ["sm_80", "sm_90a"], False),
+        ((12, 1), ["sm_80", "compute_90"], True),  # compiled when it is loaded
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100a"], False),  # that code is of one GPU alone
+        ((10, 3), ["sm_100f"], True),
+        ((9, 4), ["gfx942"], True),  # another maker's names
+    ],
+)
+def test_which_builds_have_code_for_which_gpus(capability, built_for, expected):
+    assert fits(capability, built_for) is expected
+
+
+def test_a_gpu_that_is_too_new_for_the_build_is_a_problem(gpu):
+    gpu((13, 0))
+    finding = found(doctor.check_torch)
+    assert finding.state == PROBLEM and "no code for NVIDIA Fake (sm_130)" in finding.what
+    assert finding.remedy.startswith("pip install")
+    gpu((12, 1))
+    assert found(doctor.check_torch).state == OK
+    assert "96 GB, compute capability 12.1" in found(doctor.check_gpus).what
+
+
+def test_a_gpu_beside_a_build_for_cpus_is_a_hint(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    finding = found(doctor.check_torch)
+    assert finding.state == HINT and "the GPU here is not used" in finding.what
+
+
+def test_a_driver_that_does_not_do_is_told_in_torchs_words(monkeypatch):
+    def refuse():
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    assert "driver on your system is too old" in found(doctor.check_torch).what
+
+
+def test_the_kernel_comes_with_why_not_a_better_one(gpu, monkeypatch):
+    finding = found(doctor.check_kernel)
+    assert finding.state == OK and finding.what.startswith("sdpa")
+    assert "not flash or varlen: it needs a CUDA device" in finding.what
+    gpu((9, 0))
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "torch_version", lambda: (2, 13))
+    finding = found(doctor.check_kernel)
+    assert finding.state == HINT and finding.what.startswith("varlen") and "not flash: " in finding.what
+    assert "flash" in finding.remedy
+    gpu((7, 5))
+    assert "not flash or varlen: it needs compute capability 8.0" in found(doctor.check_kernel).what
+
+
+def test_nsys_that_is_not_there_or_does_not_show_ranges(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    finding = found(doctor.check_nsys)
+    assert finding.state == HINT and "--with torch" in finding.remedy
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nsys")
+    answer = SimpleNamespace(stdout="NVIDIA Nsight Systems version 2022.4.2.1-df9881f\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    finding = found(doctor.check_nsys)
+    assert finding.state == OK and finding.what.startswith("2022.4.2.1, nvtx 0.2.1")
+    monkeypatch.setattr(doctor, "version", lambda name: "0.2.13")
+    finding = found(doctor.check_nsys)
+    assert finding.state == HINT and finding.remedy.startswith("pip install 'nvtx")
+
+
+def test_packages_that_lack_or_are_newer(monkeypatch):
+    def faked(name):
+        if name == "torch":
+            return "99.0"
+        if name == "bm25s":
+            raise metadata.PackageNotFoundError(name)
+        return metadata.version(name)
+
+    monkeypatch.setattr(doctor, "version", faked)
+    by_name = {finding.name: finding for finding in doctor.check_packages(Config())}
+    assert by_name["torch"].state == HINT and "99.0 is outside" in by_name["torch"].what
+    assert by_name["bm25s"].state == PROBLEM and by_name["bm25s"].remedy.startswith("pip install 'bm25s")
+
+
+def of_cache(folder) -> Finding:
+    return found(doctor.check_cache, Config(retrieval=RetrievalConfig(index_folder=str(folder))))
+
+
+def test_the_cache_its_size_its_disk_and_whether_it_can_be_written(tmp_path, monkeypatch):
+    (tmp_path / "indexes").mkdir()
+    (tmp_path / "indexes" / "one").write_bytes(bytes(3_000_000))
+    finding = of_cache(tmp_path / "indexes")
+    assert finding.state == OK and "holds 3.0 MB" in finding.what
+    assert of_cache(tmp_path / "not" / "yet").state == OK and not (tmp_path / "not").exists()
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 0))
+    finding = of_cache(tmp_path / "indexes")
+    assert (
+        finding.state == PROBLEM and "0 kB are free" in finding.what and "DLM_RAG_CACHE" in finding.remedy
+    )
+    (tmp_path / "file").touch()
+    finding = of_cache(tmp_path / "file")
+    assert finding.state == PROBLEM and "cannot be written" in finding.what
+
+
+def test_threads_and_memory(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
+    finding = found(doctor.check_cores)
+    assert finding.state == HINT and finding.remedy.startswith("export OMP_NUM_THREADS=")
+    monkeypatch.setattr(doctor, "memory", lambda: {"total": 8 * 10**9, "available": 10**9})
+    assert found(doctor.check_memory).state == HINT
+    monkeypatch.setattr(doctor, "memory", dict)
+    assert found(doctor.check_memory).state == OK
+
+
+def test_the_shipped_model_answers_and_a_wrong_answer_is_a_problem(monkeypatch):
+    finding = found(doctor.check_answer)
+    assert finding.state == OK and "cpu float32 sdpa" in finding.what
+    monkeypatch.setattr("dlm_rag.decode.rollout.Rollout.answer", property(lambda _: "Jerur Wba"))
+    finding = found(doctor.check_answer)
+    assert finding.state == PROBLEM and "'Jerur Wba'" in finding.what and "expected was" in finding.what
+
+
+def test_a_check_that_fails_leaves_the_others_alone(monkeypatch, capsys):
+    def broken(_):
+        raise RuntimeError("[red]no[/] such library\nat line 1")
+        yield
+
+    monkeypatch.setattr(doctor, "CHECKS", {"first": broken, "second": doctor.check_python})
+    first, second = examine(Config())
+    assert first == Finding("first", PROBLEM, "cannot be looked at: [red]no[/] such library")
+    assert second.state == OK
+    with pytest.raises(SystemExit) as stop:
+        dispatch(["doctor"])
+    assert stop.value.code == 1
+    assert "[red]no[/] such library" in capsys.readouterr().out
+
+
+def test_hints_leave_the_exit_status_alone_and_json_holds_the_machine(monkeypatch, capsys):
+    hint = Finding("nsys", HINT, "not found", "apt install nsight-systems")
+    monkeypatch.setattr(doctor, "CHECKS", {"nsys": lambda _: iter([hint])})
+    dispatch(["doctor"])
+    assert "$ apt install nsight-systems" in capsys.readouterr().out
+    dispatch(["doctor", "--json"])
+    written = json.loads(capsys.readouterr().out)
+    assert written["findings"] == [
+        {"name": "nsys", "state": HINT, "what": "not found", "remedy": hint.remedy}
+    ]
+    assert written["machine"]["attention"] == "sdpa" and "torch" in written["machine"]
+
+
+@pytest.mark.slow
+def test_the_whole_takes_less_than_five_seconds():
+    """Of its own: other programs may use the machine."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dlm_rag", "doctor"]
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = used.ru_utime + used.ru_stime
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "an answer" in done.stdout, done.stdout + done.stderr
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert used.ru_utime + used.ru_stime - before < 5 and not done.stderr
