@@ -1,6 +1,7 @@
 """JSON lines as people write them: blank lines are skipped, a bad line is named."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
 from typing import IO, Any
@@ -26,7 +27,7 @@ def lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[bytes]
 def decode_line(line: bytes, place: str, error: type[UserError]) -> str:
     """A line of UTF-8 as text (a byte order mark is skipped); raises `error` that begins with `place`."""
     try:
-        return line.decode("utf-8-sig")
+        return line.removeprefix(BOM_UTF8).decode()  # the codec utf-8-sig takes twice as long
     except UnicodeDecodeError:
         raise error(f"{place}: the line is not UTF-8") from None
 
