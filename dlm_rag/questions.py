@@ -13,6 +13,7 @@ from typing import Any
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, nearest
 from dlm_rag.jsonl import is_text
+from dlm_rag.program import note
 from dlm_rag.records import Record, expand, field_of, find_file, id_of, read_records, records_in
 
 QUICK = 200  # questions of --quick
@@ -54,6 +55,8 @@ def _rows(path: str | Path) -> Iterator[Record]:
         stream = getattr(sys.stdin, "buffer", None)
         if stream is None or stream.closed:
             raise QuestionError("--questions - reads standard input, which is closed")
+        if stream.isatty():
+            note("questions from the keyboard, one a line; Ctrl-D ends them")
         return records_in(stream, Path("standard input"), QuestionError, plain="question")
     found = expand(path, QuestionError)
     if not found.is_fifo() and not found.is_char_device():  # both are read once, as they come
