@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +77,23 @@ def typed_questions(texts: list[str]) -> list[Question]:
 def choose(questions: list[Question], config: Config) -> list[Question]:
     """The first `config.limit`, or with `quick` 200 of all hops and labels alike; in the order of the file.
 
-    The kinds of questions take turns until 200 are drawn, each giving its own in a seeded random order.
+    The numbers of hops take turns until 200 are drawn, within each the labels do, and each kind gives its
+    own in a seeded random order.
     """
     if not config.quick:
         return questions[: config.limit]
-    kinds: dict[object, list[int]] = {}
+    kinds: dict[int | None, dict[tuple[str, ...], list[int]]] = {}
     for place, question in enumerate(questions):
-        kinds.setdefault((question.hops, question.labels), []).append(place)
-    for kind, places in kinds.items():
-        random.Random(f"quick/{kind}").shuffle(places)
-    turns = chain.from_iterable(zip_longest(*kinds.values()))
-    drawn = islice((place for place in turns if place is not None), QUICK)
+        kinds.setdefault(question.hops, {}).setdefault(question.labels, []).append(place)
+    for hops, labelled in kinds.items():
+        for labels, places in labelled.items():
+            random.Random(f"quick/{hops}/{labels}").shuffle(places)
+    drawn = _in_turns([_in_turns(list(labelled.values())) for labelled in kinds.values()])[:QUICK]
     return [questions[place] for place in sorted(drawn)]
+
+
+def _in_turns(lists: list[list[int]]) -> list[int]:
+    return [place for turn in zip_longest(*lists) for place in turn if place is not None]
 
 
 def _parse(row: dict[str, Any], place: str) -> Question:
