@@ -1,6 +1,7 @@
 """JSON lines as people write them: blank lines are skipped, a bad line is named."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
 from typing import IO, Any
@@ -26,7 +27,7 @@ def lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[bytes]
 def decode_line(line: bytes, place: str, error: type[UserError]) -> str:
     """A line of UTF-8 as text (a byte order mark is skipped); raises `error` that begins with `place`."""
     try:
-        return line.decode("utf-8-sig")
+        return _text(line)
     except UnicodeDecodeError:
         raise error(f"{place}: the line is not UTF-8") from None
 
@@ -46,7 +47,7 @@ def parse_json(text: bytes, place: str, error: type[UserError], what: str = "lin
     one object, and for texts that no UTF-8 can hold (half of a surrogate pair, written as an escape).
     """
     try:
-        value = _DECODER.decode(text.decode("utf-8-sig"))
+        value = _DECODER.decode(_text(text))
     except UnicodeDecodeError:
         raise error(f"{place}: the {what} is not UTF-8") from None
     except (ValueError, RecursionError) as problem:
@@ -56,6 +57,10 @@ def parse_json(text: bytes, place: str, error: type[UserError], what: str = "lin
     if b"\\ud" in text.lower():
         _refuse_halves(value, place, error)
     return value
+
+
+def _text(data: bytes) -> str:
+    return data.removeprefix(BOM_UTF8).decode()  # the codec utf-8-sig takes twice as long
 
 
 def _refuse_halves(value: Any, place: str, error: type[UserError]) -> None:

@@ -6,13 +6,14 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, nearest
 from dlm_rag.jsonl import is_text
+from dlm_rag.program import note
 from dlm_rag.records import Record, expand, field_of, find_file, id_of, read_records, records_in
 
 QUICK = 200  # questions of --quick
@@ -54,6 +55,8 @@ def _rows(path: str | Path) -> Iterator[Record]:
         stream = getattr(sys.stdin, "buffer", None)
         if stream is None or stream.closed:
             raise QuestionError("--questions - reads standard input, which is closed")
+        if stream.isatty():
+            note("questions from the keyboard, one a line; Ctrl-D ends them")
         return records_in(stream, Path("standard input"), QuestionError, plain="question")
     found = expand(path, QuestionError)
     if not found.is_fifo() and not found.is_char_device():  # both are read once, as they come
@@ -74,18 +77,23 @@ def typed_questions(texts: list[str]) -> list[Question]:
 def choose(questions: list[Question], config: Config) -> list[Question]:
     """The first `config.limit`, or with `quick` 200 of all hops and labels alike; in the order of the file.
 
-    The kinds of questions take turns until 200 are drawn, each giving its own in a seeded random order.
+    The numbers of hops take turns until 200 are drawn, within each the labels do, and each kind gives its
+    own in a seeded random order.
     """
     if not config.quick:
         return questions[: config.limit]
-    kinds: dict[object, list[int]] = {}
+    kinds: dict[int | None, dict[tuple[str, ...], list[int]]] = {}
     for place, question in enumerate(questions):
-        kinds.setdefault((question.hops, question.labels), []).append(place)
-    for kind, places in kinds.items():
-        random.Random(f"quick/{kind}").shuffle(places)
-    turns = chain.from_iterable(zip_longest(*kinds.values()))
-    drawn = islice((place for place in turns if place is not None), QUICK)
+        kinds.setdefault(question.hops, {}).setdefault(question.labels, []).append(place)
+    for hops, labelled in kinds.items():
+        for labels, places in labelled.items():
+            random.Random(f"quick/{hops}/{labels}").shuffle(places)
+    drawn = _in_turns([_in_turns(list(labelled.values())) for labelled in kinds.values()])[:QUICK]
     return [questions[place] for place in sorted(drawn)]
+
+
+def _in_turns(lists: list[list[int]]) -> list[int]:
+    return [place for turn in zip_longest(*lists) for place in turn if place is not None]
 
 
 def _parse(row: dict[str, Any], place: str) -> Question:

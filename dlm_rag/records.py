@@ -42,8 +42,11 @@ Reader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
 
 def field_of(record: dict[str, Any], name: str) -> tuple[str, Any]:
     """The name that a field goes by in a record, and its value; its first name and None where it is not."""
-    found = next((alias for alias in ALIASES[name] if record.get(alias) is not None), name)
-    return found, record.get(found)
+    for alias in ALIASES[name]:
+        value = record.get(alias)
+        if value is not None:
+            return alias, value
+    return name, None
 
 
 def id_of(record: dict[str, Any], what: str, place: str, error: type[UserError]) -> str:
@@ -51,11 +54,11 @@ def id_of(record: dict[str, Any], what: str, place: str, error: type[UserError])
     name, value = field_of(record, "id")
     if value is None:
         raise error(f"{place}: the {what} has no 'id'{nearest('id', record)}")
+    if isinstance(value, str) and not value.isspace() and value:
+        return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise error(f"{place}: the '{name}' of the {what} must be a text that is not empty, or an integer")
-    return value
+    raise error(f"{place}: the '{name}' of the {what} must be a text that is not empty, or an integer")
 
 
 def expand(path: str | Path, error: type[UserError]) -> Path:

@@ -527,10 +527,13 @@ def test_names_that_look_like_markup_are_shown_as_they_are(call, tmp_path, monke
     assert set(ODD) <= set(json.loads((out / "scores.json").read_text())["questions"])
 
 
-def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path):
+def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path, monkeypatch):
+    def plot(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dlm_rag.evaluation.report.plot", plot)
     row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["x"]}
     path, out = write_lines(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
-    (out / "scores.png").mkdir(parents=True)
     code, screen, err = call("--questions", path, "--out", out, program=evaluate)
     assert code == 1 and "scores.png cannot be written" in err and "Exact match" in screen
     assert json.loads((out / "scores.json").read_text())["questions"] == {"all": 1}

@@ -111,7 +111,7 @@ VALUES = st.recursive(
     max_leaves=5,
 )
 KEYS = st.sampled_from(list(known_keys()))
-MANY = settings(max_examples=60, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=60, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def is_answered(folder, words) -> None:

@@ -92,8 +92,8 @@ def test_quick_draws_evenly_over_hops_and_labels():
     asked = [Question(str(n), "?", hops=hops, labels=labels) for n, (hops, labels) in enumerate(kinds)]
     chosen = choose(asked, Config(quick=True))
     assert len(chosen) == QUICK and chosen == sorted(chosen, key=lambda q: int(q.id)), "the file's order"
-    assert Counter((q.hops, q.labels) for q in chosen) == {(1, ()): 95, (2, ("hard",)): 95, (2, ()): 10}
+    assert Counter((q.hops, q.labels) for q in chosen) == {(1, ()): 100, (2, ("hard",)): 90, (2, ()): 10}
     assert chosen == choose(asked, Config(quick=True)), "seeded"
-    assert [q.id for q in chosen[:95]] != [str(n) for n in range(95)], "not the first of a kind"
+    assert [q.id for q in chosen[:100]] != [str(n) for n in range(100)], "not the first of a kind"
     assert choose(asked[:150], Config(quick=True)) == asked[:150]
     assert choose(asked, Config(limit=3)) == asked[:3] and choose(asked, Config()) == asked

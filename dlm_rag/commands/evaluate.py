@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag.commands.job import gather_questions, plan, with_shipped
 from dlm_rag.commands.words import CommandLine, parse
 from dlm_rag.errors import ConfigError, RunError, fold_message
-from dlm_rag.program import note
+from dlm_rag.program import check_writable, note
 from dlm_rag.text import visible
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def main(argv: list[str]) -> None:
             replace(settings[name], out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl")),
             questions,
         )
+    for name in ("scores.json", "scores.md", "scores.png"):
+        check_writable(str(out / name), "out")
     from dlm_rag.evaluation.metrics import choose_f1
 
     denoiser, model = None, None

@@ -39,11 +39,13 @@ class TrainConfig(Checked):
     )
     seed: int = setting(0, "of weights, worlds, examples")
     wandb: str = setting("off", "metrics to Weights & Biases too", choices=("off", "offline", "online"))
-    hidden_size: int = setting(192, "width of a fresh denoiser", low=64)
-    head_dim: int = setting(32, "width of its heads", low=8)
-    intermediate_size: int = setting(256, "width of its feed-forward layers", low=32)
-    num_hidden_layers: int = setting(5, "its depth", low=2)
-    vocabulary: int = setting(1024, "tokens of its tokenizer, learned on training worlds", low=300)
+    hidden_size: int = setting(192, "width of a fresh denoiser", low=64, high=2**17)
+    head_dim: int = setting(32, "width of its heads", low=8, high=2**12)
+    intermediate_size: int = setting(256, "width of its feed-forward layers", low=32, high=2**20)
+    num_hidden_layers: int = setting(5, "its depth", low=2, high=2**12)
+    vocabulary: int = setting(
+        1024, "tokens of its tokenizer, learned on training worlds", low=300, high=2**20
+    )
     passage_length: int = setting(96, "positions of a passage in the independent layout", low=16)
     lora_rank: int = setting(0, "train low-rank adapters beside frozen weights (needs peft); 0: all", low=0)
     # What a phase trains on.

@@ -163,6 +163,14 @@ CASES = [
          env={"CASE": "alone"}, slow=True),
     Case("a typed question with a taken id", f"{ASK} --questions q.jsonl", "the id 'q1' of a typed question",
          {"q.jsonl": '{"id": "q1", "question": "x"}'}),
+    *(
+        Case(f"a label {label!r}", "evaluate --model model --corpus corpus.jsonl --questions q.jsonl --out run",
+             f"the label '{label}' is the name of another group", {"q.jsonl": json.dumps(
+                 {"id": "1", "question": "x", "answer": "y", "hops": 1, label: True})})
+        for label in ("all", "1 hop", "a, b")
+    ),
+    Case("questions without answers, to be scored", "evaluate --model model --corpus corpus.jsonl --questions"
+         " q.jsonl --out run", "q.jsonl has questions without golden_answers", {"q.jsonl": GOOD}),
     # Odd, and good.
     corpus("an id of 10,000 characters twice", f'{{"id": "{"x" * 10_000}", "text": "y"}}\n' * 2, "occurs a second"),
     Case("a corpus of odd but good lines", ASK, '"evidence": [', exit=0, files={

@@ -137,6 +137,8 @@ CASES = [
     yaml("documents without a name", "data: {documents: {' ': x}}", "must be a name"),
     word("data.documents.a.b=3", "documents: 'a' must be a name without dots"),
     word("train.mixture.a.b=3", "mixture: the share of 'a' is no number"),
+    Case("scores that cannot be written", f"{EVALUATE} --out run", "run/scores.png cannot be written",
+         {"run/scores.png/x": ""}),
     # Settings of a comparison.
     Case("evaluate without --out", EVALUATE, "evaluation needs --out FOLDER"),
     *(
