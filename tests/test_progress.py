@@ -1,0 +1,158 @@
+"""Progress: a bar in a terminal, a line a minute elsewhere, nothing of what is short."""
+
+import io
+import logging
+import sys
+
+import pytest
+
+from dlm_rag import progress as module
+from dlm_rag.program import _ToThePerson, note
+from dlm_rag.progress import duration, in_bytes, progress, status
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+class Terminal(io.StringIO):
+    """A standard error that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on when it is told to: `clock[0] += 3`."""
+    now = [100.0]
+    monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def open_terminal(monkeypatch):
+    """Makes standard error a terminal; to be called in the test, for pytest sets it anew before."""
+    for name, value in {"TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def replace():
+        monkeypatch.setattr(sys, "stderr", found := Terminal())
+        return found
+
+    return replace
+
+
+def test_a_bar_comes_after_two_seconds_says_how_far_and_goes(open_terminal, clock):
+    terminal = open_terminal()
+    with progress("embedding passages", 2960) as advance:
+        clock[0] += 1.9
+        advance(10)
+        assert not terminal.getvalue()
+        clock[0] += 8.1
+        advance(1014)
+        assert "embedding passages" in terminal.getvalue()
+        assert "1,024 of 2,960 after 10 seconds, 19 seconds left" in terminal.getvalue()
+        drawn = len(terminal.getvalue())
+        clock[0] += 0.05
+        advance(1)
+        assert len(terminal.getvalue()) == drawn, "ten times a second are enough"
+    assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
+    assert module._bars is None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_the_terminal_as_it_was(open_terminal, clock, error):
+    terminal = open_terminal()
+    with pytest.raises(error), progress("outer", 10) as outer, progress("inner", 10) as inner:
+        clock[0] += 3
+        outer(1), inner(2)
+        raise error
+    assert "outer" in terminal.getvalue() and "inner" in terminal.getvalue()
+    assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
+    assert module._bars is None and sys.stderr is terminal
+
+
+def test_results_and_words_beside_a_bar_go_where_they_belong(open_terminal, clock, monkeypatch):
+    terminal = open_terminal()
+    monkeypatch.setattr(sys, "stdout", results := io.StringIO())
+    with progress("answering", 10) as advance:
+        clock[0] += 3
+        advance(1)
+        print("a result")
+        handler = _ToThePerson()
+        handler.emit(logging.makeLogRecord({"msg": "a warning"}))
+    assert results.getvalue() == "a result\n"
+    assert "a warning\n" in terminal.getvalue(), "a line of its own, not behind the bar"
+
+
+def test_without_a_terminal_there_is_a_line_a_minute(clock, caplog, capsys):
+    caplog.set_level(logging.INFO)
+    with progress("hashing the corpus", 5e9, "bytes") as advance:
+        for _ in range(125):
+            clock[0] += 1
+            advance(4e7)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "hashing the corpus: 2.4 GB of 5.0 GB after 60 seconds, 65 seconds left",
+        "hashing the corpus: 4.8 GB of 5.0 GB after 2 minutes, 5 seconds left",
+    ]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("RANK", "1")])
+def test_a_dumb_terminal_and_the_second_process_get_no_bar(open_terminal, clock, monkeypatch, name, value):
+    terminal = open_terminal()
+    monkeypatch.setenv(name, value)
+    status("loading")
+    with progress("answering", 10) as advance:
+        clock[0] += 3
+        advance(1)
+    assert terminal.getvalue() == ""
+
+
+def test_what_is_there_from_before_does_not_count_as_speed(open_terminal, clock):
+    terminal = open_terminal()
+    with progress("embedding passages", 300, done=100) as advance:
+        clock[0] += 10
+        advance(100)
+    assert "200 of 300 after 10 seconds, 10 seconds left" in terminal.getvalue()
+
+
+def test_a_task_without_an_end_counts(open_terminal, clock):
+    terminal = open_terminal()
+    with progress("reading", None) as advance:
+        clock[0] += 10
+        advance(7)
+    assert "7 after 10 seconds" in terminal.getvalue() and "left" not in terminal.getvalue()
+
+
+def test_a_status_is_replaced_by_the_next_and_by_whatever_is_said(open_terminal):
+    terminal = open_terminal()
+    status("loading the model")
+    status("warming up")
+    note("done")
+    assert terminal.getvalue() == "\r\x1b[2Kloading the model\r\x1b[2Kwarming up\r\x1b[2Kdone\n"
+
+
+def test_a_status_is_for_terminals_only(capsys):
+    status("loading the model")
+    status()
+    assert capsys.readouterr().err == ""
+
+
+def test_rich_is_not_imported_before_a_bar_is_shown():
+    import subprocess
+
+    code = (
+        "import sys\nfrom dlm_rag.progress import progress, status\nstatus('x')\n"
+        "with progress('short', 3) as advance: advance(3)\nassert 'rich' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_times_and_sizes_in_words():
+    assert [duration(s) for s in (0.2, 1, 89, 90, 5000, 10_800, 200_000)] == [
+        "0 seconds", "1 second", "89 seconds", "2 minutes", "83 minutes", "3 hours", "2 days",
+    ]  # fmt: skip
+    assert [in_bytes(n) for n in (900, 1.25e6, 32e9, 5e12)] == ["1 kB", "1.2 MB", "32 GB", "5.0 TB"]
