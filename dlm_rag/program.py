@@ -1,14 +1,24 @@
 """What all programs share: exit codes, words for the person, files that can be written."""
 
+import errno
+import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from dlm_rag.errors import ConfigError, RunError, UserError
+from dlm_rag.errors import ConfigError, RunError, UserError, fold_message
 from dlm_rag.progress import status
+
+# What moves a cursor, rings a bell, hides a text or turns its direction; a line break and a tab do not.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# What torch says of full memory, of the host and of a device.
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+LONGEST_SUFFIX = ".run.json.lock"  # of what stands beside a file that is written
 
 
 class _ToThePerson(logging.StreamHandler):
@@ -19,45 +29,110 @@ class _ToThePerson(logging.StreamHandler):
         self.setStream(sys.stderr)
         super().emit(record)
 
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
+
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
-    """Runs a program: user errors are one sentence and exit code 2, Ctrl-C is exit code 130."""
+    """Runs a program: user errors are one sentence and exit code 2, Ctrl-C is exit code 130.
+
+    What went wrong on the way (a full disk, no memory) is one sentence and exit code 1; a traceback is a
+    fault of this program.
+    """
     shown = _ToThePerson()
     shown.setLevel(logging.INFO)  # some libraries lower their own loggers to DEBUG
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
     logging.getLogger("dlm_rag").setLevel(logging.INFO)
+    code = 0
     try:
+        _check_streams()
         main(sys.argv[1:])
-    except UserError as error:
-        note(f"error: {' '.join(str(error).split())}")
-        raise SystemExit(2) from None
-    except RunError as error:
-        note(f"error: {' '.join(str(error).split())}")
-        raise SystemExit(1) from None
+        sys.stdout.flush()
     except KeyboardInterrupt:
         note("interrupted")
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        # The reader went away (`| head`); nothing more can be said on this stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-    raise SystemExit(0)
+        code = 130
+    except Exception as error:
+        told = sentence(error)
+        if not told:
+            raise
+        # Of the reader of our output, who went away (`| head`), nothing is said.
+        gone = _give_up_output() and isinstance(error, BrokenPipeError)
+        code = 0 if gone else 2 if isinstance(error, UserError) else 1
+        if code:
+            note(f"error: {' '.join(told.split())}")
+    raise SystemExit(code)
+
+
+def sentence(error: Exception) -> str:
+    """What is said of an error that is no fault of the program; nothing of one that is."""
+    if isinstance(error, UserError | RunError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{_reason(error)}"
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    ):
+        return f"the memory is full ({fold_message(error)}): make batches smaller (decode.batch_size, say)"
+    if isinstance(error, RecursionError):
+        return f"something is nested beyond all measure ({fold_message(error)})"
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or fold_message(error)
+
+
+def _check_streams() -> None:
+    """Raises `ConfigError` where a stream is closed: a file would get its number, and what is printed."""
+    for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
+        if stream is None:
+            raise ConfigError(f"standard {name} is closed: send it to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _give_up_output() -> bool:
+    """Whether standard output takes nothing any more; what is left for it is dropped then."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
+        return True
+    except AttributeError:  # it is closed
+        return True
+    return False
+
+
+def plain(text: str) -> str:
+    """A text whose control characters, of an id or a file name, are escapes that can be read."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def note(text: str, end: str = "\n") -> None:
     """For the person, not for the results: standard error."""
     status()
-    print(text, end=end, file=sys.stderr, flush=True)
+    print(plain(text), end=end, file=sys.stderr, flush=True)
 
 
 def check_writable(path: str, key: str) -> None:
     """Raises `ConfigError` when the file `path` cannot be written; leaves no new file behind."""
-    target = Path(path)
-    existed = target.exists()
+    if path == "-":
+        raise ConfigError(
+            f"{key}=- is no file: leave --out out for answers on standard output; a trace needs a file"
+        )
+    made = None
     try:
+        target = Path(os.path.realpath(path))  # of a link that leads nowhere, where it leads
+        if target.exists() and not target.is_file() and not target.is_dir():
+            raise OSError(errno.EINVAL, "it is no regular file")  # a pipe would wait for its reader
+        with suppress(FileNotFoundError):
+            target.with_name(f"{target.name}{LONGEST_SUFFIX}").lstat()
+        made = None if target.exists() else target
         with target.open("ab"):
             pass
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be written: {error.strerror}") from None
-    if not existed:
-        target.unlink(missing_ok=True)  # another process may have asked the same
+    except (OSError, ValueError) as error:  # a NUL byte is a ValueError
+        raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}") from None
+    finally:
+        if made is not None:
+            made.unlink(missing_ok=True)  # another process may have asked the same

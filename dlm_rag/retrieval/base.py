@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
+from dlm_rag.errors import UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query
 
@@ -81,6 +82,8 @@ class CorpusRetriever(ABC):
         """
         try:
             return self._search(queries)
+        except UserError:  # the corpus has changed, which is not about one query
+            raise
         except Exception:
             if len(queries) == 1:
                 raise

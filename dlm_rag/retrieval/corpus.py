@@ -1,8 +1,7 @@
-"""Corpora: JSON lines of passages, read as a stream once, then row by row from the mapped file."""
+"""Corpora: JSON lines of passages, read as a stream once, then row by row from the file."""
 
 import json
 import logging
-import mmap
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,11 @@ from typing import overload
 
 import numpy as np
 
+from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError, nearest
+from dlm_rag.files import default_index_folder, write_whole
 from dlm_rag.jsonl import is_blank, parse_object
-from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
+from dlm_rag.retrieval.index import build_once, slug
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +62,28 @@ def parse_passage(line: bytes, place: str) -> Passage:
     return Passage(passage_id, title, contents)
 
 
+FileState = tuple[int, int]
+
+
+def state_of(file: Path | int) -> FileState:
+    """Size and time of a file, or of one that is open, whatever has taken its name since."""
+    found = os.stat(file)  # noqa: PTH116 - a path cannot be a descriptor
+    return found.st_size, found.st_mtime_ns
+
+
 class Corpus(Sequence[Passage]):
     """The passages of a file by row number; only their offsets are held in memory.
 
     `folder` is where indexes over exactly these bytes are kept: its name holds the fingerprint.
     """
 
-    def __init__(self, path: Path, folder: Path, fingerprint: str) -> None:
+    def __init__(self, path: Path, folder: Path, fingerprint: str, state: FileState) -> None:
+        """state: of the file when it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
         self._offsets = np.load(folder / "offsets" / "offsets.npy", mmap_mode="r")
-        with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = path.open("rb", buffering=0)
+        self._opened = state
+        self.check_unchanged()
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -86,7 +98,17 @@ class Corpus(Sequence[Passage]):
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)}")
         start, stop = self._offsets[row % len(self)], self._offsets[row % len(self) + 1]
-        return parse_passage(self._bytes[start:stop], f"{self.path}, row {row}")
+        line = os.pread(self._file.fileno(), stop - start, start)
+        self.check_unchanged()
+        return parse_passage(line, f"{self.path}, row {row}")
+
+    def check_unchanged(self) -> None:
+        """Raises `CorpusError` where the file has been written to since it was opened."""
+        if state_of(self._file.fileno()) != self._opened:
+            raise CorpusError(
+                f"{self.path} has changed while it was in use: answers so far are of the file as it was; "
+                "begin again with the file as it is"
+            )
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[row] for row in range(len(self)))
@@ -105,7 +127,7 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
     if not path.is_file():
         raise CorpusError(f"corpus '{path}' was not found")
     try:
-        fingerprint = fingerprint_file(path)
+        state, fingerprint = state_of(path), digest_file(path)
     except OSError as error:
         raise CorpusError(f"corpus '{path}' cannot be read ({error.strerror})") from None
     if expected not in (None, fingerprint):
@@ -123,19 +145,17 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
 
     build_once(folder / "offsets", build)
     _write_manifest(folder, {"corpus": str(path.resolve()), "fingerprint": fingerprint})
-    return Corpus(path, folder, fingerprint)
+    return Corpus(path, folder, fingerprint, state)
 
 
 def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
     """Notes which file the folder was last used for, so that the folder can stand for the file."""
     text = json.dumps(manifest) + "\n"
     path = folder / MANIFEST
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
+    if path.is_file() and path.read_bytes() == text.encode():
         return
     try:
-        scratch = folder / f"{MANIFEST}.{os.getpid()}"
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        write_whole(path, text)
     except OSError as error:  # a shared index that may only be read serves all the same
         log.info("%s cannot be written (%s)", path, error.strerror)
 
@@ -144,7 +164,7 @@ def _read_manifest(folder: Path) -> tuple[Path, str]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return Path(manifest["corpus"]), manifest["fingerprint"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError):
         raise CorpusError(f"{folder} is no index folder: it has no readable {MANIFEST}") from None
 
 
