@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag import Denoiser, Tokenizer
-from dlm_rag.commands.train import train
+from dlm_rag.commands.train import Stop, train
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.errors import ConfigError, RunError
@@ -384,7 +383,10 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     rng = random.Random(0)
     for attempt in range(3):
         process = subprocess.Popen(
-            command("killed", "--resume"), cwd=ROOT, env=environment, stderr=subprocess.DEVNULL
+            command("killed", *["--resume"][: bool(attempt)]),
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.DEVNULL,
         )
         metrics = tmp_path / "killed" / "metrics.jsonl"
         deadline = time.monotonic() + 90
@@ -488,7 +490,7 @@ def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monk
         return scores(self, trainer)
 
     def go_on():
-        train(config, begin(config), tmp_path, ALONE, threading.Event())
+        train(config, begin(config), tmp_path, ALONE, Stop())
         return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
     with monkeypatch.context() as patched:
@@ -563,13 +565,46 @@ def test_the_rate_falls_over_the_last_steps():
     assert shares == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
+METRICS = [
+    json.dumps({"step": step, "seconds": 1, "rows": 8, "supervised_tokens": 5}) + "\n" for step in range(3)
+]
+
+
 def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "seconds": 1}\n{"step": 1, "seconds": 1}\n{"step": 2, "se'
-    )
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(METRICS[:2]) + METRICS[2][:13])
     report = Report(tmp_path, load_config(None, MICRO), from_step=1)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "seconds": 1}\n'
-    assert report.lines() == [{"step": 0, "seconds": 1}]
+    assert path.read_text() == METRICS[0]
+    assert report.lines() == [json.loads(METRICS[0])]
+    path.write_text(METRICS[0].rstrip())
+    Report(tmp_path, load_config(None, MICRO), from_step=1)
+    assert path.read_text() == METRICS[0], "it lacked its line break and nothing else"
+
+
+def test_what_is_no_line_of_metrics_stays_and_is_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    foreign = ["garbage\n", "\udcff\n", "[1]\n", '{"step": "1"}\n', '{"step": 1}\n', "\n"]
+    path.write_text("".join([METRICS[0], *foreign, METRICS[1]]), errors="surrogateescape")
+    before = path.read_bytes()
+    report = Report(tmp_path, load_config(None, MICRO), from_step=2)
+    assert path.read_bytes() == before and [line["step"] for line in report.lines()] == [0, 1]
+    report.add_scores({"exact_match": 0.5})
+    assert path.read_bytes() == before[:-2] + b', "exact_match": 0.5}\n'
+    Report(tmp_path, load_config(None, MICRO), from_step=1)
+    assert path.read_bytes() == before[: -len(METRICS[1])]
+
+
+@pytest.mark.parametrize("what", ["begin", "scores"])
+def test_a_kill_while_metrics_are_rewritten_leaves_the_old_ones(tmp_path, monkeypatch, what):
+    """A new file takes the place of the old one at once, or not at all."""
+    path, config = tmp_path / "metrics.jsonl", load_config(None, MICRO)
+    path.write_text("".join(METRICS))
+    report = Report(tmp_path, config, from_step=3)
+    monkeypatch.setattr("pathlib.Path.replace", None)
+    with pytest.raises(TypeError):
+        report.add_scores({"exact_match": 0.5}) if what == "scores" else Report(tmp_path, config, 2)
+    assert path.read_text() == "".join(METRICS)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_wandb_offline_needs_no_account_and_no_network(tmp_path, monkeypatch):
