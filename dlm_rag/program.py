@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import re
+import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,10 +56,10 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         told = sentence(error)
         if not told:
             raise
-        # Of the reader of our output, who went away (`| head`), nothing is said.
-        gone = _give_up_output() and isinstance(error, BrokenPipeError)
-        code = 0 if gone else 2 if isinstance(error, UserError) else 1
-        if code:
+        code = 2 if isinstance(error, UserError) else 1
+        if _output_fails() and isinstance(error, BrokenPipeError):
+            code = 0  # the reader went away (`| head`), of whom nothing is said
+        else:
             note(f"error: {' '.join(told.split())}")
     raise SystemExit(code)
 
@@ -92,16 +93,20 @@ def _check_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _give_up_output() -> bool:
-    """Whether standard output takes nothing any more; what is left for it is dropped then."""
+def _output_fails() -> bool:
+    """Whether nothing can be written to standard output any more; what is left for it is dropped then."""
     try:
-        sys.stdout.flush()
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not poll.poll(0):  # its reader is there
+            sys.stdout.flush()
+            return False
+    except (TypeError, ValueError):  # it is closed, or no file
+        return False
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
-        return True
-    except AttributeError:  # it is closed
-        return True
-    return False
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
+    return True
 
 
 def plain(text: str) -> str:
@@ -121,18 +126,16 @@ def check_writable(path: str, key: str) -> None:
         raise ConfigError(
             f"{key}=- is no file: leave --out out for answers on standard output; a trace needs a file"
         )
-    made = None
     try:
         target = Path(os.path.realpath(path))  # of a link that leads nowhere, where it leads
-        if target.exists() and not target.is_file() and not target.is_dir():
-            raise OSError(errno.EINVAL, "it is no regular file")  # a pipe would wait for its reader
+        existed = target.exists()
+        if existed and not target.is_file() and not target.is_dir():  # a pipe would wait for its reader
+            raise OSError(errno.EINVAL, "it is no regular file")
         with suppress(FileNotFoundError):
             target.with_name(f"{target.name}{LONGEST_SUFFIX}").lstat()
-        made = None if target.exists() else target
         with target.open("ab"):
             pass
     except (OSError, ValueError) as error:  # a NUL byte is a ValueError
         raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}") from None
-    finally:
-        if made is not None:
-            made.unlink(missing_ok=True)  # another process may have asked the same
+    if not existed:
+        target.unlink(missing_ok=True)  # another process may have asked the same

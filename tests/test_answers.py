@@ -1,17 +1,22 @@
 """The answers file: nothing that was answered is lost or asked twice, whatever is killed."""
 
 import json
+import random
+import subprocess
+import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from filelock import FileLock
 from test_trace import HEADER, VERSION_1, made_up
 
 from dlm_rag.decode.answers import AnswersFile
 from dlm_rag.decode.trace import read_trace
-from dlm_rag.errors import ConfigError, TraceError
+from dlm_rag.errors import ConfigError, RunError, TraceError
 from dlm_rag.machine import describe_machine
 from dlm_rag.questions import Question
 
@@ -213,6 +218,97 @@ def test_the_lock_is_gone_before_it_is_given_back(files):
     with FileLock(path):
         file.close()
         assert path.exists(), "closed already: the lock is another's"
+
+
+def test_a_full_disk_is_one_sentence_and_what_was_answered_stays(files, monkeypatch):
+    """Wherever it is noticed: in the trace, in the answers, half-way through a line."""
+    import resource
+
+    file = AnswersFile(*files)
+    file.begin(stamp(), HEADER)
+    file.append(answer("q0"))
+    before = [path.read_bytes() for path in files]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (len(before[1]), len(before[1]) + 40):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(
+                RunError, match=r"a\.jsonl cannot be written any more \(File too large\); .* kept"
+            ):
+                file.append(answer("q1"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
+    assert files[0].read_bytes() == before[0] and files[1].read_bytes().startswith(before[1])
+    assert run(files, [answer("q1"), answer("q2")]) == ["q1", "q2"]
+    assert ids(files) == [["q0", "q1", "q2"]] * 2
+
+
+def test_the_same_when_the_disk_is_full_from_the_beginning(files, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dlm_rag.decode.answers.write_whole", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        run(files)
+    monkeypatch.undo()
+    assert run(files) == ["q0", "q1", "q2"], "the lock was given back"
+
+
+WORKER = """
+import sys, time
+sys.path.insert(0, "tests")
+from pathlib import Path
+import test_answers as t
+from dlm_rag.errors import ConfigError
+files = Path(sys.argv[1]), Path(sys.argv[2])
+asked = [t.Question(f"q{n}", "Who?") for n in range(400)]
+while True:
+    file = t.AnswersFile(*files)
+    if not file.remaining(asked):
+        break
+    print("ready", flush=True)
+    try:
+        file.begin(t.stamp(), t.HEADER)
+    except ConfigError as error:
+        assert "another process" in str(error), error
+        time.sleep(0.001)
+        continue
+    for n, question in enumerate(file.remaining(asked)):
+        file.append(t.failed(question.id) if n % 3 == 2 else t.answer(question.id))
+        time.sleep(0.001)
+        if n % 20 == 19:
+            break
+    file.close()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_one_of_them_killed_again_and_again_lose_and_repeat_nothing(files):
+    """Real ones, that take turns; a kill may come while lines are taken out, or within a line."""
+
+    def start():
+        command = [sys.executable, "-c", WORKER, *map(str, files)]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    rng, seen, kills = random.Random(0), [], 0
+    first = start()
+    while first.poll() is None and kills < 12:
+        second = start()
+        second.stdout.readline()
+        time.sleep(rng.random() * 0.3)
+        second.kill()
+        second.communicate()
+        kills += 1
+        lines = files[0].read_text().splitlines() if files[0].exists() else []
+        whole = [line for line in lines if line.endswith("}") and '"error"' not in line]
+        assert set(seen) <= set(whole), "an answer is gone"
+        seen = whole
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == 0, err.decode()
+    names, traced = ids(files)
+    assert sorted(names) == sorted(traced) == sorted(f"q{n}" for n in range(400))
+    assert set(seen) <= set(files[0].read_text().splitlines()) and kills > 5
 
 
 def machines(files):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from dlm_rag.commands.job import gather_questions, plan, with_shipped
 from dlm_rag.commands.words import CommandLine, parse
 from dlm_rag.errors import ConfigError
+from dlm_rag.files import write_whole
 from dlm_rag.program import note
 
 if TYPE_CHECKING:
@@ -101,9 +102,9 @@ def report(out: Path, questions: "list[Question]", folders: dict[str, Path], f1_
         "first_minus": {name: as_record(summary) for name, summary in against.items()},
     }
     brief = {name: places for name, places in groups.items() if "," not in name}
-    (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    (out / "scores.md").write_text(
-        markdown(grids(groups, summaries, against, f1_rule), next(iter(stamps.values()))), encoding="utf-8"
+    write_whole(out / "scores.json", json.dumps(record, indent=2) + "\n")
+    write_whole(
+        out / "scores.md", markdown(grids(groups, summaries, against, f1_rule), next(iter(stamps.values())))
     )
     plot(out / "scores.png", groups, summaries)
     show(Console(), grids(brief, summaries, against, f1_rule))

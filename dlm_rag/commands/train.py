@@ -121,9 +121,7 @@ def make_folder(folder: Path, resume: bool) -> None:
         foreign = [name for name in names if name.partition(".")[0] not in PARTS]
         begun = "checkpoints" in names or "metrics.jsonl" in names
         if resume and not begun and (foreign or not names):
-            raise ConfigError(
-                f"{folder} holds no run to go on with: name its folder, or leave --resume out"
-            )
+            raise ConfigError(f"{folder} holds no run to go on with: name another, or leave --resume out")
         if not resume and begun:
             raise ConfigError(f"{folder} holds a run already: add --resume to go on, or name another --out")
         if not resume and foreign:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
+from dlm_rag.files import new_file
 
 
 @dataclass(frozen=True)
@@ -136,5 +137,6 @@ def plot(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("%")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=150)
+    with new_file(path) as scratch:
+        figure.savefig(scratch, dpi=150)
     pyplot.close(figure)

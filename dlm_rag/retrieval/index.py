@@ -23,13 +23,13 @@ INDEX_VERSION = 2
 WHOLE = "whole.json"  # the digest of every file of a folder, by its name
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, build: Callable[[Path], None], goes_on: bool = False) -> Path:
     """`folder`, after `build(scratch)` has filled it, unless it is there already and whole.
 
     The scratch folder takes its final name in one rename. What was damaged since, a byte of any file, is
     found by its digest, said, and built anew; files that were added are none of ours. A lock lets a second
     process wait for the first instead of building the same; the lock of a process that died is free, and
-    what it left half-built is removed.
+    what it left half-built is removed, unless `build` goes on with it.
     """
     if folder.is_dir() and not _damage(folder):
         return folder
@@ -41,8 +41,9 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
                 if damage:
                     log.warning("%s in %s: it is built anew", damage, folder)
                 scratch = folder.with_name(f"{folder.name}.building")
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir()
+                if not goes_on:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(exist_ok=goes_on)
                 build(scratch)
                 write_whole(scratch / WHOLE, json.dumps(_digests(scratch)))
                 shutil.rmtree(folder, ignore_errors=True)
