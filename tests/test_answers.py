@@ -1,16 +1,15 @@
 """The answers file: nothing that was answered is lost or asked twice, whatever is killed."""
 
 import json
+import multiprocessing
 import random
-import subprocess
-import sys
+import signal
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from filelock import FileLock
 from test_trace import HEADER, VERSION_1, made_up
 
@@ -255,60 +254,46 @@ def test_the_same_when_the_disk_is_full_from_the_beginning(files, monkeypatch):
     assert run(files) == ["q0", "q1", "q2"], "the lock was given back"
 
 
-WORKER = """
-import sys, time
-sys.path.insert(0, "tests")
-from pathlib import Path
-import test_answers as t
-from dlm_rag.errors import ConfigError
-files = Path(sys.argv[1]), Path(sys.argv[2])
-asked = [t.Question(f"q{n}", "Who?") for n in range(400)]
-while True:
-    file = t.AnswersFile(*files)
-    if not file.remaining(asked):
-        break
-    print("ready", flush=True)
-    try:
-        file.begin(t.stamp(), t.HEADER)
-    except ConfigError as error:
-        assert "another process" in str(error), error
-        time.sleep(0.001)
-        continue
-    for n, question in enumerate(file.remaining(asked)):
-        file.append(t.failed(question.id) if n % 3 == 2 else t.answer(question.id))
-        time.sleep(0.001)
-        if n % 20 == 19:
-            break
-    file.close()
-"""
+MANY = [Question(f"q{n}", "Who?") for n in range(300)]
+
+
+def take_turns(files):
+    """Answers some questions at a time, every third in vain at first, until none is left."""
+    while (file := AnswersFile(*files)).remaining(MANY):
+        try:
+            file.begin(stamp(), HEADER)
+        except ConfigError as error:
+            assert "is being written by another process" in str(error)
+            time.sleep(0.002)
+            continue
+        for number, question in enumerate(file.remaining(MANY)[:20]):
+            file.append(failed(question.id) if number % 3 == 2 else answer(question.id))
+            time.sleep(0.002)
+        file.close()
 
 
 @pytest.mark.slow
 def test_two_processes_one_of_them_killed_again_and_again_lose_and_repeat_nothing(files):
-    """Real ones, that take turns; a kill may come while lines are taken out, or within a line."""
-
-    def start():
-        command = [sys.executable, "-c", WORKER, *map(str, files)]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    rng, seen, kills = random.Random(0), [], 0
-    first = start()
-    while first.poll() is None and kills < 12:
-        second = start()
-        second.stdout.readline()
-        time.sleep(rng.random() * 0.3)
+    """A kill may come while lines are taken out, within a line, or between a trace and its answer."""
+    context, rng, kept, kills = multiprocessing.get_context("fork"), random.Random(0), set(), 0
+    first = context.Process(target=take_turns, args=(files,))
+    first.start()
+    while first.is_alive():
+        second = context.Process(target=take_turns, args=(files,))
+        second.start()
+        time.sleep(rng.random() * 0.1)
         second.kill()
-        second.communicate()
-        kills += 1
-        lines = files[0].read_text().splitlines() if files[0].exists() else []
-        whole = [line for line in lines if line.endswith("}") and '"error"' not in line]
-        assert set(seen) <= set(whole), "an answer is gone"
-        seen = whole
-    out, err = first.communicate(timeout=120)
-    assert first.returncode == 0, err.decode()
+        second.join()
+        kills += second.exitcode == -signal.SIGKILL
+        text = files[0].read_text() if files[0].exists() else ""
+        whole = {line for line in text.splitlines(True) if line.endswith("}\n") and '"error"' not in line}
+        assert kept <= whole, "an answer is gone"
+        kept = whole
+    first.join()
+    assert first.exitcode == 0 and kills > 10
     names, traced = ids(files)
-    assert sorted(names) == sorted(traced) == sorted(f"q{n}" for n in range(400))
-    assert set(seen) <= set(files[0].read_text().splitlines()) and kills > 5
+    assert sorted(names) == sorted(traced) == sorted(question.id for question in MANY)
+    assert kept <= set(files[0].read_text().splitlines(True)) and len(kept) > 100
 
 
 def machines(files):

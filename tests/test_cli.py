@@ -317,7 +317,7 @@ def test_answers_of_other_weights_are_not_mixed_whichever_byte_differs(
 
 
 def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_answers(
-    call, tmp_path, questions_file, corpus_file, monkeypatch
+    call, tmp_path, corpus_file, monkeypatch
 ):
     from dlm_rag.decode.answers import AnswersFile
 
@@ -328,7 +328,9 @@ def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_ans
         corpus_file.write_bytes(corpus_file.read_bytes()[:50])
 
     monkeypatch.setattr(AnswersFile, "append", append_and_cut)
-    words = ("--questions", questions_file, "--out", out, "decode.batch_size=1")
+    asked = [{"id": f"n{n}", "question": f"Who wrote Emma, volume {n}?"} for n in range(6)]
+    path = write_lines(tmp_path / "questions.jsonl", asked)
+    words = ("--questions", path, "--out", out, "decode.batch_size=1")
     whole = corpus_file.read_bytes()
     code, _, err = call(*words)
     assert code == 2 and f"{corpus_file} has changed while it was in use" in err and "Traceback" not in err
