@@ -103,7 +103,7 @@ class CorpusRetriever(ABC):
         if self.top_k == len(self.corpus):
             everything = range(len(self.corpus))
             rankings = [list(dict.fromkeys((*rows, *everything))) if rows else [] for rows in rankings]
-        return [[self.corpus[row] for row in rows] for rows in rankings]
+        return [self.corpus.rows(rows) for rows in rankings]
 
 
 def fuse(rankings: Sequence[Ranking], depth: int, constant: int = 60) -> Ranking:

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
@@ -80,8 +80,10 @@ class Corpus(Sequence[Passage]):
     def __init__(self, path: Path, folder: Path, fingerprint: str, state: FileState) -> None:
         """state: of the file when it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
-        self._offsets = np.load(folder / "offsets" / "offsets.npy", mmap_mode="r")
+        # A plain array over the mapped file: a memmap is slow at single numbers.
+        self._offsets = np.asarray(np.load(folder / "offsets" / "offsets.npy", mmap_mode="r"))
         self._file = path.open("rb", buffering=0)
+        self._descriptor = self._file.fileno()
         self._opened = state
         self.check_unchanged()
 
@@ -94,24 +96,33 @@ class Corpus(Sequence[Passage]):
     def __getitem__(self, row: slice) -> list[Passage]: ...
     def __getitem__(self, row: int | slice) -> Passage | list[Passage]:
         if isinstance(row, slice):
-            return [self[number] for number in range(*row.indices(len(self)))]
+            return self.rows(range(*row.indices(len(self))))
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)}")
-        start, stop = self._offsets[row % len(self)], self._offsets[row % len(self) + 1]
-        line = os.pread(self._file.fileno(), stop - start, start)
-        self.check_unchanged()
-        return parse_passage(line, f"{self.path}, row {row}")
+        start, stop = self._offsets[row % len(self) :][:2].tolist()
+        try:
+            return parse_passage(os.pread(self._descriptor, stop - start, start), f"{self.path}, row {row}")
+        except CorpusError:
+            self.check_unchanged()
+            raise
+
+    def rows(self, numbers: Iterable[int]) -> list[Passage]:
+        """The passages of some rows; raises `CorpusError` as `check_unchanged` does."""
+        found = [self[number] for number in numbers]
+        self.check_unchanged()  # once: it costs as much as a passage
+        return found
 
     def check_unchanged(self) -> None:
         """Raises `CorpusError` where the file has been written to since it was opened."""
-        if state_of(self._file.fileno()) != self._opened:
+        if state_of(self._descriptor) != self._opened:
             raise CorpusError(
                 f"{self.path} has changed while it was in use: answers so far are of the file as it was; "
                 "begin again with the file as it is"
             )
 
     def __iter__(self) -> Iterator[Passage]:
-        return (self[row] for row in range(len(self)))
+        yield from (self[row] for row in range(len(self)))
+        self.check_unchanged()
 
 
 def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Corpus:
