@@ -194,6 +194,22 @@ def test_a_trace_of_another_run_is_left_alone(files, tmp_path):
     assert files[1].read_bytes() == before
 
 
+def test_a_trace_that_another_run_writes_is_left_alone(files, tmp_path):
+    """The other has answered one question, which a kill of this run's might have left as well."""
+    late = tmp_path / "late.jsonl"
+    run((late, tmp_path / "late-trace.jsonl"))  # begun, nothing answered
+    running = AnswersFile(*files)
+    running.begin(stamp(), HEADER)
+    running.append(answer("q0"))
+    before = files[1].read_bytes()
+    with pytest.raises(ConfigError, match=r"trace=.*t\.jsonl is being written by another process"):
+        run((late, files[1]))
+    assert files[1].read_bytes() == before
+    running.append(answer("q1"))
+    running.close()
+    assert ids(files) == [["q0", "q1"]] * 2 and not list(tmp_path.glob("*.lock"))
+
+
 def test_a_trace_of_version_1_is_not_gone_on_with(files):
     files[1].write_text(VERSION_1)
     record = {"id": "q1", "question": "Who wrote Emma?", "response": "M"}
@@ -209,9 +225,9 @@ def test_the_lock_is_gone_before_it_is_given_back(files):
     """Unlinked afterwards, it might be the lock of a process that has taken it in between."""
     file = AnswersFile(*files)
     file.begin(stamp(), HEADER)
-    path, release = Path(f"{files[0]}.lock"), file._lock.release
+    path, release = Path(f"{files[0]}.lock"), file._locks[0].release
     seen = []
-    file._lock.release = lambda: (seen.append(path.exists()), release())
+    file._locks[0].release = lambda: (seen.append(path.exists()), release())
     file.close()
     assert seen == [False]
     with FileLock(path):

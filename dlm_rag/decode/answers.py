@@ -41,7 +41,7 @@ class AnswersFile:
     def __init__(self, out: Path, trace: Path | None = None) -> None:
         self._out, self._trace = out, trace
         self._writer: TraceWriter | None = None
-        self._lock: FileLock | None = None
+        self._locks: list[FileLock] = []
         self._stamp_path = out.with_name(f"{out.name}.run.json")
         self._read()
 
@@ -121,8 +121,10 @@ class AnswersFile:
         and warns when it is another one. Lines of questions that failed, and a trace without its answer,
         are taken out: they are asked again. Raises as the constructor does, and for a trace of version 1.
         """
-        self._lock = take_lock(self._out.with_name(f"{self._out.name}.lock"), f"out={self._out}")
         try:
+            self._locks.append(take_lock(Path(f"{self._out}.lock"), f"out={self._out}"))
+            if self._trace is not None:  # which a run into another file may have named, too
+                self._locks.append(take_lock(Path(f"{self._trace}.lock"), f"trace={self._trace}"))
             self._read()
             self.check_same(stamp["answers_depend_on"])
             if self._trace is not None:
@@ -184,8 +186,8 @@ class AnswersFile:
 
     def close(self) -> None:
         """Gives the files back."""
-        if self._lock is not None:
-            give_back(self._lock)
+        while self._locks:
+            give_back(self._locks.pop())
 
 
 def write_line(stream: TextIO, record: dict[str, Any]) -> None:

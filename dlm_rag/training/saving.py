@@ -154,6 +154,7 @@ class Checkpoints:
             write_whole(scratch / RECORD, json.dumps({"format": FORMAT, **record, "files": files}))
             if target.is_dir():  # a broken one, which was passed over
                 shutil.rmtree(target)
+            target.unlink(missing_ok=True)
             scratch.rename(target)
             for old, _ in look(self._folder).whole[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
