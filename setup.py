@@ -36,6 +36,7 @@ setup(
     install_requires=[
         "torch>=2.11,<=2.13.0",
         "transformers>=5.17,<6",
+        "jinja2>=3.1.6,<4",  # older sandboxes leak
         "sentence-transformers>=6.2,<7",
         "safetensors>=0.6,<1",
         "blake3>=1,<2",
@@ -46,8 +47,9 @@ setup(
         "matplotlib>=3.9,<4",
         "einops>=0.8,<1",
         "filelock>=3.13,<5",
-        "omegaconf>=2.3,<2.5",
+        "omegaconf>=2.4,<2.5",
         "rich>=13.7,<16",
+        "semantic-text-splitter>=0.25,<1",
         "wandb>=0.19,<1",
         # Ranges of 0.2.12 and later did not show in nsys 2022.4.
         "nvtx>=0.2.10,<0.2.12",

@@ -10,8 +10,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from dlm_rag.files import default_index_folder, write_whole
-from dlm_rag.program import plain
 from dlm_rag.progress import progress
+from dlm_rag.text import visible
 
 BLOCK = 32 << 20  # bytes that are read at a time
 REMEMBERED_FROM = 16 << 20  # bytes; a smaller file is read sooner than what is remembered of it
@@ -35,7 +35,7 @@ def digest_file(path: Path) -> str:
             memoryview(bytearray(min(BLOCK, before["size"] + 1))),
         )
         # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
-        with progress(plain(f"reading {path.name}"), before["size"], "bytes") as advance:
+        with progress(visible(f"reading {path.name}"), before["size"], "bytes") as advance:
             while count := file.readinto(block):
                 digest.update(block[:count])
                 advance(count)

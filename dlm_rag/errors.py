@@ -38,10 +38,15 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     return f" (nearest: '{close[0]}')" if close else ""
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether something failed, be it in Rust, whose panics are no `Exception`; an interrupt did not."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def fold_message(error: BaseException) -> str:
-    """The first line of an exception's text."""
+    """The first line of an exception's text, of which no more than is read."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         return f"line {mark.line + 1}: {getattr(error, 'problem', lines[0])}"
-    return lines[0].rstrip(".")
+    return lines[0][:300].rstrip(".")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlm_rag.errors import ConfigError
+from dlm_rag.records import expand
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def default_index_folder() -> Path:
     """`$DLM_RAG_CACHE`, or `~/.cache/dlm_rag`."""
-    return Path(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag").expanduser()
+    return expand(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag", ConfigError)
 
 
 @contextmanager

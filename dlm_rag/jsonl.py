@@ -1,9 +1,13 @@
 """JSON lines as people write them: blank lines are skipped, a bad line is named."""
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import IO, Any
 
 from dlm_rag.errors import UserError
+
+LONGEST_LINE = 2**28  # bytes
 
 
 def is_blank(line: bytes) -> bool:
@@ -11,24 +15,57 @@ def is_blank(line: bytes) -> bool:
     return not line.strip(b" \t\r\n")
 
 
-def parse_object(line: bytes, place: str, error: type[UserError]) -> dict[str, Any]:
-    """The JSON object in a line of UTF-8 (a byte order mark is skipped).
+def lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[bytes]:
+    """The lines of a file; raises `error` for one that would not fit into memory."""
+    for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
+        if len(line) == LONGEST_LINE:
+            raise error(f"{path}, line {number}: the line has more than {LONGEST_LINE >> 20} MiB")
+        yield line
 
-    Raises `error`, its message beginning with `place`, for anything else, and for texts that no
-    UTF-8 can hold (half of a surrogate pair, written as an escape).
-    """
+
+def decode_line(line: bytes, place: str, error: type[UserError]) -> str:
+    """A line of UTF-8 as text (a byte order mark is skipped); raises `error` that begins with `place`."""
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        return line.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise error(f"{place}: the line is not UTF-8") from None
-    except (ValueError, RecursionError) as problem:
-        reason = getattr(problem, "msg", "a number or a nesting beyond all measure")
-        raise error(f"{place}: the line is not JSON ({reason})") from None
+
+
+def parse_object(line: bytes, place: str, error: type[UserError]) -> dict[str, Any]:
+    """The JSON object in a line; raises `error` for anything else, and as `parse_json` does."""
+    value = parse_json(line, place, error)
     if not isinstance(value, dict):
         raise error(f"{place}: the line is not a JSON object")
-    if b"\\ud" in line.lower() and not is_text(json.dumps(value, ensure_ascii=False)):
-        raise error(f"{place}: a text holds half of a character (a lone surrogate)")
     return value
+
+
+def parse_json(text: bytes, place: str, error: type[UserError], what: str = "line") -> Any:
+    """The JSON value in UTF-8 (a byte order mark is skipped).
+
+    Raises `error`, its message beginning with `place`, for what is none, for a key that occurs twice in
+    one object, and for texts that no UTF-8 can hold (half of a surrogate pair, written as an escape).
+    """
+    try:
+        value = _DECODER.decode(text.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise error(f"{place}: the {what} is not UTF-8") from None
+    except (ValueError, RecursionError) as problem:
+        reason = getattr(problem, "msg", "a number or a nesting beyond all measure")
+        at = f" in its line {problem.lineno}" if what != "line" and hasattr(problem, "lineno") else ""
+        raise error(f"{place}: the {what} is not JSON ({reason}{at})") from None
+    if b"\\ud" in text.lower():
+        _refuse_halves(value, place, error)
+    return value
+
+
+def _refuse_halves(value: Any, place: str, error: type[UserError]) -> None:
+    """Raises `error` for a value that holds half of a surrogate pair."""
+    try:
+        whole = is_text(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise error(f"{place}: a nesting beyond all measure") from None
+    if not whole:
+        raise error(f"{place}: a text holds half of a character (a lone surrogate)")
 
 
 def is_text(value: str) -> bool:
@@ -38,3 +75,15 @@ def is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise json.JSONDecodeError(f"the key '{twice}' occurs a second time", "", 0)
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)

@@ -23,6 +23,8 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):  # torch has more: meta computes nothing
+            raise RuntimeError
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):

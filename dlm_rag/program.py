@@ -14,9 +14,8 @@ from typing import NoReturn
 
 from dlm_rag.errors import ConfigError, RunError, UserError, fold_message
 from dlm_rag.progress import status
+from dlm_rag.text import fold, visible
 
-# What moves a cursor, rings a bell, hides a text or turns its direction; a line break and a tab do not.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # What torch says of full memory, of the host and of a device.
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 LONGEST_SUFFIX = ".run.json.lock"  # of what stands beside a file that is written
@@ -31,7 +30,7 @@ class _ToThePerson(logging.StreamHandler):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        return plain(super().format(record))
+        return _lines(super().format(record))
 
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
@@ -47,6 +46,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     code = 0
     try:
         _check_streams()
+        check_environment()
         main(sys.argv[1:])
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -60,7 +60,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         if _output_fails() and isinstance(error, BrokenPipeError):
             code = 0  # the reader went away (`| head`), of whom nothing is said
         else:
-            note(f"error: {' '.join(told.split())}")
+            note(f"error: {fold(visible(told))}")
     raise SystemExit(code)
 
 
@@ -109,15 +109,24 @@ def _output_fails() -> bool:
     return True
 
 
-def plain(text: str) -> str:
-    """A text whose control characters, of an id or a file name, are escapes that can be read."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+def _lines(text: str) -> str:
+    """Lines for the person, without control characters of an id or a file name."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def check_environment() -> None:
+    """Raises `ConfigError` for a variable that numba would stumble over later, with a traceback."""
+    threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+    if not re.fullmatch("[1-9][0-9]{0,3}", threads):
+        raise ConfigError(
+            f"NUMBA_NUM_THREADS={threads} in the environment is no number of threads: unset it"
+        )
 
 
 def note(text: str, end: str = "\n") -> None:
     """For the person, not for the results: standard error."""
     status()
-    print(plain(text), end=end, file=sys.stderr, flush=True)
+    print(_lines(text), end=end, file=sys.stderr, flush=True)
 
 
 def check_writable(path: str, key: str) -> None:

@@ -1,12 +1,21 @@
-"""Files of questions: JSON lines, or the parquet of the SARDI data set."""
+"""Questions: from files and pipes, typed by hand, chosen from among many."""
 
+import json
+import random
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, nearest
-from dlm_rag.jsonl import is_blank, is_text, parse_object
+from dlm_rag.jsonl import is_text
+from dlm_rag.records import Record, expand, field_of, find_file, id_of, read_records, records_in
+
+QUICK = 200  # questions of --quick
 
 
 @dataclass(frozen=True)
@@ -23,24 +32,33 @@ class Question:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """The questions of a `.jsonl` or `.parquet` file, in order.
+    """The questions of a file in any form of `records.read_records`, in order; `-` is standard input.
 
-    Raises `QuestionError` naming file and line for what is no question: not JSON, not UTF-8, a
-    blank text, an id that occurs twice; and for a file without questions.
+    A pipe, and a file that is `.txt` or has no suffix, may also hold plain lines, one question each; they
+    are called q1, q2, ... Raises `QuestionError` naming file and line for what is no question: a blank
+    text, an id that occurs twice; and for a file without questions.
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise QuestionError(f"questions file '{path}' was not found")
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     questions: dict[str, Question] = {}
-    for place, row in rows:
+    for place, row in _rows(path):
         question = _parse(row, place)
         if question.id in questions:
             raise QuestionError(f"{place}: the id '{question.id}' occurs a second time")
         questions[question.id] = question
     if not questions:
-        raise QuestionError(f"{path} holds no questions")
+        raise QuestionError(f"{'standard input' if str(path) == '-' else path} holds no questions")
     return list(questions.values())
+
+
+def _rows(path: str | Path) -> Iterator[Record]:
+    if str(path) == "-":
+        stream = getattr(sys.stdin, "buffer", None)
+        if stream is None or stream.closed:
+            raise QuestionError("--questions - reads standard input, which is closed")
+        return records_in(stream, Path("standard input"), QuestionError, plain="question")
+    found = expand(path, QuestionError)
+    if not found.is_fifo() and not found.is_char_device():  # both are read once, as they come
+        found = find_file(path, "questions file", QuestionError)
+    return read_records(found, QuestionError, plain="question")
 
 
 def typed_questions(texts: list[str]) -> list[Question]:
@@ -53,58 +71,69 @@ def typed_questions(texts: list[str]) -> list[Question]:
     return [Question(f"q{number}", text) for number, text in enumerate(texts, start=1)]
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not is_blank(line):
-                place = f"{path}, line {number}"
-                yield place, parse_object(line, place, QuestionError)
+def choose(questions: list[Question], config: Config) -> list[Question]:
+    """The first `config.limit`, or with `quick` 200 of all hops and labels alike; in the order of the file.
 
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise QuestionError(
-            "parquet needs pyarrow: install it with `pip install 'dlm_rag[parquet]'`"
-        ) from None
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
-        raise QuestionError(f"{path} is not a parquet file ({error})") from None
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", {"id": str(number), **row}
+    The kinds of questions take turns until 200 are drawn, each giving its own in a seeded random order.
+    """
+    if not config.quick:
+        return questions[: config.limit]
+    kinds: dict[object, list[int]] = {}
+    for place, question in enumerate(questions):
+        kinds.setdefault((question.hops, question.labels), []).append(place)
+    for kind, places in kinds.items():
+        random.Random(f"quick/{kind}").shuffle(places)
+    turns = chain.from_iterable(zip_longest(*kinds.values()))
+    drawn = islice((place for place in turns if place is not None), QUICK)
+    return [questions[place] for place in sorted(drawn)]
 
 
 def _parse(row: dict[str, Any], place: str) -> Question:
-    text = row.get("question")
+    name, text = field_of(row, "question")
     if text is None:
         raise QuestionError(f"{place}: there is no 'question'{nearest('question', row)}")
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str):
+        raise QuestionError(f"{place}: the '{name}' must be a text")
+    if not text.strip():
         raise QuestionError(f"{place}: the question is blank")
-    if row.get("id") is None:
-        raise QuestionError(f"{place}: the question has no 'id'")
-    hops, response = row.get("hops"), row.get("response")
+    response = row.get("response")
     if response is not None and (not isinstance(response, str) or not response.strip()):
         raise QuestionError(f"{place}: the 'response' is no text")
     return Question(
-        id=str(row["id"]),
+        id=id_of(row, "question", place, QuestionError),
         question=text,
-        golden_answers=_texts(row, ("golden_answers", "answer"), place),
-        supporting_ids=_texts(row, ("supporting_ids", "supporting_docs"), place),
-        hops=hops if isinstance(hops, int) else None,
+        golden_answers=_texts(row, "golden_answers", place),
+        supporting_ids=_texts(row, "supporting_ids", place),
+        hops=_hops(row.get("hops"), place),
         response=response,
         labels=tuple(name for name, value in row.items() if value is True),
     )
 
 
-def _texts(row: dict[str, Any], keys: tuple[str, ...], place: str) -> tuple[str, ...]:
-    key = next((name for name in keys if row.get(name) is not None), None)
-    if key is None:
+def _hops(value: Any, place: str) -> int | None:
+    if value is None:
+        return None
+    whole = isinstance(value, str | int | float) and re.fullmatch(r"([1-9]\d?)(\.0)?", str(value))
+    if not whole:
+        raise QuestionError(f"{place}: 'hops' must be a whole number from 1 to 99")
+    return int(whole[1])
+
+
+def _texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
+    """A text or a list of texts; also a list as JSON in a text, and SQuAD's object with the list `text`."""
+    key, value = field_of(row, field)
+    if isinstance(value, dict):
+        value = value.get("text")
+    if isinstance(value, str) and re.fullmatch(r"\s*\[.*\]\s*", value, re.DOTALL):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise QuestionError(
+                f'{place}: \'{key}\' is a list that is not JSON, as in ["a", "b"]'
+            ) from None
+    if value is None:
         return ()
-    value = row[key]
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list) or not all(isinstance(item, str | int) for item in value):
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str | int) and not isinstance(item, bool) for item in texts):
         raise QuestionError(f"{place}: '{key}' must be a list of texts")
-    return tuple(map(str, value))
+    return tuple(map(str, texts))

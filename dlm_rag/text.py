@@ -13,6 +13,8 @@ FUNCTION_WORDS = frozenset(
     until up was we were what when where which while who whom whose why will with would you your
     s t d ll re ve m therefore thus since hence answer""".split()
 )
+# What moves the cursor, rings the bell, turns the direction of writing.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*#{3,}\s*|\s*\n+\s*")
 _WORD = re.compile(r"[\w\u0300-\u036f]+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -22,6 +24,11 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 def fold(text: str) -> str:
     """White space folded to single blanks, none at the ends."""
     return " ".join(text.split())
+
+
+def visible(text: str) -> str:
+    """Foreign text for a terminal or a table: a blank for every control character."""
+    return _CONTROL.sub(" ", text)
 
 
 def drop_repeated_words(text: str) -> str:

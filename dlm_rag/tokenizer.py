@@ -8,19 +8,24 @@ where the tokenizers of the public checkpoints break too, so the ids equal those
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.errors import CheckpointError
+from dlm_rag.chat import render
+from dlm_rag.errors import CheckpointError, QuestionError, fold_message, is_failure
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
+from dlm_rag.plain import PlainEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CONTENT = "<<content>>"
+# Stands for the user's message: what a template changes in it, it would change in every message.
+_CONTENT = 'Who said: "Ünder  <b> & 1\\2"?\n\nit\'s {me}.'
 REMEMBERED_TEXTS = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
 REMEMBERED_HEADS = 1024  # of questions: each is asked about again while it is answered
 
@@ -89,7 +94,8 @@ class Tokenizer:
     """A Hugging Face tokenizer with a prompt template and the ids the decoder needs to know.
 
     Text of users and corpora is always plain text: a passage that holds "<|im_end|>" cannot end a
-    turn, and one that holds the mask's name holds no mask.
+    turn, and one that holds the mask's name holds no mask (`plain.py`). vocabulary: how many ids the
+    denoiser has; a text that has others is refused, None for no such bound. Raises `CheckpointError`.
     """
 
     def __init__(
@@ -98,24 +104,41 @@ class Tokenizer:
         mask_id: int,
         template: PromptTemplate | None = None,
         end_ids: tuple[int, ...] = (),
+        vocabulary: int | None = None,
     ) -> None:
         self.inner = inner
         self.mask_id = mask_id
         self.template = template or PromptTemplate()
+        self._vocabulary = vocabulary
+        backend = inner.backend_tokenizer
+        if backend.id_to_token(mask_id) is None:
+            raise CheckpointError(f"mask_token_id={mask_id} is no token of the tokenizer")
+        if getattr(backend.model, "dropout", None):
+            raise CheckpointError("the tokenizer drops merges at random: set its dropout to null")
         prefix, suffix = self._chat()
-        self._prefix = tuple(inner.encode(prefix, add_special_tokens=False))
-        self._suffix = tuple(inner.encode(suffix + self.template.tail, add_special_tokens=False))
-        self.special_ids = frozenset(inner.all_special_ids) | {mask_id}
+        try:
+            self._prefix = self._checked(partial(inner.encode, prefix, add_special_tokens=False))
+            tail = suffix + self.template.tail
+            self._suffix = self._checked(partial(inner.encode, tail, add_special_tokens=False))
+        except QuestionError as error:
+            raise CheckpointError(f"around the user's message: {error}") from None
+        added = backend.get_added_tokens_decoder().items()
+        special = {token for token, item in added if item.special}
+        declared = {token for token in inner.all_special_ids if token is not None}
+        self.special_ids = frozenset({*declared, *special, mask_id})
         # The first token after the user's turn ends turns; it ends the response's turn as well.
         turn_end = self._suffix[:1] if self._suffix and self._suffix[0] in self.special_ids else ()
         eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
         self.end_ids = frozenset({*end_ids, *eos, *turn_end})
+        if vocabulary is not None and max(self.end_ids, default=0) >= vocabulary:
+            raise CheckpointError(f"the tokenizer ends texts with an id that the model's {vocabulary} lack")
+        self._plain = PlainEncoder(backend, self.end_ids | {mask_id})
         # With which training fills the canvas behind a response.
         self.end_id = eos[0] if eos else min(self.end_ids, default=None)
         texts = (self._decode([token]) for token in sorted(self.special_ids))
         self._special_texts = [text for text in texts if text]
-        self.encode = lru_cache(maxsize=REMEMBERED_TEXTS)(self._encode)
-        self._head = lru_cache(maxsize=REMEMBERED_HEADS)(self._encode)
+        self.encode = lru_cache(maxsize=REMEMBERED_TEXTS)(self.encode_once)
+        self._head = lru_cache(maxsize=REMEMBERED_HEADS)(self.encode_once)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     @classmethod
@@ -128,50 +151,85 @@ class Tokenizer:
         checkpoint. Raises `CheckpointError`.
         """
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-        if checkpoint.config.mask_token_id is None:
+        config = checkpoint.config
+        if config.mask_token_id is None:
             raise CheckpointError(
                 f"{checkpoint.folder} has no mask_token_id: it is an autoregressive model, to be "
                 "adapted by training before it can denoise"
             )
         template = PromptTemplate.read(
-            checkpoint.raw.get("prompt"), evidence_layout or checkpoint.config.evidence_layout
+            checkpoint.raw.get("prompt"), evidence_layout or config.evidence_layout
         )
         inner = read_tokenizer(checkpoint.folder)
-        return cls(inner, checkpoint.config.mask_token_id, template, checkpoint.end_token_ids)
+        return cls(inner, config.mask_token_id, template, checkpoint.end_token_ids, config.vocab_size)
 
     def _chat(self) -> tuple[str, str]:
-        if not self.inner.chat_template:
+        """What the chat template writes before and behind the user's message."""
+        template = self.inner.chat_template
+        if not template:
             return self.inner.bos_token or "", ""
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not isinstance(template, str):
+            raise CheckpointError("the chat template is no text, nor are there several, one called default")
+        values = {
+            **self.inner.special_tokens_map,
+            "messages": [{"role": "user", "content": _CONTENT}],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
         try:
-            text = self.inner.apply_chat_template(
-                [{"role": "user", "content": _CONTENT}], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # whatever a template of the checkpoint may raise
+            text = render(template, json.dumps(values, default=str))
+        except ValueError as error:
             raise CheckpointError(f"the chat template cannot be rendered: {error}") from None
-        prefix, found, suffix = str(text).partition(_CONTENT)
+        prefix, found, suffix = text.partition(_CONTENT)
         if not found:
-            raise CheckpointError("the chat template does not show the user's message")
+            raise CheckpointError("the chat template does not show the user's message as it is")
+        if _CONTENT in suffix:
+            raise CheckpointError("the chat template shows the user's message more than once")
         return prefix, suffix
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.inner.decode(ids, clean_up_tokenization_spaces=False))
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        """Ids of plain text; the names of special tokens in it are ordinary characters."""
-        return tuple(self.inner.encode(text, add_special_tokens=False, split_special_tokens=True))
+    def encode_once(self, text: str) -> tuple[int, ...]:
+        """Ids of plain text; the names of tokens in it are ordinary characters. `encode` remembers them.
+
+        Raises `QuestionError` for a text that the tokenizer fails at, or makes ids of that the denoiser
+        does not have.
+        """
+        return self._checked(partial(self._plain.encode, text))
+
+    def _checked(self, encode: Callable[[], list[int]]) -> tuple[int, ...]:
+        try:
+            ids = tuple(encode())
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise QuestionError(f"the tokenizer fails: {fold_message(error)}") from None
+        if self._vocabulary is not None and ids and max(ids) >= self._vocabulary:
+            raise QuestionError(
+                f"the tokenizer gives the id {max(ids)}, but the model has {self._vocabulary}: it "
+                "belongs to another model"
+            )
+        return ids
 
     def prompt(self, question: str, passages: list[str]) -> Prompt:
         """The prompt for a question and its evidence, passages in rank order, each stripped.
 
         A line break stands between numbered facts. Facts without a number all end with one, the
-        last too, so that the ids of a passage do not depend on its rank.
+        last too, so that the ids of a passage do not depend on its rank. Raises `QuestionError`.
         """
+        head = self._head(self.template.head.replace("{question}", question))
+        if not head:
+            raise QuestionError("the tokenizer makes no tokens of the question")
         facts = [
             self.template.fact.replace("{number}", str(number)).replace("{passage}", passage.strip())
             for number, passage in enumerate(passages, start=1)
         ]
         return Prompt(
-            head=self._prefix + self._head(self.template.head.replace("{question}", question)),
+            head=self._prefix + head,
             facts=tuple(
                 self.encode(fact if number == len(facts) and self.template.numbered else f"{fact}\n")
                 for number, fact in enumerate(facts, start=1)
@@ -219,6 +277,8 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(folder)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             return Qwen2Tokenizer.from_pretrained(folder)
-    except Exception as error:  # the loader raises many unrelated types, some of them bare
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from None
+    except BaseException as error:  # the loader raises many unrelated types, some of them bare
+        if not is_failure(error):
+            raise
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {fold_message(error)}") from None
     raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")

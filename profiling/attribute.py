@@ -14,14 +14,14 @@ Only ranges of the NVTX domain `dlm_rag` count, of the process that has most of 
 on many). What runs on other threads than the one of the steps is shown beside it and is no part of the sum.
 """
 
-import argparse
 from pathlib import Path
 
 from attribution import attribute
 from reports import open_session
 
+from dlm_rag.commands.words import Parser
 from dlm_rag.errors import ConfigError
-from dlm_rag.program import run
+from dlm_rag.program import note, run
 
 
 def make_folder(path: Path) -> None:
@@ -33,9 +33,7 @@ def make_folder(path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="attribute.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__ or "", prog="attribute.py")
     parser.add_argument("report", type=Path)
     parser.add_argument("--baseline", type=Path, help="an earlier report to compare with")
     parser.add_argument("--out", type=Path, help="folder for report.md, .json, .png, .html")
@@ -50,6 +48,7 @@ def main(argv: list[str]) -> None:
     show(found, baseline)
     if given.out is not None:
         write(given.out, session, found, baseline)
+        note(f"the page is {given.out / 'report.html'}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.errors import ConfigError
+from dlm_rag.commands.words import numbers
 from dlm_rag.program import run
 
 WORDS, VOCABULARY, QUERIES, QUERY_WORDS = 60, 200_000, 200, 20
@@ -74,10 +74,9 @@ def main(argv: list[str]) -> None:
     if argv[:1] == ["--child"]:
         open_once(Path(argv[1]))
         return
-    if not all(word.isdigit() for word in argv):
-        raise ConfigError("the arguments are numbers of passages")
+    sizes = numbers(__doc__ or "", argv, "passages", [10_000, 100_000, 1_000_000])
     table = Table("passages", "corpus", "build", "peak", "index", "open", "query", "peak", "own")
-    for passages in map(int, argv or ("10000", "100000", "1000000")):
+    for passages in sizes:
         with tempfile.TemporaryDirectory() as folder:
             path, cache = Path(folder, "corpus.jsonl"), Path(folder, "cache")
             write_corpus(path, passages)

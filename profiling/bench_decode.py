@@ -72,10 +72,10 @@ REPLAYED = {
     "independent": ("+ pipeline", "reference"),
 }
 NOTHING = EngineConfig(pool_gib=0.0)
-OPTIONS = {
-    "limit": ("40", "questions, from all over the file"),
-    "rounds": ("5", "times that every setting has its turn"),
-    "before": ("0", "questions that every pool has seen before the first round"),
+OPTIONS: dict[str, tuple[str | int, str]] = {
+    "limit": (40, "questions, from all over the file"),
+    "rounds": (5, "times that every setting has its turn"),
+    "before": (0, "questions that every pool has seen before the first round"),
     "shape": ("", f"random weights: {', '.join(SHAPES)}"),
     "sweep": ("", f"one quantity: {', '.join(SWEEPS)}"),
 }
@@ -104,13 +104,10 @@ def main(argv: list[str]) -> None:
     for name, known in (("shape", SHAPES), ("sweep", SWEEPS)):
         if words.options[name] not in ("", *known):
             raise ConfigError(f"--{name} {words.options[name]} is not one of {', '.join(known)}")
-    limit, rounds = (whole_number(words.options, name) for name in ("limit", "rounds"))
+    limit, rounds, before = (words.options[name] for name in ("limit", "rounds", "before"))
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     config = replace(config, out=None, trace=None)
-    before = int(words.options["before"]) if words.options["before"].isdigit() else -1
-    if before < 0:
-        raise ConfigError(f"--before {words.options['before']} is not a whole number")
     everything = gather_questions(config, [])
     asked = spread(everything, limit * rounds if before else limit)
     # With pools that stay full, a question asked twice would find its own evidence.
@@ -144,12 +141,6 @@ def main(argv: list[str]) -> None:
     if wrong and not words.options["shape"]:
         note(f"not the tokens of {settings[0].name} for every question: {', '.join(wrong)}")
         raise SystemExit(1)
-
-
-def whole_number(options: dict[str, str], name: str) -> int:
-    if not options[name].isdigit() or options[name] == "0":
-        raise ConfigError(f"--{name} {options[name]} is not a whole number above 0")
-    return int(options[name])
 
 
 def spread(questions: list[Question], count: int) -> list[Question]:

@@ -37,18 +37,16 @@ METRICS = {"NELBO per token": "nelbo_per_token", "exact match": "exact_match"}
 
 
 def main(argv: list[str]) -> None:
-    options = {"workers": ("1", "runs side by side")}
+    options = {"workers": (1, "runs side by side")}
     words = parse(__doc__ or "", argv, typed=False, options=options)
     config, workers = words.config, words.options["workers"]
     if config.out is None:
         raise ConfigError("the runs need --out FOLDER")
-    if not workers.isdigit() or workers == "0":
-        raise ConfigError(f"--workers {workers} is not a whole number above 0")
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     keys = [(layout, seed) for seed in SEEDS for layout in EVIDENCE_LAYOUTS]
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    with ProcessPoolExecutor(int(workers), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for key, points in zip(keys, pool.map(partial(trained, config, out), keys), strict=True):
             runs[key] = points
             note(f"{key[0]}, seed {key[1]}: {points[-1]}")

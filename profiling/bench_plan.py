@@ -127,7 +127,8 @@ def flops_of(call: Callable[[], Any]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    words, processes = parse(__doc__ or "", argv, typed=False), Processes.join()
+    words = parse(__doc__ or "", argv, typed=False)
+    processes = Processes.join()
     headings = ["predicted MB", "measured MB", ""]
     if processes.count == 1:
         headings += ["GFLOP", "torch", ""]

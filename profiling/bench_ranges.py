@@ -16,7 +16,7 @@ from statistics import median
 
 from dlm_rag import stages
 from dlm_rag.commands.job import gather_questions, prepare, with_shipped
-from dlm_rag.commands.words import parse
+from dlm_rag.commands.words import numbers, parse
 from dlm_rag.errors import ConfigError
 from dlm_rag.program import run
 
@@ -24,12 +24,12 @@ CALLS, REPEATS = 20_000, 9
 
 
 def main(argv: list[str]) -> None:
-    limit = argv[0] if argv else "40"
-    if len(argv) > 1 or not limit.isdigit() or limit == "0":
+    limit, *more = numbers(__doc__ or "", argv, "questions", [40])
+    if more:
         raise ConfigError("the one word of this benchmark is a number of questions")
     config = with_shipped(parse("", ["decode.batch_size=16"], typed=False).config, [])
     asked = gather_questions(config, [])
-    questions = [asked[n * len(asked) // int(limit)] for n in range(int(limit))]
+    questions = [asked[n * len(asked) // limit] for n in range(min(limit, len(asked)))]
     decoder = prepare(config, questions).load()
     list(decoder.decode(questions))
     decoder.forget()  # kernels stay warm, evidence is computed again
@@ -45,8 +45,8 @@ def main(argv: list[str]) -> None:
     seconds = time.perf_counter() - start
     steps = sum(rollout.forwards + 1 for rollout in rollouts)
     a_stage = seconds_each(partial(stages.stage, "denoise"))
-    numbers = count()
-    a_step = seconds_each(lambda: stages.step_range(next(numbers), 16))  # NVTX registers each new text
+    turns = count()
+    a_step = seconds_each(lambda: stages.step_range(next(turns), 16))  # NVTX registers each new text
     spent = a_stage * len(opened) + a_step * steps
     print(f"a stage: {1e6 * a_stage:.2f} us, a step: {1e6 * a_step:.2f} us")
     print(f"{len(opened):,} stages and at most {steps:,} steps in a decode of {len(questions)} questions")

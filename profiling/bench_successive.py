@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dlm_rag.commands.job import SHIPPED
-from dlm_rag.errors import ConfigError
+from dlm_rag.commands.words import numbers
 from dlm_rag.program import note, run
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.query import Query
@@ -115,14 +115,13 @@ def measure(passages: int, queries: list[Query]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    if not all(word.isdigit() for word in argv):
-        raise ConfigError("the arguments are the number of queries, then numbers of passages")
-    queries = real_queries(int(argv[0]) if argv else REFRESHES)
+    count, *sizes = numbers(__doc__ or "", argv, "queries, then passages", [REFRESHES, *SIZES])
+    queries = real_queries(count)
     note(f"{len(queries):,} queries of {len({query.asker for query in queries})} questions")
     table = Table(
         "passages", "queries", "unequal", "fresh, ms (median)", "kept, ms (median)", "times faster"
     )
-    for size in map(int, argv[1:]) if argv[1:] else SIZES:
+    for size in sizes or SIZES:
         table.add_row(*measure(size, queries))
     Console(file=sys.stdout).print(table)
 

@@ -17,7 +17,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.errors import ConfigError
+from dlm_rag.commands.words import numbers
 from dlm_rag.program import run
 
 BUSY = "while True: pass"
@@ -76,9 +76,7 @@ def main(argv: list[str]) -> None:
     if argv[:1] == ["--child"]:
         measure(float(argv[1]))
         return
-    if not all(word.replace(".", "", 1).isdigit() for word in argv):
-        raise ConfigError("the argument is a number of seconds")
-    seconds = argv[0] if argv else "10"
+    seconds, *_ = numbers(__doc__ or "", argv, "seconds", [10])
     cleaned = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "NUMBA_THREADING_LAYER")}
     table = Table(
         "setting", "numba layer", "forwards", "median", "worst", title=f"{os.cpu_count()} cores, one busy"
@@ -86,7 +84,7 @@ def main(argv: list[str]) -> None:
     busy = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
         for name, changes in SETTINGS.items():
-            command = [sys.executable, __file__, "--child", seconds]
+            command = [sys.executable, __file__, "--child", str(seconds)]
             done = subprocess.run(
                 command, env=cleaned | changes, capture_output=True, text=True, check=True
             )

@@ -47,7 +47,7 @@ from dlm_rag.training.vocabulary import learn_tokenizer
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
 BATCH, SEQUENCE = 4096, 512  # tokens
 RATE = 1e-3
-OPTIONS = {"steps": ("20", "optimizer steps in each turn"), "rounds": ("3", "turns of each")}
+OPTIONS = {"steps": (20, "optimizer steps in each turn"), "rounds": (3, "turns of each")}
 
 
 def make_batches(steps: int, folder: Path, joined: bool) -> list[list[Example]]:
@@ -186,7 +186,7 @@ def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
     if words.config.out is None:
         raise ConfigError("the benchmark needs --out FOLDER")
-    steps, rounds = int(words.options["steps"]), int(words.options["rounds"])
+    steps, rounds = words.options["steps"], words.options["rounds"]
     out = Path(words.config.out)
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

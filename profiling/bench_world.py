@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.commands.words import parse
+from dlm_rag.commands.words import parse, whole
 from dlm_rag.data.world import World, WorldQuestion, make_questions, make_world, write_world
 from dlm_rag.errors import ConfigError
 from dlm_rag.program import run
@@ -53,9 +53,10 @@ def at_once(retriever: Retriever, questions: list[WorldQuestion]) -> list[bool]:
 
 
 def main(argv: list[str]) -> None:
-    if not argv or not argv[0].isdigit():
-        raise ConfigError("the first word is the seed of the world")
-    config, seed = parse(__doc__ or "", argv[1:], typed=False).config, int(argv[0])
+    words = parse(__doc__ or "", argv)
+    if len(words.questions) != 1:
+        raise ConfigError("the one word beside the settings is the seed of the world")
+    config, seed = words.config, whole(words.questions[0], low=0)
     table = Table("hops", "by the question alone %", "each at its turn %", "of that, hop by hop %")
     with tempfile.TemporaryDirectory() as folder:
         write_world(Path(folder), seed, "test", 2000, 1)

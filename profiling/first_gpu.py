@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dlm_rag.commands.words import Parser
 from dlm_rag.errors import ConfigError
 from dlm_rag.files import write_whole
 from dlm_rag.program import note, run
@@ -115,9 +116,7 @@ QUICK = {
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="first_gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__ or "", prog="first_gpu.py")
     parser.add_argument("--out", type=Path, required=True, help="folder of the page")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, in about a minute")
     parser.add_argument("--minutes", type=float, default=9.5, help="for everything (9.5)")

@@ -32,7 +32,7 @@ TINY = [
 ]  # fmt: skip
 STEPS_PER_KILL = 12  # about as many as a life has
 LONGEST_LIFE = 1.5  # seconds after the first new step
-OPTIONS = {"kills": ("100", "how often")}
+OPTIONS = {"kills": (100, "how often")}
 
 
 def start(folder: Path, steps: int, *more: str) -> "subprocess.Popen[bytes]":
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
     if words.config.out is None:
         raise ConfigError("the script needs --out FOLDER")
-    kills, out = int(words.options["kills"]), Path(words.config.out)
+    kills, out = words.options["kills"], Path(words.config.out)
     out.mkdir(parents=True, exist_ok=True)
     steps = STEPS_PER_KILL * kills
     whole, killed = out / "whole", out / "killed"

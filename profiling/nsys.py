@@ -10,7 +10,6 @@ are --steps steps from --from-step on: before it kernels are compiled and caches
 (runs/nsys-sample) gets the report, its sqlite export, and report.md, .json, .png, .html.
 """
 
-import argparse
 import runpy
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from attribute import make_folder
 from nsys_tool import find_nsys, imported
 
 from dlm_rag import stages
+from dlm_rag.commands.words import Parser
 from dlm_rag.errors import ConfigError
 from dlm_rag.program import note, run
 from dlm_rag.stages import DOMAIN
@@ -93,10 +93,7 @@ def trace(target: Path, script: Path, words: list[str], first: int, last: int | 
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="nsys.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = Parser(__doc__ or "", prog="nsys.py")
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--report", type=Path, help="folder of the session")
     parser.add_argument("--with", dest="tool", choices=("nsys", "torch"), default="nsys")

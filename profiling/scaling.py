@@ -22,16 +22,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from dlm_rag.commands.words import parse
+from dlm_rag.commands.words import parse, whole
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
 from dlm_rag.files import new_file, write_whole
 from dlm_rag.program import note, run
 
 WARM_UP = 3
-OPTIONS = {
+OPTIONS: dict[str, tuple[str | int, str]] = {
     "processes": ("1,2", "numbers of processes on this machine"),
-    "steps": ("10", "steps measured with communication, and as many without"),
+    "steps": (10, "steps measured with communication, and as many without"),
     "worker": ("", "strong or weak: measure as one process among those that torchrun started"),
 }
 
@@ -87,12 +87,12 @@ def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
     if words.config.out is None:
         raise ConfigError("the benchmark needs --out FOLDER")
-    folder, steps = Path(words.config.out), int(words.options["steps"])
+    counts = [whole(word) for word in words.options["processes"].split(",")]
+    folder, steps = Path(words.config.out), words.options["steps"]
     folder.mkdir(parents=True, exist_ok=True)
     if words.options["worker"]:
         worker(words.config, words.options["worker"], steps, folder)
         return
-    counts = [int(word) for word in words.options["processes"].split(",")]
     lines = []
     for kind in ("strong", "weak"):
         for count in counts:

@@ -32,6 +32,17 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def examples(count: int):
+    """Settings of a property test: always the same examples, or as many others as `EXAMPLES` says."""
+    from hypothesis import HealthCheck, settings
+
+    more = os.environ.get("EXAMPLES")
+    checks = [HealthCheck.function_scoped_fixture]
+    return settings(
+        max_examples=int(more or count), derandomize=not more, deadline=None, suppress_health_check=checks
+    )
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     return _shared("golden")

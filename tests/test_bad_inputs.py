@@ -2,16 +2,18 @@
 
 import importlib
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from bad_inputs import Case, checkpoints, outputs, passages, settings
-from conftest import PASSAGES, byte_tokenizer, tiny_denoiser, write_lines
+from conftest import PASSAGES, ROOT, byte_tokenizer, tiny_denoiser, write_lines
 
 from dlm_rag.__main__ import dispatch
 from dlm_rag.program import run
@@ -88,13 +90,34 @@ def call(monkeypatch, capfd, tmp_path):
     return invoke
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+def call_alone(case: Case, folder: Path) -> tuple[int, str, str]:
+    """Runs a command in a process of its own."""
+    first, *words = shlex.split(case.command)
+    program = [str(ROOT / first)] if first.endswith(".py") else ["-m", "dlm_rag", first]
+    if "." in first and not first.endswith(".py"):
+        program = ["-m", first]
+    given = {**os.environ, "PYTHONPATH": str(ROOT)} | case.env
+    done = subprocess.run(
+        [sys.executable, *program, *words],
+        cwd=folder,
+        env={name: value for name, value in given.items() if value is not None},
+        input=case.stdin,
+        capture_output=True,
+        timeout=6 * MOST_SECONDS,
+    )
+    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.what, marks=[pytest.mark.slow] if case.slow else []) for case in CASES],
+)
 def test_it_is_answered_in_a_sentence(case: Case, call, good, tmp_path):
     shutil.copytree(good, tmp_path, dirs_exist_ok=True)
     for path, content in case.files.items():
         put(tmp_path / path, content)
     before = contents(tmp_path)
-    code, out, err = call(case.command, case.stdin)
+    code, out, err = call_alone(case, tmp_path) if case.alone else call(case.command, case.stdin)
     assert code == case.exit, out + err
     text = err if code else out + err
     assert "Traceback" not in text and not CONTROL.search(out + err)

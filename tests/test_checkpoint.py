@@ -1,7 +1,10 @@
 """Checkpoint folders: what loads, and what is refused by name before any weight is read."""
 
+import contextlib
 import json
 import shutil
+import socket
+import time
 
 import pytest
 import torch
@@ -67,6 +70,24 @@ def test_loading_takes_no_second_copy_of_the_weights(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1.5 * size
+
+
+def test_shards_may_be_links_as_in_the_hubs_cache(folder, tmp_path):
+    blob = tmp_path / "blobs" / "0123"
+    blob.parent.mkdir()
+    (folder / "model.safetensors").rename(blob)
+    (folder / "model.safetensors").symlink_to(blob)
+    index = {"weight_map": {"norm.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert Denoiser.from_pretrained(folder).config == tiny_denoiser().config
+
+
+def test_a_tensor_in_two_shards_is_refused(folder):
+    shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
+    index = {"weight_map": {"norm.weight": "model.safetensors", "lm_head.weight": "more.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="holds the tensor .* twice"):
+        open_checkpoint(folder)
 
 
 def missing(folder):
@@ -168,13 +189,13 @@ def test_what_is_not_read_changes_no_fingerprint(folder, tmp_path):
         (own_code_only, "runs only through code of its own, which is never executed"),
         (truncated, "not a whole safetensors file"),
         (unsupported_option, "alibi=True is not supported"),
-        (length_dependent_rope, "'dynamic' depends on the length"),
+        (length_dependent_rope, "'dynamic'.* depend on the length"),
         (lambda folder: edit_config(folder, mask_token_id=9999), "mask_token_id=9999 is outside"),
         (lambda folder: edit_config(folder, rms_norm_eps="x"), "rms_norm_eps='x' must be a number"),
         (lambda folder: edit_config(folder, num_attention_heads=0), "num_attention_heads=0 must be"),
         (lambda folder: edit_config(folder, evidence_layout="jiont"), "evidence_layout='jiont'"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("{"), "the file is not JSON"),
         (shutil.rmtree, "neither a folder nor a hub id"),
     ],
 )
@@ -187,8 +208,10 @@ def test_a_bad_folder_is_refused_by_name(folder, harm, says):
 def test_from_the_hub_only_data_is_fetched_never_code_or_pickles(monkeypatch, folder):
     from fnmatch import fnmatch
 
-    def download(name, allow_patterns):
+    def download(name, allow_patterns, local_files_only=False):
         assert name == "owner/model"
+        if local_files_only:
+            raise FileNotFoundError
         fetched = ["config.json", "model-00001-of-00002.safetensors", "merges.txt", "chat_template.jinja"]
         left = ["modeling_dream.py", "pytorch_model.bin", "model.pt", "tokenizer.model"]
         assert all(any(fnmatch(file, p) for p in allow_patterns) for file in fetched)
@@ -196,12 +219,38 @@ def test_from_the_hub_only_data_is_fetched_never_code_or_pickles(monkeypatch, fo
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert open_checkpoint("owner/model").folder == folder
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        monkeypatch.setattr(
+            "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}"
+        )
+        assert open_checkpoint("owner/model").folder == folder
 
 
 def test_a_hub_id_out_of_reach_says_so():
-    with pytest.raises(CheckpointError, match="could not be fetched from the hub"):
+    with pytest.raises(CheckpointError, match="could not be fetched from the hub: HF_HUB_OFFLINE is set"):
         open_checkpoint("nobody/nothing-at-all")
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["closed port", "black hole"])
+def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
+    """A black hole takes no connection up and refuses none: the queue of a server that never answers."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("dlm_rag.hub.FIRST_CONTACT", 0.5)
+    with contextlib.ExitStack() as stack:
+        hub = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        place = hub.getsockname()
+        for _ in range(4 if silent else 0):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(place)
+        if not silent:
+            hub.close()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{place[1]}")
+        start = time.perf_counter()
+        with pytest.raises(CheckpointError, match="does not answer; name a folder, or run `hf download"):
+            open_checkpoint("nobody/nothing-at-all")
+    assert time.perf_counter() - start < 2
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"qkv_bias": True, "num_key_value_heads": 4}])

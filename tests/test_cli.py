@@ -518,3 +518,58 @@ def test_a_bad_setting_is_found_before_the_first_is_decoded(call, tmp_path):
     }.items():
         code, _, err = call(*words, compare, program=evaluate)
         assert code == 2 and message in err and not list((tmp_path / "runs").glob("*/*.jsonl"))
+
+
+ODD = ("[/nope]", "$x_{$", "a|b", "\x1b[31mred", "\u4e2d\u6587", "[bold]")
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = {"question": "Who wrote Emma?", "golden_answers": ["x"]}
+    rows = [row | {"id": f"[/{label}]", label: True} for label in ODD]
+    path, out = write_lines(tmp_path / "q.jsonl", rows), tmp_path / "[/runs]"
+    prompts = [f"static+retrieval.query_prompt={text}" for text in ("$x$[/b]", "\x1b[2J")]
+    words = ("--questions", path, "--out", out, "--compare", ",".join(["static", *prompts]))
+    code, screen, err = call(*words, program=evaluate)
+    assert code == 0 and "\x1b" not in screen + err
+    for text in ("[/nope] (1)", "$x_{$ (1)", "a|b (1)", " [31mred (1)", "[bold] (1)", "=$x$[/b]"):
+        assert text in screen
+    assert max(map(len, screen.splitlines()[:-1])) <= 80
+    assert screen.splitlines()[-1] == f"scores.md, scores.json, scores.png and all answers are in {out}"
+    assert "| a\\|b (1) |" in (out / "scores.md").read_text()
+    assert "\x1b" not in (out / "scores.md").read_text() and (out / "scores.png").is_file()
+    assert set(ODD) <= set(json.loads((out / "scores.json").read_text())["questions"])
+
+
+def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path):
+    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["x"]}
+    path, out = write_lines(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
+    (out / "scores.png").mkdir(parents=True)
+    code, screen, err = call("--questions", path, "--out", out, program=evaluate)
+    assert code == 1 and "scores.png cannot be written" in err and "Exact match" in screen
+    assert json.loads((out / "scores.json").read_text())["questions"] == {"all": 1}
+    assert (out / "scores.md").is_file()
+
+
+def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):
+    rows = [{"id": str(n), "question": f"Who {n}?", "golden_answers": ["x"]} for n in range(4)]
+    words = ("--questions", write_lines(tmp_path / "q.jsonl", rows), "--out", tmp_path / "runs")
+    assert call(*words, "--limit", 3, program=evaluate)[0] == 0
+    record = json.loads((tmp_path / "runs" / "scores.json").read_text())
+    assert record["questions"]["all"] == 3 and record["chosen"] == {"limit": 3, "quick": False}
+    (setting,) = record["settings"].values()
+    assert setting["stamp"]["config"]["limit"] == 3
+    for more in ((), ("--quick",), ("--limit", 2)):
+        code, _, err = call(*words, *more, program=evaluate)
+        assert code == 2 and "holds the scores of questions chosen with limit=3, quick=False" in err
+    assert call(*words, "--limit", 3, program=evaluate)[0] == 0
+
+
+def test_typed_questions_are_asked_beside_those_chosen(call, questions_file):
+    code, out, _ = call("Who wrote Emma?", "--questions", questions_file, "--limit", 2)
+    assert code == 0 and sorted(record["id"] for record in records(out)) == ["n0", "n1", "q1"]
+
+
+def test_help_names_every_default(call):
+    code, out, _ = call("--help")
+    assert code == 0 and "MISSING" not in out and "data.documents={}" in out and "--limit N" in out

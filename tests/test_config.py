@@ -1,8 +1,13 @@
 """The config tree: strict keys, types and bounds, defaults in one place."""
 
-import pytest
+import json
 
-from dlm_rag.config import CONFIG_FOLDER, Config, DecodeConfig, dump_config, load_config
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlm_rag.commands.words import parse
+from dlm_rag.config import CONFIG_FOLDER, Config, DecodeConfig, dump_config, known_keys, load_config
 from dlm_rag.errors import ConfigError
 
 
@@ -31,7 +36,8 @@ def test_texts_are_taken_as_they_are_typed(text):
 
 
 def test_dumped_tree_loads_to_the_same_config(tmp_path):
-    config = load_config(None, ["decode.block_length=32", "retrieval.corpus=x"])
+    words = ["decode.block_length=32", "retrieval.corpus=x", "retrieval.query_prompt=${x} \\${y} 'z'"]
+    config = load_config(None, words)
     (tmp_path / "dump.yaml").write_text(dump_config(config))
     assert load_config(str(tmp_path / "dump.yaml")) == config
 
@@ -90,3 +96,67 @@ def test_bad_yaml_names_file_or_key(tmp_path, text, says):
 def test_missing_config_names_the_nearest():
     with pytest.raises(ConfigError, match="nearest: 'sardi.yaml'"):
         load_config("sardy.yaml")
+
+
+# Anything at all: a config that can be written and read again, or a sentence.
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["???", "${x}", "1e9"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = st.sampled_from(list(known_keys()))
+MANY = settings(max_examples=60, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def is_answered(folder, words) -> None:
+    """The words are refused in a sentence, or are a config that is the same once dumped and loaded."""
+    try:
+        config = load_config(*words)
+    except ConfigError as error:
+        assert str(error) and "Traceback" not in str(error)
+        return
+    (folder / "dump.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config(str(folder / "dump.yaml")) == config
+
+
+@MANY
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=200))
+def test_any_text_as_yaml(text, tmp_path):
+    (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+    is_answered(tmp_path, [str(tmp_path / "c.yaml")])
+
+
+@MANY
+@given(key=KEYS, value=VALUES)
+def test_any_value_at_any_key(key, value, tmp_path):
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    (tmp_path / "c.yaml").write_text(json.dumps(value))
+    is_answered(tmp_path, [str(tmp_path / "c.yaml")])
+
+
+@MANY
+@given(words=st.lists(st.tuples(KEYS | st.text(), VALUES.map(str)), max_size=3))
+def test_any_words(words, tmp_path):
+    is_answered(tmp_path, [None, [f"{key}={value}" for key, value in words]])
+
+
+@MANY
+@given(
+    words=st.lists(
+        st.text() | KEYS | st.sampled_from(["--out", "--limit", "--questions", "-", "--"]), max_size=4
+    )
+)
+def test_any_command_line(words):
+    try:
+        line = parse("", words, chosen=True)
+    except (ConfigError, SystemExit):
+        return
+    assert isinstance(line.config, Config)
+    assert not {*line.questions} & {*known_keys()}

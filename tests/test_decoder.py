@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny_denoiser, tiny_tokenizer
+from test_retrieval import letter_retriever
 
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
@@ -16,6 +17,8 @@ from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.retrieval.hybrid import HybridRetriever
+from dlm_rag.retrieval.query import Query
 from dlm_rag.tokenizer import PromptTemplate
 
 QUESTIONS = ["Who wrote Emma?", "Where was the author of Dune born, and in which country is that?", "Dune?"]
@@ -188,10 +191,38 @@ def test_no_query_is_written_where_no_refresh_was_due(corpus):
     assert [step.query is None for step in steps] == [step.step % 3 != 0 for step in steps]
 
 
-def test_feedback_asks_once_more_with_the_best_passage_and_then_never(corpus_file):
-    rollout = make_decoder(corpus_file, query="feedback", stop_early=False).decode(["Who wrote Emma?"])[0]
-    assert rollout.steps[1].query.startswith("Who wrote Emma? Emma is a novel by Jane Austen,")
-    assert [step.retrieved for step in rollout.steps[:3]] == [True, True, False]
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid"])
+def test_two_rounds_merge_what_two_searches_find(corpus_file, kind, overlap):
+    """Against the same two searches by hand, whose results are dealt one at a time."""
+    retriever = load_retriever(corpus_file, top_k=3)
+    if kind != "bm25":
+        dense = letter_retriever(retriever.corpus, 3)
+        retriever = dense if kind == "dense" else HybridRetriever([retriever, dense], 3, fusion_depth=4)
+    asked = "Which village born in Tacoma?"
+    (first,) = retriever.search([Query(asked, (asked,))])
+    title, contents = first[0].text.split("\n")
+    longer = " ".join(dict.fromkeys(f"{title} {contents}".split()))
+    (second,) = retriever.search([Query(f"{asked} {longer}", (asked, title, contents))])
+    dealt = []
+    for one, other in zip(first, second, strict=True):
+        dealt += [one.id, other.id]
+    dealt = tuple(dict.fromkeys(dealt))[:3]
+    assert dealt not in (tuple(p.id for p in first), tuple(p.id for p in second)), "else nothing is merged"
+
+    config = DecodeConfig(canvas_length=12, query="two_rounds", stop_early=False, overlap=overlap)
+    steps = Decoder(tiny_denoiser(), retriever, tiny_tokenizer(), config).decode([asked])[0].steps
+    found = [(step.query, step.retrieved) for step in steps[:3]]
+    assert found == [(asked, True), (f"{asked} {longer}", True), (f"{asked} {longer}", False)]
+    assert steps[0].passage_ids == tuple(p.id for p in first)
+    assert all(step.passage_ids == dealt for step in steps[2 if overlap == "stale" else 1 :])
+
+
+def test_a_second_round_that_finds_nothing_keeps_the_first(corpus):
+    config = DecodeConfig(canvas_length=6, query="two_rounds", stop_early=False)
+    retriever = PlannedRetriever(corpus, [[3, 1], *[[]] * 9])
+    steps = Decoder(tiny_denoiser(), retriever, tiny_tokenizer(), config).decode(["Dune?"])[0].steps
+    assert [step.passage_ids for step in steps[:2]] == [("dune", "austen")] * 2
 
 
 def test_nothing_found_is_an_empty_evidence_set_and_the_loop_goes_on(corpus_file):

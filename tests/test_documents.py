@@ -95,7 +95,7 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, lines, match):
     path.write_text("\n".join(lines))
     with pytest.raises(CorpusError, match=match):
         open_documents(path, tiny_tokenizer(), str(tmp_path / "cache"))
-    with pytest.raises(CorpusError, match="were not found"):
+    with pytest.raises(CorpusError, match="was not found"):
         open_documents(tmp_path / "nothing.jsonl", tiny_tokenizer())
 
 

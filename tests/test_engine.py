@@ -302,6 +302,7 @@ WAYS = [
     {"canvas_length": 16, "temperature": 0.8, "seed": 3, "stop_early": False},
     {"canvas_length": 12, "revision_threshold": 0.5, "block_length": 4, "retrieve_every": 2},
     {"canvas_length": 30, "query": "feedback", "retrieve_below": 0.9},
+    {"canvas_length": 11, "query": "two_rounds", "commit_threshold": 0.5},
     {"canvas_length": 9, "temperature": 1.3, "commit_rule": "grounded", "query": "response"},
 ]
 

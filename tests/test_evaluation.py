@@ -95,7 +95,7 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
 
 
 def test_settings_by_name_by_value_and_joined():
-    assert " ".join(read_settings("all")) == "interleaved committed static feedback none oracle"
+    assert " ".join(read_settings("all")) == "interleaved committed static two_rounds feedback none oracle"
     found = read_settings("static, oracle+retrieval.kind=dense,decode.commit_rule=grounded")
     assert found["static"] == ["decode.query=question"]
     assert found["oracle+retrieval.kind=dense"][-1] == "retrieval.kind=dense"

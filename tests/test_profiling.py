@@ -1,5 +1,6 @@
 """The benchmarks run, and what must be equal in them is equal. No timing is looked at."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def test_successive_searches_find_what_fresh_ones_find():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--limit", "none"], "--limit none is not a whole number above 0"),
+        (["--limit", "none"], "--limit 'none' is not a whole number above 0"),
         (["--shape", "8b"], "--shape 8b is not one of 100m, 1b, 7b"),
         ([], "the benchmark needs --out FOLDER"),
     ],
@@ -45,3 +46,20 @@ def test_bad_words_are_one_sentence(tmp_path, words, says):
     command = [sys.executable, str(ROOT / "profiling" / "bench_decode.py"), *out, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr == f"error: {says}\n"
+
+
+PROGRAMS = sorted(
+    path.stem for path in (ROOT / "profiling").glob("*.py") if "run(main)" in path.read_text()
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_has_help_and_answers_bad_words_in_a_sentence(name, tmp_path):
+    out = run_benchmark(name, "--help")
+    source = ast.get_docstring(ast.parse((ROOT / "profiling" / f"{name}.py").read_text()))
+    assert out.startswith("usage: ") and source.partition("\n")[0] in out
+    command = [sys.executable, str(ROOT / "profiling" / f"{name}.py"), "--nonsense", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

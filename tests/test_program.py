@@ -43,7 +43,7 @@ def ends(capfd, error) -> tuple[int, str]:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "the memory is"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "error: the memory is full (CUDA"),
         (RecursionError("maximum recursion depth exceeded"), 1, "error: something is nested"),
-        (ConfigError("the id '\x1b[2J\u202e\x9b'"), 2, "error: the id '\\x1b[2J\\u202e\\x9b'\n"),
+        (ConfigError("the id 'a\x1b[2J\u202eb\x9b'"), 2, "error: the id 'a [2J b '\n"),
     ],
 )  # fmt: skip
 def test_what_is_no_fault_of_the_program_is_one_sentence(capfd, error, code, says):
@@ -62,7 +62,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(error):
 
 def test_what_is_said_holds_no_control_characters(capfd):
     note("\x1b[31mred\x00\x85\tand\nso")
-    assert capfd.readouterr().err == "\\x1b[31mred\\x00\\x85\tand\nso\n"
+    assert capfd.readouterr().err == " [31mred   and\nso\n"
 
 
 def shell(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -78,7 +78,7 @@ def program(body: str) -> str:
 
 def test_log_lines_hold_no_control_characters():
     done = shell(program("import logging; logging.getLogger('dlm_rag').info('the id %s', '\\x1b[2J')"))
-    assert done.stderr == b"the id \\x1b[2J\n" and done.returncode == 0
+    assert done.stderr == b"the id  [2J\n" and done.returncode == 0
 
 
 def test_a_closed_stream_is_said_before_anything_is_done():

@@ -12,6 +12,7 @@ from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
         ("committed", "Who wrote it? Emma was written by Jane."),
         ("question", "Who wrote it?"),
         ("feedback", "Who wrote it? Emma A novel."),
+        ("two_rounds", "Who wrote it? Emma A novel."),
         ("response", "Emma was written by Jane."),
     ],
 )

@@ -1,10 +1,13 @@
-"""Files of questions."""
+"""Files of questions, and which of them are chosen."""
+
+from collections import Counter
 
 import pytest
 from conftest import write_lines
 
+from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError
-from dlm_rag.questions import Question, read_questions
+from dlm_rag.questions import QUICK, Question, choose, read_questions
 
 
 def test_all_fields_of_the_contract(tmp_path):
@@ -63,3 +66,34 @@ def test_no_file_and_no_questions(tmp_path):
     (tmp_path / "q.jsonl").touch()
     with pytest.raises(QuestionError, match="holds no questions"):
         read_questions(tmp_path / "q.jsonl")
+
+
+def test_names_that_other_data_sets_give_their_fields(tmp_path):
+    rows = [
+        {"_id": "a", "text": "Who?", "metadata": {}},  # BEIR
+        {"id": "b", "question": "Who?", "golden_answers": ["x"], "metadata": {}},  # FlashRAG
+        {"_id": "c", "question": "Who?", "answer": "yes", "supporting_facts": [["Emma", 0]],
+         "context": [["Emma", ["A novel."]]], "level": "hard", "type": "bridge"},  # HotpotQA
+        {"id": "d", "question": "Who?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}},  # SQuAD
+        {"id": "e", "question": "Who?", "answer": ["x"], "hops": 2.0},  # NQ; pandas
+    ]  # fmt: skip
+    assert read_questions(write_lines(tmp_path / "q.jsonl", rows)) == [
+        Question("a", "Who?"),
+        Question("b", "Who?", ("x",)),
+        Question("c", "Who?", ("yes",)),
+        Question("d", "Who?", ("x", "y")),
+        Question("e", "Who?", ("x",), hops=2),
+    ]
+
+
+def test_quick_draws_evenly_over_hops_and_labels():
+    """300 of one kind, 300 of another, 10 of a third: the rare ones are all there."""
+    kinds = [(1, ())] * 300 + [(2, ("hard",))] * 300 + [(2, ())] * 10
+    asked = [Question(str(n), "?", hops=hops, labels=labels) for n, (hops, labels) in enumerate(kinds)]
+    chosen = choose(asked, Config(quick=True))
+    assert len(chosen) == QUICK and chosen == sorted(chosen, key=lambda q: int(q.id)), "the file's order"
+    assert Counter((q.hops, q.labels) for q in chosen) == {(1, ()): 95, (2, ("hard",)): 95, (2, ()): 10}
+    assert chosen == choose(asked, Config(quick=True)), "seeded"
+    assert [q.id for q in chosen[:95]] != [str(n) for n in range(95)], "not the first of a kind"
+    assert choose(asked[:150], Config(quick=True)) == asked[:150]
+    assert choose(asked, Config(limit=3)) == asked[:3] and choose(asked, Config()) == asked

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -36,11 +38,8 @@ def must(*words, cwd):
 def source(tmp_path_factory) -> Path:
     """A copy of what a package is built from: building leaves files behind."""
     folder = tmp_path_factory.mktemp("source")
-    for name in ("dlm_rag", "configs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, folder)
-    return folder
+    made = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "runs", "wandb")
+    return shutil.copytree(ROOT, folder, ignore=made, dirs_exist_ok=True)
 
 
 def build(kind: str, source: Path, into: Path) -> Path:
@@ -66,16 +65,42 @@ def fresh_environment(folder: Path, wheel: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(source, tmp_path_factory) -> Path:
-    """The wheel's environment, in a repository of somebody else's."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    archive = build("sdist", source, folder / "sdist")  # a wheel made of it shows that it is complete
+def archives(source, tmp_path_factory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that pip makes of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    archive = build("sdist", source, folder / "sdist")
     must(*PIP, "wheel", "--no-build-isolation", *LOCAL, archive, "--wheel-dir", folder, cwd=folder)
     (wheel,) = folder.glob("*.whl")
+    return archive, wheel
+
+
+@pytest.fixture(scope="module")
+def installed(archives, tmp_path_factory) -> Path:
+    """The wheel's environment, in a repository of somebody else's."""
+    folder, (_, wheel) = tmp_path_factory.mktemp("elsewhere"), archives
     found = fresh_environment(folder / "env", wheel)
     for words in (["init", "--quiet"], ["add", "env/pyvenv.cfg"], ["commit", "--quiet", "-m", "not ours"]):
         must("git", "-c", "user.name=a", "-c", "user.email=a@b", *words, cwd=folder)
     return found
+
+
+def test_archives_hold_the_package_and_no_more(archives):
+    archive, wheel = archives
+    with tarfile.open(archive) as file:
+        packed = {name.partition("/")[2] for name in file.getnames()}
+    data = {
+        "configs/tiny.yaml",
+        "dlm_rag/shipped/model/model.safetensors",
+        "dlm_rag/shipped/world/corpus.jsonl",
+    }
+    assert data | {"LICENSE", "README.md", "pyproject.toml"} <= packed
+    rooms = {name.partition("/")[0] for name in packed} - {""}
+    assert not rooms & {"tests", "examples", "profiling", "requirements", "docs"}
+    with zipfile.ZipFile(wheel) as file:
+        unpacked = set(file.namelist())
+    assert {name.replace("configs/", "dlm_rag/configs/") for name in data} <= unpacked
+    assert {name.partition("/")[0].partition("-")[0] for name in unpacked} == {"dlm_rag"}
+    assert any(name.endswith("LICENSE") for name in unpacked)
 
 
 def test_the_source_tree_is_not_there(installed, tmp_path):

@@ -3,34 +3,38 @@
     dlm-rag evaluate --out runs/shipped --compare all      # the shipped model on its invented world
     dlm-rag evaluate --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out runs/first
-    dlm-rag evaluate ... --out runs/all --compare all
+    dlm-rag evaluate ... --out runs/all --compare all --quick     # 200 of the questions, of every kind
     dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
 
 --compare all: interleaved retrieval (decode.query=proxy), committed tokens only, static retrieval,
-static with a second round from the top passage (feedback), none, and oracle evidence. The folder gets
-scores.json, scores.md, scores.png and the answers and traces of every setting. A run that was stopped
-goes on when the same command is given again. In a checkout `python evaluate.py` is the same program.
+a second search with the best passage of the first (two_rounds, feedback), none, and oracle evidence.
+The folder gets scores.json, scores.md, scores.png and the answers and traces of every setting. A run that
+was stopped goes on when the same command is given again. In a checkout `python evaluate.py` does the same.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlm_rag.commands.job import gather_questions, plan, with_shipped
 from dlm_rag.commands.words import CommandLine, parse
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, RunError, fold_message
 from dlm_rag.files import write_whole
 from dlm_rag.program import note
+from dlm_rag.text import visible
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
+    from dlm_rag.evaluation.compare import Groups
     from dlm_rag.evaluation.metrics import Score
     from dlm_rag.questions import Question
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False)
+    words = parse(__doc__ or "", argv, typed=False, chosen=True)
     config = with_shipped(words.config, [])
     if config.out is None:
         raise ConfigError("evaluation needs --out FOLDER")
@@ -39,11 +43,17 @@ def main(argv: list[str]) -> None:
     if config.trace is not None:
         raise ConfigError("evaluation keeps its traces in the folder of --out: leave --trace out")
     questions = gather_questions(config, [])
+    from dlm_rag.evaluation.compare import group_questions
+
     if not all(question.golden_answers for question in questions):
         raise ConfigError(f"{config.questions} has questions without golden_answers: nothing to score")
     out = Path(config.out)
+    groups, chosen = group_questions(questions), {"limit": config.limit, "quick": config.quick}
+    check_chosen(out, chosen)
     settings = {name: with_shipped(setting, []) for name, setting in settings_of(words).items()}
     folders = {name: out / name.replace("/", "_") if config.compare else out for name in settings}
+    if len({*folders.values()}) < len(folders):
+        raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
     jobs = {}  # all are checked before the first one runs
     for name, folder in folders.items():
         try:
@@ -64,7 +74,23 @@ def main(argv: list[str]) -> None:
         model = settings[name].model
         if job.failed:
             note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
-    report(out, questions, folders, choose_f1(config.f1, config.questions))
+    f1_rule = choose_f1(config.f1, config.questions)
+    scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
+    report(out, groups, scores, folders, {"f1_rule": f1_rule, "chosen": chosen})
+
+
+def check_chosen(out: Path, chosen: dict[str, Any]) -> None:
+    """Raises `ConfigError` where the folder has the scores of other questions of the same file."""
+    try:
+        then = json.loads((out / "scores.json").read_text(encoding="utf-8"))["chosen"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if then != chosen:
+        said = [", ".join(f"{key}={value}" for key, value in each.items()) for each in (then, chosen)]
+        raise ConfigError(
+            f"out={out} holds the scores of questions chosen with {said[0]}, this run has {said[1]}: "
+            "choose another --out"
+        )
 
 
 def settings_of(words: CommandLine) -> "dict[str, Config]":
@@ -77,23 +103,29 @@ def settings_of(words: CommandLine) -> "dict[str, Config]":
     return {name: words.config_with(more) for name, more in read_settings(config.compare).items()}
 
 
-def report(out: Path, questions: "list[Question]", folders: dict[str, Path], f1_rule: str) -> None:
-    """Scores the traces in the folders: a table on the screen; JSON, Markdown and a picture in `out`."""
+def report(
+    out: Path,
+    groups: "Groups",
+    scores: "dict[str, list[Score]]",
+    folders: dict[str, Path],
+    said: dict[str, Any],
+) -> None:
+    """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
+
+    said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for what cannot be written.
+    """
     from rich.console import Console
 
-    from dlm_rag.evaluation.compare import as_record, compare_to_first, group_questions, summarise
+    from dlm_rag.evaluation.compare import as_record, compare_to_first, summarise
     from dlm_rag.evaluation.report import grids, markdown, plot, show
 
-    groups = group_questions(questions)
-    scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
     stamps = {
         name: json.loads((folder / "answers.jsonl.run.json").read_text(encoding="utf-8"))
         for name, folder in folders.items()
     }
     summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
     against = compare_to_first(scores, groups)
-    record = {
-        "f1_rule": f1_rule,
+    record = said | {
         "questions": {group: len(places) for group, places in groups.items()},
         "settings": {
             name: {"groups": as_record(summary), "stamp": stamps[name]}
@@ -101,13 +133,28 @@ def report(out: Path, questions: "list[Question]", folders: dict[str, Path], f1_
         },
         "first_minus": {name: as_record(summary) for name, summary in against.items()},
     }
-    brief = {name: places for name, places in groups.items() if "," not in name}
-    write_whole(out / "scores.json", json.dumps(record, indent=2) + "\n")
-    write_whole(
-        out / "scores.md", markdown(grids(groups, summaries, against, f1_rule), next(iter(stamps.values())))
-    )
-    plot(out / "scores.png", groups, summaries)
-    show(Console(), grids(brief, summaries, against, f1_rule))
+    brief = {name: places for name, places in groups.items() if ", " not in name}
+    stamp, rule = next(iter(stamps.values())), said["f1_rule"]
+    with written(out / "scores.json") as path:
+        write_whole(path, json.dumps(record, indent=2) + "\n")
+    show(Console(), grids(brief, summaries, against, rule))
+    with written(out / "scores.md") as path:
+        write_whole(path, markdown(grids(groups, summaries, against, rule), stamp))
+    with written(out / "scores.png") as path:
+        plot(path, groups, summaries)
+    print(f"scores.md, scores.json, scores.png and all answers are in {visible(str(out))}")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Raises `RunError` for a file of the report that cannot be written; the answers are there."""
+    try:
+        yield path
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"{path} cannot be written ({fold_message(error)}): the answers are there, and the same "
+            "command scores them again"
+        ) from None
 
 
 def score_folder(folder: Path, questions: "list[Question]", f1_rule: str) -> "list[Score]":

@@ -36,13 +36,15 @@ SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
 
 
 def gather_questions(config: Config, typed: list[str]) -> list[Question]:
-    """The questions of the file and of the command line; at least one, ids all different.
+    """The questions chosen of the file, and those of the command line; at least one, ids all different.
 
     Raises `QuestionError`.
     """
-    from dlm_rag.questions import read_questions, typed_questions
+    from dlm_rag.questions import choose, read_questions, typed_questions
 
-    questions = read_questions(config.questions) if config.questions else []
+    if (config.limit or config.quick) and not config.questions:
+        raise ConfigError("limit and quick choose among the questions of a file: name one with --questions")
+    questions = choose(read_questions(config.questions), config) if config.questions else []
     taken = {question.id for question in questions}
     for question in typed_questions(typed):
         if question.id in taken:

@@ -4,6 +4,7 @@
     dlm-rag sample "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
     dlm-rag sample --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out answers.jsonl decode.batch_size=16
+    dlm-rag sample --questions - ... < questions.txt     # one a line, or JSON lines
 
 In a terminal the canvas fills in before your eyes. Piped or with --out: JSON lines only; a run that
 was stopped goes on when the same command is given again. A question that fails (it is too long, its
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv)
+    words = parse(__doc__ or "", argv, chosen=True)
     config = with_shipped(words.config, words.questions)
     questions = gather_questions(config, words.questions)
-    if words.config.questions is None and not words.questions:
+    if not (words.config.questions or words.questions or config.limit or config.quick):
         questions = a_few(questions)
     if config.out is not None:
         job = plan(config, questions)

@@ -45,6 +45,8 @@ def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, typed=False, switches=SWITCHES)
     config, resume = words.config, "resume" in words.switches
     folder = Path(config.out or "runs/train")
+    if config.limit or config.quick:
+        raise ConfigError("training takes all of its questions: leave limit and quick out")
     if "plan" not in words.switches:
         make_folder(folder, resume)
     if "plan" in words.switches:

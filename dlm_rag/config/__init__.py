@@ -13,6 +13,7 @@ from dlm_rag.config.tree import (
     differing_keys,
     dump_config,
     find_config,
+    is_there,
     known_keys,
     load_config,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "differing_keys",
     "dump_config",
     "find_config",
+    "is_there",
     "known_keys",
     "load_config",
 ]

@@ -5,6 +5,8 @@ from typing import Any
 
 from dlm_rag.errors import ConfigError, nearest
 
+LONGEST_SHOWN = 60  # characters of a value
+
 
 def setting(
     default: Any,
@@ -29,12 +31,25 @@ class Checked:
             value, rule = getattr(self, item.name), item.metadata
             if value is None or not rule:
                 continue
+            for part in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(part, str) and "\0" in part:
+                    raise ConfigError(f"{item.name} holds a NUL character: take it out")
+                if isinstance(part, int | float) and not -(2**63) < part < 2**63:  # nor NaN
+                    raise ConfigError(
+                        f"{item.name}={brief(part)} is out of range: it must be a number below 2^63"
+                    )
             if rule["choices"] and value not in rule["choices"]:
                 raise ConfigError(
-                    f"{item.name}={value!r} is not one of {', '.join(rule['choices'])}"
+                    f"{item.name}={brief(value)} is not one of {', '.join(rule['choices'])}"
                     f"{nearest(str(value), rule['choices'])}"
                 )
             low, high = rule["low"], rule["high"]
             if (low is not None and not value >= low) or (high is not None and not value <= high):
                 bounds = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ConfigError(f"{item.name}={value} is out of range: it must be {bounds}")
+
+
+def brief(value: Any) -> str:
+    """The beginning of a value, as errors show it."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

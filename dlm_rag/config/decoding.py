@@ -33,7 +33,9 @@ class ModelConfig(Checked):
 class RetrievalConfig(Checked):
     """Which passages can become evidence, and how they are found."""
 
-    corpus: str | None = setting(None, "JSON lines of passages, or an index folder built from it")
+    corpus: str | None = setting(
+        None, "file of passages, folder of texts, or an index folder built from one"
+    )
     kind: str = setting("bm25", "how passages are found", choices=("bm25", "dense", "hybrid", "none"))
     top_k: int = setting(7, "passages in the evidence (K)", low=1)
     oracle: bool = setting(False, "the passages that support a question come first (needs supporting_ids)")
@@ -48,7 +50,10 @@ class RetrievalConfig(Checked):
     passage_prompt: str = setting("", "put before every dense passage ('passage: ' for E5)")
     fusion_depth: int = setting(50, "ranks of BM25 and dense that hybrid fuses", low=1)
     search_memory_gib: float = setting(
-        1.0, "BM25 scores kept between the queries of a question, in GiB; 0: every search is fresh", low=0
+        1.0,
+        "BM25 scores kept between the queries of a question, in GiB; 0: every search is fresh",
+        low=0,
+        high=2**20,
     )
 
 
@@ -87,7 +92,7 @@ class DecodeConfig(Checked):
     query: str = setting(
         "proxy",
         "what becomes the search query",
-        choices=("proxy", "committed", "question", "feedback", "response"),
+        choices=("proxy", "committed", "question", "two_rounds", "feedback", "response"),
     )
     query_threshold: float = setting(
         0.0, "confidence at which a guess may enter the query (tau_q); 1: committed only", low=0, high=1
@@ -98,7 +103,7 @@ class DecodeConfig(Checked):
     )
     temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)
     seed: int = setting(0, "of the sampling; every question has a generator of its own")
-    batch_size: int = setting(8, "questions denoised together", low=1)
+    batch_size: int = setting(8, "questions denoised together", low=1, high=2**16)
     overlap: str = setting(
         "none",
         "search while the denoiser works: on the other half of the batch (the same tokens), or with "

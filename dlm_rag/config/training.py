@@ -21,6 +21,9 @@ class DataConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, path in self.documents.items():
+            if not name.strip() or not isinstance(path, str):
+                raise ConfigError(f"documents: '{name}' must be a name without dots, and its value a file")
         if (self.questions is None) != (self.corpus is None):
             given, lacking = ("questions", "corpus") if self.questions else ("corpus", "questions")
             raise ConfigError(f"data.{given} needs data.{lacking} too")
@@ -124,6 +127,8 @@ class TrainConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if odd := [name for name, share in self.mixture.items() if not isinstance(share, int | float)]:
+            raise ConfigError(f"mixture: the share of '{odd[0]}' is no number; a name has no dots")
         if self.hidden_size % self.head_dim:
             raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of {self.head_dim}")
         if self.head_dim % 2:

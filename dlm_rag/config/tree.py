@@ -1,18 +1,25 @@
 """The tree of all settings, and its strict loader."""
 
-from dataclasses import dataclass, field, fields, is_dataclass
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from dlm_rag.config.checked import Checked, setting
+from dlm_rag.config.checked import Checked, brief, setting
 from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
 from dlm_rag.errors import ConfigError, fold_message, nearest
 
+# An interpolation that calls something, as ${oc.env:HOME} does; \${ stands for the characters.
+_RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^}]*(?::|\$\{)")
 _PACKAGE = Path(__file__).resolve().parents[1]
 # A wheel has them inside the package, a checkout beside it (setup.py).
 _INSTALLED = _PACKAGE / "configs"
 CONFIG_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
+
+LARGEST_FILE = 2**20  # bytes of a config file
 
 
 @dataclass
@@ -26,7 +33,11 @@ class Config(Checked):
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    questions: str | None = setting(None, "file of questions: JSON lines or parquet")
+    questions: str | None = setting(
+        None, "file of questions: JSON lines, JSON, CSV, TSV or Parquet, also gzipped; -: standard input"
+    )
+    limit: int | None = setting(None, "only so many questions of the file, the first", low=1)
+    quick: bool = setting(False, "only 200 questions of the file, of all hops and labels alike")
     out: str | None = setting(None, "where the results go: a file (sample) or a folder (evaluate, train)")
     compare: str | None = setting(
         None, "settings for evaluate: all, or a list such as interleaved,static,oracle+retrieval.kind=dense"
@@ -39,6 +50,11 @@ class Config(Checked):
         choices=("auto", "squad", "hotpotqa"),
     )
     trace: str | None = setting(None, "file for the decoding traces, one JSON line per question")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quick and self.limit is not None:
+            raise ConfigError("quick and limit are two ways to choose questions: leave one out")
 
 
 def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
@@ -56,12 +72,22 @@ def find_config(name: str) -> Path:
     """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
     for folder in (Path(), CONFIG_FOLDER):
         for path in (folder / name, folder / f"{name}.yaml"):
-            if path.is_file():
+            if is_there(path):
                 return path
+    if is_there(name, of_any_kind=True):
+        raise ConfigError(f"config '{name}' is a folder or a pipe: name a file of YAML")
     there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
     raise ConfigError(
         f"config '{name}' was not found, neither here nor among those that ship{nearest(name, there)}"
     )
+
+
+def is_there(path: str | Path, of_any_kind: bool = False) -> bool:
+    """Whether a path is that of a file, or of anything; False too for what can be no path."""
+    try:
+        return Path(path).exists() if of_any_kind else Path(path).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def load_config(name: str | None = None, overrides: list[str] | None = None) -> Config:
@@ -70,47 +96,61 @@ def load_config(name: str | None = None, overrides: list[str] | None = None) -> 
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     tree = OmegaConf.structured(Config)
     sources = []
     if name is not None:
         path = find_config(name)
-        try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise ConfigError(f"{path} is too large for a config: {path.stat().st_size >> 20} MiB")
+        with _told(f"{path} is not valid YAML"):
             sources.append((str(path), OmegaConf.load(path)))
-        except (YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid YAML: {fold_message(error)}") from None
     for word in overrides or []:
         key, _, value = word.partition("=")
         item = _known(key)
         if item is None:
             raise _unknown_key(key, "the command line")
-        try:
+        with _told(f"the value of {key}={brief(value)[1:-1]} cannot be read"):
             if item.type in (str, str | None) and value not in ("null", "None"):
                 # Texts are taken as they are typed: no YAML, no interpolation.
                 parsed = OmegaConf.create()
-                OmegaConf.update(parsed, key, value.replace("${", "\\${"))
+                OmegaConf.update(parsed, key, _literal(value))
             else:
                 parsed = OmegaConf.from_dotlist([word])
-        except (YAMLError, OmegaConfBaseException):
-            raise ConfigError(f"the value of {key}={value} cannot be read") from None
         sources.append((word, parsed))
     for origin, source in sources:
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{origin} holds no settings: write `section: {{key: value}}`")
         _refuse_unknown(OmegaConf.to_container(source, resolve=False), "", origin)
-        try:
+        with _told(f"{origin} has the wrong type"):
             tree = OmegaConf.merge(tree, source)
-        except OmegaConfBaseException as error:
-            key = getattr(error, "full_key", None) or origin
-            raise ConfigError(f"{key} has the wrong type: {fold_message(error)}") from None
-    try:
+    with _told("the settings cannot be resolved"):
         config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{getattr(error, 'full_key', '')}: {fold_message(error)}") from None
     assert isinstance(config, Config)
     return config
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raises what YAML and OmegaConf raise as `ConfigError`: the key where they know it, else `what`."""
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        yield
+    except ConfigError:
+        raise
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        if key and what.endswith("has the wrong type"):
+            what = f"{key} has the wrong type"
+        raise ConfigError(f"{what if not key or key in what else key}: {fold_message(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{what}: a nesting beyond all measure") from None
+    except (YAMLError, OSError, TypeError, ValueError) as error:
+        digits = type(error) is ValueError  # thousands of them
+        reason = "a number beyond all measure" if digits else fold_message(error)
+        raise ConfigError(f"{what}: {reason}") from None
 
 
 def differing_keys(config: Config) -> dict[str, Any]:
@@ -128,10 +168,20 @@ def differing_keys(config: Config) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved tree as YAML."""
+    """The resolved tree as YAML, which `load_config` reads back as it is."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    def escaped(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: escaped(value) for key, value in node.items()}
+        return _literal(node) if isinstance(node, str) else node
+
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(config))))
+
+
+def _literal(text: str) -> str:
+    """The text as OmegaConf reads back to it: `${` escaped, and backslashes before it doubled."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
@@ -144,6 +194,21 @@ def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
             _refuse_unknown(value, f"{key}.", origin)
         elif key not in keys:
             raise _unknown_key(key, origin)
+        elif get_origin(keys[key].type) is dict and not isinstance(value, dict):
+            raise ConfigError(f"{key} is a mapping: write `{key.rpartition('.')[2]}: {{name: value}}`")
+        elif value == "???":  # would silently leave the default
+            raise ConfigError(f"{key}=??? is no value: leave it out, or give one")
+        elif any(_RESOLVER.search(text) for text in _texts(value)):
+            raise ConfigError(f"{key} in {origin} reads the environment, or more: write out its value")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in nested settings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _known(key: str) -> Any:

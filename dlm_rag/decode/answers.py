@@ -191,9 +191,9 @@ class AnswersFile:
 
 
 def write_line(stream: TextIO, record: dict[str, Any]) -> None:
-    """One JSON line, out at once; with escapes where the stream has not all characters."""
-    narrow = not (stream.encoding or "utf-8").lower().startswith("utf")
-    stream.write(json.dumps(record, ensure_ascii=narrow) + "\n")
+    """One JSON line, out at once; in ASCII where the stream is not UTF-8."""
+    utf8 = (stream.encoding or "utf-8").lower().replace("-", "") == "utf8"
+    stream.write(json.dumps(record, ensure_ascii=not utf8) + "\n")
     stream.flush()
 
 

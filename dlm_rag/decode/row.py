@@ -38,10 +38,10 @@ class Row:
     evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
     known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
     dropped: tuple[str, ...] = ()  # ids of what was found and has no place in the prompt
-    found: list[Passage] | None = None  # by the last search; what fits of it is the evidence
+    found: list[Passage] | None = None  # what fits of it is the evidence
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
-    first_passage: str = ""  # the best of step 0, for query=feedback
+    first_found: list[Passage] = field(default_factory=list)  # at step 0, for feedback and two_rounds
     guesses: Proposals | None = None
     lowest_confidence: float | None = None
     begun: bool = False  # whether it has asked for the first time

@@ -19,7 +19,7 @@ from dlm_rag.diffusion.commit import Proposals, select
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.fitting import Room, fit_passages, keep_shorter
 from dlm_rag.evidence.layout import arrange
-from dlm_rag.retrieval.base import PartialSearchError, Retriever
+from dlm_rag.retrieval.base import PartialSearchError, Retriever, take_turns
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
 from dlm_rag.stages import StageClock, stage
@@ -140,9 +140,8 @@ class Steps:
         if row.guesses is not None:
             entry = may_enter(settings.query, settings.query_threshold)
             response = self.tokenizer.query_text(row.canvas.with_guesses(row.guesses, entry))
-        return build_query(
-            settings.query, row.question.question, response, row.first_passage, str(row.ticket)
-        )
+        best = row.first_found[0].text if row.first_found else ""
+        return build_query(settings.query, row.question.question, response, best, str(row.ticket))
 
     def _search(self, queries: list[Query]) -> list[SearchResult]:
         """What each query finds, or the error that it met; a search that fails is not repeated."""
@@ -181,7 +180,10 @@ class Steps:
     def _take(self, row: Row, passages: list[Passage]) -> None:
         """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
         if not row.step:
-            row.first_passage = passages[0].text if passages else ""
+            row.first_found = passages
+        elif row.settings.query == "two_rounds":
+            most = max(len(row.first_found), len(passages))
+            passages = take_turns((row.first_found, passages), most)
         if passages == row.found:
             return
         row.found, rollout, shape = passages, row.rollout, self.proposer.shape

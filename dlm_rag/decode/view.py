@@ -1,6 +1,5 @@
 """What a person sees in a terminal: the canvas filling in, the queries, the evidence, the answer."""
 
-import re
 from collections import Counter
 from itertools import groupby
 from time import perf_counter
@@ -14,18 +13,17 @@ from rich.text import Text
 
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.stages import without_nested
-from dlm_rag.text import fold
+from dlm_rag.text import fold, visible
 
 MOST_REPEATS = 3  # of a token in a row that are written out
 # From the first commits (cool) to the last (warm).
 STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
 QUERY_LINES = 3
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def plain(text: str, style: str = "") -> Text:
     """Foreign text as it is: no markup, no control characters that move the cursor or ring the bell."""
-    return Text(_CONTROL.sub(" ", text), style=style)
+    return Text(visible(text), style=style)
 
 
 def colour_of(step: int, steps: int) -> str:

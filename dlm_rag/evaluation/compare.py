@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_rag.errors import ConfigError, nearest
+from dlm_rag.errors import ConfigError, QuestionError, nearest
 from dlm_rag.evaluation.metrics import Score
 from dlm_rag.questions import Question
 
@@ -18,6 +18,7 @@ PRESETS = {
     "interleaved": ("decode.query=proxy",),
     "committed": ("decode.query=committed",),
     "static": ("decode.query=question",),
+    "two_rounds": ("decode.query=two_rounds",),
     "feedback": ("decode.query=feedback",),
     "none": ("retrieval.kind=none", "decode.query=question"),
     "oracle": ("retrieval.oracle=true", "decode.query=question"),
@@ -43,6 +44,8 @@ Summary = dict[str, dict[str, Estimate | None]]  # group -> metric -> estimate
 def read_settings(compare: str) -> dict[str, list[str]]:
     """`KEY=VALUE` words by the name of each setting; "all" is every preset. Raises `ConfigError`."""
     names = list(PRESETS) if compare == "all" else [name.strip() for name in compare.split(",")]
+    if "all" in names:
+        raise ConfigError("compare: 'all' stands alone; name the settings one by one to add others")
     settings: dict[str, list[str]] = {}
     for name in names:
         words: list[str] = []
@@ -63,7 +66,8 @@ def read_settings(compare: str) -> dict[str, list[str]]:
 def group_questions(questions: Sequence[Question]) -> Groups:
     """All questions, those of each number of hops, of each label, and of each label and hops.
 
-    Where some questions have labels, those without are `unlabelled`.
+    Where some questions have labels, those without are `unlabelled`. Raises `QuestionError` for a label
+    that is the name of another group.
     """
     groups: Groups = {"all": list(range(len(questions)))}
     for hops in sorted({q.hops for q in questions if q.hops is not None}):
@@ -72,6 +76,8 @@ def group_questions(questions: Sequence[Question]) -> Groups:
     labels = [q.labels or ("unlabelled",) for q in questions]
     for label in [*sorted({label for of in labels for label in of} - {"unlabelled"}), "unlabelled"]:
         having = [n for n, of in enumerate(labels) if label in of]
+        if label in groups or ", " in label:
+            raise QuestionError(f"the label '{label}' is the name of another group: rename that field")
         if 0 < len(having) < len(questions):
             groups[label] = having
             for name, places in by_hops.items():

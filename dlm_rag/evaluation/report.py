@@ -1,24 +1,48 @@
 """An evaluation as a person reads it: tables on the screen and in Markdown, a picture."""
 
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
 from dlm_rag.files import new_file
+from dlm_rag.text import visible
+
+FRAME = 3  # characters that a table puts around a cell
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: its title, the headings, and rows of as many cells."""
+    """A table: its title, the headings, and rows of as many cells, all without control characters."""
 
     title: str
     headings: list[str]
     rows: list[list[str]]
+
+    def __post_init__(self) -> None:
+        for cells in (self.headings, *self.rows):
+            cells[:] = map(visible, cells)
+
+    def parts(self, width: int) -> Iterator["Grid"]:
+        """The grid cut between columns into grids that a terminal of so many characters shows unfolded."""
+        columns = list(zip(self.headings, *self.rows, strict=True))
+        needed = [max(map(cell_len, column)) + FRAME for column in columns]
+        begin = 1
+        while begin < len(columns):
+            end = begin + 1
+            while end < len(columns) and needed[0] + sum(needed[begin : end + 1]) <= width:
+                end += 1
+            headings, *rows = zip(columns[0], *columns[begin:end], strict=True)
+            yield Grid(self.title, list(headings), [list(row) for row in rows])
+            begin = end
 
 
 def percent(estimate: Estimate | None, signed: bool = False) -> str:
@@ -81,13 +105,13 @@ def grids(
 
 
 def show(console: Console, found: Sequence[Grid]) -> None:
-    """The tables on a terminal."""
-    for grid in found:
-        table = Table(grid.headings[0], title=grid.title, title_justify="left")
-        for heading in grid.headings[1:]:
-            table.add_column(heading, justify="right")
+    """The tables on a terminal, the first at the end, where the eyes are; names are no markup."""
+    for grid in (part for whole in reversed(found) for part in whole.parts(console.width - 1)):
+        table = Table(title=Text(grid.title), title_justify="left")
+        for number, heading in enumerate(grid.headings):
+            table.add_column(Text(heading), justify="right" if number else "left")
         for row in grid.rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         console.print(table)
 
 
@@ -95,7 +119,8 @@ def markdown(found: Sequence[Grid], stamp: Mapping[str, Any]) -> str:
     """The tables and where they come from."""
     parts = []
     for grid in found:
-        lines = [grid.headings, ["---", *["---:"] * (len(grid.headings) - 1)], *grid.rows]
+        rule = ["---", *["---:"] * (len(grid.headings) - 1)]
+        lines = [escaped(grid.headings), rule, *map(escaped, grid.rows)]
         table = "\n".join(f"| {' | '.join(row)} |" for row in lines)
         parts.append(f"**{grid.title}**\n\n{table}\n")
     origin = (
@@ -105,11 +130,22 @@ def markdown(found: Sequence[Grid], stamp: Mapping[str, Any]) -> str:
     return "\n".join([*parts, origin])
 
 
+def escaped(cells: Sequence[str]) -> list[str]:
+    """Cells of Markdown that show their texts as they are."""
+    return [re.sub(r"([\\`*<|])", r"\\\1", cell) for cell in cells]
+
+
 def plot(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
     """Exact match and last evidence recall of every setting, by hops where they are known."""
     import matplotlib
 
     matplotlib.use("agg")
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
+        _draw(path, groups, summaries)
+
+
+def _draw(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
     from matplotlib import pyplot
 
     shown = [of_hops(n) for n in range(1, 100) if of_hops(n) in groups] or ["all"]
@@ -128,7 +164,7 @@ def plot(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
                     [100 * (e.mean - e.low) for _, e in points],
                     [100 * (e.high - e.mean) for _, e in points],
                 ],
-                marker="o", markersize=5, linewidth=1.6, capsize=2, label=name,
+                marker="o", markersize=5, linewidth=1.6, capsize=2, label=visible(name),
             )  # fmt: skip
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xticks(range(len(shown)), shown)

@@ -7,7 +7,7 @@ with a checkpoint is never run, pickled weights are never opened.
 
 import hashlib
 import json
-import logging
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from dlm_rag.digest import digest_file
 from dlm_rag.errors import CheckpointError, nearest
+from dlm_rag.hub import HUB_FILES, check_files, locate, read_json
 from dlm_rag.model.families import FAMILIES, Family
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 
-log = logging.getLogger(__name__)
-
 WEIGHTS = "model.safetensors"
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-NOT_READ = ["training.json", "scores.json", "*.run.json"]
+NOT_READ = ["training.json", "scores.json", "*.run.json"]  # of what our own programs write
 SHARD_BYTES = 5 * 10**9
+FLOATS = ("F64", "F32", "F16", "BF16")
+SAMPLED = 256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
 # What no public architecture knows and a checkpoint trained here carries all the same.
 OWN_FIELDS = ("evidence_layout", "passage_length", "canvas_length", "block_length")
 
@@ -45,14 +45,16 @@ class Checkpoint:
     homes: dict[str, tuple[Path, str]]  # our tensor name -> file, name in that file
 
     def tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by our name, on the device; one at a time is in flight."""
+        """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`."""
         by_file: dict[Path, list[tuple[str, str]]] = {}
         for ours, (path, theirs) in self.homes.items():
             by_file.setdefault(path, []).append((ours, theirs))
         for path, names in by_file.items():
             with safe_open(path, framework="pt", device=str(device)) as file:
                 for ours, theirs in names:
-                    yield ours, file.get_tensor(theirs).to(device, dtype)
+                    value = file.get_tensor(theirs).to(device, dtype)
+                    _check_sound(path, theirs, value, ours)
+                    yield ours, value
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
@@ -77,11 +79,23 @@ class Checkpoint:
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a response, from `generation_config.json`, else from `config.json`."""
-        path = self.folder / "generation_config.json"
-        found = (_read_json(path) if path.is_file() else {}).get("eos_token_id")
-        found = self.raw.get("eos_token_id") if found is None else found
-        return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+        """Ids that end a response, from `generation_config.json`, else from `config.json`.
+
+        Raises `CheckpointError` for what is no id of the vocabulary.
+        """
+        path, found = self.folder / "generation_config.json", None
+        if path.exists():
+            found = read_json(path).get("eos_token_id")
+        if found is None:
+            path, found = self.folder / "config.json", self.raw.get("eos_token_id")
+        ids = [] if found is None else found if isinstance(found, list) else [found]
+        for token in ids:
+            if type(token) is not int or not 0 <= token < self.config.vocab_size:
+                raise CheckpointError(
+                    f"{path}: eos_token_id={found!r:.60} must be ids of the vocabulary, whole numbers "
+                    f"from 0 to {self.config.vocab_size - 1}"
+                )
+        return tuple(ids)
 
 
 def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
@@ -90,13 +104,14 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     Raises `CheckpointError` in one sentence: no such folder, an architecture that only its own code
     can run, pickled weights only, a missing shard, a missing, extra or misshapen tensor.
     """
-    folder = _locate(path_or_hub_id)
-    raw = _read_json(folder / "config.json")
+    folder = locate(path_or_hub_id, "model")
+    check_files(folder, [*HUB_FILES, "additional_chat_templates/*.jinja"])
+    raw = read_json(folder / "config.json")
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         own_code = " and runs only through code of its own, which is never executed"
         raise CheckpointError(
-            f"{folder} is a '{kind}' model{own_code if 'auto_map' in raw else ''}; this denoiser "
+            f"{folder} is a '{kind!s:.60}' model{own_code if 'auto_map' in raw else ''}; this denoiser "
             f"holds {', '.join(FAMILIES)}{nearest(str(kind), FAMILIES)}"
         )
     family = FAMILIES[kind]
@@ -104,7 +119,10 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
         config = replace(family.read(raw), **{name: raw[name] for name in OWN_FIELDS if name in raw})
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-    return Checkpoint(folder, family, raw, config, _match(folder, config, family))
+    found = Checkpoint(folder, family, raw, config, _match(folder, config, family))
+    if config.rope_scaling is not None:
+        _check_rope(found)
+    return found
 
 
 def save_tensors(
@@ -164,47 +182,20 @@ def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
     return found
 
 
-def _locate(path_or_hub_id: str | Path) -> Path:
-    folder = Path(path_or_hub_id).expanduser()
-    if folder.is_dir():
-        return folder
-    name = str(path_or_hub_id)
-    if folder.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
-        raise CheckpointError(f"model '{name}' is neither a folder nor a hub id (OWNER/NAME)")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as error:  # the hub client raises a dozen unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"model '{name}' is no folder here and could not be fetched from the hub: {reason}"
-        ) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return value
-
-
 def _shards(folder: Path) -> list[Path]:
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map from tensors to files")
-        paths = [folder / name for name in sorted(set(weight_map.values()))]
-        for path in paths:
-            if not path.is_file():
-                raise CheckpointError(f"{folder} lacks the shard {path.name} that its index names")
-        return paths
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if name != Path(name).name]
+        if outside:
+            raise CheckpointError(f"{index} names the shard '{outside[0]}', which is no file of its folder")
+        for name in names:
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder} lacks the shard {name} that its index names")
+        return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
@@ -216,20 +207,40 @@ def _shards(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} holds no weights: {WEIGHTS} is missing")
 
 
-def _headers(folder: Path) -> Iterator[tuple[str, Path, tuple[int, ...]]]:
+@dataclass(frozen=True)
+class _Header:
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _headers(folder: Path) -> dict[str, _Header]:
+    """What the files of a folder say of their tensors, by their names."""
+    headers: dict[str, _Header] = {}
     for path in _shards(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    yield name, path, tuple(file.get_slice(name).get_shape())
-        except SafetensorError as error:
+                    if name in headers:
+                        raise CheckpointError(
+                            f"{folder} holds the tensor {name} twice, also in {path.name}"
+                        )
+                    part = file.get_slice(name)
+                    headers[name] = _Header(path, tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError, OverflowError, MemoryError) as error:
             raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from None
+    return headers
 
 
 def _match(folder: Path, config: DenoiserConfig, family: Family) -> dict[str, tuple[Path, str]]:
-    """Every tensor of the denoiser with its home, after checking names and shapes."""
+    """Every tensor of the denoiser with its home, after checking names, shapes and types."""
+    found = _headers(folder)
+    if config.num_hidden_layers > len(found):  # before as many names are made
+        raise CheckpointError(
+            f"{folder} holds {len(found)} tensors, too few for the {config.num_hidden_layers} layers that "
+            "its config asks for"
+        )
     wanted = tensor_shapes(config)
-    found = {name: (path, shape) for name, path, shape in _headers(folder)}
     if config.tie_word_embeddings:
         # A tied head is the embedding; some folders store it a second time.
         wanted.pop("lm_head.weight")
@@ -239,15 +250,51 @@ def _match(folder: Path, config: DenoiserConfig, family: Family) -> dict[str, tu
         theirs = family.rename(ours)
         if theirs not in found:
             raise CheckpointError(f"{folder} lacks the tensor {theirs}{nearest(theirs, found)}")
-        path, actual = found.pop(theirs)
-        if actual != shape:
+        header = found.pop(theirs)
+        if header.shape != shape:
             raise CheckpointError(
-                f"{path.name} in {folder}: {theirs} has shape {list(actual)}, its config asks for "
-                f"{list(shape)}"
+                f"{header.path.name} in {folder}: {theirs} has shape {list(header.shape)}, its config "
+                f"asks for {list(shape)}"
             )
-        homes[ours] = (path, theirs)
+        if header.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{header.path.name} in {folder}: {theirs} holds {header.dtype}, not {', '.join(FLOATS)}: "
+                "quantised weights are not read"
+            )
+        homes[ours] = (header.path, theirs)
     # Old Llama folders store the rotary frequencies, which follow from the config.
     extra = sorted(name for name in found if not name.endswith("rotary_emb.inv_freq"))
     if extra:
         raise CheckpointError(f"{folder} holds the tensor {extra[0]}, which the denoiser has no place for")
     return homes
+
+
+def _check_rope(checkpoint: Checkpoint) -> None:
+    """Raises `CheckpointError` for scaled rotary positions whose frequencies are no numbers."""
+    from dlm_rag.model.block import rope_frequencies
+
+    config = checkpoint.config
+    try:
+        frequencies, gain = rope_frequencies(config)
+        sound = frequencies.shape == (config.head_dim // 2,) and math.isfinite(gain)
+        sound = sound and bool(frequencies.isfinite().all())
+    except Exception:  # the library checks with many unrelated types
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'}: rope_scaling={config.rope_scaling!r:.200} gives no "
+            "rotary positions"
+        )
+
+
+def _check_sound(path: Path, theirs: str, value: Tensor, ours: str) -> None:
+    """Raises `CheckpointError` for what no model has: no finite numbers, gains or embeddings all zero.
+
+    Of a matrix a sample is read, which finds a training that came to nothing; the decoder finds the rest.
+    """
+    sample = value.flatten()
+    sample = sample[:: max(1, len(sample) // SAMPLED)]
+    if not bool(sample.isfinite().all()):
+        raise CheckpointError(f"{path}: {theirs} holds what is no finite number in {str(value.dtype)[6:]}")
+    if ours.endswith(("norm.weight", "embed_tokens.weight")) and not (sample.any() or value.any()):
+        raise CheckpointError(f"{path}: {theirs} holds nothing but zeros")

@@ -7,8 +7,6 @@ from typing import Any
 from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.model.shape import DenoiserConfig
 
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-
 
 @dataclass(frozen=True)
 class Family:
@@ -21,8 +19,10 @@ class Family:
 def _transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
     """Fields that Dream, Qwen2, Qwen3 and Llama share; autoregressive ancestry shifts the output."""
     _refuse(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False)
-    heads, width = _need(raw, "num_attention_heads"), _need(raw, "hidden_size")
+    heads, width = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"rope_scaling={rope!r:.60} must be an object or null")
     return DenoiserConfig(
         vocab_size=_need(raw, "vocab_size"),
         hidden_size=width,
@@ -35,7 +35,7 @@ def _transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserCon
         rms_norm_eps=_need(raw, "rms_norm_eps"),
         rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
         rope_scaling=_rope_scaling(rope),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_tied(raw, "tie_word_embeddings"),
         mask_token_id=raw.get("mask_token_id"),
         shifted=True,
         **differences,
@@ -44,14 +44,7 @@ def _transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserCon
 
 def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in STATIC_ROPE:
-        raise CheckpointError(
-            f"rope type '{kind}' depends on the length of the text, which the denoiser does not do"
-            f" (it reads {', '.join(STATIC_ROPE)})"
-        )
-    return {**rope, "rope_type": kind}
+    return None if kind == "default" else {**rope, "rope_type": kind}
 
 
 def _qkv_bias_family(raw: dict[str, Any]) -> DenoiserConfig:
@@ -74,7 +67,7 @@ def _llada(raw: dict[str, Any]) -> DenoiserConfig:
         bias_for_layer_norm=False, block_type="llama", include_bias=False, include_qkv_bias=False,
         input_emb_norm=False, layer_norm_type="rms", rope=True, scale_logits=False,
     )  # fmt: skip
-    heads, width = _need(raw, "n_heads"), _need(raw, "d_model")
+    heads, width = _count(raw, "n_heads"), _count(raw, "d_model")
     return DenoiserConfig(
         vocab_size=raw.get("embedding_size") or _need(raw, "vocab_size"),
         hidden_size=width,
@@ -86,7 +79,7 @@ def _llada(raw: dict[str, Any]) -> DenoiserConfig:
         max_position_embeddings=_need(raw, "max_sequence_length"),
         rms_norm_eps=_need(raw, "rms_norm_eps"),
         rope_theta=_need(raw, "rope_theta"),
-        tie_word_embeddings=bool(raw.get("weight_tying", False)),
+        tie_word_embeddings=_tied(raw, "weight_tying"),
         mask_token_id=_need(raw, "mask_token_id"),
     )
 
@@ -140,7 +133,19 @@ def _need(raw: dict[str, Any], key: str) -> Any:
     return raw[key]
 
 
+def _count(raw: dict[str, Any], key: str) -> int:
+    value = _need(raw, key)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{key}={value!r:.60} must be a whole number of at least 1")
+    return value
+
+
+def _tied(raw: dict[str, Any], key: str) -> Any:
+    value = raw.get(key)
+    return False if value is None else value  # checked by `DenoiserConfig`
+
+
 def _refuse(raw: dict[str, Any], **supported: Any) -> None:
     for key, value in supported.items():
         if raw.get(key, value) not in (value, None):
-            raise CheckpointError(f"{key}={raw[key]!r} is not supported (only {value!r} is)")
+            raise CheckpointError(f"{key}={raw[key]!r:.60} is not supported (only {value!r} is)")

@@ -1,9 +1,16 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
+import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
+# Kinds of scaled rotary positions, with the numbers that each needs; others depend on the text's length.
+ROPE_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 
 
 @dataclass(frozen=True)
@@ -38,19 +45,45 @@ class DenoiserConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.type is int and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{item.name}={value!r} must be a whole number of at least 1")
-            if item.type is float and (not isinstance(value, int | float) or not value > 0):
-                raise ValueError(f"{item.name}={value!r} must be a number above 0")
+            kind, *others = get_args(item.type) or (item.type,)
+            if value is None and others:
+                continue
+            given = f"{item.name}={value!r:.60}"
+            if kind is bool and not isinstance(value, bool):
+                raise ValueError(f"{given} must be true or false")
+            lowest = {"mask_token_id": 0, "block_length": 0}.get(item.name, 1)
+            if kind is int and (not _is_number(value, int) or value < lowest):
+                raise ValueError(f"{given} must be a whole number of at least {lowest}")
+            if kind is float and not (_is_number(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"{given} must be a number above 0")
         if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
             raise ValueError("key-value heads must divide the heads, and head_dim must be even")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
-        block = self.block_length
-        if block is not None and (not isinstance(block, int) or block < 0):
-            raise ValueError(f"block_length={block!r} must be a whole number, 0 for no blocks, or null")
         if self.evidence_layout not in EVIDENCE_LAYOUTS:
-            raise ValueError(f"evidence_layout={self.evidence_layout!r} is unknown")
+            raise ValueError(f"evidence_layout={self.evidence_layout!r:.60} is unknown")
+        if self.rope_scaling is not None:
+            _check_scaling(self.rope_scaling)
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check_scaling(scaling: Any) -> None:
+    """Raises `ValueError` for a scaling of rotary positions that is unknown or lacks a number."""
+    kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
+    if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
+        raise ValueError(
+            f"rope_scaling of type {kind!r:.60} is none that the denoiser does: it may be null, "
+            f"{', '.join(ROPE_SCALINGS)} (others depend on the length of the text)"
+        )
+    for key in ROPE_SCALINGS[kind]:
+        value = scaling.get(key)
+        if not (_is_number(value, int | float) and 0 < value < math.inf):
+            raise ValueError(
+                f"rope_scaling of type '{kind}' needs a number above 0 as {key}, not {value!r:.60}"
+            )
 
 
 def tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:

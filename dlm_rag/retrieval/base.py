@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dlm_rag.errors import UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
@@ -12,6 +12,7 @@ from dlm_rag.retrieval.query import Query
 log = logging.getLogger(__name__)
 
 Ranking = list[int]  # rows of the corpus, best first, each once
+Ranked = TypeVar("Ranked", bound=Hashable)  # a row or a passage
 
 
 class Retriever(Protocol):
@@ -118,7 +119,7 @@ def fuse(rankings: Sequence[Ranking], depth: int, constant: int = 60) -> Ranking
     return sorted(scores, key=lambda row: -scores[row])[:depth]
 
 
-def take_turns(rankings: Sequence[Ranking], depth: int) -> Ranking:
+def take_turns(rankings: Sequence[Sequence[Ranked]], depth: int) -> list[Ranked]:
     """The best of each ranking in turn, then the second of each, and so on; each row once."""
     longest = max(map(len, rankings), default=0)
     turns = [ranking[rank] for rank in range(longest) for ranking in rankings if rank < len(ranking)]

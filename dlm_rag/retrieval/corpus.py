@@ -1,27 +1,29 @@
-"""Corpora: JSON lines of passages, read as a stream once, then row by row from the file."""
+"""Corpora: JSON lines of passages, read as a stream once, then row by row; other forms are made such."""
 
 import json
 import logging
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
 from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError, nearest
 from dlm_rag.files import default_index_folder, write_whole
-from dlm_rag.jsonl import is_blank, parse_object
+from dlm_rag.jsonl import is_blank, lines, parse_object
+from dlm_rag.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
 from dlm_rag.retrieval.index import build_once, slug
+from dlm_rag.retrieval.texts import fingerprint_texts, read_texts, texts_in
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "corpus.json"
 SAY_FROM = 10_000_000  # bytes of a corpus that takes a while to read
-_MISSING = object()
+FORM_VERSION = 1  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,17 @@ class Passage:
         return f"{self.title}\n{self.contents}"
 
 
-def parse_passage(line: bytes, place: str) -> Passage:
-    """A passage from one line of a corpus; raises `CorpusError` that begins with `place`."""
-    raw = parse_object(line, place, CorpusError)
-    contents = raw.get("contents", raw.get("text", _MISSING))
-    if contents is _MISSING:
-        raise CorpusError(f"{place}: the passage has no 'contents'{nearest('contents', raw)}")
+def parse_passage(record: dict[str, Any], place: str) -> Passage:
+    """The passage in a record; raises `CorpusError` that begins with `place`."""
+    name, contents = field_of(record, "contents")
+    if contents is None:
+        raise CorpusError(f"{place}: the passage has no 'contents'{nearest('contents', record)}")
     if not isinstance(contents, str) or not contents.strip():
-        raise CorpusError(f"{place}: 'contents' must be a text that is not empty")
-    passage_id, title = raw.get("id"), raw.get("title") or ""
-    if isinstance(passage_id, int) and not isinstance(passage_id, bool):
-        passage_id = str(passage_id)
-    if not isinstance(passage_id, str) or not passage_id:
-        raise CorpusError(f"{place}: the passage has no 'id' of text")
-    if not isinstance(title, str):
+        raise CorpusError(f"{place}: '{name}' must be a text that is not empty")
+    title = record.get("title")
+    if not isinstance(title, str | None):
         raise CorpusError(f"{place}: 'title' must be a text")
-    return Passage(passage_id, title, contents)
+    return Passage(id_of(record, "passage", place, CorpusError), title or "", contents)
 
 
 FileState = tuple[int, int]
@@ -100,8 +97,10 @@ class Corpus(Sequence[Passage]):
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)}")
         start, stop = self._offsets[row % len(self) :][:2].tolist()
+        place = f"{self.path}, row {row}"
         try:
-            return parse_passage(os.pread(self._descriptor, stop - start, start), f"{self.path}, row {row}")
+            line = os.pread(self._descriptor, stop - start, start)
+            return parse_passage(parse_object(line, place, CorpusError), place)
         except CorpusError:
             self.check_unchanged()
             raise
@@ -126,17 +125,21 @@ class Corpus(Sequence[Passage]):
 
 
 def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Corpus:
-    """The corpus in a JSON lines file, or behind an index folder that was built from one.
+    """The corpus in a file or a folder of texts, or behind an index folder that was built from one.
 
-    The file is hashed at every start, so an index over other bytes is never used. The first start
-    also reads every line. Raises `CorpusError` naming file and line.
+    Files are in any form of `records.read_records`; what is not JSON lines yet is written as such once,
+    beside the indexes. The file is hashed at every start, so an index over other bytes is never used.
+    The first start also reads every line. Raises `CorpusError` naming file and line.
     """
-    path, folder, expected = Path(path).expanduser(), None, None
+    path, folder, expected = expand(path, CorpusError), None, None
+    root = expand(index_folder, CorpusError) if index_folder else default_index_folder()
     if path.is_dir():
-        folder = path
-        path, expected = _read_manifest(folder)
-    if not path.is_file():
-        raise CorpusError(f"corpus '{path}' was not found")
+        if (path / MANIFEST).is_file() or not texts_in(path):
+            folder = path
+            path, expected = _read_manifest(folder)
+        else:
+            path = _as_lines(path, fingerprint_texts(path), read_texts(path), root)
+    path = find_file(path, "corpus", CorpusError)
     try:
         state, fingerprint = state_of(path), digest_file(path)
     except OSError as error:
@@ -146,8 +149,10 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
             f"{path} has changed since that index was built: give the file itself as corpus, and the "
             "index is built anew"
         )
+    if not is_json_lines(path, CorpusError):
+        path = _as_lines(path, fingerprint, read_records(path, CorpusError), root)
+        state, fingerprint = state_of(path), digest_file(path)
     if folder is None:
-        root = Path(index_folder).expanduser() if index_folder else default_index_folder()
         folder = root / slug(path.stem, fingerprint)
 
     def build(scratch: Path) -> None:
@@ -157,6 +162,25 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
     build_once(folder / "offsets", build)
     _write_manifest(folder, {"corpus": str(path.resolve()), "fingerprint": fingerprint})
     return Corpus(path, folder, fingerprint, state)
+
+
+def _as_lines(path: Path, fingerprint: str, records: Iterator[Record], root: Path) -> Path:
+    """The file of JSON lines with the passages of a corpus in another form, written at the first use."""
+    name = f"{path.name.partition('.')[0]}.jsonl"
+
+    def build(scratch: Path) -> None:
+        log.info("reading %s into JSON lines", path)
+        passages = _all_different((place, parse_passage(record, place)) for place, record in records)
+        with (scratch / name).open("w", encoding="utf-8") as file:
+            for passage in passages:
+                file.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
+            if not file.tell():
+                raise CorpusError(f"{path} holds no passages")
+
+    return (
+        build_once(root / slug(Path(name).stem, "lines", FORM_VERSION, path.name, fingerprint), build)
+        / name
+    )
 
 
 def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
@@ -175,8 +199,10 @@ def _read_manifest(folder: Path) -> tuple[Path, str]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return Path(manifest["corpus"]), manifest["fingerprint"]
-    except (OSError, ValueError, LookupError, TypeError):
-        raise CorpusError(f"{folder} is no index folder: it has no readable {MANIFEST}") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CorpusError(
+            f"{folder} is no index folder (it has no readable {MANIFEST}), and holds no .txt or .md files"
+        ) from None
 
 
 def _scan(path: Path) -> "array[int]":
@@ -186,18 +212,31 @@ def _scan(path: Path) -> "array[int]":
     """
     if path.stat().st_size > SAY_FROM:
         log.info("reading corpus %s", path)
-    offsets, ids, start = array("q"), set[str](), 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not is_blank(line):
-                place = f"{path}, line {number}"
-                passage = parse_passage(line, place)
-                if passage.id in ids:
-                    raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
-                ids.add(passage.id)
-                offsets.append(start)
-            start += len(line)
-    if not ids:
+    offsets, start = array("q"), 0
+
+    def passages() -> Iterator[tuple[str, Passage]]:
+        nonlocal start
+        with path.open("rb") as file:
+            for number, line in enumerate(lines(file, str(path), CorpusError), start=1):
+                if not is_blank(line):
+                    place = f"{path}, line {number}"
+                    yield place, parse_passage(parse_object(line, place, CorpusError), place)
+                    offsets.append(start)
+                start += len(line)
+
+    for _ in _all_different(passages()):
+        pass
+    if not offsets:
         raise CorpusError(f"{path} holds no passages")
     offsets.append(start)
     return offsets
+
+
+def _all_different(passages: Iterator[tuple[str, Passage]]) -> Iterator[Passage]:
+    """The passages; raises `CorpusError` with the place of an id that occurs a second time."""
+    ids = set[str]()
+    for place, passage in passages:
+        if passage.id in ids:
+            raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
+        ids.add(passage.id)
+        yield passage

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_rag.errors import CheckpointError
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, take_turns
 from dlm_rag.retrieval.corpus import Corpus
+from dlm_rag.retrieval.encoder import load_encoder
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.retrieval.query import Query
 from dlm_rag.stages import stage
@@ -109,7 +109,7 @@ def open_dense(
     The passage vectors are computed once for these passages and these weights, and kept on disk.
     Raises `CheckpointError` when the model cannot be loaded.
     """
-    encoder = _load_encoder(model, device)
+    encoder = load_encoder(model, device)
 
     def embed(texts: list[str], prompt: str) -> Tensor:
         return encoder.encode(
@@ -134,21 +134,6 @@ def open_dense(
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
     vectors = np.load(folder / VECTORS, mmap_mode="c")
     return DenseRetriever(corpus, top_k, lambda texts: embed(texts, query_prompt), vectors, encoder.device)
-
-
-def _load_encoder(model: str, device: str | None) -> "SentenceTransformer":
-    from sentence_transformers import SentenceTransformer  # takes seconds to import
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-    try:
-        return SentenceTransformer(
-            model, device=device, trust_remote_code=False, model_kwargs={"use_safetensors": True}
-        )
-    except Exception as error:  # the libraries below raise many unrelated types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"dense_model '{model}' could not be loaded: {reason}") from None
 
 
 def _fingerprint(encoder: "SentenceTransformer") -> str:

@@ -25,12 +25,13 @@ def build_query(
 
     policy: `proxy` and `committed` put the question before the response (they differ in which
     guesses `response` holds); `question` ignores the response (static retrieval); `response`
-    leaves the question out once there is a response; `feedback` puts the question before
-    `top_passage`, the best passage of the first search.
+    leaves the question out once there is a response; `feedback` and `two_rounds` put the question
+    before `top_passage`, the best passage of the first search (they differ in whether that search's
+    results count too).
     question, response, top_passage: texts as decoded. In the part after the question white space is
     folded and repeated words are dropped, as SARDI does.
     """
-    added = {"question": "", "feedback": top_passage}.get(policy, response)
+    added = {"question": "", "feedback": top_passage, "two_rounds": top_passage}.get(policy, response)
     asked = "" if policy == "response" and fold(added) else fold(question)
     text = fold(f"{asked} {drop_repeated_words(added)}")
     parts = [fold(part) for part in (asked, *sentences(added)) if part]

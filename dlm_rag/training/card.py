@@ -132,7 +132,8 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
     right.set_ylim(0, 1.02)
     for axis in (left, right):
         axis.set_xlabel("step")
-        axis.legend(frameon=False, fontsize=8)
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     with new_file(path) as scratch:
         figure.savefig(scratch, dpi=130)

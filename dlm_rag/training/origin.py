@@ -73,7 +73,7 @@ class Origin:
         if self.checkpoint is not None:
             for path in self.checkpoint.folder.iterdir():
                 # The code that public classes consist of; it is copied, never run.
-                if path.suffix == ".py" or path.name == "generation_config.json":
+                if path.is_file() and (path.suffix == ".py" or path.name == "generation_config.json"):
                     shutil.copyfile(path, folder / path.name)
 
 
@@ -97,7 +97,7 @@ def begin(config: Config) -> Origin:
     vocabulary = max(own.vocab_size, mask_id + 1)
     shape = trained_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
     template = PromptTemplate.read(checkpoint.raw.get("prompt"), shape.evidence_layout)
-    tokenizer = Tokenizer(inner, mask_id, template, checkpoint.end_token_ids)
+    tokenizer = Tokenizer(inner, mask_id, template, checkpoint.end_token_ids, vocabulary)
     return Origin(shape, tokenizer, checkpoint, train.seed, train.lora_rank)
 
 

@@ -2,7 +2,8 @@
 
 To add one, write a `Case` into the table of its room: a name, the command as it is typed behind
 `dlm-rag`, words that the error must hold, and the files that make the input bad. The working folder
-has `model/` (a tiny checkpoint), `corpus.jsonl` and `questions.jsonl` already.
+has `model/` (a tiny checkpoint), `corpus.jsonl` and `questions.jsonl` already. A command may also begin
+with a module (`dlm_rag.training.card`) or a program of the checkout (`profiling/nsys.py`).
 """
 
 from collections.abc import Callable
@@ -25,6 +26,8 @@ class Case:
     JSON object that is there; None takes a file away; a function gets the path and does anything else.
     says: words that standard error must hold, in this order (exit 2 or 1), or standard output (exit 0).
     changes: files that the command may change; all others must be what they were.
+    env: variables of the environment, None takes one away. These cases, and programs of the checkout, run
+    in a process of their own: mark `slow` what takes more than two seconds in it.
     """
 
     what: str
@@ -36,3 +39,10 @@ class Case:
     exit: int = 2
     stdin: bytes = b""
     changes: tuple[str, ...] = ()
+    env: dict[str, str | None] = field(default_factory=dict)
+    slow: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether it needs a process of its own."""
+        return bool(self.env) or self.command.split()[0].endswith(".py")

@@ -1,7 +1,202 @@
 """Checkpoint folders, tokenizers, chat templates, dense models."""
 
-from bad_inputs import ASK, Case
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from bad_inputs import ASK, ASK_CORPUS, Case
+
+CONFIG, WEIGHTS, TOKENIZER = "model/config.json", "model/model.safetensors", "model/tokenizer.json"
+TOKENIZER_CONFIG, GENERATION = "model/tokenizer_config.json", "model/generation_config.json"
+INDEX = "model/model.safetensors.index.json"
+DENSE = f"{ASK} retrieval.kind=dense retrieval.dense_model=dense"
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def huge(path: Path) -> None:
+    """A file that is nothing but a hole: it takes no room."""
+    with path.open("wb") as file:
+        file.truncate(300 << 20)
+
+
+def tensors(change):
+    """A function that changes the tensors of a file."""
+
+    def harm(path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        found = load_file(path)
+        change(found)
+        save_file(found, path)
+
+    return harm
+
+
+def one(name: str, make) -> Any:
+    """Gives one tensor other contents, made of the old ones."""
+    return tensors(lambda found: found.update({name: make(found[name])}))
+
+
+def header(text: bytes, length: int | None = None) -> bytes:
+    """A safetensors file of nothing but a header."""
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+def llama(**settings: Any) -> dict[str, Any]:
+    """What makes a Llama config of the tiny model's."""
+    return {"model_type": "llama", "rms_norm_eps": 1e-6} | settings
+
+
+def backend(**changes: Any):
+    """A function that changes `tokenizer.json`."""
+
+    def harm(path: Path) -> None:
+        raw = json.loads(path.read_text())
+        raw["model"] |= changes
+        path.write_text(json.dumps(raw))
+
+    return harm
+
 
 CASES = [
-    Case("a model type of nobody", ASK, "'secret' model", {"model/config.json": {"model_type": "secret"}}),
-]
+    Case("a model type of nobody", ASK, "'secret' model", {CONFIG: {"model_type": "secret"}}),
+    Case("a model type that is a list", ASK, "is a '['llama']' model", {CONFIG: {"model_type": ["llama"]}}),
+    Case("a config of a number with 5,000 digits", ASK, "the file is not JSON", {CONFIG: "9" * 5000}),
+    Case("a config nested 100,000 deep", ASK, "config.json: the file is not JSON", {CONFIG: "[" * 100_000}),
+    Case("a config that has a key twice", ASK, "the key 'a' occurs a second time", {CONFIG: '{"a": 1, "a": 2}'}),
+    Case("a config that is no UTF-8", ASK, "config.json: the file is not UTF-8", {CONFIG: b"\xff\xfe{}"}),
+    Case("a config that is a pipe", ASK, "config.json is no regular file", {CONFIG: pipe}),
+    Case("a config that is a folder", ASK, "config.json is no regular file", {CONFIG: folder}),
+    Case("a config of 300 MB", ASK, "config.json is larger than", {CONFIG: huge}),
+    Case("weights that are a pipe", ASK, "model.safetensors is no regular file", {WEIGHTS: pipe}),
+    Case("a tokenizer that is a pipe", ASK, "tokenizer.json is no regular file", {TOKENIZER: pipe}),
+    Case("a chat template that is a pipe", ASK, "is no regular file", {"model/chat_template.jinja": pipe}),
+    Case("ten million layers", ASK, "for the 10000000 layers", {CONFIG: {"num_hidden_layers": 10**7}}),
+    Case("heads as a text", ASK, "num_attention_heads='4' must be a whole", {
+        CONFIG: llama(num_attention_heads="4")
+    }),
+    Case("a width of true", ASK, "hidden_size=True must be", {CONFIG: {"hidden_size": True}}),
+    Case("a mask of true", ASK, "mask_token_id=True must be", {CONFIG: {"mask_token_id": True}}),
+    Case("a mask below 0", ASK, "mask_token_id=-1 must be", {CONFIG: {"mask_token_id": -1}}),
+    Case("a mask that is no token", ASK, "mask_token_id=258 is no token", {
+        CONFIG: {"mask_token_id": 258, "vocab_size": 259},
+        WEIGHTS: tensors(lambda found: found.update(
+            {name: found[name][[*range(258), 0]] for name in ("embed_tokens.weight", "lm_head.weight")}
+        )),
+    }),
+    *(
+        Case(f"an end of {value!r}", ASK, "must be ids of the voc", {CONFIG: {"eos_token_id": value}})
+        for value in (1.5, "257", [[1]], -1, 258, True, {"id": 1})
+    ),
+    Case("an end in the settings of generation", ASK, "generation_config.json: eos_token_id=999", {
+        GENERATION: '{"eos_token_id": 999}'
+    }),
+    *(
+        Case(f"{key} of {value}", ASK, f"{key}={shown} must be a number", {
+            CONFIG: f'{{"model_type": "dlm_rag", "vocab_size": 258, "{key}": {value}}}'
+        })
+        for key, value, shown in (
+            ("rms_norm_eps", "NaN", "nan"), ("rms_norm_eps", "Infinity", "inf"), ("rope_theta", "-1", "-1"),
+            ("rope_theta", "1e999", "inf"), ("rope_theta", '"x"', "'x'"),
+        )
+    ),
+    Case("scaled positions as a text", ASK, "rope_scaling='yarn' must be", {
+        CONFIG: llama(rope_scaling="yarn")
+    }),
+    Case("scaled positions that depend on the length", ASK, "type 'dynamic' is none", {
+        CONFIG: {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    }),
+    Case("scaled positions without their factor", ASK, "needs a number above 0 as factor, not None", {
+        CONFIG: {"rope_scaling": {"rope_type": "yarn"}}
+    }),
+    Case("scaled positions without their bounds", ASK, "needs a number above 0 as low_freq_factor", {
+        CONFIG: llama(rope_scaling={"rope_type": "llama3", "factor": 8.0})
+    }),
+    Case("scaled positions that are no numbers", ASK, "gives no rotary positions", {
+        CONFIG: {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}
+    }),
+    *(
+        Case(f"a tie of {name} that is a word", ASK, "tie_word_embeddings='no' must be true", {
+            CONFIG: more | {"tie_word_embeddings": "no"}
+        })
+        for name, more in (("ours", {}), ("Llama", llama()))
+    ),
+    Case("a canvas of half a token", ASK, "canvas_length=0.5 must be", {CONFIG: {"canvas_length": 0.5}}),
+    Case("a prompt of numbers", ASK, "must hold texts", {CONFIG: {"prompt": {"head": 3}}}),
+    Case("weights of whole numbers", ASK, "norm.weight holds I16, not F64", {
+        WEIGHTS: one("norm.weight", lambda old: old.short())
+    }),
+    Case("gains of zeros", ASK, "norm.weight holds nothing but zeros", {
+        WEIGHTS: one("norm.weight", lambda old: old * 0)
+    }),
+    Case("embeddings of zeros", ASK, "embed_tokens.weight holds nothing but zeros", {
+        WEIGHTS: one("embed_tokens.weight", lambda old: old * 0)
+    }),
+    Case("weights that are no numbers", ASK, "up_proj.weight holds what is no finite number in float32", {
+        WEIGHTS: one("layers.1.mlp.up_proj.weight", lambda old: old / 0)
+    }),
+    Case("weights too large for the dtype", f"{ASK} model.dtype=float16", "no finite number in float16", {
+        WEIGHTS: one("layers.0.mlp.up_proj.weight", lambda old: old * 1e9)
+    }),
+    Case("a header that is not JSON", ASK, "not a whole safetensors file", {WEIGHTS: header(b"{oops")}),
+    Case("a header of 2**60 bytes", ASK, "not a whole safetensors file", {WEIGHTS: header(b"{}", 2**60)}),
+    Case("an empty file of weights", ASK, "not a whole safetensors file", {WEIGHTS: b""}),
+    Case("tensors that overlap", ASK, "not a whole safetensors file", {
+        WEIGHTS: header(json.dumps({
+            name: {"dtype": "F32", "shape": [2], "data_offsets": [start, start + 8]}
+            for name, start in (("a", 0), ("b", 4))
+        }).encode()) + bytes(12)
+    }),
+    Case("a shard outside of the folder", ASK, "names the shard '../corpus.jsonl'", {
+        INDEX: '{"weight_map": {"norm.weight": "../corpus.jsonl"}}'
+    }),
+    Case("a shard at the root of all", ASK, "names the shard '/dev/zero'", {
+        INDEX: '{"weight_map": {"norm.weight": "/dev/zero"}}'
+    }),
+    Case("an index that is a list", ASK, "index.json must hold a JSON object", {INDEX: "[]"}),
+    Case("a tokenizer of garbage", ASK, "tokenizer in model cannot be read", {TOKENIZER: b"\x00garbage"}),
+    Case("a tokenizer of nothing", ASK, "tokenizer in model cannot be read", {TOKENIZER: "{}"}),
+    Case("a tokenizer of no tokens", ASK, "makes no tokens of the question", {
+        TOKENIZER: backend(vocab={f"unused{n}": n for n in range(256)})
+    }),
+    Case("a tokenizer of another model", ASK, "gives the id 9087, but the model has 258", {
+        TOKENIZER: lambda path: path.write_text(path.read_text().replace('"W": 87', '"W": 9087'))
+    }),
+    Case("a template that fails", ASK, "chat template cannot be rendered: no", {
+        TOKENIZER_CONFIG: {"chat_template": "{{ raise_exception('no') }}"}
+    }),
+    Case("a template without end", ASK, "chat template cannot be rendered: it takes more than", {
+        TOKENIZER_CONFIG: {"chat_template": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3}
+    }),
+    Case("a template that is a number", ASK, "is no text", {TOKENIZER_CONFIG: {"chat_template": 7}}),
+    Case("a template that shows nothing", ASK, "does not show the user's message", {
+        "model/chat_template.jinja": "hello"
+    }),
+    Case("a hub id without a network", f"{ASK_CORPUS} --model some/body", "run `hf download some/body`"),
+    Case("a model that is no name", f"{ASK_CORPUS} --model ../../x", "neither a folder nor a hub id"),
+    Case("an encoder without a network", f"{DENSE}-to/no-where", "run `hf download"),
+    Case("an encoder with code of its own", DENSE, ("dense_model 'dense'", "names the class 'evil.Evil'"), {
+        "dense/modules.json": '[{"name": "0", "path": "", "type": "evil.Evil"}]',
+        "dense/evil.py": "open('was-run', 'w')",
+        "dense/config.json": "{}",
+    }),
+    Case("an encoder of nothing", DENSE, "'dense' could not be loaded", {"dense/config.json": "{}"}),
+    Case("an encoder that is a pipe", DENSE, "no regular file", {
+        "dense/config.json": "{}", "dense/tokenizer.json": pipe,
+    }),
+    *(
+        Case(f"the device {name}", f"{ASK} model.device={name}", f"device={name} is not available here")
+        for name in ("meta", "mps", "xla", "cpu:3", "cuda:-1", "hpu")
+    ),
+]  # fmt: skip

@@ -21,8 +21,8 @@ from dlm_rag.diffusion.noise import SCHEDULES
 from dlm_rag.digest import digest_file
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.files import default_index_folder
-from dlm_rag.jsonl import is_blank, parse_object
 from dlm_rag.randomness import permutation
+from dlm_rag.records import expand, field_of, find_file, read_records
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.example import Example
@@ -52,23 +52,15 @@ class TokenFile:
 
 
 def read_documents(path: str | Path) -> Iterator[str]:
-    """The texts of a file of JSON lines, `text` or `contents` of each.
+    """The texts of a file in any form of `records.read_records`, `text` or `contents` of each.
 
     Raises `CorpusError` naming file and line.
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise CorpusError(f"documents '{path}' were not found")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if is_blank(line):
-                continue
-            place = f"{path}, line {number}"
-            record = parse_object(line, place, CorpusError)
-            text = record.get("text", record.get("contents"))
-            if not isinstance(text, str) or not text.strip():
-                raise CorpusError(f"{place}: there is no 'text'")
-            yield text
+    for place, record in read_records(find_file(path, "file of documents", CorpusError), CorpusError):
+        _, text = field_of(record, "contents")
+        if not isinstance(text, str) or not text.strip():
+            raise CorpusError(f"{place}: there is no 'text'")
+        yield text
 
 
 def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = None) -> TokenFile:
@@ -76,11 +68,9 @@ def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = 
 
     folder: where they are kept; None: where indexes are. Raises `CorpusError`.
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise CorpusError(f"documents '{path}' were not found")
-    vocabulary = tokenizer.inner.backend_tokenizer.to_str()
-    root = Path(folder).expanduser() if folder else default_index_folder()
+    path = find_file(path, "file of documents", CorpusError)
+    vocabulary = "plain text\n" + tokenizer.inner.backend_tokenizer.to_str()
+    root = expand(folder, CorpusError) if folder else default_index_folder()
     name = slug(path.stem, "tokens", digest_file(path), vocabulary)
     (end, *_) = sorted(tokenizer.end_ids)
 
@@ -88,7 +78,7 @@ def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = 
         ends, at = [], 0
         with (scratch / "tokens.bin").open("wb") as file:
             for text in read_documents(path):
-                ids = np.array((*tokenizer.inner.encode(text, add_special_tokens=False), end), np.uint32)
+                ids = np.array((*tokenizer.encode_once(text), end), np.uint32)
                 file.write(ids.tobytes())
                 at += len(ids)
                 ends.append(at)

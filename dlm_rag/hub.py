@@ -1,0 +1,110 @@
+"""Folders that somebody else made: found here or fetched from the hub, their files read with suspicion."""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dlm_rag.errors import CheckpointError, fold_message
+from dlm_rag.jsonl import parse_json
+from dlm_rag.records import expand
+
+log = logging.getLogger(__name__)
+
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+MOST_BYTES = 256 << 20  # of a file that is read whole; the largest public tokenizers have 40 MiB
+FIRST_CONTACT = 3.0  # seconds that the hub has to take up a connection; a download may last
+
+
+def locate(name: str | Path, what: str) -> Path:
+    """The folder called `name`, or that of a hub id (OWNER/NAME): from the hub's cache, else fetched.
+
+    Of the hub only data is fetched, never code or pickles. what: the setting, for the error. Raises
+    `CheckpointError`, soon where there is no network.
+    """
+    folder, text = expand(name, CheckpointError), str(name)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or text.count("/") != 1 or text.startswith((".", "~", "/")):
+        raise CheckpointError(f"{what} '{text}' is neither a folder nor a hub id (OWNER/NAME)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    try:
+        return Path(snapshot_download(text, allow_patterns=HUB_FILES, local_files_only=True))
+    except Exception as error:  # the hub client raises a dozen unrelated types
+        log.debug("'%s' is not in the hub's cache: %s", text, error)
+    if HF_HUB_OFFLINE:
+        reason = "HF_HUB_OFFLINE is set"
+    elif not _answers(ENDPOINT):
+        reason = f"{ENDPOINT} does not answer"
+    else:
+        log.info("fetching %s '%s' from %s", what, text, ENDPOINT)
+        try:
+            return Path(snapshot_download(text, allow_patterns=HUB_FILES))
+        except Exception as error:
+            reason = fold_message(error)
+    raise CheckpointError(
+        f"{what} '{text}' is no folder here and could not be fetched from the hub: {reason}; name "
+        f"a folder, or run `hf download {text}` where there is a network"
+    )
+
+
+def _answers(url: str) -> bool:
+    """Whether the server of a URL, or the proxy before it, takes up a connection in time."""
+    from urllib.request import getproxies, proxy_bypass  # brings the client of the web along
+
+    met: list[bool] = []
+
+    def meet() -> None:
+        try:
+            parts, proxies = urlsplit(url), getproxies()
+            proxy = proxies.get(parts.scheme) or proxies.get("all")
+            if proxy and not proxy_bypass(parts.netloc):
+                parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+            port = parts.port or {"http": 80}.get(parts.scheme, 443)
+            socket.create_connection((parts.hostname, port), FIRST_CONTACT).close()
+            met.append(True)
+        except (OSError, ValueError):
+            pass
+
+    # On a thread, for nothing bounds the time in which a name is looked up.
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(FIRST_CONTACT)
+    return bool(met)
+
+
+def check_files(folder: Path, patterns: Iterable[str]) -> None:
+    """Raises `CheckpointError` for what is no regular file, or is too large to be read whole.
+
+    Opening a pipe waits for ever. Links are followed: the hub's cache consists of them.
+    """
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+        if not path.is_file():
+            raise CheckpointError(f"{path} is no regular file")
+        if path.suffix != ".safetensors" and path.stat().st_size > MOST_BYTES:
+            raise CheckpointError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no such file is")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises `CheckpointError` for anything else, also for a key given twice."""
+    value = read_any_json(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return value
+
+
+def read_any_json(path: Path) -> Any:
+    """What a JSON file holds; raises `CheckpointError` as `read_json` does."""
+    if not path.exists():
+        raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}")
+    check_files(path.parent, [path.name])
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_json(text, str(path), CheckpointError, "file")

@@ -1,0 +1,121 @@
+"""The encoder of dense retrieval: a sentence-transformers folder, checked before the library reads it.
+
+The library imports what the files of a folder name: classes of modules, of tokenizers, of adapters,
+kernels from the hub. Only names of its own are let through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlm_rag.errors import CheckpointError, fold_message, is_failure
+from dlm_rag.hub import HUB_FILES, check_files, locate, read_any_json
+from dlm_rag.records import expand
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+_OWN_CLASS = re.compile(r"sentence_transformers(\.[A-Za-z]\w*)+")
+_CODE_KEYS = ("custom_generate", "trust_remote_code", "code_revision", "use_kernels", "kernel_config")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_NO_SETTINGS = ("tokenizer.json", "vocab.json", "added_tokens.json", "model.safetensors.index.json")
+
+
+def load_encoder(name: str, device: str | None) -> SentenceTransformer:
+    """The sentence-transformers model in a folder or of a hub id, without running code of its own.
+
+    Raises `CheckpointError`.
+    """
+    if "/" not in name and not expand(name, CheckpointError).exists():
+        name = f"sentence-transformers/{name}"  # as the library reads short names
+    folder = locate(name, "dense_model")
+    try:
+        check_encoder(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"dense_model '{name}' is not loaded: {error}") from None
+    from sentence_transformers import SentenceTransformer  # takes seconds to import
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        return SentenceTransformer(
+            str(folder), device=device, trust_remote_code=False, local_files_only=True,
+            model_kwargs={"use_safetensors": True},
+        )  # fmt: skip
+    except BaseException as error:  # the libraries below raise many unrelated types
+        if not is_failure(error):
+            raise
+        raise CheckpointError(f"dense_model '{name}' could not be loaded: {fold_message(error)}") from None
+
+
+def check_encoder(folder: Path) -> None:
+    """Raises `CheckpointError` for a folder that brings code, or names code that is not the library's."""
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(f"{folder} holds an adapter: merge it into the weights")
+    check_files(folder, [f"**/{pattern}" for pattern in HUB_FILES])
+    for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        if place != folder and place.is_symlink():
+            raise CheckpointError(f"{place} leads to another folder: copy it")
+        pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
+        if pickled and not any(place.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{place} holds pickled weights only ({pickled[0]}), which are never opened: "
+                "convert them to safetensors"
+            )
+    for path in sorted(folder.rglob("*.json")):
+        if path.name not in _NO_SETTINGS:
+            for entries in _objects(read_any_json(path)):
+                for key, value in entries.items():
+                    _check_setting(path, key, value)
+    for path in sorted(folder.rglob("config.json")):
+        _check_architecture(path)
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object in nested JSON."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _objects(inner)
+
+
+def _check_setting(path: Path, key: str, value: Any) -> None:
+    """Raises `CheckpointError` for a setting by which code is found."""
+    values = list(value.values()) if isinstance(value, dict) else [value]
+    names = []
+    # Classes of modules, of modules in modules, and of the tokenizers of word vectors: a plain word is
+    # looked up among the libraries' own.
+    if key == "types" or (key == "type" and path.name == "modules.json"):
+        names = values
+    elif key == "tokenizer_class":
+        names = [name for name in values if not isinstance(name, str) or "." in name]
+    for name in names:
+        if not isinstance(name, str) or not _OWN_CLASS.fullmatch(name):
+            raise CheckpointError(
+                f"{path} names the class {name!r:.60}, which is not sentence-transformers' own: code that "
+                "comes with a model is never run"
+            )
+    # What is no plain word here is a kernel in a repository of the hub.
+    kernel = key.endswith("attn_implementation") and not all(
+        name is None or (isinstance(name, str) and re.fullmatch(r"\w+", name)) for name in values
+    )
+    if kernel or (key in _CODE_KEYS and value):
+        raise CheckpointError(
+            f"{path} has {key}={value!r:.60}, which asks for code of its own: it is never run"
+        )
+
+
+def _check_architecture(path: Path) -> None:
+    """Raises `CheckpointError` for a model that only its own code can run."""
+    from transformers import CONFIG_MAPPING
+
+    settings = read_any_json(path)
+    if isinstance(settings, dict) and "auto_map" in settings:
+        kind = settings.get("model_type")
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+            raise CheckpointError(
+                f"{path} is of a '{kind!s:.60}' model, which only code of its own runs: that is refused"
+            )

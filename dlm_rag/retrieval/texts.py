@@ -1,0 +1,73 @@
+"""A folder of texts and Markdown as a corpus: passages of one to two hundred words."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dlm_rag.digest import digest_file
+from dlm_rag.errors import CorpusError
+from dlm_rag.jsonl import is_text
+from dlm_rag.records import Record
+
+SUFFIXES = (".txt", ".md", ".markdown")
+LENGTH = (600, 1200)  # characters from which a passage may end, and at most: 100 to 200 words
+# A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
+_SECTION = re.compile(
+    r"^(#{1,6})[ \t]+(?P<title>[^\n]+?)[ \t#]*$|^(```|~~~).*?(^\3|\Z)", re.MULTILINE | re.DOTALL
+)
+
+
+def texts_in(folder: Path) -> list[Path]:
+    """The texts below a folder in the order of their paths; what begins with a dot is left out."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in SUFFIXES
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def fingerprint_texts(folder: Path) -> str:
+    """A digest of all texts of a folder and of their names. Raises `CorpusError`."""
+    found = hashlib.sha256()
+    for path in texts_in(folder):
+        try:
+            found.update(f"{path.relative_to(folder)}\n{digest_file(path)}\n".encode(errors="replace"))
+        except OSError as error:
+            raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
+    return found.hexdigest()
+
+
+def read_texts(folder: Path) -> Iterator[Record]:
+    """The passages of a folder's texts, `path#1` and so on, titled by the heading above or the file's name.
+
+    Raises `CorpusError` for a text that is not UTF-8.
+    """
+    from semantic_text_splitter import MarkdownSplitter, TextSplitter
+
+    for path in texts_in(folder):
+        name, count = path.relative_to(folder).as_posix(), 0
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (UnicodeDecodeError, OSError):
+            raise CorpusError(f"{path} is not UTF-8, or cannot be read") from None
+        if not is_text(name):
+            raise CorpusError(f"{path!a}: the name is not UTF-8: rename the file")
+        markdown = path.suffix.lower() != ".txt"
+        splitter = (MarkdownSplitter if markdown else TextSplitter)(LENGTH)
+        for title, body in sections(text) if markdown else [("", text)]:
+            for passage in splitter.chunks(body):
+                count += 1
+                yield str(path), {"id": f"{name}#{count}", "title": title or path.stem, "contents": passage}
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """The headings of Markdown with what stands below each; what is above the first has none."""
+    title, start = "", 0
+    for found in _SECTION.finditer(text):
+        if found["title"]:
+            yield title, text[start : found.start()]
+            title, start = found["title"], found.end()
+    yield title, text[start:]
