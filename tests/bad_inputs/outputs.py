@@ -2,7 +2,7 @@
 
 import os
 
-from bad_inputs import ASK, Case
+from bad_inputs import ASK, ASK_MODEL, Case
 
 ANSWER = '{"id": "q1", "question": "Who wrote Emma?", "response": "x"}\n'
 STAMPS = {
@@ -66,7 +66,7 @@ CASES = [
     ),
     Case(
         "control characters in an id",
-        f"{ASK} --corpus odd.jsonl",
+        f"{ASK_MODEL} --corpus odd.jsonl",
         "the id ' [2J ' occurs a second time",
         {"odd.jsonl": '{"id": "\\u001b[2J\\u202e", "text": "x"}\n' * 2},
     ),
