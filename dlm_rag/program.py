@@ -1,17 +1,24 @@
 """What all programs share: exit codes, words for the person, files that can be written."""
 
+import errno
+import io
 import logging
 import os
 import re
+import select
 import sys
 from collections.abc import Callable
-from io import TextIOWrapper
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from dlm_rag.errors import ConfigError, RunError, UserError
+from dlm_rag.errors import ConfigError, RunError, UserError, fold_message
 from dlm_rag.progress import clear, status
 from dlm_rag.text import fold, visible
+
+# What torch says of full memory, of the host and of a device.
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+LONGEST_SUFFIX = ".run.json.lock"  # of what stands beside a file that is written
 
 
 class _ToThePerson(logging.StreamHandler):
@@ -22,35 +29,92 @@ class _ToThePerson(logging.StreamHandler):
         self.setStream(sys.stderr)
         super().emit(record)
 
+    def format(self, record: logging.LogRecord) -> str:
+        return _lines(super().format(record))
+
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
-    """Runs a program: user errors are one sentence and exit code 2, Ctrl-C is exit code 130."""
-    if isinstance(sys.stdout, TextIOWrapper):  # where it is not UTF-8, what it lacks is written out
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Runs a program: user errors are one sentence and exit code 2, Ctrl-C is exit code 130.
+
+    What went wrong on the way (a full disk, no memory) is one sentence and exit code 1; a traceback is a
+    fault of this program.
+    """
     shown = _ToThePerson()
     shown.setLevel(logging.INFO)  # some libraries lower their own loggers to DEBUG
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
     logging.getLogger("dlm_rag").setLevel(logging.INFO)
+    code = 0
     try:
+        _check_streams()
         check_environment()
         try:
             main(sys.argv[1:])
         finally:
             clear()
-    except UserError as error:
-        note(f"error: {fold(visible(str(error)))}")
-        raise SystemExit(2) from None
-    except RunError as error:
-        note(f"error: {fold(visible(str(error)))}")
-        raise SystemExit(1) from None
+        sys.stdout.flush()
     except KeyboardInterrupt:
         note("interrupted")
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        # The reader went away (`| head`); nothing more can be said on this stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-    raise SystemExit(0)
+        code = 130
+    except Exception as error:
+        told = sentence(error)
+        if not told:
+            raise
+        code = 2 if isinstance(error, UserError) else 1
+        if _output_fails() and isinstance(error, BrokenPipeError):
+            code = 0  # the reader went away (`| head`), of whom nothing is said
+        else:
+            note(f"error: {fold(visible(told))}")
+    raise SystemExit(code)
+
+
+def sentence(error: Exception) -> str:
+    """What is said of an error that is no fault of the program; nothing of one that is."""
+    if isinstance(error, UserError | RunError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{_reason(error)}"
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    ):
+        return f"the memory is full ({fold_message(error)}): make batches smaller (decode.batch_size, say)"
+    if isinstance(error, RecursionError):
+        return f"something is nested beyond all measure ({fold_message(error)})"
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or fold_message(error)
+
+
+def _check_streams() -> None:
+    """Raises `ConfigError` where a stream is closed: a file would get its number, and what is printed."""
+    for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
+        if stream is None:
+            raise ConfigError(f"standard {name} is closed: send it to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _output_fails() -> bool:
+    """Whether nothing can be written to standard output any more; what is left for it is dropped then."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not poll.poll(0):  # its reader is there
+            sys.stdout.flush()
+            return False
+    except (TypeError, ValueError):  # it is closed, or no file
+        return False
+    except OSError:
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
+    return True
+
+
+def _lines(text: str) -> str:
+    """Lines for the person, without control characters of an id or a file name."""
+    return "\n".join(map(visible, text.split("\n")))
 
 
 def check_environment() -> None:
@@ -65,17 +129,25 @@ def check_environment() -> None:
 def note(text: str, end: str = "\n") -> None:
     """For the person, not for the results: standard error."""
     status()
-    print("\n".join(map(visible, text.split("\n"))), end=end, file=sys.stderr, flush=True)
+    print(_lines(text), end=end, file=sys.stderr, flush=True)
 
 
 def check_writable(path: str, key: str) -> None:
     """Raises `ConfigError` when the file `path` cannot be written; leaves no new file behind."""
-    target = Path(path)
-    existed = target.exists()
+    if path == "-":
+        raise ConfigError(
+            f"{key}=- is no file: leave --out out for answers on standard output; a trace needs a file"
+        )
     try:
+        target = Path(os.path.realpath(path))  # of a link that leads nowhere, where it leads
+        existed = target.exists()
+        if existed and not target.is_file() and not target.is_dir():  # a pipe would wait for its reader
+            raise OSError(errno.EINVAL, "it is no regular file")
+        with suppress(FileNotFoundError):
+            target.with_name(f"{target.name}{LONGEST_SUFFIX}").lstat()
         with target.open("ab"):
             pass
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be written: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # a NUL byte is a ValueError
+        raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}") from None
     if not existed:
         target.unlink(missing_ok=True)  # another process may have asked the same

@@ -54,6 +54,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import exact_match
 from dlm_rag.evidence.pool import Reuse
+from dlm_rag.files import new_file, write_whole
 from dlm_rag.model.cost import Work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.program import note, run
@@ -355,7 +356,7 @@ def write(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]], quantit
     """The table: on the screen, in Markdown, and whole in JSON."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     record = {"stamp": stamp, "peak_bytes": peak, "settings": lines}
-    (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / "scores.json", json.dumps(record, indent=2) + "\n")
     headings = [
         "setting",
         "answers/s",
@@ -405,9 +406,7 @@ def write(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]], quantit
         ),
     ]
     origin = f"Commit {stamp['commit']}, {stamp['date']}, {stamp['device']}, {stamp['threads']} threads."
-    (out / "table.md").write_text(
-        "\n".join([*(f"| {' | '.join(row)} |" for row in wide), "", origin, ""]), encoding="utf-8"
-    )
+    write_whole(out / "table.md", "\n".join([*(f"| {' | '.join(row)} |" for row in wide), "", origin, ""]))
 
 
 def plot_bars(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -428,7 +427,8 @@ def plot_bars(path: Path, lines: list[dict[str, Any]]) -> None:
     axis.set_xlim(0, 1.25 * max(line["answers_per_second_range"][1] for line in lines))
     axis.set_xlabel("answers a second; blue: the tokens of the reference, brown: another algorithm")
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    with new_file(path) as scratch:
+        figure.savefig(scratch, dpi=150)
 
 
 def plot_sweep(path: Path, lines: list[dict[str, Any]], quantity: str) -> None:
@@ -455,7 +455,8 @@ def plot_sweep(path: Path, lines: list[dict[str, Any]], quantity: str) -> None:
     axis.grid(color="0.9")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    with new_file(path) as scratch:
+        figure.savefig(scratch, dpi=150)
 
 
 if __name__ == "__main__":

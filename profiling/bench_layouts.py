@@ -27,6 +27,7 @@ from rich.table import Table
 from dlm_rag.commands.words import parse
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
+from dlm_rag.files import write_whole
 from dlm_rag.model.shape import EVIDENCE_LAYOUTS
 from dlm_rag.program import note, run
 
@@ -64,7 +65,7 @@ def trained(config: Config, out: Path, key: tuple[str, int]) -> list[dict[str, A
         model = replace(config.model, evidence_layout=layout)
         config = replace(config, model=model, train=replace(config.train, seed=seed))
         points = train(config, out / f"{layout}-{seed}")
-        path.write_text(json.dumps(points, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(points, indent=2) + "\n")
     found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return found
 

@@ -31,6 +31,7 @@ from transformers.utils import logging
 from dlm_rag.commands.words import parse
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError
+from dlm_rag.files import write_whole
 from dlm_rag.machine import commit_of_code, describe_machine
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.program import note, run
@@ -221,7 +222,7 @@ def main(argv: list[str]) -> None:
         "tokens_per_step": BATCH,
         "documents": found,
     }
-    (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / "scores.json", json.dumps(record, indent=2) + "\n")
     console = Console()
     console.print(table)
     for line in said:

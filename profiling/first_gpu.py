@@ -31,6 +31,7 @@ from typing import Any
 
 from dlm_rag.commands.words import Parser
 from dlm_rag.errors import ConfigError
+from dlm_rag.files import write_whole
 from dlm_rag.program import note, run
 
 Line = dict[str, Any]
@@ -189,9 +190,7 @@ class Record:
         """Takes a line, or more that is found beside the lines."""
         self.found["lines"] += [found.pop("line")] if "line" in found else []
         self.found |= found
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self.found, indent=2) + "\n", encoding="utf-8")
-        part.rename(self._path)
+        write_whole(self._path, json.dumps(self.found, indent=2) + "\n")
 
 
 def take(name: str, what: What, out: Path) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 from pages import NAME_LENGTH, markdown
 
+from dlm_rag.files import new_file, write_whole
+
 Line = dict[str, Any]
 
 
 def write(out: Path, found: dict[str, Line]) -> None:
     """page.md, page.json and page.png from what the parts have found until now."""
-    (out / "page.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / "page.json", json.dumps(found, indent=2) + "\n")
     decodes = {name: part for name, part in found.items() if has(part, "answers_per_second")}
     trains = {name: part for name, part in found.items() if has(part, "tokens_per_second")}
     picture = bool(decodes or trains)
@@ -30,7 +32,7 @@ def write(out: Path, found: dict[str, Line]) -> None:
             blocks += attribution(name, part)
     blocks += ["## What went wrong", *(errors(found) or ["Nothing."])]
     blocks += ["", table(["part", "seconds"], [[n, f"{p['seconds']:.0f}"] for n, p in found.items()])]
-    (out / "page.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+    write_whole(out / "page.md", "\n\n".join(blocks) + "\n")
 
 
 def has(part: Line, key: str) -> bool:
@@ -194,7 +196,8 @@ def plot(path: Path, decodes: dict[str, Line], trains: dict[str, Line]) -> None:
         axis.set_yticks(range(len(labels)), labels, fontsize=8)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    with new_file(path) as scratch:
+        figure.savefig(scratch, dpi=150)
 
 
 def measured(line: Line) -> str:

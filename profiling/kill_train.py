@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     rng, saving = random.Random(0), 0
     for number in range(1, kills + 1):
         before = lines_of(killed)
-        process = start(killed, steps, "--resume")
+        process = start(killed, steps, *(["--resume"] if before else []))
         # What a resumed run computes again rewrites its lines: fewer, then more.
         while process.poll() is None and lines_of(killed) in (before, 0):
             time.sleep(0.01)

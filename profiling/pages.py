@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from dlm_rag.files import new_file, write_whole
+
 COLOURS = {
     "denoise": "#3b78b5", "encode_evidence": "#5fb0c9", "retrieve": "#c0873c", "retrieve/search": "#dcae6b",
     "retrieve/embed": "#e8cfa0", "tokenize": "#7a9e55", "detokenize": "#a9c48a", "commit": "#8e6fb0",
@@ -108,7 +110,7 @@ def write(out: Path, session: Session, found: Attribution, baseline: Attribution
         where = ", ".join(f"{name} {value}" for name, value in record["machine"].items())
         parts.append(f"{where}\n")
         tags.append(f"<p>{html.escape(where)}</p>")
-    (out / "report.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_whole(out / "report.json", json.dumps(record, indent=2) + "\n")
     plot(out / "report.png", session, found)
     picture = base64.b64encode((out / "report.png").read_bytes()).decode()
     tags.append(f'<img alt="steps and shares" src="data:image/png;base64,{picture}">')
@@ -118,9 +120,9 @@ def write(out: Path, session: Session, found: Attribution, baseline: Attribution
         cells = [f"<tr>{''.join(f'<th>{html.escape(h)}</th>' for h in headings)}</tr>"]
         cells += [f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in rows]
         tags += [f"<h2>{html.escape(title)}</h2>", f"<table>{''.join(cells)}</table>"]
-    (out / "report.md").write_text("\n".join([*parts, remark(found), ""]), encoding="utf-8")
+    write_whole(out / "report.md", "\n".join([*parts, remark(found), ""]))
     head = f"<!doctype html><meta charset=utf-8><title>Where the time went</title><style>{STYLE}</style>"
-    (out / "report.html").write_text(f"{head}{''.join(tags)}<p>{remark(found)}</p>\n", encoding="utf-8")
+    write_whole(out / "report.html", f"{head}{''.join(tags)}<p>{remark(found)}</p>\n")
 
 
 def markdown(cells: list[str]) -> str:
@@ -186,4 +188,5 @@ def plot(path: Path, session: Session, found: Attribution) -> None:
     figure.legend(handles=legend, loc="outside right center", frameon=False)
     for axis in (time, shares):
         axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    with new_file(path) as scratch:
+        figure.savefig(scratch, dpi=150)

@@ -25,6 +25,7 @@ from rich.table import Column, Table
 from dlm_rag.commands.words import parse, whole
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
+from dlm_rag.files import new_file, write_whole
 from dlm_rag.program import note, run
 
 WARM_UP = 3
@@ -78,7 +79,7 @@ def worker(config: Config, kind: str, steps: int, folder: Path) -> None:
             "kind": kind, "processes": processes.count, "seconds": median(seconds),
             "without_sum": median(alone), "tokens_per_second": rate,
         }  # fmt: skip
-        (folder / f"{kind}-{processes.count}.json").write_text(json.dumps(found))
+        write_whole(folder / f"{kind}-{processes.count}.json", json.dumps(found))
     processes.leave()
 
 
@@ -114,7 +115,7 @@ def report(folder: Path, lines: list[dict[str, Any]]) -> None:
         gain = line["tokens_per_second"] / first["tokens_per_second"]
         line["efficiency"] = gain * first["processes"] / line["processes"]
         line["communication"] = max(0.0, 1 - line["without_sum"] / line["seconds"])
-    (folder / "scores.json").write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "scores.json", json.dumps(lines, indent=2) + "\n")
     headings = ("processes", "s a step", "tokens/s", "efficiency", "communication")
     table = Table("", *(Column(h, justify="right") for h in headings))
     for line in lines:
@@ -140,7 +141,8 @@ def report(folder: Path, lines: list[dict[str, Any]]) -> None:
     axis.grid(color="0.9")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    figure.savefig(folder / "picture.png", dpi=150)
+    with new_file(folder / "picture.png") as scratch:
+        figure.savefig(scratch, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """The answers file: nothing that was answered is lost or asked twice, whatever is killed."""
 
 import json
+import multiprocessing
+import random
+import signal
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +15,7 @@ from test_trace import HEADER, VERSION_1, made_up
 
 from dlm_rag.decode.answers import AnswersFile
 from dlm_rag.decode.trace import read_trace
-from dlm_rag.errors import ConfigError, TraceError
+from dlm_rag.errors import ConfigError, RunError, TraceError
 from dlm_rag.machine import describe_machine
 from dlm_rag.questions import Question
 
@@ -190,6 +194,22 @@ def test_a_trace_of_another_run_is_left_alone(files, tmp_path):
     assert files[1].read_bytes() == before
 
 
+def test_a_trace_that_another_run_writes_is_left_alone(files, tmp_path):
+    """The other has answered one question, which a kill of this run's might have left as well."""
+    late = tmp_path / "late.jsonl"
+    run((late, tmp_path / "late-trace.jsonl"))  # begun, nothing answered
+    running = AnswersFile(*files)
+    running.begin(stamp(), HEADER)
+    running.append(answer("q0"))
+    before = files[1].read_bytes()
+    with pytest.raises(ConfigError, match=r"trace=.*t\.jsonl is being written by another process"):
+        run((late, files[1]))
+    assert files[1].read_bytes() == before
+    running.append(answer("q1"))
+    running.close()
+    assert ids(files) == [["q0", "q1"]] * 2 and not list(tmp_path.glob("*.lock"))
+
+
 def test_a_trace_of_version_1_is_not_gone_on_with(files):
     files[1].write_text(VERSION_1)
     record = {"id": "q1", "question": "Who wrote Emma?", "response": "M"}
@@ -205,14 +225,91 @@ def test_the_lock_is_gone_before_it_is_given_back(files):
     """Unlinked afterwards, it might be the lock of a process that has taken it in between."""
     file = AnswersFile(*files)
     file.begin(stamp(), HEADER)
-    path, release = Path(f"{files[0]}.lock"), file._lock.release
+    path, release = Path(f"{files[0]}.lock"), file._locks[0].release
     seen = []
-    file._lock.release = lambda: (seen.append(path.exists()), release())
+    file._locks[0].release = lambda: (seen.append(path.exists()), release())
     file.close()
     assert seen == [False]
     with FileLock(path):
         file.close()
         assert path.exists(), "closed already: the lock is another's"
+
+
+def test_a_full_disk_is_one_sentence_and_what_was_answered_stays(files, monkeypatch):
+    """Wherever it is noticed: in the trace, in the answers, half-way through a line."""
+    import resource
+
+    file = AnswersFile(*files)
+    file.begin(stamp(), HEADER)
+    file.append(answer("q0"))
+    before = [path.read_bytes() for path in files]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (len(before[1]), len(before[1]) + 40):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(
+                RunError, match=r"a\.jsonl cannot be written any more \(File too large\); .* kept"
+            ):
+                file.append(answer("q1"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
+    assert files[0].read_bytes() == before[0] and files[1].read_bytes().startswith(before[1])
+    assert run(files, [answer("q1"), answer("q2")]) == ["q1", "q2"]
+    assert ids(files) == [["q0", "q1", "q2"]] * 2
+
+
+def test_the_same_when_the_disk_is_full_from_the_beginning(files, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dlm_rag.decode.answers.write_whole", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        run(files)
+    monkeypatch.undo()
+    assert run(files) == ["q0", "q1", "q2"], "the lock was given back"
+
+
+MANY = [Question(f"q{n}", "Who?") for n in range(300)]
+
+
+def take_turns(files):
+    """Answers some questions at a time, every third in vain at first, until none is left."""
+    while (file := AnswersFile(*files)).remaining(MANY):
+        try:
+            file.begin(stamp(), HEADER)
+        except ConfigError as error:
+            assert "is being written by another process" in str(error)
+            time.sleep(0.002)
+            continue
+        for number, question in enumerate(file.remaining(MANY)[:20]):
+            file.append(failed(question.id) if number % 3 == 2 else answer(question.id))
+            time.sleep(0.002)
+        file.close()
+
+
+@pytest.mark.slow
+def test_two_processes_one_of_them_killed_again_and_again_lose_and_repeat_nothing(files):
+    """A kill may come while lines are taken out, within a line, or between a trace and its answer."""
+    context, rng, kept, kills = multiprocessing.get_context("fork"), random.Random(0), set(), 0
+    first = context.Process(target=take_turns, args=(files,))
+    first.start()
+    while first.is_alive():
+        second = context.Process(target=take_turns, args=(files,))
+        second.start()
+        time.sleep(rng.random() * 0.1)
+        second.kill()
+        second.join()
+        kills += second.exitcode == -signal.SIGKILL
+        text = files[0].read_text() if files[0].exists() else ""
+        whole = {line for line in text.splitlines(True) if line.endswith("}\n") and '"error"' not in line}
+        assert kept <= whole, "an answer is gone"
+        kept = whole
+    first.join()
+    assert first.exitcode == 0 and kills > 10
+    names, traced = ids(files)
+    assert sorted(names) == sorted(traced) == sorted(question.id for question in MANY)
+    assert kept <= set(files[0].read_text().splitlines(True)) and len(kept) > 100
 
 
 def machines(files):

@@ -134,13 +134,47 @@ def length_dependent_rope(folder):
     )
 
 
-def test_fingerprint_tells_weights_and_config_apart(folder):
-    first = open_checkpoint(folder).fingerprint
-    assert open_checkpoint(folder).fingerprint == first
-    edit_tensors(folder, lambda t: t.update({k: v + 1 for k, v in t.items()}))
-    second = open_checkpoint(folder).fingerprint
+def test_any_byte_of_the_weights_is_another_fingerprint(tmp_path):
+    """The byte in the middle of what samples would have left out, among others."""
+    tiny_denoiser(hidden_size=128, intermediate_size=512).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole, first = path.read_bytes(), open_checkpoint(tmp_path).fingerprint
+    assert len(whole) > 2 * 64 * 4096, "most of it lies between 64 blocks of 4 kB"
+    found = {first}
+    for at in (len(whole) // 64 * 32 + 6000, len(whole) - 1, len(whole) // 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        found.add(open_checkpoint(tmp_path).fingerprint)
+    path.write_bytes(whole)
+    assert len(found) == 4 and open_checkpoint(tmp_path).fingerprint == first
+
+
+def test_any_file_that_is_read_is_another_fingerprint(folder):
+    """By rule: whatever is fetched from the hub, in texts of any name."""
+    names = [
+        "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
+        "added_tokens.json", "generation_config.json", "chat_template.jinja", "chat_templates/tool.jinja",
+        "something_new.json",
+    ]  # fmt: skip
     edit_config(folder, rms_norm_eps=1e-5)
-    assert len({first, second, open_checkpoint(folder).fingerprint}) == 3
+    found = {open_checkpoint(folder).fingerprint}
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        for text in ("{}", "{ }"):
+            (folder / name).write_text(text)
+            found.add(open_checkpoint(folder).fingerprint)
+    edit_config(folder, rms_norm_eps=1e-6)
+    found.add(open_checkpoint(folder).fingerprint)
+    assert len(found) == 2 * len(names) + 2
+
+
+def test_what_is_not_read_changes_no_fingerprint(folder, tmp_path):
+    first = open_checkpoint(folder).fingerprint
+    for name in ("README.md", "training.json", "a.jsonl", "a.jsonl.run.json", "scores.json", "own_code.py",
+                 ".hidden.json", "pytorch_model.bin", "other.safetensors"):  # fmt: skip
+        (folder / name).write_text("{}")
+    assert open_checkpoint(folder).fingerprint == first
+    shutil.copytree(folder, tmp_path / "copy")
+    assert open_checkpoint(tmp_path / "copy").fingerprint == first
 
 
 @pytest.mark.parametrize(

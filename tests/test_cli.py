@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -325,6 +326,52 @@ def test_answers_of_other_settings_are_not_mixed(call, tmp_path, questions_file,
     path = write_lines(tmp_path / "other.jsonl", [{"id": "n0", "question": "Another question?"}])
     code, _, err = call("--questions", path, "--out", out)
     assert code == 2 and "answer to another question with the id 'n0'" in err
+
+
+def test_answers_of_other_weights_are_not_mixed_whichever_byte_differs(
+    call, tmp_path, model, questions_file
+):
+    """One bit, far from the beginning; and a file that only the tokenizer reads."""
+    own, out = tmp_path / "own", tmp_path / "answers.jsonl"
+    shutil.copytree(model, own)
+    words = ("--questions", questions_file, "--out", out, "--model", own)
+    assert call(*words)[0] == 0
+    before = out.read_bytes()
+    weights = own / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-5000] + bytes([whole[-5000] ^ 1]) + whole[-4999:])
+    code, _, err = call(*words)
+    assert code == 2 and "holds answers with model=" in err
+    weights.write_bytes(whole)
+    assert call(*words)[0] == 0
+    (own / "special_tokens_map.json").write_text("{}")
+    code, _, err = call(*words)
+    assert code == 2 and "holds answers with model=" in err and out.read_bytes() == before
+
+
+def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_answers(
+    call, tmp_path, corpus_file, monkeypatch
+):
+    from dlm_rag.decode.answers import AnswersFile
+
+    append, out = AnswersFile.append, tmp_path / "answers.jsonl"
+
+    def append_and_cut(file, rollout):
+        append(file, rollout)
+        corpus_file.write_bytes(corpus_file.read_bytes()[:50])
+
+    monkeypatch.setattr(AnswersFile, "append", append_and_cut)
+    asked = [{"id": f"n{n}", "question": f"Who wrote Emma, volume {n}?"} for n in range(6)]
+    path = write_lines(tmp_path / "questions.jsonl", asked)
+    words = ("--questions", path, "--out", out, "decode.batch_size=1")
+    whole = corpus_file.read_bytes()
+    code, _, err = call(*words)
+    assert code == 2 and f"{corpus_file} has changed while it was in use" in err and "Traceback" not in err
+    assert [record["id"] for record in records(out.read_text())] == ["n0"]
+    corpus_file.write_bytes(whole)
+    monkeypatch.undo()
+    code, _, err = call(*words)
+    assert code == 0 and "1 of 6 questions are answered already" in err
 
 
 def test_files_that_are_not_ours_are_left_alone(call, tmp_path, questions_file):

@@ -1,10 +1,12 @@
 """Corpus files: what a passage is, and every bad line by file and line number."""
 
 import json
+import os
 
 import pytest
 from conftest import PASSAGES, write_lines
 
+from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 
@@ -87,6 +89,54 @@ def test_an_index_folder_stands_for_its_corpus_until_the_file_changes(corpus_fil
         open_corpus(corpus.folder)
     with pytest.raises(CorpusError, match="is no index folder"):
         open_corpus(corpus_file.parent)
+
+
+def cut_short(path):
+    with path.open("r+b") as file:
+        file.truncate(100)
+
+
+def overwrite(path):
+    path.write_bytes(path.read_bytes().replace(b"Austen", b"Bronte"))
+
+
+def append(path):
+    with path.open("ab") as file:
+        file.write(GOOD)
+
+
+@pytest.mark.parametrize("change", [cut_short, overwrite, append, lambda path: path.write_bytes(b"")])
+def test_a_file_that_changes_while_it_is_in_use_is_said(corpus_file, change):
+    """Not a signal that ends the process, and no passage that the index is not of."""
+    corpus = open_corpus(corpus_file)
+    assert corpus[4].id == "herbert"
+    change(corpus_file)
+    os.utime(corpus_file, ns=(0, 1))  # the clock of a file may be too slow to tell a test's steps apart
+    for read in (lambda: corpus.rows([0]), lambda: corpus[4:], lambda: list(corpus)):
+        with pytest.raises(CorpusError, match="has changed while it was in use"):
+            read()
+
+
+def test_a_file_that_another_takes_the_name_of_is_read_on(corpus_file):
+    corpus = open_corpus(corpus_file)
+    corpus_file.with_name("new").write_bytes(GOOD)
+    corpus_file.with_name("new").replace(corpus_file)
+    assert [passage.id for passage in corpus] == [name for name, _, _ in PASSAGES]
+    corpus_file.unlink()
+    assert corpus[0].id == "emma"
+
+
+def test_a_file_that_changes_while_it_is_opened_is_said(corpus_file, monkeypatch):
+    """Its offsets would be of other bytes than its fingerprint."""
+
+    def slow(path):
+        found = digest_file(path)
+        append(path)
+        return found
+
+    monkeypatch.setattr("dlm_rag.retrieval.corpus.digest_file", slow)
+    with pytest.raises(CorpusError, match="has changed while it was in use"):
+        open_corpus(corpus_file)
 
 
 def test_real_corpora_are_read_whole(real):

@@ -14,7 +14,8 @@ from conftest import ROOT
 
 PACKAGE = ROOT / "dlm_rag"
 GROUND = (
-    "errors text jsonl records hub plain chat randomness stages progress config machine program questions"
+    "errors text jsonl records hub plain chat randomness stages progress files digest config machine "
+    "program questions"
 )
 FLOORS = [  # lowest first; a room knows the floors below it
     GROUND,  # these know one another, in no circle; rooms of the other floors know no neighbour

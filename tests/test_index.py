@@ -4,11 +4,14 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.retrieval.index import build_once
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.index import WHOLE, build_once
+from dlm_rag.retrieval.query import build_query
 
 
 def slow_build(scratch):
@@ -28,7 +31,7 @@ def test_two_processes_at_once_build_one_index(tmp_path):
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert (tmp_path / "builds").read_text() == "built\n"
-    assert sorted(path.name for path in (tmp_path / "index").iterdir()) == ["first", "second"]
+    assert sorted(path.name for path in (tmp_path / "index").iterdir()) == ["first", "second", WHOLE]
 
 
 def test_a_build_that_was_killed_is_never_picked_up(tmp_path):
@@ -42,7 +45,7 @@ def test_a_build_that_was_killed_is_never_picked_up(tmp_path):
     worker.join()
     assert not (tmp_path / "index").exists()
     build_once(tmp_path / "index", lambda scratch: (scratch / "third").touch())
-    assert [path.name for path in (tmp_path / "index").iterdir()] == ["third"], "the rest is gone"
+    assert {path.name for path in (tmp_path / "index").iterdir()} == {"third", WHOLE}, "the rest is gone"
 
 
 def test_a_build_that_fails_leaves_no_index(tmp_path):
@@ -62,3 +65,65 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_choose(tmp_path, monkey
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     with pytest.raises(CorpusError, match="retrieval.index_folder"):
         build_once(tmp_path / "sub" / "index", slow_build)
+
+
+HARMS = {
+    "missing": Path.unlink,
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "garbage": lambda path: path.write_bytes(b"garbage"),
+    "one bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_index_is_said_and_built_anew(corpus_file, tmp_path, caplog, harm):
+    """Whatever has become of whichever file, the passages found are those that were."""
+
+    def search():
+        retriever = load_retriever(corpus_file, top_k=2, index_folder=str(tmp_path / "index"))
+        return [passage.id for passage in retriever.search([build_query("question", "who wrote dune")])[0]]
+
+    found = search()
+    files = [path for path in (tmp_path / "index").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    kept = {path: path.read_bytes() for path in files}
+    assert len(kept) > 8
+    for path in kept:
+        caplog.clear()
+        HARMS[harm](path)
+        assert search() == found == ["dune"]
+        assert path.name == "corpus.json" or (path.name in caplog.text and "built anew" in caplog.text)
+        assert {path: path.read_bytes() for path in kept} == kept, path
+
+
+def test_two_processes_rebuild_a_damaged_index_once(tmp_path):
+    build_once(tmp_path / "index", slow_build)
+    (tmp_path / "index" / "second").write_text("3")
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=build_once, args=(tmp_path / "index", slow_build)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert (tmp_path / "builds").read_text() == "built\n" * 2
+    assert (tmp_path / "index" / "second").read_text() == "2"
+
+
+def test_what_was_added_to_a_folder_is_no_damage(tmp_path):
+    build_once(tmp_path / "index", lambda scratch: (scratch / "first").touch())
+    (tmp_path / "index" / "mine").touch()
+    build_once(tmp_path / "index", slow_build)
+    assert (tmp_path / "index" / "mine").exists() and not (tmp_path / "builds").exists()
+
+
+def test_a_build_that_goes_on_finds_what_it_has_left(tmp_path):
+    def killed(scratch):
+        (scratch / "half").touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once(tmp_path / "index", killed, goes_on=True)
+    build_once(
+        tmp_path / "index", lambda scratch: (scratch / "half").rename(scratch / "whole"), goes_on=True
+    )
+    assert (tmp_path / "index" / "whole").exists()

@@ -20,7 +20,7 @@ from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.training.failures import failures_told
 from dlm_rag.training.plan import refuse_unfit
 from dlm_rag.training.processes import Processes
-from dlm_rag.training.saving import saved
+from dlm_rag.training.saving import newest
 
 ALONE = Processes(0, 1, 0)
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -236,7 +236,7 @@ def test_sigterm_saves_and_ends_well(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "--resume goes on" in error, error
-    (last,) = saved(tmp_path)
+    last, _ = newest(tmp_path)
     steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
     assert last.name == f"step-{steps:08d}", "the step that was under way is whole"
 
@@ -258,7 +258,7 @@ def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0 and "--resume goes on" in error, error
     steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
-    assert saved(tmp_path)[-1].name == f"step-{steps:08d}", "a validated step is saved, and so is the last"
+    assert newest(tmp_path)[0].name == f"step-{steps:08d}", "a validated step is saved, and so is the last"
 
 
 @slow

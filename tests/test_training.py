@@ -8,9 +8,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +19,14 @@ from conftest import ROOT
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlm_rag import Denoiser, Tokenizer
-from dlm_rag.commands.train import train
+from dlm_rag import Denoiser, Tokenizer, commands
+from dlm_rag.commands.train import Stop, train
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.evidence.layout import arrange
+from dlm_rag.files import give_back, take_lock
 from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
@@ -39,7 +40,7 @@ from dlm_rag.training.pointers import Places, pointer_loss
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.report import Report
 from dlm_rag.training.rows.worlds import WorldExamples, find
-from dlm_rag.training.saving import position
+from dlm_rag.training.saving import look, newest, position
 from dlm_rag.training.state import phase_settings
 from dlm_rag.training.trainer import added
 from dlm_rag.training.validation import QuestionValidation
@@ -384,7 +385,10 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     rng = random.Random(0)
     for attempt in range(3):
         process = subprocess.Popen(
-            command("killed", "--resume"), cwd=ROOT, env=environment, stderr=subprocess.DEVNULL
+            command("killed", *["--resume"][: bool(attempt)]),
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.DEVNULL,
         )
         metrics = tmp_path / "killed" / "metrics.jsonl"
         deadline = time.monotonic() + 90
@@ -490,7 +494,7 @@ def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monk
         return scores(self, trainer)
 
     def go_on():
-        train(config, begin(config), tmp_path, ALONE, threading.Event())
+        train(config, begin(config), tmp_path, ALONE, Stop())
         return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
 
     with monkeypatch.context() as patched:
@@ -518,11 +522,124 @@ def test_bfloat16_trains_validates_saves_resumes_and_exports(tmp_path, objective
     assert Denoiser.from_pretrained(tmp_path / "model").config == trainer.denoiser.config
 
 
-def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    command = [sys.executable, "train.py", "--out", str(tmp_path), *MICRO]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "holds a run already: add --resume" in done.stderr
+def test_a_folder_is_trained_in_by_one_run_at_a_time(tmp_path):
+    lock = take_lock(tmp_path / "train.lock", "the run")
+    with pytest.raises(ConfigError, match=f"the run in {tmp_path} is being written by another process"):
+        commands.train.main(["--out", str(tmp_path), *MICRO])
+    assert not (tmp_path / "metrics.jsonl").exists()
+    give_back(lock)
+    with commands.train.running(tmp_path, ALONE):
+        assert (tmp_path / "train.lock").exists()
+    assert not (tmp_path / "train.lock").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew_and_says_so(tmp_path, capsys):
+    """What it has left: its lock, a world half written, perhaps metrics."""
+    (tmp_path / "validation.building").mkdir()
+    (tmp_path / "train.lock").touch()
+    words = ["--out", str(tmp_path), *MICRO, "train.steps=1"]
+    commands.train.main([*words, "--resume"])
+    assert f"{tmp_path} has no checkpoint: the run begins anew" in capsys.readouterr().err
+    assert (tmp_path / "model" / "README.md").exists() and position(tmp_path, [""])[0] == 1
+    with pytest.raises(ConfigError, match="holds a run already: add --resume to go on"):
+        commands.train.main(words)
+
+
+def cut_shard(checkpoint):
+    shard = next(checkpoint.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it, what is said
+    "step-00000009": (Path.touch, "state.json cannot be read (Not a directory)"),
+    "step-00000008": (Path.mkdir, "state.json cannot be read (No such file"),
+    "step-last": (Path.mkdir, "its name is not that of a checkpoint"),
+    "step-9": (Path.mkdir, "its name is not that of a checkpoint"),
+    "step-00000004": (cut_shard, ".safetensors is cut short"),
+    **{
+        f"step-0000001{n}": (text, says)
+        for n, (text, says) in enumerate(
+            {
+                "": "the line is not JSON",
+                "[]": "the line is not a JSON object",
+                '{"format": 2}': "state.json lacks a part",
+                '{"format": 2, "run": {}, "phase": {}, "state": []}': "the state has no step",
+                '{"format": 2, "run": {}, "phase": {}, "state": {"step": "4"}}': "the state has no step",
+                '{"format": 2, "run": {}, "phase": {}, "state": {"step": 4}}': "the state has no phase",
+                '{"format": 2, "run": {}, "phase": {}, "state": {"step": 4}, "files": []}': "lacks a part",
+            }.items()
+        )
+    },
+}
+
+
+def test_what_is_no_whole_checkpoint_is_passed_over_and_left_alone(tmp_path, capsys):
+    trainer = make_trainer(tmp_path)
+    for _ in range(2):
+        trainer.step()
+        trainer.step()
+        trainer.save()
+    folder = tmp_path / "checkpoints"
+    for name, (harm, _) in BROKEN.items():
+        if isinstance(harm, str):
+            (folder / name).mkdir()
+            (folder / name / "state.json").write_text(harm)
+        else:
+            harm(folder / name)
+    passed = {line.split(" is passed over: ")[0]: line for line in look(tmp_path).passed_over}
+    for name, (_, says) in BROKEN.items():
+        assert says in passed.pop(str(folder / name)), name
+    assert not passed
+    again = make_trainer(tmp_path)
+    assert again.restore() and again.state.step == 2
+    again.step()
+    again.save()
+    assert newest(tmp_path)[0].name == "step-00000003"
+    assert {path.name for path in folder.iterdir()} == {*BROKEN, "step-00000002", "step-00000003"}
+    again.step()
+    again.save()
+    assert newest(tmp_path)[0].name == "step-00000004", "what was broken is written anew"
+
+
+@pytest.mark.slow
+def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
+    """A real process; what it says is how to go on, and the run that goes on is the whole one's."""
+
+    def start(*more):
+        command = [
+            sys.executable,
+            "train.py",
+            "--out",
+            str(tmp_path),
+            *MICRO,
+            "train.save_every=1000",
+            *more,
+        ]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        metrics = tmp_path / "metrics.jsonl"
+        before = metrics.read_text().count("\n") if metrics.exists() else 0
+        deadline = time.monotonic() + 90
+        while not (metrics.exists() and metrics.read_text().count("\n") > before):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    process = start("train.steps=100000")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "which is saved: --resume goes on" in err, err
+    assert "stopping after this step" in err and "Traceback" not in err
+    saved = position(tmp_path, [""])[0]
+    assert saved > 0
+    process = start("train.steps=100000", "--resume", "train.validate_every=1")
+    time.sleep(1.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err
 
 
 def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
@@ -565,13 +682,46 @@ def test_the_rate_falls_over_the_last_steps():
     assert shares == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
+METRICS = [
+    json.dumps({"step": step, "seconds": 1, "rows": 8, "supervised_tokens": 5}) + "\n" for step in range(3)
+]
+
+
 def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "seconds": 1}\n{"step": 1, "seconds": 1}\n{"step": 2, "se'
-    )
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(METRICS[:2]) + METRICS[2][:13])
     report = Report(tmp_path, load_config(None, MICRO), from_step=1)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "seconds": 1}\n'
-    assert report.lines() == [{"step": 0, "seconds": 1}]
+    assert path.read_text() == METRICS[0]
+    assert report.lines() == [json.loads(METRICS[0])]
+    path.write_text(METRICS[0].rstrip())
+    Report(tmp_path, load_config(None, MICRO), from_step=1)
+    assert path.read_text() == METRICS[0], "it lacked its line break and nothing else"
+
+
+def test_what_is_no_line_of_metrics_stays_and_is_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    foreign = ["garbage\n", "\udcff\n", "[1]\n", '{"step": "1"}\n', '{"step": 1}\n', "\n"]
+    path.write_text("".join([METRICS[0], *foreign, METRICS[1]]), errors="surrogateescape")
+    before = path.read_bytes()
+    report = Report(tmp_path, load_config(None, MICRO), from_step=2)
+    assert path.read_bytes() == before and [line["step"] for line in report.lines()] == [0, 1]
+    report.add_scores({"exact_match": 0.5})
+    assert path.read_bytes() == before[:-2] + b', "exact_match": 0.5}\n'
+    Report(tmp_path, load_config(None, MICRO), from_step=1)
+    assert path.read_bytes() == before[: -len(METRICS[1])]
+
+
+@pytest.mark.parametrize("what", ["begin", "scores"])
+def test_a_kill_while_metrics_are_rewritten_leaves_the_old_ones(tmp_path, monkeypatch, what):
+    """A new file takes the place of the old one at once, or not at all."""
+    path, config = tmp_path / "metrics.jsonl", load_config(None, MICRO)
+    path.write_text("".join(METRICS))
+    report = Report(tmp_path, config, from_step=3)
+    monkeypatch.setattr("pathlib.Path.replace", None)
+    with pytest.raises(TypeError):
+        report.add_scores({"exact_match": 0.5}) if what == "scores" else Report(tmp_path, config, 2)
+    assert path.read_text() == "".join(METRICS)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_wandb_offline_needs_no_account_and_no_network(tmp_path, monkeypatch):

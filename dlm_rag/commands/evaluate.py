@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag.commands.job import gather_questions, plan, with_shipped
 from dlm_rag.commands.words import CommandLine, parse
 from dlm_rag.errors import ConfigError, RunError, fold_message
+from dlm_rag.files import write_whole
 from dlm_rag.program import check_writable, note
 from dlm_rag.text import visible
 
@@ -137,10 +138,10 @@ def report(
     brief = {name: places for name, places in groups.items() if ", " not in name}
     stamp, rule = next(iter(stamps.values())), said["f1_rule"]
     with written(out / "scores.json") as path:
-        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(record, indent=2) + "\n")
     show(Console(), grids(brief, summaries, against, rule))
     with written(out / "scores.md") as path:
-        path.write_text(markdown(grids(groups, summaries, against, rule), stamp), encoding="utf-8")
+        write_whole(path, markdown(grids(groups, summaries, against, rule), stamp))
     with written(out / "scores.png") as path:
         plot(path, groups, summaries)
     print(f"scores.md, scores.json, scores.png and all answers are in {visible(str(out))}")

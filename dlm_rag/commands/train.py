@@ -9,17 +9,22 @@ The folder of --out gets metrics.jsonl, checkpoints/ and, at the end, model/, wh
 
     dlm-rag sample --model runs/tiny/model --corpus runs/tiny/validation/corpus.jsonl "Who ...?"
 
-SIGTERM saves a checkpoint and ends with exit status 0. In a checkout `python train.py` is the same program.
+Ctrl-C saves a checkpoint and ends with exit status 130, a second one ends at once; SIGTERM saves one
+and ends with 0. In a checkout `python train.py` is the same program.
 """
 
+import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlm_rag.commands.words import parse
 from dlm_rag.errors import ConfigError
+from dlm_rag.files import give_back, new_folder, take_lock
 from dlm_rag.program import check_writable, note
 
 if TYPE_CHECKING:
@@ -53,66 +58,140 @@ def main(argv: list[str]) -> None:
     from dlm_rag.training.origin import begin
     from dlm_rag.training.plan import refuse_unfit
     from dlm_rag.training.processes import Processes
+    from dlm_rag.training.saving import newest
 
-    stop = threading.Event()
+    stop = Stop()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     processes = Processes.join()
     try:
-        with failures_told():
+        with failures_told(), running(folder, processes):
             processes.check_folder(folder)
+            if resume and processes.first and newest(folder) is None:
+                note(f"{folder} has no checkpoint: the run begins anew")
             device = processes.device(config.model.device)
             refuse_unfit(config, processes.count, device)  # before anything is fetched
             train(config, begin(config), folder, processes, stop)
     finally:
         processes.leave()
+    if stop.interrupted:
+        raise KeyboardInterrupt
+
+
+class Stop(threading.Event):
+    """Set by the first SIGTERM or Ctrl-C: the step that is under way is the last, and is saved."""
+
+    interrupted = 0.0  # when Ctrl-C was pressed
+
+    @contextmanager
+    def on_interrupt(self) -> Iterator[None]:
+        """While there is something to be saved the first Ctrl-C stops, and a second ends at once."""
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.default_int_handler:  # ignored, as in the background of a shell
+            yield
+            return
+        signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, *signalled: Any) -> None:
+        now = time.monotonic()
+        # The same Ctrl-C comes twice under torchrun: from the terminal and from torchrun.
+        if self.interrupted and now - self.interrupted > 1:
+            signal.default_int_handler(*signalled)
+        elif not self.interrupted:
+            self.interrupted = now
+            self.set()
+            if os.environ.get("RANK", "0") == "0":  # not by print, which may be what was interrupted
+                os.write(2, b"\nstopping after this step, which will be saved; Ctrl-C again ends at once\n")
+
+
+# What a run puts into its folder, by the beginnings of the names.
+PARTS = {"metrics", "checkpoints", "validation", "documents", "model", "wandb", "train"}
 
 
 def make_folder(folder: Path, resume: bool) -> None:
-    """Raises `ConfigError` where the folder cannot be one, or holds a run that is not to be resumed."""
-    if (folder / "checkpoints").exists() and not resume:
-        raise ConfigError(f"{folder} holds a run already: add --resume to go on, or name another --out")
+    """Raises `ConfigError` where the folder cannot be one, or is not what `resume` says.
+
+    A run begins in a folder that is new or empty, or holds what another that was stopped before its
+    first step has left; what is gone on with must be a run.
+    """
     try:
+        here = sorted(folder.iterdir()) if folder.is_dir() else []
+        names = [path.name for path in here if not path.name.startswith(".")]
+        foreign = [name for name in names if name.partition(".")[0] not in PARTS]
+        begun = "checkpoints" in names or "metrics.jsonl" in names
+        if resume and not begun and (foreign or not names):
+            raise ConfigError(f"{folder} holds no run to go on with: name another, or leave --resume out")
+        if not resume and begun:
+            raise ConfigError(f"{folder} holds a run already: add --resume to go on, or name another --out")
+        if not resume and foreign:
+            raise ConfigError(
+                f"{folder} holds '{foreign[0]}', which is of no run: name a new or empty folder"
+            )
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
     check_writable(str(folder / "metrics.jsonl"), "out")
 
 
-def train(
-    config: "Config", origin: "Origin", folder: Path, processes: "Processes", stop: threading.Event
-) -> None:
+@contextmanager
+def running(folder: Path, processes: "Processes") -> Iterator[None]:
+    """Keeps other runs out of the folder; raises `ConfigError`, on all processes, where one is in it."""
+    lock, taken = None, ""
+    if processes.first:
+        try:
+            lock = take_lock(folder / "train.lock", f"the run in {folder}")
+        except ConfigError as error:
+            taken = str(error)
+    try:
+        if processes.any(bool(taken)):
+            raise ConfigError(taken or f"{folder} is in use")
+        yield
+    finally:
+        if lock is not None:
+            give_back(lock)
+
+
+def train(config: "Config", origin: "Origin", folder: Path, processes: "Processes", stop: Stop) -> None:
     """The phases, one after another; each begins with the checkpoint of the one before."""
     from dlm_rag.training.card import write_card
     from dlm_rag.training.phase import open_phase
     from dlm_rag.training.report import Report
-    from dlm_rag.training.saving import position
+    from dlm_rag.training.saving import look, position
     from dlm_rag.training.trainer import Trainer, free_memory
 
     step, left = position(folder, list(config.train.in_phases()))
-    if step and processes.first:
-        note(f"going on from step {step}")
+    if processes.first:
+        for line in look(folder).passed_over:
+            note(line)
+        if step:
+            note(f"going on from step {step}")
     # What is wrong with the data of the last phase is said before the first begins.
     opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
     with Report(folder, config, from_step=step, quiet=not processes.first) as report:
         for phase, (task, validation) in opened.items():
             trainer = Trainer(config, origin, task, folder, processes, phase)
             trainer.restore()
-            if run_phase(trainer, validation, report, stop):
+            with stop.on_interrupt():
+                stopped = run_phase(trainer, validation, report, stop)
+            if stopped:
                 if processes.first:
                     note(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
                 return
             if phase == left[-1]:
-                trainer.export(folder / "model")
+                with new_folder(folder / "model") if processes.first else nullcontext(folder) as model:
+                    trainer.export(model)
+                    if processes.first:
+                        write_card(model, trainer.denoiser, config, report.lines())
                 if processes.first:
-                    write_card(folder / "model", trainer.denoiser, config, report.lines())
                     note(f"the model is in {folder / 'model'}: sample --model reads it")
             del trainer
             free_memory()
 
 
-def run_phase(
-    trainer: "Trainer", validation: "Validation", report: "Report", stop: threading.Event
-) -> bool:
+def run_phase(trainer: "Trainer", validation: "Validation", report: "Report", stop: Stop) -> bool:
     """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
 
     Returns whether it was: all processes have the same answer, whenever the signal came. A step is saved

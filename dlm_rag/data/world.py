@@ -7,6 +7,8 @@ and the `reasoning` that answers them). One passage tells of one entity, mostly 
 again; the answer to a hop stands in the passage of that hop's subject and nowhere in the question, so
 later hops can only be found by what was read before.
 
+What is there stays: a world that is there already is not written again, another one is refused.
+
 Words of names belong to a split, training or test, by a hash of the word: a test world shares no
 invented word with any training world, whatever the seeds. Question wordings and relation paths that
 training never shows are marked `held_out_wording` and `held_out_path`.
@@ -41,6 +43,7 @@ from dlm_rag.data.wordings import (
     VOWELS,
 )
 from dlm_rag.errors import ConfigError
+from dlm_rag.files import write_whole
 
 
 @dataclass(eq=False)
@@ -309,17 +312,30 @@ def question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
 def write_world(
     folder: Path, seed: int, split: str, passages: int, per_hop: int, hops: int = 4
 ) -> list[WorldQuestion]:
-    """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions."""
+    """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions.
+
+    Raises `ConfigError` where one of them is there with other content, which stays.
+    """
     world = make_world(seed, split, passages)
-    folder.mkdir(parents=True, exist_ok=True)
     questions = make_questions(world, seed, per_hop, hops)
     files = {
         "corpus.jsonl": [passage_record(world, entity) for entity in world.entities],
         "questions.jsonl": [question_record(n, q) for n, q in enumerate(questions)],
     }
-    for name, records in files.items():
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / name).write_text(text, encoding="utf-8")
+    texts = {
+        folder / name: "".join(json.dumps(record) + "\n" for record in records)
+        for name, records in files.items()
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            if path.exists() and path.read_bytes() != text.encode():
+                raise ConfigError(f"{path} is there and holds something else: name another folder")
+        for path, text in texts.items():
+            if not path.exists():
+                write_whole(path, text)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot hold a world: {error.strerror}") from None
     return questions
 
 

@@ -3,11 +3,10 @@
 import json
 import logging
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.trace import (
@@ -19,8 +18,13 @@ from dlm_rag.decode.trace import (
     read_lines,
     scan_trace,
 )
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.files import give_back, new_file, take_lock, write_whole
+from dlm_rag.jsonl import parse_object
 from dlm_rag.questions import Question
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ class AnswersFile:
     def __init__(self, out: Path, trace: Path | None = None) -> None:
         self._out, self._trace = out, trace
         self._writer: TraceWriter | None = None
-        self._lock = FileLock(f"{out}.lock", timeout=0)
+        self._locks: list[FileLock] = []
         self._stamp_path = out.with_name(f"{out.name}.run.json")
         self._read()
 
@@ -73,14 +77,17 @@ class AnswersFile:
         if not self._out.is_file() or not self._out.stat().st_size:
             return None
         try:
-            stamp = json.loads(self._stamp_path.read_text(encoding="utf-8"))
-            stamp["answers_depend_on"]
-            return stamp
-        except (OSError, ValueError, KeyError, TypeError):
+            stamp = parse_object(self._stamp_path.read_bytes(), "the stamp", ConfigError)
+        except (OSError, ConfigError):
+            stamp = {}
+        machines = stamp.setdefault("machines", [])
+        known = isinstance(stamp.get("answers_depend_on"), dict) and isinstance(machines, list)
+        if not known or not all(isinstance(machine, dict) for machine in machines):
             raise ConfigError(
                 f"out={self._out} holds something without a readable {self._stamp_path.name} beside it, "
                 "so it is not known what answered: choose another --out"
-            ) from None
+            )
+        return stamp
 
     def remaining(self, questions: Sequence[Question]) -> list[Question]:
         """The questions without an answer here, those that failed among them.
@@ -115,18 +122,18 @@ class AnswersFile:
         are taken out: they are asked again. Raises as the constructor does, and for a trace of version 1.
         """
         try:
-            self._lock.acquire()
-        except Timeout:
-            raise ConfigError(f"out={self._out} is being written by another process") from None
-        try:
+            self._locks.append(take_lock(Path(f"{self._out}.lock"), f"out={self._out}"))
+            if self._trace is not None:  # which a run into another file may have named, too
+                self._locks.append(take_lock(Path(f"{self._trace}.lock"), f"trace={self._trace}"))
             self._read()
             self.check_same(stamp["answers_depend_on"])
             if self._trace is not None:
                 assert header is not None, "a trace begins with a header"
                 held = self._traced if self._answered else TraceContents()
                 self._writer = TraceWriter(self._trace, header, held)
-            self._take_out()
-            self._write_stamp(stamp)
+            with self._writing():
+                self._take_out()
+                self._write_stamp(stamp)
         except BaseException:
             self.close()
             raise
@@ -146,7 +153,7 @@ class AnswersFile:
     def _write_stamp(self, stamp: dict[str, Any]) -> None:
         if self._stamp is not None:
             (machine,) = stamp["machines"]
-            machines = self._stamp.get("machines", [])
+            machines = self._stamp["machines"]
             if machine in machines:
                 return
             for last in machines[-1:]:
@@ -155,22 +162,32 @@ class AnswersFile:
                     "an answer", self._out, *_differences(last, machine)
                 )  # fmt: skip
             stamp = self._stamp | {"machines": [*machines, machine]}
-        scratch = self._stamp_path.with_name(f"{self._stamp_path.name}.part")
-        scratch.write_text(json.dumps(stamp, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        scratch.replace(self._stamp_path)
+        write_whole(self._stamp_path, json.dumps(stamp, indent=2, ensure_ascii=False) + "\n")
 
     def append(self, rollout: Rollout) -> None:
-        """Adds a finished rollout: first its trace, then its answer, which marks it as done."""
-        if self._writer is not None:
-            self._writer.write(rollout)
-        append_lines(self._out, [rollout.answer_record()])
+        """Adds a finished rollout: first its trace, then its answer, which marks it as done.
+
+        Raises `RunError` where the disk is full; what is there stays.
+        """
+        with self._writing():
+            if self._writer is not None:
+                self._writer.write(rollout)
+            append_lines(self._out, [rollout.answer_record()])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"out={self._out} cannot be written any more ({error.strerror or error}); the answers "
+                "before are kept: make room, and the same command goes on from there"
+            ) from error
 
     def close(self) -> None:
         """Gives the files back."""
-        if self._lock.is_locked:
-            # Before the release: afterwards it might be another process that holds it.
-            Path(self._lock.lock_file).unlink(missing_ok=True)
-            self._lock.release()
+        while self._locks:
+            give_back(self._locks.pop())
 
 
 def write_line(stream: TextIO, record: dict[str, Any]) -> None:
@@ -203,7 +220,5 @@ def _take_out_lines(path: Path, ids: Collection[str]) -> None:
     """Writes the file anew without the records of these ids."""
     if not ids:
         return
-    scratch = path.with_name(f"{path.name}.part")
-    with path.open("rb") as file, scratch.open("wb") as kept:
+    with new_file(path) as scratch, path.open("rb") as file, scratch.open("wb") as kept:
         kept.writelines(line for line in file if json.loads(line).get("id") not in ids)
-    scratch.replace(path)

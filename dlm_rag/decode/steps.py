@@ -16,7 +16,7 @@ from dlm_rag.decode.proposer import Proposer, View
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.decode.row import Row, Search, SearchResult
 from dlm_rag.diffusion.commit import Proposals, select
-from dlm_rag.errors import QuestionError
+from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.fitting import Room, fit_passages, keep_shorter
 from dlm_rag.evidence.layout import arrange
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, take_turns
@@ -150,6 +150,8 @@ class Steps:
                 found: list[SearchResult] = list(self.retriever.search(queries))
             except PartialSearchError as error:
                 found = error.found
+            except UserError:  # no answer of this run can be right any more
+                raise
             except Exception as error:
                 log.warning("a search failed", exc_info=error)
                 return [error] * len(queries)

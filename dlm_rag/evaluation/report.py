@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
+from dlm_rag.files import new_file
 from dlm_rag.text import visible
 
 FRAME = 3  # characters that a table puts around a cell
@@ -172,5 +173,6 @@ def _draw(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("%")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(path, dpi=150)
+    with new_file(path) as scratch:
+        figure.savefig(scratch, dpi=150)
     pyplot.close(figure)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dlm_rag.digest import digest_file
 from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.hub import HUB_FILES, check_files, locate, read_json
 from dlm_rag.model.families import FAMILIES, Family
@@ -26,6 +27,7 @@ from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 from dlm_rag.progress import progress
 
 WEIGHTS = "model.safetensors"
+NOT_READ = ["training.json", "scores.json", "*.run.json"]  # of what our own programs write
 SHARD_BYTES = 5 * 10**9
 FLOATS = ("F64", "F32", "F16", "BF16")
 SAMPLED = 256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
@@ -68,23 +70,17 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of config, tokenizer and samples of every shard: other weights, other digest.
+        """Digest of all that is or may be read of the folder: any other byte, another digest.
 
-        A fine-tuned copy differs nearly everywhere, so 64 blocks of 4 kB a shard tell it apart
-        without reading gigabytes.
+        That is the shards that hold the tensors and, of the rest, whatever a checkpoint consists of
+        (`HUB_FILES`), but for what our own programs write beside a model.
         """
-        digest = hashlib.sha256()
-        for name in ("config.json", "tokenizer.json", "vocab.json", "tokenizer_config.json"):
-            if (self.folder / name).is_file():
-                digest.update((self.folder / name).read_bytes())
-        for path in sorted({path for path, _ in self.homes.values()}):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for block in range(64):
-                    file.seek(size * block // 64)
-                    digest.update(file.read(4096))
-        return digest.hexdigest()
+        parts = [path for pattern in (*HUB_FILES, "*/*.jinja") for path in self.folder.glob(pattern)]
+        texts = {path for path in parts if path.is_file() and path.suffix != ".safetensors"}
+        texts -= {path for path in texts if path.name.startswith(".") or any(map(path.match, NOT_READ))}
+        shards = {path for path, _ in self.homes.values()}
+        lines = [f"{path.relative_to(self.folder)} {digest_file(path)}" for path in sorted(shards | texts)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Protocol, TypeVar
 
+from dlm_rag.errors import UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import Query
 
@@ -82,6 +83,8 @@ class CorpusRetriever(ABC):
         """
         try:
             return self._search(queries)
+        except UserError:  # the corpus has changed, which is not about one query
+            raise
         except Exception:
             if len(queries) == 1:
                 raise
@@ -101,7 +104,7 @@ class CorpusRetriever(ABC):
         if self.top_k == len(self.corpus):
             everything = range(len(self.corpus))
             rankings = [list(dict.fromkeys((*rows, *everything))) if rows else [] for rows in rankings]
-        return [[self.corpus[row] for row in rows] for rows in rankings]
+        return [self.corpus.rows(rows) for rows in rankings]
 
 
 def fuse(rankings: Sequence[Ranking], depth: int, constant: int = 60) -> Ranking:

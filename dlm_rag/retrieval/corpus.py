@@ -2,21 +2,22 @@
 
 import json
 import logging
-import mmap
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
+from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError, nearest
+from dlm_rag.files import default_index_folder, write_whole
 from dlm_rag.jsonl import is_blank, lines, parse_object
 from dlm_rag.progress import progress
 from dlm_rag.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
-from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
+from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.retrieval.texts import fingerprint_texts, read_texts, texts_in
 
 log = logging.getLogger(__name__)
@@ -59,17 +60,30 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
     return Passage(id_of(record, "passage", place, CorpusError), title or "", contents)
 
 
+FileState = tuple[int, int]
+
+
+def state_of(file: Path | int) -> FileState:
+    """Size and time of a file, or of one that is open, whatever has taken its name since."""
+    found = os.stat(file)  # noqa: PTH116 - a path cannot be a descriptor
+    return found.st_size, found.st_mtime_ns
+
+
 class Corpus(Sequence[Passage]):
     """The passages of a file by row number; only their offsets are held in memory.
 
     `folder` is where indexes over exactly these bytes are kept: its name holds the fingerprint.
     """
 
-    def __init__(self, path: Path, folder: Path, fingerprint: str) -> None:
+    def __init__(self, path: Path, folder: Path, fingerprint: str, state: FileState) -> None:
+        """state: of the file when it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
-        self._offsets = np.load(folder / "offsets" / "offsets.npy", mmap_mode="r")
-        with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # A plain array over the mapped file: a memmap is slow at single numbers.
+        self._offsets = np.asarray(np.load(folder / "offsets" / "offsets.npy", mmap_mode="r"))
+        self._file = path.open("rb", buffering=0)
+        self._descriptor = self._file.fileno()
+        self._opened = state
+        self.check_unchanged()
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -80,15 +94,35 @@ class Corpus(Sequence[Passage]):
     def __getitem__(self, row: slice) -> list[Passage]: ...
     def __getitem__(self, row: int | slice) -> Passage | list[Passage]:
         if isinstance(row, slice):
-            return [self[number] for number in range(*row.indices(len(self)))]
+            return self.rows(range(*row.indices(len(self))))
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)}")
-        start, stop = self._offsets[row % len(self)], self._offsets[row % len(self) + 1]
+        start, stop = self._offsets[row % len(self) :][:2].tolist()
         place = f"{self.path}, row {row}"
-        return parse_passage(parse_object(self._bytes[start:stop], place, CorpusError), place)
+        try:
+            line = os.pread(self._descriptor, stop - start, start)
+            return parse_passage(parse_object(line, place, CorpusError), place)
+        except CorpusError:
+            self.check_unchanged()
+            raise
+
+    def rows(self, numbers: Iterable[int]) -> list[Passage]:
+        """The passages of some rows; raises `CorpusError` as `check_unchanged` does."""
+        found = [self[number] for number in numbers]
+        self.check_unchanged()  # once: it costs as much as a passage
+        return found
+
+    def check_unchanged(self) -> None:
+        """Raises `CorpusError` where the file has been written to since it was opened."""
+        if state_of(self._descriptor) != self._opened:
+            raise CorpusError(
+                f"{self.path} has changed while it was in use: answers so far are of the file as it was; "
+                "begin again with the file as it is"
+            )
 
     def __iter__(self) -> Iterator[Passage]:
-        return (self[row] for row in range(len(self)))
+        yield from (self[row] for row in range(len(self)))
+        self.check_unchanged()
 
 
 def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Corpus:
@@ -108,7 +142,7 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
             path = _as_lines(path, fingerprint_texts(path), read_texts(path), root)
     path = find_file(path, "corpus", CorpusError)
     try:
-        fingerprint = fingerprint_file(path)
+        state, fingerprint = state_of(path), digest_file(path)
     except OSError as error:
         raise CorpusError(f"corpus '{path}' cannot be read ({error.strerror})") from None
     if expected not in (None, fingerprint):
@@ -118,7 +152,7 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
         )
     if not is_json_lines(path, CorpusError):
         path = _as_lines(path, fingerprint, read_records(path, CorpusError), root)
-        fingerprint = fingerprint_file(path)
+        state, fingerprint = state_of(path), digest_file(path)
     if folder is None:
         folder = root / slug(path.stem, fingerprint)
 
@@ -128,7 +162,7 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
 
     build_once(folder / "offsets", build)
     _write_manifest(folder, {"corpus": str(path.resolve()), "fingerprint": fingerprint})
-    return Corpus(path, folder, fingerprint)
+    return Corpus(path, folder, fingerprint, state)
 
 
 def _as_lines(path: Path, fingerprint: str, records: Iterator[Record], root: Path) -> Path:
@@ -154,12 +188,10 @@ def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
     """Notes which file the folder was last used for, so that the folder can stand for the file."""
     text = json.dumps(manifest) + "\n"
     path = folder / MANIFEST
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
+    if path.is_file() and path.read_bytes() == text.encode():
         return
     try:
-        scratch = folder / f"{MANIFEST}.{os.getpid()}"
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        write_whole(path, text)
     except OSError as error:  # a shared index that may only be read serves all the same
         log.info("%s cannot be written (%s)", path, error.strerror)
 

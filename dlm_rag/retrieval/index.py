@@ -1,7 +1,8 @@
-"""Folders that are built once: complete or not there, whoever builds them and whenever they die."""
+"""Folders that are built once: whole or built anew, whoever builds them and whenever they die."""
 
 import hashlib
-import os
+import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -9,31 +10,43 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError
-from dlm_rag.records import expand
+from dlm_rag.files import default_index_folder, write_whole
+
+__all__ = ["INDEX_VERSION", "build_once", "default_index_folder", "slug"]
+
+log = logging.getLogger(__name__)
 
 # Raise it when what is put into indexes changes: terms, passage texts, vectors.
-INDEX_VERSION = 1
+INDEX_VERSION = 2
+WHOLE = "whole.json"  # the digest of every file of a folder, by its name
 
 
 def build_once(folder: Path, build: Callable[[Path], None], goes_on: bool = False) -> Path:
-    """`folder`, after `build(scratch)` has filled it, unless it is there already.
+    """`folder`, after `build(scratch)` has filled it, unless it is there already and whole.
 
-    The scratch folder takes its final name in one rename, so a folder that exists is whole. A lock
-    lets a second process wait for the first instead of building the same; the lock of a process
-    that died is free, and what it left half-built is removed, unless `build` goes on with it.
+    The scratch folder takes its final name in one rename. What was damaged since, a byte of any file, is
+    found by its digest, said, and built anew; files that were added are none of ours. A lock lets a second
+    process wait for the first instead of building the same; the lock of a process that died is free, and
+    what it left half-built is removed, unless `build` goes on with it.
     """
-    if folder.is_dir():
+    if folder.is_dir() and not _damage(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if not folder.is_dir():
+            damage = _damage(folder) if folder.is_dir() else ""
+            if damage or not folder.is_dir():
+                if damage:
+                    log.warning("%s in %s: it is built anew", damage, folder)
                 scratch = folder.with_name(f"{folder.name}.building")
                 if not goes_on:
                     shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(exist_ok=goes_on)
                 build(scratch)
+                write_whole(scratch / WHOLE, json.dumps(_digests(scratch)))
+                shutil.rmtree(folder, ignore_errors=True)
                 scratch.rename(folder)
     except OSError as error:
         raise CorpusError(
@@ -43,15 +56,23 @@ def build_once(folder: Path, build: Callable[[Path], None], goes_on: bool = Fals
     return folder
 
 
-def default_index_folder() -> Path:
-    """`$DLM_RAG_CACHE`, or `~/.cache/dlm_rag`."""
-    return expand(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag", CorpusError)
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): digest_file(path) for path in files}
 
 
-def fingerprint_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, as 64 hex digits; about a second for every gigabyte."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _damage(folder: Path) -> str:
+    """What has become of a folder since it was built, in words; nothing where it is whole."""
+    try:
+        digests: dict[str, str] = json.loads((folder / WHOLE).read_text(encoding="utf-8"))
+        for name, digest in digests.items():
+            if digest_file(folder / name) != digest:
+                return f"{name} is damaged"
+    except OSError as error:
+        return f"{Path(error.filename or WHOLE).name} cannot be read ({error.strerror})"
+    except (ValueError, AttributeError, TypeError):
+        return f"{WHOLE} is damaged"
+    return ""
 
 
 def slug(*parts: object) -> str:

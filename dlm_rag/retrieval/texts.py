@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError
 from dlm_rag.jsonl import is_text
 from dlm_rag.records import Record
-from dlm_rag.retrieval.index import fingerprint_file
 
 SUFFIXES = (".txt", ".md", ".markdown")
 LENGTH = (600, 1200)  # characters from which a passage may end, and at most: 100 to 200 words
@@ -34,7 +34,7 @@ def fingerprint_texts(folder: Path) -> str:
     found = hashlib.sha256()
     for path in texts_in(folder):
         try:
-            found.update(f"{path.relative_to(folder)}\n{fingerprint_file(path)}\n".encode(errors="replace"))
+            found.update(f"{path.relative_to(folder)}\n{digest_file(path)}\n".encode(errors="replace"))
         except OSError as error:
             raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
     return found.hexdigest()

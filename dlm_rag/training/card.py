@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import Config, differing_keys
+from dlm_rag.files import new_file, write_whole
 from dlm_rag.machine import commit_of_code, describe_machine, machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.report import WINDOW, validation_of
@@ -35,8 +36,8 @@ def write_card(folder: Path, denoiser: Denoiser, config: Config, metrics: list[d
         "validation": validation_of(validated[-1]) if validated else {},
         "config": asdict(config),
     }
-    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(_text(record, differing_keys(config)), encoding="utf-8")
+    write_whole(folder / "training.json", json.dumps(record, indent=2) + "\n")
+    write_whole(folder / "README.md", _text(record, differing_keys(config)))
     plot_curves(folder / "curves.png", metrics)
 
 
@@ -135,5 +136,6 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    with new_file(path) as scratch:
+        figure.savefig(scratch, dpi=130)
     pyplot.close(figure)

@@ -1,9 +1,9 @@
 """Metrics of a run: JSON lines always, a line on the screen or in a log, W&B when asked for."""
 
 import json
-import os
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,30 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dlm_rag.config import Config
+from dlm_rag.errors import ConfigError
+from dlm_rag.files import new_file
+from dlm_rag.jsonl import parse_object
 from dlm_rag.program import note
 
 WINDOW = 50  # steps that the figures on the screen are means of
 VALIDATED = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
+COUNTED = ("step", "seconds", "rows", "supervised_tokens")  # what every line of metrics has
 SHOWN = ("loss", "name_accuracy", "pointer_mass")
 
 
 class Report:
-    """Writes `metrics.jsonl` in `folder`; a resumed run rewrites what it computes again."""
+    """Writes `metrics.jsonl` in `folder`; a resumed run writes anew what it computes again.
+
+    What is no line of metrics there stays and is passed over, but for a last one that a kill has cut short.
+    """
 
     def __init__(self, folder: Path, config: Config, from_step: int, quiet: bool = False) -> None:
         """quiet: nothing is written, as on all processes but the first."""
         self._path, self._quiet = folder / "metrics.jsonl", quiet
-        if not quiet:
-            kept = []
-            if self._path.is_file():
-                lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-                kept = [x for x in lines if x.endswith("\n") and json.loads(x)["step"] < from_step]
-            self._path.write_text("".join(kept), encoding="utf-8")
-            self._last: dict[str, Any] = json.loads(kept[-1]) if kept else {}
+        self._last: dict[str, Any] = {}
+        if not quiet and self._path.is_file():
+            self._rewrite(lambda metrics: metrics if metrics["step"] < from_step else None)
+            self._last = next(reversed(self.lines()), {})
         self._steps = sum(phase.steps for phase in config.train.in_phases().values())
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._validated: dict[str, float] = {}
@@ -91,11 +95,8 @@ class Report:
         """A validation's, to the metrics of the last step."""
         if self._quiet:
             return
-        old = len(json.dumps(self._last)) + 1
         self._last |= scores
-        with self._path.open("r+b") as file:  # one write, which is longer than what it replaces
-            file.seek(-old, os.SEEK_END)
-            file.write(json.dumps(self._last).encode() + b"\n")
+        self._rewrite(lambda metrics: self._last if metrics["step"] == self._last["step"] else metrics)
         if self._wandb is not None:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = validation_of(self._last)
@@ -107,7 +108,30 @@ class Report:
 
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of all steps, of this process and those before it."""
-        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            return [metrics for line in file if (metrics := parse_metrics(line))]
+
+    def _rewrite(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+        """Writes the file anew, with what `change` makes of the metrics of each step."""
+        with new_file(self._path) as scratch, self._path.open("rb") as old, scratch.open("wb") as new:
+            for line in old:
+                metrics = parse_metrics(line)
+                changed = metrics and change(metrics)
+                if changed and changed != metrics:
+                    line = json.dumps(changed).encode() + b"\n"
+                if changed or (metrics is None and line.endswith(b"\n")):
+                    new.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """The metrics of a step, or None where a line is something else."""
+    try:
+        metrics = parse_object(line, "", ConfigError)
+    except ConfigError:
+        return None
+    return metrics if all(isinstance(metrics.get(name), int | float) for name in COUNTED) else None
 
 
 def validation_of(metrics: dict[str, Any]) -> dict[str, float]:

@@ -5,10 +5,12 @@ folder takes its name by one rename after every process has written its part.
 """
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError
+from dlm_rag.files import write_whole
+from dlm_rag.jsonl import parse_object
 from dlm_rag.training.failures import lost, lost_another
 from dlm_rag.training.processes import Processes
+from dlm_rag.training.state import TrainState
 
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -34,31 +39,66 @@ RECORD = "state.json"
 FORMAT = 2  # of the record; 1 had no tasks
 
 
-def saved(folder: Path) -> list[Path]:
-    """The whole checkpoints of the run in `folder`, the oldest first."""
-    return sorted(p for p in (folder / "checkpoints").glob("step-*") if p.suffix != ".part")
+@dataclass(frozen=True)
+class Found:
+    """What the folder of a run has of checkpoints."""
+
+    whole: list[tuple[Path, dict[str, Any]]]  # with their records, the oldest first
+    passed_over: list[str]  # what lies there beside them, and why it is none, in words
+
+
+def look(folder: Path) -> Found:
+    """The checkpoints of the run in `folder`; what is broken there, or none of ours, is passed over.
+
+    Raises `CheckpointError` for one of another format.
+    """
+    found = Found([], [])
+    for path in sorted((folder / "checkpoints").glob("step-*")):
+        if path.suffix == ".part":  # a kill has left it, or it is being written
+            continue
+        record, problem = _read_record(path)
+        if problem:
+            found.passed_over.append(f"{path} is passed over: {problem}")
+            continue
+        written = record.get("format", 1)
+        if written != FORMAT:
+            raise CheckpointError(
+                f"{path} is of format {written} and this program goes on with format {FORMAT} only: end "
+                "the run with the version that began it, or begin again in another --out"
+            )
+        found.whole.append((path, record))
+    return found
+
+
+def _read_record(path: Path) -> tuple[dict[str, Any], str]:
+    """The record of a checkpoint, and what is wrong with it or with its files, in words."""
+    if not re.fullmatch(r"step-\d{8}", path.name):
+        return {}, "its name is not that of a checkpoint"
+    try:
+        record = parse_object((path / RECORD).read_bytes(), RECORD, CheckpointError)
+        if record.get("format", 1) != FORMAT:
+            return record, ""
+        files = record.get("files", {})  # older programs did not write them down
+        if not all(isinstance(part, dict) for part in (record.get("run"), record.get("phase"), files)):
+            return {}, f"{RECORD} lacks a part"
+        TrainState.read(record.get("state"))
+        for name, size in files.items():
+            if (path / name).stat().st_size != size:
+                return {}, f"{name} is cut short, or another file"
+    except OSError as error:
+        return {}, f"{Path(error.filename or RECORD).name} cannot be read ({error.strerror})"
+    except CheckpointError as error:
+        return {}, str(error)
+    return record, ""
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint of the run in `folder` and its record, or None without one.
+    """The newest whole checkpoint of the run in `folder` and its record, or None without one.
 
-    Raises `CheckpointError` where it cannot be read, or was written by a program of another format.
+    Raises `CheckpointError` as `look` does.
     """
-    found = saved(folder)
-    if not found:
-        return None
-    path = found[-1]
-    try:
-        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint of a run: {error}") from None
-    written = record.get("format", 1) if isinstance(record, dict) else None
-    if written != FORMAT:
-        raise CheckpointError(
-            f"{path} is of format {written} and this program goes on with format {FORMAT} only: end the "
-            "run with the version that began it, or begin again in another --out"
-        )
-    return path, record
+    whole = look(folder).whole
+    return whole[-1] if whole else None
 
 
 def position(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
@@ -110,10 +150,13 @@ class Checkpoints:
                 f"({reason_of(error)}); the one before is as it was: make room and --resume"
             ) from error
         if self._processes.first:
-            (scratch / RECORD).write_text(json.dumps({"format": FORMAT, **record}), encoding="utf-8")
-            shutil.rmtree(target, ignore_errors=True)
+            files = {file.name: file.stat().st_size for file in scratch.iterdir()}
+            write_whole(scratch / RECORD, json.dumps({"format": FORMAT, **record, "files": files}))
+            if target.is_dir():  # a broken one, which was passed over
+                shutil.rmtree(target)
+            target.unlink(missing_ok=True)
             scratch.rename(target)
-            for old in saved(self._folder)[:-KEPT_CHECKPOINTS]:
+            for old, _ in look(self._folder).whole[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old)
         self._processes.wait()
         return target

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.task import State
 
 # What may change while a run goes on: how long it is, what is reported, how the work is done.
@@ -22,6 +22,15 @@ class TrainState:
     phase: str = ""
     phase_step: int = 0
     tasks: dict[str, State] = field(default_factory=dict)  # of each task so far, by its name
+
+    @classmethod
+    def read(cls, record: Any) -> "TrainState":
+        """The state in a record; raises `CheckpointError` for what is none."""
+        wanted = asdict(cls())
+        for name, value in wanted.items():
+            if not isinstance(record, dict) or type(record.get(name)) is not type(value):
+                raise CheckpointError(f"the state has no {name}")
+        return cls(**{name: record[name] for name in wanted})
 
 
 def refuse_others(what: str, then: dict[str, Any], now: dict[str, Any]) -> None:

@@ -248,7 +248,7 @@ class Trainer:
         if found is None:
             return False
         path, record = found
-        state = TrainState(**record["state"])
+        state = TrainState.read(record["state"])
         same = state.phase == self.state.phase
         refuse_others("the run", record["run"], run_settings(self.config))
         if same:

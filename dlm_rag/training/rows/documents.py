@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.diffusion.noise import SCHEDULES
+from dlm_rag.digest import digest_file
 from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.files import default_index_folder
 from dlm_rag.randomness import permutation
 from dlm_rag.records import expand, field_of, find_file, read_records
-from dlm_rag.retrieval.index import build_once, default_index_folder, fingerprint_file, slug
+from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.example import Example
 
@@ -69,7 +71,7 @@ def open_documents(path: str | Path, tokenizer: Tokenizer, folder: str | None = 
     path = find_file(path, "file of documents", CorpusError)
     vocabulary = "plain text\n" + tokenizer.inner.backend_tokenizer.to_str()
     root = expand(folder, CorpusError) if folder else default_index_folder()
-    name = slug(path.stem, "tokens", fingerprint_file(path), vocabulary)
+    name = slug(path.stem, "tokens", digest_file(path), vocabulary)
     (end, *_) = sorted(tokenizer.end_ids)
 
     def build(scratch: Path) -> None:

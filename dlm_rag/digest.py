@@ -1,0 +1,72 @@
+"""Digests of whole files, computed on all cores and remembered for as long as a file does not change."""
+
+import hashlib
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from blake3 import blake3
+
+from dlm_rag.files import default_index_folder, write_whole
+from dlm_rag.progress import progress
+from dlm_rag.text import visible
+
+BLOCK = 32 << 20  # bytes that are read at a time
+REMEMBERED_FROM = 16 << 20  # bytes; a smaller file is read sooner than what is remembered of it
+RACY = 2 * 10**9  # nanoseconds within which a file may change and keep its times (git calls it racy)
+
+
+def digest_file(path: Path) -> str:
+    """BLAKE3 of all bytes of a file, as 64 hex digits; raises `OSError`.
+
+    It is remembered in the cache folder under path, size, times and inode, so that a file that has not
+    changed is not read again. A cache that cannot be read or written costs only time.
+    """
+    with path.open("rb", buffering=0) as file:
+        before = _state(file.fileno())
+        record = default_index_folder() / "digests" / f"{_name(path)}.json"
+        large = before["size"] >= REMEMBERED_FROM
+        if large and (known := _remembered(record, before)):
+            return known
+        digest, block = (
+            blake3(max_threads=blake3.AUTO),
+            memoryview(bytearray(min(BLOCK, before["size"] + 1))),
+        )
+        # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
+        with progress(visible(f"reading {path.name}"), before["size"], "bytes") as advance:
+            while count := file.readinto(block):
+                digest.update(block[:count])
+                advance(count)
+        found = digest.hexdigest()
+        after = _state(file.fileno())
+        settled = time.time_ns() - max(after["mtime"], after["ctime"]) > RACY
+        if large and settled and after == before:
+            with suppress(OSError):
+                record.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(record, json.dumps({"digest": found, **after}))
+    return found
+
+
+def _name(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+
+
+def _state(file: int) -> dict[str, int]:
+    """What changes with the content of an open file."""
+    found = os.fstat(file)
+    return {
+        "size": found.st_size, "mtime": found.st_mtime_ns, "ctime": found.st_ctime_ns,
+        "inode": found.st_ino, "device": found.st_dev,
+    }  # fmt: skip
+
+
+def _remembered(record: Path, state: dict[str, int]) -> str | None:
+    """The digest in a record, if it is of a file in this state."""
+    try:
+        found = json.loads(record.read_text(encoding="utf-8"))
+        digest = found.pop("digest")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return digest if found == state and isinstance(digest, str) else None
