@@ -55,13 +55,15 @@ def _rows(path: str | Path) -> Iterator[Record]:
         stream = getattr(sys.stdin, "buffer", None)
         if stream is None or stream.closed:
             raise QuestionError("--questions - reads standard input, which is closed")
-        if stream.isatty():
-            note("questions from the keyboard, one a line; Ctrl-D ends them")
-        return records_in(stream, Path("standard input"), QuestionError, plain="question")
+        yield from records_in(stream, Path("standard input"), QuestionError, plain="question")
+        return
     found = expand(path, QuestionError)
-    if not found.is_fifo() and not found.is_char_device():  # both are read once, as they come
-        found = find_file(path, "questions file", QuestionError)
-    return read_records(found, QuestionError, plain="question")
+    if found.is_fifo() or found.is_char_device():  # both are read once, as they come
+        with found.open("rb") as file:
+            yield from records_in(file, found, QuestionError, plain="question")
+        return
+    found = find_file(path, "questions file", QuestionError)
+    yield from read_records(found, QuestionError, plain="question")
 
 
 def typed_questions(texts: list[str]) -> list[Question]:

@@ -1,5 +1,7 @@
 """Files of questions, and which of them are chosen."""
 
+import os
+import threading
 from collections import Counter
 
 import pytest
@@ -97,3 +99,12 @@ def test_quick_draws_evenly_over_hops_and_labels():
     assert [q.id for q in chosen[:100]] != [str(n) for n in range(100)], "not the first of a kind"
     assert choose(asked[:150], Config(quick=True)) == asked[:150]
     assert choose(asked, Config(limit=3)) == asked[:3] and choose(asked, Config()) == asked
+
+
+def test_a_pipe_is_read_as_it_comes(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("Who wrote Emma?\nWho wrote Dune?\n",))
+    writer.start()
+    assert [question.question for question in read_questions(pipe)] == ["Who wrote Emma?", "Who wrote Dune?"]
+    writer.join()
