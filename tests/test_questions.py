@@ -106,5 +106,6 @@ def test_a_pipe_is_read_as_it_comes(tmp_path):
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=("Who wrote Emma?\nWho wrote Dune?\n",))
     writer.start()
-    assert [question.question for question in read_questions(pipe)] == ["Who wrote Emma?", "Who wrote Dune?"]
+    asked = [question.question for question in read_questions(pipe)]
+    assert asked == ["Who wrote Emma?", "Who wrote Dune?"]
     writer.join()
