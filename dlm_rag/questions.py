@@ -55,6 +55,8 @@ def _rows(path: str | Path) -> Iterator[Record]:
         stream = getattr(sys.stdin, "buffer", None)
         if stream is None or stream.closed:
             raise QuestionError("--questions - reads standard input, which is closed")
+        if stream.isatty():
+            note("questions from the keyboard, one a line; Ctrl-D ends them")
         yield from records_in(stream, Path("standard input"), QuestionError, plain="question")
         return
     found = expand(path, QuestionError)
