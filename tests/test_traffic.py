@@ -67,7 +67,7 @@ def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
 
 
 MICRO = [
-    "model.device=meta", "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=400",
+    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=400",
     "train.groups=2", "train.rows=3", "train.world_passages=100", "train.steps=9", "train.worlds=1",
     "train.validation_questions=1", "decode.canvas_length=48", "retrieval.top_k=3",
 ]  # fmt: skip
@@ -83,8 +83,10 @@ WAYS = {  # copies in: one for each call of the layers, one for the loss
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_training_step_waits_for_the_device_once(tmp_path, way):
+def test_a_training_step_waits_for_the_device_once(tmp_path, monkeypatch, way):
     """Pointers, the two masks, the norm of the gradients and the optimizers included."""
+    # Which no setting names.
+    monkeypatch.setattr("dlm_rag.training.processes.choose_device", lambda name: META)
     copies, words = WAYS[way]
     with traffic() as seen:
         trainer, _ = open_trainer(load_config(None, [*MICRO, *words]), tmp_path)
