@@ -54,7 +54,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import exact_match
 from dlm_rag.evidence.pool import Reuse
-from dlm_rag.files import new_file, write_whole
+from dlm_rag.files.whole import new_file, write_whole
 from dlm_rag.model.cost import Work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.program import note, run

@@ -27,7 +27,7 @@ from rich.table import Table
 from dlm_rag.commands.words import parse
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
-from dlm_rag.files import write_whole
+from dlm_rag.files.whole import write_whole
 from dlm_rag.model.shape import EVIDENCE_LAYOUTS
 from dlm_rag.program import note, run
 

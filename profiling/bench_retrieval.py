@@ -20,9 +20,9 @@ from rich.table import Table
 from dlm_rag.commands.words import parse
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evaluation.metrics import evidence_recall
+from dlm_rag.files.records import read_records
 from dlm_rag.program import run
 from dlm_rag.questions import Question, read_questions
-from dlm_rag.records import read_records
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse, take_turns
 from dlm_rag.retrieval.query import Query, build_query

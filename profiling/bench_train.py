@@ -31,7 +31,7 @@ from transformers.utils import logging
 from dlm_rag.commands.words import parse
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.files import write_whole
+from dlm_rag.files.whole import write_whole
 from dlm_rag.machine import commit_of_code, describe_machine
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.program import note, run

@@ -31,7 +31,7 @@ from typing import Any
 
 from dlm_rag.commands.words import Parser
 from dlm_rag.errors import ConfigError
-from dlm_rag.files import write_whole
+from dlm_rag.files.whole import write_whole
 from dlm_rag.program import note, run
 
 Line = dict[str, Any]

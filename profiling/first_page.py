@@ -6,7 +6,7 @@ from typing import Any
 
 from pages import NAME_LENGTH, markdown
 
-from dlm_rag.files import new_file, write_whole
+from dlm_rag.files.whole import new_file, write_whole
 
 Line = dict[str, Any]
 

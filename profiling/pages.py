@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from dlm_rag.files import new_file, write_whole
+from dlm_rag.files.whole import new_file, write_whole
 
 COLOURS = {
     "denoise": "#3b78b5", "encode_evidence": "#5fb0c9", "retrieve": "#c0873c", "retrieve/search": "#dcae6b",

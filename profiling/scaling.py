@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from dlm_rag.commands.words import parse, whole
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
-from dlm_rag.files import new_file, write_whole
+from dlm_rag.files.whole import new_file, write_whole
 from dlm_rag.program import note, run
 
 WARM_UP = 3

@@ -7,9 +7,9 @@ import time
 import pytest
 from conftest import byte_tokenizer
 
-from dlm_rag.chat import render
 from dlm_rag.errors import CheckpointError
 from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.tokenizer.chat import render
 
 CHATML = """{%- if messages[0]['role'] != 'system' -%}
 {{- '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}

@@ -236,7 +236,7 @@ def test_a_hub_id_out_of_reach_says_so():
 def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
     """A black hole takes no connection up and refuses none: the queue of a server that never answers."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("dlm_rag.hub.FIRST_CONTACT", 0.5)
+    monkeypatch.setattr("dlm_rag.files.hub.FIRST_CONTACT", 0.5)
     with contextlib.ExitStack() as stack:
         hub = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         place = hub.getsockname()

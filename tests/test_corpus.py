@@ -6,8 +6,8 @@ import os
 import pytest
 from conftest import PASSAGES, write_lines
 
-from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError
+from dlm_rag.files.digest import digest_file
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 
 GOOD = b'{"id": "a", "contents": "text"}\n'

@@ -13,10 +13,7 @@ import pytest
 from conftest import ROOT
 
 PACKAGE = ROOT / "dlm_rag"
-GROUND = (
-    "errors text jsonl records hub plain chat randomness stages progress files digest config machine "
-    "program questions"
-)
+GROUND = "errors text files randomness stages progress config machine program questions"
 FLOORS = [  # lowest first; a room knows the floors below it
     GROUND,  # these know one another, in no circle; rooms of the other floors know no neighbour
     "diffusion model retrieval data",
@@ -119,7 +116,7 @@ def f():
     assert set(imported(source, known)) == known - {"dlm_rag.decode"}
     assert climbs("text", "model") and climbs("model", "retrieval") and climbs("data", "tokenizer")
     assert (
-        not climbs("model", "text") and not climbs("questions", "jsonl") and not climbs("decode", "decode")
+        not climbs("model", "text") and not climbs("questions", "files") and not climbs("decode", "decode")
     )
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from dlm_rag import files
 from dlm_rag.decode.answers import write_line
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files import new_file, new_folder, write_whole
+from dlm_rag.files import whole
+from dlm_rag.files.whole import new_file, new_folder, write_whole
 from dlm_rag.program import check_writable, note, run
 
 
@@ -153,11 +153,11 @@ def test_a_new_folder_replaces_files_one_by_one_and_leaves_others(tmp_path):
 
 
 def test_a_lock_is_one_process_at_a_time(tmp_path):
-    first = files.take_lock(tmp_path / "lock", "it")
+    first = whole.take_lock(tmp_path / "lock", "it")
     with pytest.raises(ConfigError, match="it is being written by another process"):
-        files.take_lock(tmp_path / "lock", "it")
-    files.give_back(first)
-    second = files.take_lock(tmp_path / "lock", "it")
-    files.give_back(first)
+        whole.take_lock(tmp_path / "lock", "it")
+    whole.give_back(first)
+    second = whole.take_lock(tmp_path / "lock", "it")
+    whole.give_back(first)
     assert (tmp_path / "lock").exists(), "given back already: the lock is another's"
-    files.give_back(second)
+    whole.give_back(second)

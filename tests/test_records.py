@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlm_rag import records
 from dlm_rag.errors import CorpusError, QuestionError, UserError
+from dlm_rag.files import records
+from dlm_rag.files.records import read_records
 from dlm_rag.questions import Question, read_questions
-from dlm_rag.records import read_records
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 
 ROWS = [

@@ -26,7 +26,7 @@ from dlm_rag.data.world import make_question, make_world
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.evidence.layout import arrange
-from dlm_rag.files import give_back, take_lock
+from dlm_rag.files.whole import give_back, take_lock
 from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host

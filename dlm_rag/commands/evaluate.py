@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag.commands.job import gather_questions, plan, with_shipped
 from dlm_rag.commands.words import CommandLine, parse
 from dlm_rag.errors import ConfigError, RunError, fold_message
-from dlm_rag.files import write_whole
+from dlm_rag.files.whole import write_whole
 from dlm_rag.program import check_writable, note
 from dlm_rag.text import visible
 

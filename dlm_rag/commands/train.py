@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.commands.words import parse
 from dlm_rag.errors import ConfigError
-from dlm_rag.files import give_back, new_folder, take_lock
+from dlm_rag.files.whole import give_back, new_folder, take_lock
 from dlm_rag.program import check_writable, note
 
 if TYPE_CHECKING:

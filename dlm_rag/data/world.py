@@ -43,7 +43,7 @@ from dlm_rag.data.wordings import (
     VOWELS,
 )
 from dlm_rag.errors import ConfigError
-from dlm_rag.files import write_whole
+from dlm_rag.files.whole import write_whole
 
 
 @dataclass(eq=False)

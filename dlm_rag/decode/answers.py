@@ -19,8 +19,8 @@ from dlm_rag.decode.trace import (
     scan_trace,
 )
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files import give_back, new_file, take_lock, write_whole
-from dlm_rag.jsonl import parse_object
+from dlm_rag.files.jsonl import parse_object
+from dlm_rag.files.whole import give_back, new_file, take_lock, write_whole
 from dlm_rag.questions import Question
 
 if TYPE_CHECKING:

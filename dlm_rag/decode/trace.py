@@ -18,7 +18,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
-from dlm_rag.jsonl import parse_object
+from dlm_rag.files.jsonl import parse_object
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, read_tokenizer
 

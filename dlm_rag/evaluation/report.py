@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
-from dlm_rag.files import new_file
+from dlm_rag.files.whole import new_file
 from dlm_rag.text import visible
 
 FRAME = 3  # characters that a table puts around a cell

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dlm_rag.digest import digest_file
 from dlm_rag.errors import CheckpointError, nearest
-from dlm_rag.hub import HUB_FILES, check_files, locate, read_json
+from dlm_rag.files.digest import digest_file
+from dlm_rag.files.hub import HUB_FILES, check_files, locate, read_json
 from dlm_rag.model.families import FAMILIES, Family
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 from dlm_rag.progress import progress

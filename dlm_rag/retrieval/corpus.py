@@ -11,12 +11,12 @@ from typing import Any, overload
 
 import numpy as np
 
-from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError, nearest
-from dlm_rag.files import default_index_folder, write_whole
-from dlm_rag.jsonl import is_blank, lines, parse_object
+from dlm_rag.files.digest import digest_file
+from dlm_rag.files.jsonl import is_blank, lines, parse_object
+from dlm_rag.files.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
+from dlm_rag.files.whole import default_index_folder, write_whole
 from dlm_rag.progress import progress
-from dlm_rag.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.retrieval.texts import fingerprint_texts, read_texts, texts_in
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, fold_message, is_failure
-from dlm_rag.hub import HUB_FILES, check_files, locate, read_any_json
-from dlm_rag.records import expand
+from dlm_rag.files.hub import HUB_FILES, check_files, locate, read_any_json
+from dlm_rag.files.records import expand
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError
-from dlm_rag.files import default_index_folder, write_whole
+from dlm_rag.files.digest import digest_file
+from dlm_rag.files.whole import default_index_folder, write_whole
 
 __all__ = ["INDEX_VERSION", "build_once", "default_index_folder", "slug"]
 

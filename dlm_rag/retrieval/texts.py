@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dlm_rag.digest import digest_file
 from dlm_rag.errors import CorpusError
-from dlm_rag.jsonl import is_text
-from dlm_rag.records import Record
+from dlm_rag.files.digest import digest_file
+from dlm_rag.files.jsonl import is_text
+from dlm_rag.files.records import Record
 
 SUFFIXES = (".txt", ".md", ".markdown")
 LENGTH = (600, 1200)  # characters from which a passage may end, and at most: 100 to 200 words

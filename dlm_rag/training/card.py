@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import Config, differing_keys
-from dlm_rag.files import new_file, write_whole
+from dlm_rag.files.whole import new_file, write_whole
 from dlm_rag.machine import commit_of_code, describe_machine, machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.report import WINDOW, validation_of

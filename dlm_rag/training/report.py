@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
-from dlm_rag.files import new_file
-from dlm_rag.jsonl import parse_object
+from dlm_rag.files.jsonl import parse_object
+from dlm_rag.files.whole import new_file
 from dlm_rag.program import note
 
 WINDOW = 50  # steps that the figures on the screen are means of

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError
-from dlm_rag.files import write_whole
-from dlm_rag.jsonl import parse_object
+from dlm_rag.files.jsonl import parse_object
+from dlm_rag.files.whole import write_whole
 from dlm_rag.training.failures import lost, lost_another
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.state import TrainState

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.diffusion.noise import SCHEDULES
-from dlm_rag.digest import digest_file
 from dlm_rag.errors import ConfigError, CorpusError
-from dlm_rag.files import default_index_folder
+from dlm_rag.files.digest import digest_file
+from dlm_rag.files.records import expand, field_of, find_file, read_records
+from dlm_rag.files.whole import default_index_folder
 from dlm_rag.randomness import permutation
-from dlm_rag.records import expand, field_of, find_file, read_records
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.example import Example

@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dlm_rag.errors import CheckpointError, fold_message
-from dlm_rag.jsonl import parse_json
-from dlm_rag.records import expand
+from dlm_rag.files.jsonl import parse_json
+from dlm_rag.files.records import expand
 
 log = logging.getLogger(__name__)
 

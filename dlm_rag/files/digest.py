@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from dlm_rag.files import default_index_folder, write_whole
+from dlm_rag.files.whole import default_index_folder, write_whole
 from dlm_rag.progress import progress
 from dlm_rag.text import visible
 

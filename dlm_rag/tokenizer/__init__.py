@@ -16,10 +16,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.chat import render
 from dlm_rag.errors import CheckpointError, QuestionError, fold_message, is_failure
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
-from dlm_rag.plain import PlainEncoder
+from dlm_rag.tokenizer.chat import render
+from dlm_rag.tokenizer.plain import PlainEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

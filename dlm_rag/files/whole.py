@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.records import expand
+from dlm_rag.files.records import expand
 
 if TYPE_CHECKING:
     from filelock import FileLock

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dlm_rag.errors import UserError, nearest
-from dlm_rag.jsonl import decode_line, is_blank, lines, parse_json, parse_object
+from dlm_rag.files.jsonl import decode_line, is_blank, lines, parse_json, parse_object
 from dlm_rag.progress import progress
 
 FORMS = (

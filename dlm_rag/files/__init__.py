@@ -1,0 +1,1 @@
+"""Files as people hand them in, and files as this program leaves them."""
