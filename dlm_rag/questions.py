@@ -13,6 +13,7 @@ from typing import Any
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, nearest
 from dlm_rag.jsonl import is_text
+from dlm_rag.program import note
 from dlm_rag.records import Record, expand, field_of, find_file, id_of, read_records, records_in
 
 QUICK = 200  # questions of --quick
