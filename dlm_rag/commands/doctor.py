@@ -58,8 +58,13 @@ Check = Callable[[Config], Iterator[Finding]]
 
 def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, typed=False, switches={"json": "print JSON, for an issue report"})
-    logging.getLogger("dlm_rag").setLevel(logging.WARNING)
-    findings = list(examine(words.config))
+    log = logging.getLogger("dlm_rag")
+    level = log.level
+    log.setLevel(logging.WARNING)  # what programs say on their way is not asked for
+    try:
+        findings = list(examine(words.config))
+    finally:
+        log.setLevel(level)
     status()
     if "json" in words.switches:
         print(json.dumps(report(words.config, findings), indent=2, ensure_ascii=False))

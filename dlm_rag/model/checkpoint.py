@@ -55,11 +55,11 @@ class Checkpoint:
             for path, names in by_file.items():
                 with safe_open(path, framework="pt", device=str(device)) as file:
                     for ours, theirs in names:
-                        found = file.get_tensor(theirs)
-                        value = found.to(device, dtype)
+                        value = file.get_tensor(theirs)
+                        advance(value.nbytes)
+                        value = value.to(device, dtype)  # nothing is held beside it
                         _check_sound(path, theirs, value, ours)
                         yield ours, value
-                        advance(found.nbytes)
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
