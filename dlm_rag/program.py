@@ -1,5 +1,6 @@
-"""What all programs share: exit codes, words for the person, files that can be written."""
+"""What all programs share: exit codes, flags, words for the person, files that can be written."""
 
+import argparse
 import errno
 import io
 import logging
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dlm_rag.errors import ConfigError, RunError, UserError, fold_message
 from dlm_rag.progress import clear, status
@@ -117,6 +118,46 @@ def _lines(text: str) -> str:
     return "\n".join(map(visible, text.split("\n")))
 
 
+class Parser(argparse.ArgumentParser):
+    """The parser of all programs: what is wrong with a word is a `ConfigError`, a flag counts once."""
+
+    def __init__(self, description: str, **more: Any) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **more,
+        )
+        self.register("action", None, _Once)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
+
+
+class _Once(argparse.Action):
+    """A flag with a value; of two values it would not be known which one is meant."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        given: argparse.Namespace,
+        value: Any,
+        flag: str | None = None,
+    ) -> None:
+        if flag is not None and flag in (seen := vars(given).setdefault("seen", [])):
+            raise ConfigError(f"{flag} is given twice: leave one out")
+        if flag is not None:
+            seen.append(flag)
+        setattr(given, self.dest, value)
+
+
+def whole(text: str, low: int = 1, flag: str = "") -> int:
+    """A whole number of at least `low` as a word has it. Raises `ConfigError` that begins with `flag`."""
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < low:
+        raise ConfigError(f"{flag}{text[:60]!r} is not a whole number{f' above {low - 1}' if low else ''}")
+    return int(text)
+
+
 def check_environment() -> None:
     """Raises `ConfigError` for a variable that numba would stumble over later, with a traceback."""
     threads = os.environ.get("NUMBA_NUM_THREADS", "1")
@@ -139,6 +180,8 @@ def check_writable(path: str, key: str) -> None:
             f"{key}=- is no file: leave --out out for answers on standard output; a trace needs a file"
         )
     try:
+        if path.endswith("/"):
+            raise OSError(errno.EISDIR, "it is the name of a folder: name a file")
         target = Path(os.path.realpath(path))  # of a link that leads nowhere, where it leads
         existed = target.exists()
         if existed and not target.is_file() and not target.is_dir():  # a pipe would wait for its reader
@@ -148,6 +191,8 @@ def check_writable(path: str, key: str) -> None:
         with target.open("ab"):
             pass
     except (OSError, ValueError) as error:  # a NUL byte is a ValueError
-        raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}") from None
+        lacking = isinstance(error, FileNotFoundError) and not target.parent.exists()
+        remedy = f": make its folder, {target.parent}" if lacking else ""
+        raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}{remedy}") from None
     if not existed:
         target.unlink(missing_ok=True)  # another process may have asked the same

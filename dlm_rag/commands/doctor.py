@@ -27,13 +27,14 @@ from dlm_rag import __version__
 from dlm_rag.commands.job import prepare, with_shipped
 from dlm_rag.commands.words import parse
 from dlm_rag.config import Config
-from dlm_rag.errors import fold_message
+from dlm_rag.errors import ConfigError, fold_message
 from dlm_rag.machine import choose_device, choose_dtype, commit_of_code, describe_machine, memory
 from dlm_rag.progress import in_bytes, status
 
 OK, HINT, PROBLEM = "ok", "hint", "problem"
 LEAST_MEMORY, LEAST_DISK = 2 * 10**9, 10**9  # bytes; with less a hint
 NO_DISK = 50 * 10**6  # with less nothing can be written
+LOOKED_AT = ("model.device", "model.dtype", "model.attention", "retrieval.index_folder")  # settings
 COUNTED_FILES = 100_000  # of the cache; of more the size is a lower bound
 # What each optional package is for, and the extra that brings it.
 EXTRAS = {
@@ -58,6 +59,9 @@ Check = Callable[[Config], Iterator[Finding]]
 
 def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, typed=False, switches={"json": "print JSON, for an issue report"})
+    for setting in words.settings:
+        if (key := setting.partition("=")[0]) not in LOOKED_AT:
+            raise ConfigError(f"the doctor looks at {', '.join(LOOKED_AT)} only: leave {key} out")
     log = logging.getLogger("dlm_rag")
     level = log.level
     log.setLevel(logging.WARNING)  # what programs say on their way is not asked for

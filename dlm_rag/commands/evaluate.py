@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag.commands.job import gather_questions, plan, with_shipped
 from dlm_rag.commands.words import CommandLine, parse
 from dlm_rag.errors import ConfigError, RunError, fold_message
+from dlm_rag.files.jsonl import parse_object
 from dlm_rag.files.whole import write_whole
 from dlm_rag.program import check_writable, note
 from dlm_rag.text import visible
@@ -82,11 +83,17 @@ def main(argv: list[str]) -> None:
 
 
 def check_chosen(out: Path, chosen: dict[str, Any]) -> None:
-    """Raises `ConfigError` where the folder has the scores of other questions of the same file."""
-    try:
-        then = json.loads((out / "scores.json").read_text(encoding="utf-8"))["chosen"]
-    except (OSError, ValueError, KeyError, TypeError):
+    """Raises `ConfigError` where the folder has scores of other questions of the file, or not of ours."""
+    path = out / "scores.json"
+    if not path.is_file() or not path.stat().st_size:
         return
+    try:
+        found = parse_object(path.read_bytes(), "scores", ConfigError)
+    except ConfigError:
+        found = {}
+    then = found.get("chosen", chosen)  # older programs did not write it down
+    if "settings" not in found or not isinstance(then, dict):
+        raise ConfigError(f"{path} is there and was not written by evaluate: choose another --out")
     if then != chosen:
         said = [", ".join(f"{key}={value}" for key, value in each.items()) for each in (then, chosen)]
         raise ConfigError(

@@ -6,6 +6,7 @@ Settings, output files, questions, checkpoint headers, question lengths, corpus 
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import time
 from dataclasses import asdict, dataclass, replace
@@ -272,18 +273,28 @@ def plan(config: Config, questions: list[Question]) -> Job:
 
 def check_files(config: Config) -> None:
     """Raises `ConfigError` when a file cannot be written, or is named for two purposes."""
-    named = {
-        "out": config.out,
-        "trace": config.trace,
-        "questions": config.questions,
-        "corpus": config.retrieval.corpus,
-    }
-    seen: dict[Path, str] = {}
-    for key, path in named.items():
-        if path is not None:
-            other = seen.setdefault(Path(path).resolve(), key)
+    written = {"out": config.out, "trace": config.trace}
+    suffixes = {"the stamp of out": "run.json", "the lock of out": "lock"} if config.out else {}
+    beside = {name: f"{config.out}.{suffix}" for name, suffix in suffixes.items()}
+    read = {"questions": config.questions, "corpus": config.retrieval.corpus}
+    seen: dict[object, str] = {}
+    for key, path in (written | beside | read).items():
+        if path is not None and path != "-":
+            other = seen.setdefault(_file(path), key)
             if other != key:
                 raise ConfigError(f"{other} and {key} are the same file, {path}: name another for {other}")
-    for key in ("out", "trace"):
-        if named[key] is not None:
-            check_writable(str(named[key]), key)
+    for key, path in written.items():
+        if path is not None:
+            check_writable(path, key)
+    for path in beside.values():
+        if os.path.lexists(path) and not Path(path).is_file():
+            raise ConfigError(f"{path} is there and is no file: take it away, or choose another --out")
+
+
+def _file(path: str) -> object:
+    """What is equal for two names of one file, be they links, hard ones or in another case."""
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError):
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino

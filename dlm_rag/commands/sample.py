@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, chosen=True)
+    if words.config.compare is not None:
+        raise ConfigError("sample answers under one setting: leave compare out, or run evaluate")
     config = with_shipped(words.config, words.questions)
     status("reading questions")
     questions = gather_questions(config, words.questions)

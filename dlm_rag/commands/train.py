@@ -47,6 +47,11 @@ def main(argv: list[str]) -> None:
     folder = Path(config.out or "runs/train")
     if config.limit or config.quick:
         raise ConfigError("training takes all of its questions: leave limit and quick out")
+    given = {"questions": config.questions, "corpus": config.retrieval.corpus}
+    if other := [name for name, path in given.items() if path is not None]:
+        raise ConfigError(f"training reads data.questions and data.corpus: give these, not --{other[0]}")
+    if other := [name for name in ("trace", "compare") if getattr(config, name) is not None]:
+        raise ConfigError(f"training has no use for {other[0]}: leave it out")
     if "plan" not in words.switches:
         make_folder(folder, resume)
     if "plan" in words.switches:
@@ -108,7 +113,8 @@ class Stop(threading.Event):
 
 
 # What a run puts into its folder, by the beginnings of the names.
-PARTS = {"metrics", "checkpoints", "validation", "documents", "model", "wandb", "train"}
+FOLDERS = ("checkpoints", "validation", "documents", "model", "wandb")
+PARTS = {"metrics", "train", *FOLDERS}
 
 
 def make_folder(folder: Path, resume: bool) -> None:
@@ -130,6 +136,8 @@ def make_folder(folder: Path, resume: bool) -> None:
             raise ConfigError(
                 f"{folder} holds '{foreign[0]}', which is of no run: name a new or empty folder"
             )
+        if files := [part for part in FOLDERS if (folder / part).is_file()]:
+            raise ConfigError(f"{folder / files[0]} is a file and must be a folder: name another --out")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None

@@ -1,61 +1,23 @@
 """The words of a command line: flags, questions, KEY=VALUE."""
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dlm_rag.config import Config, dump_config, is_there, known_keys, load_config
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.records import expand
+from dlm_rag.program import Parser, whole
 
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
+_FILE_NAME = re.compile(r"\S+\.(jsonl?|csv|tsv|parquet|ya?ml|txt|md|gz|safetensors)")
 
 FLAGS = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
     f"--{name}": name for name in ("questions", "out", "trace", "compare")
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """The parser of all programs: what is wrong with a word is a `ConfigError`, a flag counts once."""
-
-    def __init__(self, description: str, **more: Any) -> None:
-        super().__init__(
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            **more,
-        )
-        self.register("action", None, _Once)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
-
-
-class _Once(argparse.Action):
-    """A flag with a value; of two values it would not be known which one is meant."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        given: argparse.Namespace,
-        value: Any,
-        flag: str | None = None,
-    ) -> None:
-        if flag is not None and flag in (seen := vars(given).setdefault("seen", [])):
-            raise ConfigError(f"{flag} is given twice: leave one out")
-        if flag is not None:
-            seen.append(flag)
-        setattr(given, self.dest, value)
-
-
-def whole(text: str, low: int = 1) -> int:
-    """A whole number of at least `low` as a word has it. Raises `ConfigError`."""
-    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < low:
-        raise ConfigError(f"{text!r} is not a whole number{f' above {low - 1}' if low else ''}")
-    return int(text)
 
 
 def numbers(description: str, argv: list[str], what: str, default: list[int]) -> list[int]:
@@ -130,10 +92,15 @@ def parse(
     for flag, key in flags.items():
         value = getattr(given, flag.strip("-"))
         if value is not None:
+            if any(word.startswith(f"{key}=") for word in settings):
+                raise ConfigError(f"{flag} and {key}= name the same setting: leave one out")
             settings.append(f"{key}={value}")
     if getattr(given, "quick", False):
         settings.append("quick=true")
     config = load_config(given.config, settings)
+    for key in ("out", "trace"):  # what is read is expanded where it is opened
+        if (path := getattr(config, key) or "").startswith("~"):
+            setattr(config, key, str(expand(path, ConfigError)))
     on = {name for name in offered if getattr(given, name)}
     if "print-config" in on:
         print(dump_config(config), end="")
@@ -141,10 +108,7 @@ def parse(
     with_values = {name: getattr(given, name) for name in options or {}}
     for name, (default, _) in (options or {}).items():
         if isinstance(default, int):
-            try:
-                with_values[name] = whole(str(with_values[name]), low=min(default, 1))
-            except ConfigError as error:
-                raise ConfigError(f"--{name} {error}") from None
+            with_values[name] = whole(str(with_values[name]), min(default, 1), f"--{name} ")
     return CommandLine(config, questions, on, with_values, given.config, settings)
 
 
@@ -156,13 +120,17 @@ def is_setting(word: str) -> bool:
 
 
 def _refuse_mistaken(word: str) -> None:
-    """Raises `ConfigError` for a setting without its equals sign, and for a file without its flag."""
-    key = re.match(r"([a-z_]+\.)[^\s=]+(=|$)", word)
-    if word in known_keys() or (key and any(known.startswith(key[1]) for known in known_keys())):
-        key_alone = re.split(r"[^\w.]", word)[0]
+    """Raises `ConfigError` for a setting without its equals sign, a file without its flag, odd dashes."""
+    if re.match(r"[‐-―−]|-\W*$", word):  # a text editor makes one dash of two
+        raise ConfigError(f"'{word}' is no question: flags begin with two hyphens, as --out; `-` is none")
+    word = word.strip("“”‘’„«»")
+    key = re.match(r"([a-z_]+)[.,:]\s*[^\s=]+\s*(=|$)", word)
+    if word in known_keys() or (key and any(known.startswith(f"{key[1]}.") for known in known_keys())):
+        key_alone = re.split(r"[^\w.]", word.replace(",", "."))[0]
         raise ConfigError(f"'{word}' is no question: write settings as {key_alone}=VALUE, in one word")
-    if is_there(word):
-        raise ConfigError(f"'{word}' is a file and no question: name it behind its flag, as --questions")
+    if (there := is_there(word)) or _FILE_NAME.fullmatch(word):
+        kind = "a file" if there else "the name of a file"
+        raise ConfigError(f"'{word}' is {kind} and no question: name it behind its flag, as --questions")
 
 
 def _list_keys() -> str:

@@ -56,8 +56,8 @@ class TrainConfig(Checked):
         choices=("sft", "pretrain", "adapt"),
     )
     steps: int = setting(2000, "optimizer steps; may be raised on --resume", low=1)
-    groups: int = setting(6, "sft: sets of passages a step, over all processes", low=1)
-    rows: int = setting(12, "sft: questions and masks on each set", low=1)
+    groups: int = setting(6, "sft: sets of passages a step, over all processes", low=1, high=2**16)
+    rows: int = setting(12, "sft: questions and masks on each set", low=1, high=2**16)
     mixture: dict[str, float] = setting(  # noqa: RUF009 - a factory
         dict, "pretrain, adapt: share of each of data.documents; unset: equal shares"
     )
@@ -119,7 +119,7 @@ class TrainConfig(Checked):
         None, "the same at the end, reached as the rate falls; unset: 0.08 or 0", low=0
     )
     hops: int = setting(4, "of the longest questions, in training and validation", low=1, high=4)
-    world_passages: int = setting(700, "passages of a training world", low=100)
+    world_passages: int = setting(700, "passages of a training world", low=100, high=10**6)
     worlds: int = setting(6, "worlds that examples are drawn from at a time", low=1)
     steps_per_world: int = setting(50, "steps after which the oldest world is replaced", low=1)
     # What is kept and reported.

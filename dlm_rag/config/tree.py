@@ -147,6 +147,8 @@ def _told(what: str) -> Iterator[None]:
         raise ConfigError(f"{what if not key or key in what else key}: {fold_message(error)}") from None
     except RecursionError:
         raise ConfigError(f"{what}: a nesting beyond all measure") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what}: it is not UTF-8: save it as that") from None
     except (YAMLError, OSError, TypeError, ValueError) as error:
         digits = type(error) is ValueError  # thousands of them
         reason = "a number beyond all measure" if digits else fold_message(error)
@@ -190,9 +192,11 @@ def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
         key = f"{prefix}{name}"
         if any(known.startswith(f"{key}.") for known in keys):
             if not isinstance(value, dict):
-                raise ConfigError(f"{key} is a section: set one of its keys, as in {key}.KEY=VALUE")
+                raise ConfigError(
+                    f"{key} is a section, in {origin}: set one of its keys, as in `{key}: {{KEY: VALUE}}`"
+                )
             _refuse_unknown(value, f"{key}.", origin)
-        elif key not in keys:
+        elif key not in keys or "." in str(name):
             raise _unknown_key(key, origin)
         elif get_origin(keys[key].type) is dict and not isinstance(value, dict):
             raise ConfigError(f"{key} is a mapping: write `{key.rpartition('.')[2]}: {{name: value}}`")
@@ -225,4 +229,6 @@ def _unknown_key(key: str, origin: str) -> ConfigError:
     leaf = key.rpartition(".")[2]
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
     hint = f" (nearest: '{same_leaf[0]}')" if same_leaf else nearest(key, keys)
+    if key in keys:  # as a file cannot write it
+        hint = f": write `{key.removesuffix(leaf)[:-1]}: {{{leaf}: VALUE}}`"
     return ConfigError(f"unknown key '{key}' in {origin}{hint}")

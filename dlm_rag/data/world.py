@@ -16,7 +16,6 @@ training never shows are marked `held_out_wording` and `held_out_path`.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
@@ -43,7 +42,9 @@ from dlm_rag.data.wordings import (
     VOWELS,
 )
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.records import expand
 from dlm_rag.files.whole import write_whole
+from dlm_rag.program import Parser, whole
 
 
 @dataclass(eq=False)
@@ -329,7 +330,7 @@ def write_world(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
-            if path.exists() and path.read_bytes() != text.encode():
+            if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
                 raise ConfigError(f"{path} is there and holds something else: name another folder")
         for path, text in texts.items():
             if not path.exists():
@@ -340,20 +341,21 @@ def write_world(
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dlm_rag.data.world", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder")
+    parser = Parser(__doc__ or "", prog="python -m dlm_rag.data.world")
+    parser.add_argument("--seed", required=True)
+    parser.add_argument("--out", required=True, help="folder")
     parser.add_argument("--split", choices=("test", "train"), default="test", help="whose words")
-    parser.add_argument("--passages", type=int, default=2000)
-    parser.add_argument("--per-hop", type=int, default=100, help="questions for each number of hops")
-    parser.add_argument("--hops", type=int, default=4, help="of the longest questions")
+    parser.add_argument("--passages", default="2000")
+    parser.add_argument("--per-hop", default="100", help="questions for each number of hops")
+    parser.add_argument("--hops", default="4", help="of the longest questions")
     given = parser.parse_args(argv)
-    if given.passages < 100:
-        raise ConfigError("passages: a world needs at least 100")
-    if not 1 <= given.hops <= 4:
+    passages, per_hop = whole(given.passages, 100, "--passages "), whole(given.per_hop, 1, "--per-hop ")
+    seed, hops = whole(given.seed, 0, "--seed "), whole(given.hops, 1, "--hops ")
+    if hops > 4:
         raise ConfigError("hops: questions have 1 to 4")
-    write_world(given.out, given.seed, given.split, given.passages, given.per_hop, given.hops)
+    if not given.out.strip("-"):
+        raise ConfigError("--out needs the name of a folder")
+    write_world(expand(given.out, ConfigError), seed, given.split, passages, per_hop, hops)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, fold_message
 from dlm_rag.files.records import expand
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def take_lock(path: Path, what: str) -> "FileLock":
-    """The lock at `path`, taken, until `give_back`; raises `ConfigError` where another process has it."""
+    """The lock at `path`, until `give_back`; raises `ConfigError` where another has it, or none can be."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, timeout=0)
@@ -71,6 +71,9 @@ def take_lock(path: Path, what: str) -> "FileLock":
         lock.acquire()
     except Timeout:
         raise ConfigError(f"{what} is being written by another process") from None
+    except (OSError, NotImplementedError) as error:  # a folder of that name; a disk that knows no locks
+        reason = getattr(error, "strerror", None) or fold_message(error)
+        raise ConfigError(f"{what} cannot be locked by {path} ({reason}): name another") from None
     return lock
 
 

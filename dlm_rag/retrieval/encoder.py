@@ -53,6 +53,8 @@ def load_encoder(name: str, device: str | None) -> SentenceTransformer:
 
 def check_encoder(folder: Path) -> None:
     """Raises `CheckpointError` for a folder that brings code, or names code that is not the library's."""
+    if not any((folder / name).is_file() for name in ("modules.json", "config.json")):  # `/`, say
+        raise CheckpointError(f"{folder} is no sentence-transformers model: it has no modules.json")
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{folder} holds an adapter: merge it into the weights")
     check_files(folder, [f"**/{pattern}" for pattern in HUB_FILES])

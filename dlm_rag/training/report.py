@@ -143,7 +143,10 @@ def start_wandb(config: Config, folder: Path) -> Any:
     """A W&B run, or None when metrics go to JSON lines alone; `offline` needs no account."""
     if config.train.wandb == "off":
         return None
-    import wandb
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("train.wandb needs wandb: install it with `pip install wandb`") from None
 
     mode: Any = config.train.wandb
     return wandb.init(

@@ -1,6 +1,7 @@
 """Output files, run folders, training runs, worlds, stamps."""
 
 import os
+from pathlib import Path
 
 from bad_inputs import ASK, ASK_MODEL, Case
 
@@ -17,9 +18,47 @@ STAMPS = {
     "of machines that are texts": '{"answers_depend_on": {}, "machines": ["cpu"]}',
 }
 TRAIN = "train train.steps=1 --out run"
+EVALUATE = (
+    "evaluate --model model --corpus corpus.jsonl --questions questions.jsonl decode.canvas_length=8"
+    " retrieval.top_k=1"
+)
+
+
+def loop(path: Path) -> None:
+    """A link to itself."""
+    path.symlink_to(path.name)
+
 
 CASES = [
     Case("an answers file that is a folder", f"{ASK} --out model", "cannot be written: Is a directory"),
+    Case("an answers file that is a loop", f"{ASK} --out a", "Too many levels", {"a": loop}),
+    Case("a trace that is a loop", f"{ASK} --trace a", "Too many levels", {"a": loop}),
+    Case("a corpus that is a loop", f"{ASK_MODEL} --corpus a", "'a' was not found", {"a": loop}),
+    Case("an answers file of no folder", f"{ASK} --out no/a.jsonl", ("No such file", "make its folder")),
+    Case("an answers file with the name of a folder", f"{ASK} --out answers/", "it is the name of a folder"),
+    Case("an answers file of nobody", f"{ASK} --out '~nobody-here/a'", "no such home folder"),
+    Case("a trace that is the stamp", f"{ASK} --out a --trace a.run.json", "trace and the stamp of out"),
+    Case("a trace that is the lock", f"{ASK} --out a --trace a.lock", "trace and the lock of out"),
+    Case("a trace that is the answers by another name", f"{ASK} --out a --trace b", "are the same file",
+         {"a": "", "b": lambda path: os.link(path.with_name("a"), path)}),
+    Case("a stamp that is a folder", f"{ASK} --out a", "a.run.json is there and is no file",
+         {"a.run.json/x": ""}),
+    Case("a stamp that is a pipe", f"{ASK} --out a", "a.run.json is there and is no file",
+         {"a": ANSWER, "a.run.json": os.mkfifo}),
+    Case("a lock that is a folder", f"{ASK} --out a", "a.lock is there and is no file", {"a.lock/x": ""}),
+    Case("scores of somebody else", f"{EVALUATE} --out .", "was not written by evaluate",
+         {"scores.json": '{"mine": 1}'}),
+    Case("scores that are a list", f"{EVALUATE} --out .", "not written by evaluate", {"scores.json": "[1]"}),
+    Case("scores nested beyond measure", f"{EVALUATE} --out .", "not written by evaluate",
+         {"scores.json": "[" * 100_000}),
+    Case("scores of a choice that is a list", f"{EVALUATE} --out .", "not written by evaluate",
+         {"scores.json": '{"settings": {}, "chosen": []}'}),
+    Case("scores that are a pipe", f"{EVALUATE} --out .", "scores.json cannot be written: it is no regular",
+         {"scores.json": os.mkfifo}),
+    Case("a run whose lock is a folder", TRAIN, "cannot be locked by run/train.lock", {"run/train.lock/x": ""}),
+    Case("a run whose checkpoints are a file", f"{TRAIN} --resume", "run/checkpoints is a file and must be",
+         {"run/checkpoints": "x"}),
+    Case("a run whose model is a file", TRAIN, "run/model is a file and must be a folder", {"run/model": "x"}),
     Case("an answers file that is -", f"{ASK} --out -", "leave --out out for answers on standard output"),
     Case("a trace that is -", f"{ASK} --trace -", "a trace needs a file"),
     Case("an answers file that is a device", f"{ASK} --out /dev/null", "it is no regular file"),
@@ -58,6 +97,14 @@ CASES = [
         "dlm_rag.data.world --seed 1 --passages 100 --per-hop 1 --out .",
         "corpus.jsonl is there and holds something else",
     ),
+    Case("a world of no seed", "dlm_rag.data.world --out w", "arguments are required: --seed"),
+    Case("a world of a word", "dlm_rag.data.world --seed x --out w", "--seed 'x' is not a whole number"),
+    Case("a world of few passages", "dlm_rag.data.world --seed 1 --passages 99 --out w", "above 99"),
+    Case("a world of no questions", "dlm_rag.data.world --seed 1 --per-hop 0 --out w", "--per-hop '0'"),
+    Case("a world of nobody", "dlm_rag.data.world --seed 1 --out '~nobody-here/w'", "no such home folder"),
+    Case("a world in -", "dlm_rag.data.world --seed 1 --out -", "--out needs the name of a folder"),
+    Case("a world over a pipe", "dlm_rag.data.world --seed 1 --passages 100 --per-hop 1 --out w",
+         "corpus.jsonl is there and holds something else", {"w/corpus.jsonl": os.mkfifo}),
     Case("a world in a file", "dlm_rag.data.world --seed 1 --out w", "cannot hold a world", {"w": "mine"}),
     Case(
         "control characters in a name",
@@ -70,4 +117,4 @@ CASES = [
         "the id ' [2J ' occurs a second time",
         {"odd.jsonl": '{"id": "\\u001b[2J\\u202e", "text": "x"}\n' * 2},
     ),
-]
+]  # fmt: skip
