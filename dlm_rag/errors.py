@@ -34,8 +34,9 @@ class RunError(RuntimeError):
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """` (nearest: 'x')` for the candidate most like `word`, or an empty string when none is."""
-    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
-    return f" (nearest: '{close[0]}')" if close else ""
+    known = {candidate.casefold(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(word.casefold(), known, n=1, cutoff=0.5)
+    return f" (nearest: '{known[close[0]]}')" if close else ""
 
 
 def is_failure(error: BaseException) -> bool:

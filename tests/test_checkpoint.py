@@ -258,3 +258,13 @@ def test_the_listed_tensors_are_those_of_the_denoiser(options):
     denoiser = tiny_denoiser(**options)
     shapes = {name: tuple(value.shape) for name, value in denoiser.state_dict().items()}
     assert list(tensor_shapes(denoiser.config).items()) == list(shapes.items())
+
+
+def test_a_model_that_is_written_over_another_is_the_one_that_is_read(tmp_path, monkeypatch):
+    """In shards over one file, and in one file over shards."""
+    ids = torch.arange(10)[None]
+    for seed, size in enumerate((10**9, 20_000, 10**9)):
+        monkeypatch.setattr("dlm_rag.model.checkpoint.SHARD_BYTES", size)
+        denoiser = tiny_denoiser(seed)
+        denoiser.save_pretrained(tmp_path)
+        assert torch.equal(Denoiser.from_pretrained(tmp_path)(ids), denoiser(ids))

@@ -117,3 +117,8 @@ def test_a_broken_tokenizer_or_template_is_named(tmp_path):
         Tokenizer.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="must hold texts"):
         PromptTemplate.read({"head": 3}, "joint")
+
+
+def test_a_tail_that_begins_with_a_mask_ends_no_text():
+    tokenizer = Tokenizer(byte_tokenizer(), 256, PromptTemplate(tail="<mask>"))
+    assert tokenizer.prompt("a", []).tail == (256,) and 256 not in tokenizer.end_ids

@@ -62,7 +62,10 @@ class DecodeConfig(Checked):
     """The denoising loop: what is committed, what is asked, when evidence is refreshed."""
 
     canvas_length: int | None = setting(
-        None, "response positions, all masked at first; unset takes the checkpoint's own, 100", low=1
+        None,
+        "response positions, all masked at first; unset takes the checkpoint's own, 100",
+        low=1,
+        high=2**20,
     )
     block_length: int | None = setting(
         None,

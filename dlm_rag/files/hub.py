@@ -1,6 +1,7 @@
 """Folders that somebody else made: found here or fetched from the hub, their files read with suspicion."""
 
 import logging
+import re
 import socket
 import threading
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 MOST_BYTES = 256 << 20  # of a file that is read whole; the largest public tokenizers have 40 MiB
+LFS = b"version https://git-lfs.github.com/spec/"  # what git leaves of a file that it has not fetched
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
 FIRST_CONTACT = 3.0  # seconds that the hub has to take up a connection; a download may last
 
 
@@ -28,7 +31,9 @@ def locate(name: str | Path, what: str) -> Path:
     folder, text = expand(name, CheckpointError), str(name)
     if folder.is_dir():
         return folder
-    if folder.exists() or text.count("/") != 1 or text.startswith((".", "~", "/")):
+    if folder.is_file():
+        raise CheckpointError(f"{what} '{text}' is a file: name the folder that it is in")
+    if folder.is_symlink() or folder.exists() or not _HUB_ID.fullmatch(text):
         raise CheckpointError(f"{what} '{text}' is neither a folder nor a hub id (OWNER/NAME)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
@@ -84,8 +89,12 @@ def check_files(folder: Path, patterns: Iterable[str]) -> None:
     Opening a pipe waits for ever. Links are followed: the hub's cache consists of them.
     """
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(f"{path} is a link that leads to nothing: fetch or copy the file again")
         if not path.is_file():
             raise CheckpointError(f"{path} is no regular file")
+        if path.stat().st_size < 1024 and path.read_bytes().startswith(LFS):
+            raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` there")
         if path.suffix != ".safetensors" and path.stat().st_size > MOST_BYTES:
             raise CheckpointError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no such file is")
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dlm_rag.errors import CheckpointError, nearest
+from dlm_rag.errors import CheckpointError, fold_message, nearest
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILES, check_files, locate, read_json
 from dlm_rag.model.families import FAMILIES, Family
@@ -111,8 +111,18 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     """
     folder = locate(path_or_hub_id, "model")
     check_files(folder, [*HUB_FILES, "additional_chat_templates/*.jinja"])
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(f"{folder} holds an adapter: merge it into the weights of its model")
+    if not (folder / "config.json").exists():
+        inner = sorted(
+            path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json")
+        )
+        hint = f": did you mean {inner[0]}?" if inner else ""
+        raise CheckpointError(f"{folder} is no checkpoint: it has no config.json{hint}")
     raw = read_json(folder / "config.json")
-    kind = raw.get("model_type")
+    if raw.get("model_type") is None:
+        raise CheckpointError(f"{folder / 'config.json'}: the key 'model_type' is missing")
+    kind = raw["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
         own_code = " and runs only through code of its own, which is never executed"
         raise CheckpointError(
@@ -152,6 +162,8 @@ def save_tensors(
         raw = _rewritten(origin.raw, config)
     raw |= {**extra, "torch_dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    for stale in (WEIGHTS, f"{WEIGHTS}.index.json"):  # of a model that was here before
+        (folder / stale).unlink(missing_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     for name, value in named.items():
         if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + value.nbytes > SHARD_BYTES:
@@ -197,9 +209,14 @@ def _shards(folder: Path) -> list[Path]:
         outside = [name for name in names if name != Path(name).name]
         if outside:
             raise CheckpointError(f"{index} names the shard '{outside[0]}', which is no file of its folder")
+        here = {path.name for path in folder.iterdir() if path.is_file()}
         for name in names:
-            if not (folder / name).is_file():
-                raise CheckpointError(f"{folder} lacks the shard {name} that its index names")
+            if name not in here:
+                raise CheckpointError(f"{folder} lacks the shard {name:.60} that its index names")
+        if (folder / WEIGHTS).exists() and WEIGHTS not in names:
+            raise CheckpointError(
+                f"{folder} holds both {WEIGHTS} and {index.name}: take away what is older"
+            )
         return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
@@ -209,7 +226,11 @@ def _shards(folder: Path) -> list[Path]:
             f"{folder} holds pickled weights only ({pickled[0]}), which are never opened: "
             "convert them to safetensors"
         )
-    raise CheckpointError(f"{folder} holds no weights: {WEIGHTS} is missing")
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf"))
+    if any("-of-" in name for name in others):
+        raise CheckpointError(f"{folder} holds {others[0]} but no {index.name}: fetch that too")
+    hint = f" (there is {others[0]})" if others else ""
+    raise CheckpointError(f"{folder} holds no weights: {WEIGHTS} is missing{hint}")
 
 
 @dataclass(frozen=True)
@@ -233,7 +254,9 @@ def _headers(folder: Path) -> dict[str, _Header]:
                     part = file.get_slice(name)
                     headers[name] = _Header(path, tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError, OverflowError, MemoryError) as error:
-            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from None
+            raise CheckpointError(
+                f"{path} is not a whole safetensors file, fetch or write it again: {fold_message(error)}"
+            ) from None
     return headers
 
 

@@ -18,11 +18,15 @@ class Family:
 
 def _transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
     """Fields that Dream, Qwen2, Qwen3 and Llama share; autoregressive ancestry shifts the output."""
-    _refuse(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False)
+    _refuse(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False, partial_rotary_factor=1.0)
     heads, width = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    rope = raw.get(key) or {}
     if not isinstance(rope, dict):
-        raise CheckpointError(f"rope_scaling={rope!r:.60} must be an object or null")
+        raise CheckpointError(f"{key}={rope!r:.60} must be an object or null")
+    _refuse(rope, partial_rotary_factor=1.0)
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        raise CheckpointError("layer_types may be full_attention only")
     return DenoiserConfig(
         vocab_size=_need(raw, "vocab_size"),
         hidden_size=width,
@@ -86,6 +90,7 @@ def _llada(raw: dict[str, Any]) -> DenoiserConfig:
 
 def _ours(raw: dict[str, Any]) -> DenoiserConfig:
     known = {item.name for item in fields(DenoiserConfig)}
+    _need(raw, "vocab_size")
     return DenoiserConfig(**{key: value for key, value in raw.items() if key in known})
 
 

@@ -1,6 +1,5 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -54,10 +53,15 @@ class DenoiserConfig:
             lowest = {"mask_token_id": 0, "block_length": 0}.get(item.name, 1)
             if kind is int and (not _is_number(value, int) or value < lowest):
                 raise ValueError(f"{given} must be a whole number of at least {lowest}")
-            if kind is float and not (_is_number(value, int | float) and 0 < value < math.inf):
-                raise ValueError(f"{given} must be a number above 0")
-        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
-            raise ValueError("key-value heads must divide the heads, and head_dim must be even")
+            if kind is float and not _is_positive(value):
+                raise ValueError(f"{given} must be a number above 0 that float32 can hold")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even")
         if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
         if self.evidence_layout not in EVIDENCE_LAYOUTS:
@@ -70,6 +74,11 @@ def _is_number(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def _is_positive(value: Any) -> bool:
+    """Whether it is a number above 0 that is one in float32 too."""
+    return _is_number(value, int | float) and 1e-37 < value < 1e38
+
+
 def _check_scaling(scaling: Any) -> None:
     """Raises `ValueError` for a scaling of rotary positions that is unknown or lacks a number."""
     kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
@@ -80,7 +89,7 @@ def _check_scaling(scaling: Any) -> None:
         )
     for key in ROPE_SCALINGS[kind]:
         value = scaling.get(key)
-        if not (_is_number(value, int | float) and 0 < value < math.inf):
+        if not _is_positive(value):
             raise ValueError(
                 f"rope_scaling of type '{kind}' needs a number above 0 as {key}, not {value!r:.60}"
             )

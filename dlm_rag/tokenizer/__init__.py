@@ -127,11 +127,13 @@ class Tokenizer:
         declared = {token for token in inner.all_special_ids if token is not None}
         self.special_ids = frozenset({*declared, *special, mask_id})
         # The first token after the user's turn ends turns; it ends the response's turn as well.
-        turn_end = self._suffix[:1] if self._suffix and self._suffix[0] in self.special_ids else ()
+        turn_end = self._suffix[:1] if self.special_ids.intersection(self._suffix[:1]) - {mask_id} else ()
         eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
         self.end_ids = frozenset({*end_ids, *eos, *turn_end})
         if vocabulary is not None and max(self.end_ids, default=0) >= vocabulary:
             raise CheckpointError(f"the tokenizer ends texts with an id that the model's {vocabulary} lack")
+        if mask_id in self.end_ids:
+            raise CheckpointError(f"mask_token_id={mask_id} is a token that ends texts as well")
         self._plain = PlainEncoder(backend, self.end_ids | {mask_id})
         # With which training fills the canvas behind a response.
         self.end_id = eos[0] if eos else min(self.end_ids, default=None)

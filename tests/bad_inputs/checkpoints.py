@@ -58,6 +58,23 @@ def llama(**settings: Any) -> dict[str, Any]:
     return {"model_type": "llama", "rms_norm_eps": 1e-6} | settings
 
 
+def link(target: str):
+    """A function that puts a link in the place of a file."""
+
+    def put(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+
+    return put
+
+
+def without(key: str):
+    """A function that takes a key out of a JSON object."""
+    return lambda path: path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != key})
+    )
+
+
 def backend(**changes: Any):
     """A function that changes `tokenizer.json`."""
 
@@ -68,6 +85,8 @@ def backend(**changes: Any):
 
     return harm
 
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4920\n"
 
 CASES = [
     Case("a model type of nobody", ASK, "'secret' model", {CONFIG: {"model_type": "secret"}}),
@@ -195,6 +214,62 @@ CASES = [
     Case("an encoder that is a pipe", DENSE, "no regular file", {
         "dense/config.json": "{}", "dense/tokenizer.json": pipe,
     }),
+    Case("a model type in other letters", ASK, "nearest: 'llada'", {CONFIG: {"model_type": "LLaDA"}}),
+    Case("a config without its model type", ASK, "config.json: the key 'model_type' is missing", {
+        CONFIG: without("model_type")
+    }),
+    Case("a config without its vocabulary", ASK, "the key 'vocab_size' is missing", {
+        CONFIG: without("vocab_size")
+    }),
+    *(
+        Case(f"{key} of {shown}", ASK, f"{key}={shown}", {CONFIG: {key: value}})
+        for key, value, shown in (
+            ("rope_theta", 10**400, "1000"), ("rope_theta", 5e-324, "5e-324"), ("rms_norm_eps", 1e300, "1e+300"),
+            ("num_key_value_heads", 3, "3 must divide num_attention_heads=4"), ("head_dim", 7, "7 must be even"),
+        )
+    ),
+    Case("a scaling by a number of 400 digits", ASK, "needs a number above 0 as factor", {
+        CONFIG: llama(rope_scaling={"rope_type": "linear", "factor": 10**400})
+    }),
+    Case("rotary positions as a text", ASK, "rope_parameters='x' must be", {CONFIG: llama(rope_parameters="x")}),
+    Case("positions of half a head", ASK, "partial_rotary_factor=0.5", {CONFIG: llama(partial_rotary_factor=0.5)}),
+    Case("positions of half a head, as newer folders say it", ASK, "partial_rotary_factor=0.5", {
+        CONFIG: llama(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5})
+    }),
+    Case("layers that see a window", ASK, "layer_types may be", {
+        CONFIG: llama(layer_types=["full_attention", "sliding_attention"])
+    }),
+    Case("a canvas of a billion", "sample Who? --model model --corpus corpus.jsonl", "canvas_length=1000000000", {
+        CONFIG: {"canvas_length": 10**9, "max_position_embeddings": 10**12}
+    }),
+    Case("a mask that ends texts", ASK, "mask_token_id=257 is a token that ends", {CONFIG: {"mask_token_id": 257}}),
+    *(
+        Case(f"{path} that git has not fetched", ASK, f"{path} is a pointer of Git LFS", {path: POINTER})
+        for path in (CONFIG, WEIGHTS, TOKENIZER, INDEX)
+    ),
+    *(
+        Case(f"{path} as a link to nothing", ASK, f"{path} is a link that leads to nothing", {path: link("gone")})
+        for path in (CONFIG, WEIGHTS)
+    ),
+    Case("shards without their index", ASK, "but no model.safetensors.index.json", {
+        WEIGHTS: None, "model/model-00001-of-00002.safetensors": header(b"{}")
+    }),
+    Case("weights of another program", ASK, "is missing (there is model.gguf)", {
+        WEIGHTS: None, "model/model.gguf": b"GGUF"
+    }),
+    Case("an index of shards that were here before", ASK, "take away what is older", {
+        INDEX: '{"weight_map": {"norm.weight": "old.safetensors"}}', "model/old.safetensors": header(b"{}")
+    }),
+    Case("a shard with a name of 5,000 letters", ASK, "lacks the shard aaa", {
+        INDEX: json.dumps({"weight_map": {"norm.weight": "a" * 5000}})
+    }),
+    Case("an adapter beside weights", ASK, "model holds an adapter: merge it", {"model/adapter_config.json": "{}"}),
+    Case("the folder around the model", f"{ASK_CORPUS} --model .", "no config.json: did you mean model?"),
+    Case("a file of the model", f"{ASK_CORPUS} --model {CONFIG}", "is a file: name the folder that it is in"),
+    *(
+        Case(f"the hub id {name}", f"{ASK_CORPUS} --model '{name}'", "neither a folder nor a hub id")
+        for name in ("some/body else", "$(touch was-run)/y", "some/body@main", "a/..", "some--body/x", "a/b.")
+    ),
     *(
         Case(f"the device {name}", f"{ASK} model.device={name}", f"device={name} is not available here")
         for name in ("meta", "mps", "xla", "cpu:3", "cuda:-1", "hpu")
