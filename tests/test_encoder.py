@@ -126,6 +126,15 @@ def in_the_pickle_of_a_module(folder):
     (folder / "2_Dense" / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(folder.parent / "was-run")))
 
 
+def in_a_pickle_beside_other_weights(folder):
+    in_the_pickle_of_a_module(folder)
+    (folder / "2_Dense" / "other.safetensors").write_bytes(b"")
+
+
+def of_an_adapter_below(folder):
+    put(folder, "1_Pooling/adapter_config.json", {})
+
+
 def behind_a_link(folder):
     (folder / "1_Pooling").rename(folder.parent / "elsewhere")
     (folder / "1_Pooling").symlink_to(folder.parent / "elsewhere")
@@ -145,6 +154,8 @@ def behind_a_link(folder):
         (of_an_adapter, "holds an adapter"),
         (in_a_pickle, "pickled weights only"),
         (in_the_pickle_of_a_module, "2_Dense holds pickled weights only"),
+        (in_a_pickle_beside_other_weights, "2_Dense holds pickled weights only"),
+        (of_an_adapter_below, "1_Pooling holds an adapter"),
         (behind_a_link, "leads to another folder"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -199,3 +210,19 @@ def test_a_hub_id_is_found_as_a_models_is(folder, monkeypatch):
         lambda name, **_: str({"sentence-transformers/tiny": folder}[name]),
     )
     assert load_encoder("tiny", "cpu").encode(["a"]).shape == (1, 16)
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan")])
+def test_weights_that_make_no_vectors_are_refused(folder, factor):
+    from safetensors.torch import load_file, save_file
+
+    weights = {name: value * factor for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="damaged: the vector of a text is zero or no number"):
+        load_encoder(str(folder), "cpu")
+
+
+def test_settings_that_fail_at_the_first_text_are_named_before_any_passage(folder):
+    put(folder, "sentence_bert_config.json", {"max_seq_length": "x"})
+    with pytest.raises(CheckpointError, match="could not be loaded: .*not supported"):
+        load_encoder(str(folder), "cpu")

@@ -732,3 +732,12 @@ def test_wandb_offline_needs_no_account_and_no_network(tmp_path, monkeypatch):
         report.add({"step": 0, "seconds": 1.0, "tokens": 20, "supervised_tokens": 10, **shown})
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert list(run.glob("*.wandb")) and (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_the_command_of_a_card_can_be_pasted(monkeypatch):
+    from dlm_rag.training.card import command_line
+
+    monkeypatch.setattr(
+        "sys.argv", ["/x/train.py", "--out", "my run", "--resume", "data.corpus=it's.jsonl"]
+    )
+    assert shlex.split(command_line())[1:] == ["train.py", "--out", "my run", "data.corpus=it's.jsonl"]

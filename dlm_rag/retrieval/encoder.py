@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _OWN_CLASS = re.compile(r"sentence_transformers(\.[A-Za-z]\w*)+")
 _CODE_KEYS = ("custom_generate", "trust_remote_code", "code_revision", "use_kernels", "kernel_config")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _NO_SETTINGS = ("tokenizer.json", "vocab.json", "added_tokens.json", "model.safetensors.index.json")
 
 
@@ -41,28 +42,33 @@ def load_encoder(name: str, device: str | None) -> SentenceTransformer:
 
     disable_progress_bar()
     try:
-        return SentenceTransformer(
+        encoder = SentenceTransformer(
             str(folder), device=device, trust_remote_code=False, local_files_only=True,
             model_kwargs={"use_safetensors": True},
         )  # fmt: skip
+        vector = encoder.encode(["Who wrote it?"], convert_to_tensor=True, show_progress_bar=False)
     except BaseException as error:  # the libraries below raise many unrelated types
         if not is_failure(error):
             raise
         raise CheckpointError(f"dense_model '{name}' could not be loaded: {fold_message(error)}") from None
+    if not (vector.isfinite().all() and vector.any()):
+        raise CheckpointError(f"dense_model '{name}' is damaged: the vector of a text is zero or no number")
+    return encoder
 
 
 def check_encoder(folder: Path) -> None:
     """Raises `CheckpointError` for a folder that brings code, or names code that is not the library's."""
-    if not any((folder / name).is_file() for name in ("modules.json", "config.json")):  # `/`, say
+    if not any((folder / name).exists() for name in ("modules.json", "config.json", "adapter_config.json")):
         raise CheckpointError(f"{folder} is no sentence-transformers model: it has no modules.json")
-    if (folder / "adapter_config.json").exists():
-        raise CheckpointError(f"{folder} holds an adapter: merge it into the weights")
+    for adapter in folder.rglob("adapter_config.json"):
+        raise CheckpointError(f"{adapter.parent} holds an adapter: merge it into the weights")
     check_files(folder, [f"**/{pattern}" for pattern in HUB_FILES])
     for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         if place != folder and place.is_symlink():
             raise CheckpointError(f"{place} leads to another folder: copy it")
         pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
-        if pickled and not any(place.glob("*.safetensors")):
+        # By these names: beside another the libraries would open the pickle.
+        if pickled and not any((place / name).exists() for name in _WEIGHTS):
             raise CheckpointError(
                 f"{place} holds pickled weights only ({pickled[0]}), which are never opened: "
                 "convert them to safetensors"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, fold_message, is_failure
+from dlm_rag.hub import read_json
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.tokenizer.chat import render
 from dlm_rag.tokenizer.plain import PlainEncoder
@@ -274,6 +275,9 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint's folder; raises `CheckpointError`."""
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).exists():
+            read_json(folder / name)  # says which of the files it is
     try:
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder)

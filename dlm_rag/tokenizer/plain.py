@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+MOST_GROWTH = 1000  # of a text in a normalizer or decoder, of which every replacement may double it
+
+
 class PlainEncoder:
     """Makes of a text the ids that a tokenizer makes of it, but never one of those in `meaning`.
 
@@ -29,6 +32,11 @@ class PlainEncoder:
     def __init__(self, full: Tokenizer, control: frozenset[int]) -> None:
         from tokenizers import Tokenizer
 
+        for part in ("normalizer", "decoder"):
+            if _growth(getattr(full, part)) > MOST_GROWTH:
+                raise CheckpointError(
+                    f"the tokenizer's {part} makes texts more than {MOST_GROWTH} times as long: mend it"
+                )
         self._plain = Tokenizer(full.model)
         if full.normalizer is not None:
             self._plain.normalizer = full.normalizer
@@ -71,6 +79,21 @@ class PlainEncoder:
             return json.loads(self._plain.to_str())["model"].get("unk_id")
         unknown = getattr(model, "unk_token", None)
         return None if unknown is None else model.token_to_id(unknown)
+
+
+def _growth(rule: Any) -> float:
+    """How many times as long a text may become by the replacements of a normalizer or decoder."""
+    growth = 1.0
+    for part in _parts(json.loads(rule.__getstate__()) if rule else {}):
+        written = len(part.get("content") or part.get("prepend") or "")
+        read = len((part.get("pattern") or {}).get("String", ""))  # an expression may match nothing
+        growth *= max(1.0, written / read if read else 1 + written)
+    return growth
+
+
+def _parts(rule: dict[str, Any]) -> list[dict[str, Any]]:
+    inner = rule.get("normalizers", rule.get("decoders"))
+    return [rule] if inner is None else [part for one in inner for part in _parts(one)]
 
 
 def _without(model: dict[str, Any], pieces: set[str | None]) -> dict[str, Any]:

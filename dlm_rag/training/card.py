@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +47,7 @@ def command_line() -> str:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     start = f"torchrun --nproc-per-node {count}" if count > 1 else "python"
     words = [word for word in sys.argv[1:] if word != "--resume"]
-    return " ".join([start, Path(sys.argv[0]).name, *words])
+    return f"{start} {shlex.join([Path(sys.argv[0]).name, *words])}"
 
 
 def _text(record: dict[str, Any], settings: dict[str, Any]) -> str:

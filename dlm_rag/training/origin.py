@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import Config
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
@@ -94,6 +94,11 @@ def begin(config: Config) -> Origin:
         if inner.mask_token is None:
             inner.add_special_tokens({"mask_token": MASK})
         mask_id = int(inner.mask_token_id)
+    if mask_id > max(own.vocab_size, len(inner)):  # a row would be made for every id below it
+        raise CheckpointError(
+            f"the mask token in {checkpoint.folder} has the id {mask_id}, but the model {own.vocab_size}: "
+            "the tokenizer belongs to another model"
+        )
     vocabulary = max(own.vocab_size, mask_id + 1)
     shape = trained_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
     template = PromptTemplate.read(checkpoint.raw.get("prompt"), shape.evidence_layout)

@@ -11,6 +11,7 @@ from bad_inputs import ASK, ASK_CORPUS, Case
 CONFIG, WEIGHTS, TOKENIZER = "model/config.json", "model/model.safetensors", "model/tokenizer.json"
 TOKENIZER_CONFIG, GENERATION = "model/tokenizer_config.json", "model/generation_config.json"
 INDEX = "model/model.safetensors.index.json"
+TRAIN = "train --out run --model model"
 DENSE = f"{ASK} retrieval.kind=dense retrieval.dense_model=dense"
 
 
@@ -86,6 +87,17 @@ def backend(**changes: Any):
     return harm
 
 
+def replacements(key: str, *rules: dict[str, Any]):
+    """A function that gives `tokenizer.json` these rules as its normalizer or decoder."""
+    kind = {"type": "Sequence", {"normalizer": "normalizers", "decoder": "decoders"}[key]: list(rules)}
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {key: kind}))
+
+
+def replace(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4920\n"
 
 CASES = [
@@ -264,6 +276,28 @@ CASES = [
         INDEX: json.dumps({"weight_map": {"norm.weight": "a" * 5000}})
     }),
     Case("an adapter beside weights", ASK, "model holds an adapter: merge it", {"model/adapter_config.json": "{}"}),
+    *(
+        Case(f"{name} that is {what}", ASK, f"model/{name}", {f"model/{name}": text})
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+        for what, text in (("a list", "[]"), ("no JSON", "{"))
+    ),
+    Case("a normalizer that doubles a letter 32 times", ASK, "normalizer makes texts more than 1000 times", {
+        TOKENIZER: replacements("normalizer", *[replace("o", "oo")] * 32)
+    }),
+    Case("a normalizer that puts a book before texts", ASK, "normalizer makes texts more than 1000 times", {
+        TOKENIZER: replacements("normalizer", {"type": "Prepend", "prepend": "x" * 10**6})
+    }),
+    Case("a decoder that writes books", ASK, "decoder makes texts more than 1000 times", {
+        TOKENIZER: replacements("decoder", BYTES, replace("a", "x" * 10**6))
+    }),
+    Case("a mask far behind the vocabulary", f"{TRAIN} train.objective=adapt", "has the id 3000000000", {
+        CONFIG: without("mask_token_id"),
+        TOKENIZER_CONFIG: {"mask_token": "far"},
+        TOKENIZER: lambda path: path.write_text(path.read_text().replace('"W": 87', '"far": 3000000000, "W": 87')),
+    }),
+    Case("an encoder that is the root of all", f"{ASK} retrieval.kind=dense retrieval.dense_model=/", (
+        "/ is no sentence-transformers model"
+    )),
     Case("the folder around the model", f"{ASK_CORPUS} --model .", "no config.json: did you mean model?"),
     Case("a file of the model", f"{ASK_CORPUS} --model {CONFIG}", "is a file: name the folder that it is in"),
     *(
