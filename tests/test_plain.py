@@ -236,3 +236,21 @@ def test_a_pattern_that_panics_is_an_error_of_its_question():
     assert tokenizer.encode("Emma")
     with pytest.raises(QuestionError, match="the tokenizer fails: .*retry-limit"):
         tokenizer.encode("a" * 40 + "b")
+
+
+@pytest.mark.parametrize("kind", ["unigram", "word pieces", "words"])
+def test_what_marks_a_turn_is_no_text_though_nobody_declares_it(kind):
+    """A piece of the vocabulary as any other, but for the chat template that has it."""
+    raw = json.loads(BACKENDS[kind]().to_str())
+    vocabulary = raw["model"]["vocab"]
+    if kind == "unigram":
+        vocabulary.append(["<|turn|>", -1.0])
+    else:
+        vocabulary["<|turn|>"] = len(vocabulary)
+    turn = len(vocabulary) - 1
+    inner = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(raw)))
+    for template, marked in (("<|turn|> {{ messages[0].content }}", True), (None, False)):
+        inner.chat_template = template
+        tokenizer = Tokenizer(inner, 1, PromptTemplate("{question}", "{passage}"), (2,))
+        assert (turn in tokenizer.prompt("who", []).ids) == marked
+        assert (turn in tokenizer.encode("wrote <|turn|> Emma")) != marked

@@ -9,6 +9,7 @@ where the tokenizers of the public checkpoints break too, so the ids equal those
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 # Stands for the user's message: what a template changes in it, it would change in every message.
 _CONTENT = 'Who said: "Ünder  <b> & 1\\2"?\n\nit\'s {me}.'
+_MARK = re.compile(r"\W?(<(?!0x)[^<>]{2,}>|\[[^][]{2,}\])")  # <|turn|>, [INST]; <0x0A> is a byte
 REMEMBERED_TEXTS = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
 REMEMBERED_HEADS = 1024  # of questions: each is asked about again while it is answered
 
@@ -135,7 +137,10 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer ends texts with an id that the model's {vocabulary} lack")
         if mask_id in self.end_ids:
             raise CheckpointError(f"mask_token_id={mask_id} is a token that ends texts as well")
-        self._plain = PlainEncoder(backend, self.end_ids | {mask_id})
+        # Pieces of the vocabulary that nobody declares, and by which the chat template marks turns.
+        chat = {*self._prefix, *self._suffix}
+        marks = {token for token in chat if _MARK.fullmatch(backend.id_to_token(token) or "")}
+        self._plain = PlainEncoder(backend, self.end_ids | {mask_id}, frozenset(marks))
         # With which training fills the canvas behind a response.
         self.end_id = eos[0] if eos else min(self.end_ids, default=None)
         texts = (self._decode([token]) for token in sorted(self.special_ids))

@@ -24,12 +24,15 @@ MOST_GROWTH = 1000  # of a text in a normalizer or decoder, of which every repla
 class PlainEncoder:
     """Makes of a text the ids that a tokenizer makes of it, but never one of those in `meaning`.
 
-    These are the ids in `control` (mask, ends) and all added tokens: special or not, but for white space
-    and single characters, which are text, and for what unknown characters become. Raises `CheckpointError`
-    where the mask or an end is that unknown token, or a single character.
+    These are the ids in `control` (mask, ends) and `marks` (of a chat template) and all added tokens:
+    special or not, but for white space and single characters, which are text, and for what unknown
+    characters become. Raises `CheckpointError` where the mask or an end is that unknown token, or a
+    single character.
     """
 
-    def __init__(self, full: Tokenizer, control: frozenset[int]) -> None:
+    def __init__(
+        self, full: Tokenizer, control: frozenset[int], marks: frozenset[int] = frozenset()
+    ) -> None:
         from tokenizers import Tokenizer
 
         for part in ("normalizer", "decoder"):
@@ -42,11 +45,15 @@ class PlainEncoder:
             self._plain.normalizer = full.normalizer
         if full.pre_tokenizer is not None:
             self._plain.pre_tokenizer = full.pre_tokenizer
-        meaning = control | {
-            token
-            for token, item in full.get_added_tokens_decoder().items()
-            if item.special or not (item.content.isspace() or len(item.content) == 1)
-        }
+        meaning = (
+            control
+            | marks
+            | {
+                token
+                for token, item in full.get_added_tokens_decoder().items()
+                if item.special or not (item.content.isspace() or len(item.content) == 1)
+            }
+        )
         unknown = self._unknown()
         self.meaning = meaning - {unknown}
         for token in control:
