@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, fold_message, is_failure
-from dlm_rag.hub import read_json
+from dlm_rag.files.hub import read_json
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.tokenizer.chat import render
 from dlm_rag.tokenizer.plain import PlainEncoder
