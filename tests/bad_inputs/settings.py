@@ -210,6 +210,8 @@ CASES = [
          env={"RANK": "5"}, slow=True),
     Case("two processes without torchrun", TRAIN, "RANK=0 and WORLD_SIZE=2 in the environment",
          env={"WORLD_SIZE": "2", "MASTER_ADDR": None}, slow=True),
+    Case("W&B without a key", f"{TRAIN} train.wandb=online train.world_passages=100", "run `wandb login`",
+         env={"WANDB_API_KEY": None, "WANDB_MODE": None, "HOME": "."}, slow=True),
     Case("a cache that is a file", ASK, "retrieval.index_folder", env={"DLM_RAG_CACHE": "corpus.jsonl"}),
     Case("a cache that cannot be made", ASK, "retrieval.index_folder", env={"DLM_RAG_CACHE": "/proc/x"}),
     Case("a cache of nobody", ASK, "home folder", env={"DLM_RAG_CACHE": "~nobody-here"}),
