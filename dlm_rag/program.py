@@ -159,7 +159,11 @@ def whole(text: str, low: int = 1, flag: str = "") -> int:
 
 
 def check_environment() -> None:
-    """Raises `ConfigError` for a variable that numba would stumble over later, with a traceback."""
+    """Raises `ConfigError` for what libraries stumble over: a variable, a working folder that is gone."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the working folder is there no more: change into another") from None
     threads = os.environ.get("NUMBA_NUM_THREADS", "1")
     if not re.fullmatch("[1-9][0-9]{0,3}", threads):
         raise ConfigError(

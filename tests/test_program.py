@@ -89,6 +89,16 @@ def test_a_closed_stream_is_said_before_anything_is_done():
     assert done.returncode == 2 and done.stdout.startswith(b"error: standard error is closed")
 
 
+def test_a_working_folder_that_is_gone_is_one_sentence(tmp_path, monkeypatch, capfd):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SystemExit) as stop:
+        run(lambda argv: None)
+    assert stop.value.code == 2 and "the working folder is there no more" in capfd.readouterr().err
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_standard_output_is_one_sentence():
     for body in ("print('x')", "print('x', flush=True)"):

@@ -36,6 +36,10 @@ class Checked:
             for part in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(part, str) and "\0" in part:
                     raise ConfigError(f"{item.name} holds a NUL character: take it out")
+                if isinstance(part, str) and part != part.encode(errors="replace").decode():
+                    raise ConfigError(
+                        f"{item.name}={brief(part)} is not UTF-8: write it in that, or rename"
+                    )
                 if isinstance(part, int | float) and not -(2**63) < part < 2**63:  # nor NaN
                     raise ConfigError(
                         f"{item.name}={brief(part)} is out of range: it must be a number below 2^63"

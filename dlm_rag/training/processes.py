@@ -20,6 +20,7 @@ from dlm_rag.config import TrainConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device
 from dlm_rag.model.sharing import SequenceShare
+from dlm_rag.program import whole
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,20 @@ class Processes:
 
     @classmethod
     def join(cls) -> "Processes":
-        """Meets the others, over NCCL where there is CUDA and over gloo where there is none."""
+        """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
+
+        Raises `ConfigError` where the environment is not as torchrun leaves it.
+        """
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # with what is least
         rank, count, local = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+            whole(os.environ.get(name, str(least)), least, f"{name}=") for name, least in names.items()
         )
+        lacking = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if rank >= count or (count > 1 and lacking):
+            raise ConfigError(
+                f"RANK={rank} and WORLD_SIZE={count} in the environment are not torchrun's: unset them, or "
+                "start with torchrun"
+            )
         if count > 1 and not dist.is_initialized():
             dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
         return cls(rank, count, local)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dlm_rag.config import Config
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, fold_message
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.files.whole import new_file
 from dlm_rag.program import note
@@ -140,7 +140,10 @@ def validation_of(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def start_wandb(config: Config, folder: Path) -> Any:
-    """A W&B run, or None when metrics go to JSON lines alone; `offline` needs no account."""
+    """A W&B run, or None when metrics go to JSON lines alone; `offline` needs no account.
+
+    Raises `ConfigError` where W&B is not installed, or takes no run.
+    """
     if config.train.wandb == "off":
         return None
     try:
@@ -149,6 +152,12 @@ def start_wandb(config: Config, folder: Path) -> Any:
         raise ConfigError("train.wandb needs wandb: install it with `pip install wandb`") from None
 
     mode: Any = config.train.wandb
-    return wandb.init(
-        project="dlm_rag", name=folder.name, dir=str(folder), mode=mode, config=asdict(config)
-    )
+    try:
+        return wandb.init(
+            project="dlm_rag", name=folder.name, dir=str(folder), mode=mode, config=asdict(config)
+        )
+    except wandb.Error as error:  # no key, no network
+        raise ConfigError(
+            f"train.wandb={mode} does not begin ({fold_message(error)}): run `wandb login`, or set it to "
+            "offline"
+        ) from None

@@ -84,6 +84,8 @@ CASES = [
     word("--compare all", "sample answers under one setting"),
     word("--out ''", "out is empty: give it a value, or leave it out"),
     word("questions=", "questions is empty"),
+    word("out=\udcff", "out='\\udcff' is not UTF-8"),
+    word("retrieval.query_prompt=\udcff --print-config", "query_prompt='\\udcff' is not UTF-8"),
     word("retrieval.index_folder=", "index_folder is empty"),
     word("retrieval.kind=dense retrieval.dense_model=/", "/ is no sentence-transformers model"),
     # Flags.
@@ -203,6 +205,13 @@ CASES = [
     Case("out is the file of questions", f"{ASK_FILE} --questions questions.jsonl --out ./questions.jsonl",
          "are the same file"),
     # The environment.
+    Case("a rank that is no number", TRAIN, "RANK='x' is not a whole number", env={"RANK": "x"}, slow=True),
+    Case("a rank among none", TRAIN, "RANK=5 and WORLD_SIZE=1 in the environment are not torchrun's",
+         env={"RANK": "5"}, slow=True),
+    Case("two processes without torchrun", TRAIN, "RANK=0 and WORLD_SIZE=2 in the environment",
+         env={"WORLD_SIZE": "2", "MASTER_ADDR": None}, slow=True),
+    Case("W&B without a key", f"{TRAIN} train.wandb=online train.world_passages=100", "run `wandb login`",
+         env={"WANDB_API_KEY": None, "WANDB_MODE": None, "HOME": "."}, slow=True),
     Case("a cache that is a file", ASK, "retrieval.index_folder", env={"DLM_RAG_CACHE": "corpus.jsonl"}),
     Case("a cache that cannot be made", ASK, "retrieval.index_folder", env={"DLM_RAG_CACHE": "/proc/x"}),
     Case("a cache of nobody", ASK, "home folder", env={"DLM_RAG_CACHE": "~nobody-here"}),
