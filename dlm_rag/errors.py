@@ -34,7 +34,7 @@ class RunError(RuntimeError):
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """` (nearest: 'x')` for the candidate most like `word`, or an empty string when none is."""
-    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, [each for each in candidates if each != word], n=1, cutoff=0.5)
     return f" (nearest: '{close[0]}')" if close else ""
 
 
