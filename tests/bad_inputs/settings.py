@@ -198,6 +198,9 @@ CASES = [
         for name, value in (("questions", "questions.jsonl"), ("corpus", "corpus.jsonl"), ("trace", "t"),
                             ("compare", "all"))
     ),
+    Case("documents for sft", f"{TRAIN} data.documents.a=corpus.jsonl", "data.documents are not read by sft"),
+    Case("questions for documents", f"{TRAIN} train.objective=pretrain data.questions=questions.jsonl"
+         " data.corpus=corpus.jsonl", "data.questions are read by sft alone"),
     # Paths.
     Case("a corpus that leads to itself", f"{ASK_MODEL} --corpus loop", "'loop' was not found",
          {"loop": lambda path: path.symlink_to("loop")}),
