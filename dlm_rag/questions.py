@@ -17,6 +17,7 @@ from dlm_rag.files.records import Record, expand, field_of, find_file, id_of, re
 from dlm_rag.program import note
 
 QUICK = 200  # questions of --quick
+_NESTED = re.compile(r"\s*(\[.*\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)  # a list, SQuAD's object
 
 
 @dataclass(frozen=True)
@@ -132,20 +133,23 @@ def _hops(value: Any, place: str) -> int | None:
 
 
 def _texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
-    """A text or a list of texts; also a list as JSON in a text, and SQuAD's object with the list `text`."""
+    """A text or a list of texts, the blank ones left out; also SQuAD's object with the list `text`.
+
+    Lists and that object may be JSON in a text, as in a cell of a table.
+    """
     key, value = field_of(row, field)
-    if isinstance(value, dict):
-        value = value.get("text")
-    if isinstance(value, str) and re.fullmatch(r"\s*\[.*\]\s*", value, re.DOTALL):
+    if isinstance(value, str) and _NESTED.fullmatch(value):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise QuestionError(
                 f'{place}: \'{key}\' is a list that is not JSON, as in ["a", "b"]'
             ) from None
+    if isinstance(value, dict):
+        value = value.get("text", value)
     if value is None:
         return ()
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int) and not isinstance(item, bool) for item in texts):
         raise QuestionError(f"{place}: '{key}' must be a list of texts")
-    return tuple(map(str, texts))
+    return tuple(str(text) for text in texts if str(text).strip())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 from conftest import PASSAGES, write_lines
@@ -77,6 +78,22 @@ def test_no_passages_and_no_file(tmp_path):
         open_corpus(tmp_path / "c.jsonl")
     with pytest.raises(CorpusError, match="was not found"):
         open_corpus(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.txt", "x" * 10**6), ("a.txt", "one word more " * 70_000), ("a.md", f"# a{' ' * 10**5}b\nx")],
+)
+def test_a_text_without_an_end_takes_no_time(tmp_path, name, text):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / name).write_text(text)
+    begun = time.perf_counter()
+    passages = open_corpus(tmp_path / "texts", tmp_path / "index")
+    assert time.perf_counter() - begun < 2
+    assert all(len(passage.contents) <= 1200 for passage in passages)
+    assert sum(len(passage.contents.replace(" ", "").replace("\n", "")) for passage in passages) == len(
+        text.rpartition("\n")[2].replace(" ", "")
+    )
 
 
 def test_an_index_folder_stands_for_its_corpus_until_the_file_changes(corpus_file):

@@ -17,6 +17,7 @@ from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.query import Query
 from dlm_rag.tokenizer import PromptTemplate
@@ -275,6 +276,45 @@ def test_a_retriever_with_too_few_results_fails_its_questions(corpus):
 
     found = Decoder(tiny_denoiser(), Forgetful(corpus), tiny_tokenizer()).decode(QUESTIONS)
     assert {r.error for r in found} == {"the search failed: RuntimeError: 2 results for 3 queries"}
+
+
+@pytest.mark.parametrize("nonsense", [None, "text", ["text"], [None], [{"id": "a"}], [Passage("a", "", 3)]])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+def test_what_is_no_list_of_passages_ends_its_row_and_no_other(corpus, nonsense, overlap):
+    class Odd(CountingRetriever):
+        def search(self, queries):
+            found = super().search(queries)
+            return [nonsense if q.text == QUESTIONS[1] else f for q, f in zip(queries, found, strict=True)]
+
+    decoder = Decoder(tiny_denoiser(), Odd(corpus), tiny_tokenizer(), DecodeConfig(overlap=overlap))
+    assert [bool(r.error) for r in decoder.decode(QUESTIONS)] == [False, True, False]
+
+
+def test_a_key_of_none_is_searched_for_once(corpus):
+    class Constant(CountingRetriever):
+        def key(self, query):
+            return None
+
+    retriever = Constant(corpus)
+    found = Decoder(tiny_denoiser(), retriever, tiny_tokenizer()).decode(QUESTIONS)
+    assert all(r.evidence for r in found) and sorted(retriever.asked) == sorted(QUESTIONS)
+
+
+@pytest.mark.parametrize("order", [slice(None, None, -1), slice(0, 0)])
+def test_proposals_for_other_positions_end_the_row(corpus_file, order):
+    decoder = make_decoder(corpus_file)
+    propose = decoder.proposer.propose
+    decoder.proposer.propose = lambda views: [
+        replace(proposals, positions=proposals.positions[order]) for proposals in propose(views)
+    ]
+    assert {r.error for r in decoder.decode(QUESTIONS)} == {
+        "the model proposed for other positions than it was asked for"
+    }
+
+
+def test_one_text_is_no_list_of_questions(corpus_file):
+    with pytest.raises(QuestionError, match="put the text into brackets"):
+        make_decoder(corpus_file).decode("Who wrote Emma?")
 
 
 @pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import write_lines
 
-from dlm_rag.errors import CorpusError
+from dlm_rag.errors import CorpusError, RunError
 from dlm_rag.retrieval import dense
 from dlm_rag.retrieval.corpus import open_corpus
 
@@ -107,6 +107,31 @@ def test_another_encoder_or_corpus_begins_anew(corpus, build, tmp_path):
     again = Encoder()
     build(theirs, again)
     assert len(again.embedded) == PASSAGES
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("finished", "abc"),
+        ("finished", "-1"),
+        ("finished", "99999"),
+        ("vectors.npy", "x"),
+        ("vectors.npy", None),
+    ],
+)
+def test_what_a_build_left_and_is_damaged_is_begun_anew(corpus, build, name, left):
+    with pytest.raises(KeyboardInterrupt):
+        build(corpus, Encoder(die=(100, interrupt)))
+    (path,) = corpus.folder.glob(f"*.building/{name}")
+    path.unlink() if left is None else path.write_text(left)
+    second = Encoder()
+    build(corpus, second)
+    assert len(second.embedded) == PASSAGES
+
+
+def test_vectors_that_are_no_numbers_are_refused(corpus, build):
+    with pytest.raises(RunError, match="makes no numbers of some text"):
+        build(corpus, Encoder(weights=float("nan")))
 
 
 def test_a_long_build_says_what_it_takes_before(corpus, build, monkeypatch, caplog):

@@ -204,6 +204,47 @@ def test_a_damaged_folder_is_named(folder, name, harm, says):
         load_encoder(str(folder), "cpu")
 
 
+def tensors(change):
+    """A function that changes the weights of a folder, by name."""
+
+    def harm(folder):
+        from safetensors.torch import load_file, save_file
+
+        found = load_file(folder / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return harm
+
+
+DENSE = "encoder.layer.0.output.dense.weight"
+WRONG = {
+    "a tensor is not there": (tensors(lambda found: found.pop(DENSE)), f"lack {DENSE}"),
+    "weights are not numbers": (tensors(lambda found: found[DENSE].fill_(float("nan"))), "no numbers"),
+    "weights are zeros": (tensors(lambda found: [value.zero_() for value in found.values()]), "zeros"),
+    "nothing pools": (lambda folder: put(folder, "modules.json", MODULES[:1]), "could not be loaded"),
+    "texts of a negative length": (
+        lambda folder: put(folder, "sentence_bert_config.json", {"max_seq_length": -1}),
+        "could not be loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_encoder_that_makes_no_vectors_is_refused(folder, wrong, capfd):
+    harm, says = WRONG[wrong]
+    harm(folder)
+    with pytest.raises(CheckpointError, match=says):
+        load_encoder(str(folder), "cpu")
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_a_pooler_that_lacks_is_made_up_the_same_at_every_start(folder):
+    tensors(lambda found: found.pop("pooler.dense.weight"))(folder)
+    one, other = (load_encoder(str(folder), "cpu").state_dict() for _ in range(2))
+    assert all((one[name] == other[name]).all() for name in one)
+
+
 def test_a_hub_id_is_found_as_a_models_is(folder, monkeypatch):
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download",
@@ -218,7 +259,7 @@ def test_weights_that_make_no_vectors_are_refused(folder, factor):
 
     weights = {name: value * factor for name, value in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="damaged: the vector of a text is zero or no number"):
+    with pytest.raises(CheckpointError, match="zeros, or no numbers: its weights are damaged"):
         load_encoder(str(folder), "cpu")
 
 

@@ -1,16 +1,18 @@
 """Indexes are complete or not there, whoever builds them and whenever they die."""
 
+import json
 import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.retrieval.index import WHOLE, build_once
+from dlm_rag.retrieval.index import WHOLE, _digests, build_once
 from dlm_rag.retrieval.query import build_query
 
 
@@ -72,6 +74,9 @@ HARMS = {
     "emptied": lambda path: path.write_bytes(b""),
     "cut short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "garbage": lambda path: path.write_bytes(b"garbage"),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "nested beyond measure": lambda path: path.write_text("[" * 100_000),
+    "an empty object": lambda path: path.write_text("{}"),
     "one bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
 }
 
@@ -91,9 +96,33 @@ def test_a_damaged_index_is_said_and_built_anew(corpus_file, tmp_path, caplog, h
     for path in kept:
         caplog.clear()
         HARMS[harm](path)
+        if path.name == "corpus.json" and harm == "a pipe":
+            path.unlink()  # nobody reads or replaces it, and here it could not be read back
         assert search() == found == ["dune"]
         assert path.name == "corpus.json" or (path.name in caplog.text and "built anew" in caplog.text)
         assert {path: path.read_bytes() for path in kept} == kept, path
+
+
+FORGED = {
+    "offsets of floats": ("offsets.npy", lambda path: np.save(path, np.load(path).astype(float))),
+    "offsets of nothing": ("offsets.npy", lambda path: np.save(path, np.load(path)[:0])),
+    "offsets beyond the file": ("offsets.npy", lambda path: np.save(path, np.load(path) * 10**15)),
+    "a pickle": ("offsets.npy", lambda path: np.save(path, np.array([{}]), allow_pickle=True)),
+    "a vocabulary in a list": ("vocab.index.json", lambda path: path.write_text("[]")),
+    "settings in a list": ("params.index.json", lambda path: path.write_text("[]")),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_an_index_that_somebody_else_made_is_refused_in_a_sentence(corpus_file, tmp_path, forged):
+    name, harm = FORGED[forged]
+    load_retriever(corpus_file, index_folder=str(tmp_path / "index"))
+    (path,) = (tmp_path / "index").rglob(name)
+    harm(path)
+    (path.parent / WHOLE).unlink()
+    (path.parent / WHOLE).write_text(json.dumps(_digests(path.parent)))
+    with pytest.raises(CorpusError, match="remove .*, and it is built anew"):
+        load_retriever(corpus_file, index_folder=str(tmp_path / "index"))
 
 
 def test_two_processes_rebuild_a_damaged_index_once(tmp_path):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_rag.commands.job import gather_questions, plan, with_shipped
 from dlm_rag.commands.words import CommandLine, parse
 from dlm_rag.errors import ConfigError, RunError, fold_message
-from dlm_rag.files.jsonl import parse_object
+from dlm_rag.files.jsonl import parse_object, read_note
 from dlm_rag.files.whole import write_whole
 from dlm_rag.program import check_writable, note
 from dlm_rag.text import visible
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, typed=False, chosen=True)
     config = with_shipped(words.config, [])
-    if config.out is None:
+    if config.out in (None, "-"):
         raise ConfigError("evaluation needs --out FOLDER")
     if config.questions is None:
         raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
@@ -46,8 +46,12 @@ def main(argv: list[str]) -> None:
     questions = gather_questions(config, [])
     from dlm_rag.evaluation.compare import group_questions
 
-    if not all(question.golden_answers for question in questions):
-        raise ConfigError(f"{config.questions} has questions without golden_answers: nothing to score")
+    for question in questions:
+        if not question.golden_answers:
+            raise ConfigError(
+                f"{config.questions} has questions without golden_answers, '{question.id}' for one: they "
+                "cannot be scored"
+            )
     out = Path(config.out)
     groups, chosen = group_questions(questions), {"limit": config.limit, "quick": config.quick}
     check_chosen(out, chosen)
@@ -128,10 +132,7 @@ def report(
     from dlm_rag.evaluation.compare import as_record, compare_to_first, summarise
     from dlm_rag.evaluation.report import grids, markdown, plot, show
 
-    stamps = {
-        name: json.loads((folder / "answers.jsonl.run.json").read_text(encoding="utf-8"))
-        for name, folder in folders.items()
-    }
+    stamps = {name: read_note(folder / "answers.jsonl.run.json") for name, folder in folders.items()}
     summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
     against = compare_to_first(scores, groups)
     record = said | {

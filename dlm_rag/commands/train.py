@@ -47,11 +47,7 @@ def main(argv: list[str]) -> None:
     folder = Path(config.out or "runs/train")
     if config.limit or config.quick:
         raise ConfigError("training takes all of its questions: leave limit and quick out")
-    given = {"questions": config.questions, "corpus": config.retrieval.corpus}
-    if other := [name for name, path in given.items() if path is not None]:
-        raise ConfigError(f"training reads data.questions and data.corpus: give these, not --{other[0]}")
-    if other := [name for name in ("trace", "compare") if getattr(config, name) is not None]:
-        raise ConfigError(f"training has no use for {other[0]}: leave it out")
+    refuse_unread(config)
     if "plan" not in words.switches:
         make_folder(folder, resume)
     if "plan" in words.switches:
@@ -80,6 +76,22 @@ def main(argv: list[str]) -> None:
         processes.leave()
     if stop.interrupted:
         raise KeyboardInterrupt
+
+
+def refuse_unread(config: "Config") -> None:
+    """Raises `ConfigError` for data that are named and would not be trained on."""
+    given = {"questions": config.questions, "corpus": config.retrieval.corpus}
+    if other := [name for name, path in given.items() if path is not None]:
+        raise ConfigError(f"training reads data.questions and data.corpus: give these, not --{other[0]}")
+    if other := [name for name in ("trace", "compare") if getattr(config, name) is not None]:
+        raise ConfigError(f"training has no use for {other[0]}: leave it out")
+    objectives = {phase.objective for phase in config.train.in_phases().values()}
+    if config.data.documents and objectives == {"sft"}:
+        raise ConfigError("data.documents are not read by sft: set train.objective to pretrain or adapt")
+    if config.data.questions and "sft" not in objectives:
+        raise ConfigError(
+            "data.questions are read by sft alone: set train.objective=sft, or name data.documents"
+        )
 
 
 class Stop(threading.Event):

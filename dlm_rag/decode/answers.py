@@ -19,7 +19,7 @@ from dlm_rag.decode.trace import (
     scan_trace,
 )
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.jsonl import parse_object
+from dlm_rag.files.jsonl import read_note
 from dlm_rag.files.whole import give_back, new_file, take_lock, write_whole
 from dlm_rag.questions import Question
 
@@ -76,10 +76,7 @@ class AnswersFile:
     def _read_stamp(self) -> dict[str, Any] | None:
         if not self._out.is_file() or not self._out.stat().st_size:
             return None
-        try:
-            stamp = parse_object(self._stamp_path.read_bytes(), "the stamp", ConfigError)
-        except (OSError, ConfigError):
-            stamp = {}
+        stamp = read_note(self._stamp_path)
         machines = stamp.setdefault("machines", [])
         known = isinstance(stamp.get("answers_depend_on"), dict) and isinstance(machines, list)
         if not known or not all(isinstance(machine, dict) for machine in machines):

@@ -98,6 +98,8 @@ class Decoder:
 
 def as_questions(questions: Sequence[str | Question]) -> list[Question]:
     """Questions as records; texts get the ids q1, q2, ... by their place."""
+    if isinstance(questions, str):
+        raise QuestionError("questions are a list: put the text into brackets, as in [question]")
     numbered = typed_questions([q if isinstance(q, str) else q.question for q in questions])
     asked = [
         given if isinstance(given, Question) else record

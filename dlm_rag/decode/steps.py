@@ -4,6 +4,7 @@ Each part takes the rows that it is for and leaves its results in them; `schedul
 """
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -50,7 +51,11 @@ class Steps:
         if not rows:
             return
         views = [view_of(row) for row in rows]
-        for row, proposals in zip(rows, self.proposer.propose(views), strict=True):
+        for row, view, proposals in zip(rows, views, self.proposer.propose(views), strict=True):
+            asked = view.positions
+            if proposals.positions is not asked and not np.array_equal(proposals.positions, asked):
+                row.fail("the model proposed for other positions than it was asked for")
+                continue
             if not np.isfinite(proposals.confidence).all():
                 row.fail("the denoiser's output is not a number")
                 continue
@@ -107,12 +112,12 @@ class Steps:
         asking, queries = [], []
         with stage("detokenize"):
             for row in rows:
-                row.begun = True
+                first, row.begun = not row.begun, True
                 query = self._query(row)
                 if query is None:
                     continue
                 row.asked, key = query.text, self.retriever.key(query)
-                if key != row.query_key:
+                if first or key != row.query_key:
                     row.query_key, row.searched = key, True
                     asking.append(row)
                     queries.append(query)
@@ -157,7 +162,7 @@ class Steps:
                 return [error] * len(queries)
         if len(found) != len(queries):
             return [RuntimeError(f"{len(found)} results for {len(queries)} queries")] * len(queries)
-        return found
+        return [_checked(passages) for passages in found]
 
     def receive(self, search: Search) -> None:
         """Takes what was found as the evidence of its rows.
@@ -234,6 +239,18 @@ class Steps:
         for name, value in self.clock.take().items():
             for row in rows:
                 row.seconds[name] = row.seconds.get(name, 0.0) + value / len(rows)
+
+
+def _checked(found: SearchResult) -> SearchResult:
+    """What a retriever, maybe somebody's own, has found, or the error that it is no list of passages."""
+    if isinstance(found, Exception):
+        return found
+    passages = list(found) if isinstance(found, Iterable) else [found]
+    for passage in passages:
+        fields = (passage.id, passage.title, passage.contents) if isinstance(passage, Passage) else (None,)
+        if not all(isinstance(field, str) for field in fields):
+            return TypeError(f"a search found {passage!r:.60}, which is no Passage of three texts")
+    return passages
 
 
 def view_of(row: Row) -> View:

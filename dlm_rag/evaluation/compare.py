@@ -4,6 +4,7 @@ A setting is a name from `PRESETS` or `KEY=VALUE`, joined by `+`: `static`, `ora
 `interleaved+retrieval.kind=dense`, `decode.commit_rule=grounded+decode.commit_threshold=0.8`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -76,7 +77,7 @@ def group_questions(questions: Sequence[Question]) -> Groups:
     labels = [q.labels or ("unlabelled",) for q in questions]
     for label in [*sorted({label for of in labels for label in of} - {"unlabelled"}), "unlabelled"]:
         having = [n for n, of in enumerate(labels) if label in of]
-        if label in groups or ", " in label:
+        if label in groups or ", " in label or re.fullmatch(r"\d+ hops?", label):
             raise QuestionError(f"the label '{label}' is the name of another group: rename that field")
         if 0 < len(having) < len(questions):
             groups[label] = having

@@ -123,9 +123,11 @@ def markdown(found: Sequence[Grid], stamp: Mapping[str, Any]) -> str:
         lines = [escaped(grid.headings), rule, *map(escaped, grid.rows)]
         table = "\n".join(f"| {' | '.join(row)} |" for row in lines)
         parts.append(f"**{grid.title}**\n\n{table}\n")
+    keys = ("commit", "date", "device", "threads", "attention", "seed")
+    said = {key: stamp.get(key, "unknown") for key in keys}  # another version may have begun the run
     origin = (
-        f"Commit {stamp['commit']}, {stamp['date']}, {stamp['device']}, {stamp['threads']} threads, "
-        f"attention {stamp['attention']}, seed {stamp['seed']}.\n"
+        f"Commit {said['commit']}, {said['date']}, {said['device']}, {said['threads']} threads, "
+        f"attention {said['attention']}, seed {said['seed']}.\n"
     )
     return "\n".join([*parts, origin])
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from dlm_rag.files.jsonl import read_note
 from dlm_rag.files.whole import default_index_folder, write_whole
 from dlm_rag.progress import progress
 from dlm_rag.text import visible
@@ -64,9 +65,6 @@ def _state(file: int) -> dict[str, int]:
 
 def _remembered(record: Path, state: dict[str, int]) -> str | None:
     """The digest in a record, if it is of a file in this state."""
-    try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-        digest = found.pop("digest")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+    found = read_note(record)
+    digest = found.pop("digest", None)
     return digest if found == state and isinstance(digest, str) else None

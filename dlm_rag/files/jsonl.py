@@ -4,11 +4,13 @@ import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from dlm_rag.errors import UserError
 
 LONGEST_LINE = 2**28  # bytes
+LARGEST_NOTE = 2**26  # bytes of what this program notes beside its files
 
 
 def is_blank(line: bytes) -> bool:
@@ -29,7 +31,7 @@ def decode_line(line: bytes, place: str, error: type[UserError]) -> str:
     try:
         return _text(line)
     except UnicodeDecodeError:
-        raise error(f"{place}: the line is not UTF-8") from None
+        raise error(f"{place}: the line is not UTF-8: save the file as UTF-8") from None
 
 
 def parse_object(line: bytes, place: str, error: type[UserError]) -> dict[str, Any]:
@@ -38,6 +40,19 @@ def parse_object(line: bytes, place: str, error: type[UserError]) -> dict[str, A
     if not isinstance(value, dict):
         raise error(f"{place}: the line is not a JSON object")
     return value
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that this program has written; empty where it is none that can be read.
+
+    What is no regular file is not opened: a pipe would wait for ever, a device might not end.
+    """
+    try:
+        if path.is_file() and path.stat().st_size <= LARGEST_NOTE:
+            return parse_object(path.read_bytes(), str(path), UserError)
+    except (OSError, UserError):
+        pass
+    return {}
 
 
 def parse_json(text: bytes, place: str, error: type[UserError], what: str = "line") -> Any:
@@ -49,7 +64,7 @@ def parse_json(text: bytes, place: str, error: type[UserError], what: str = "lin
     try:
         value = _DECODER.decode(_text(text))
     except UnicodeDecodeError:
-        raise error(f"{place}: the {what} is not UTF-8") from None
+        raise error(f"{place}: the {what} is not UTF-8: save the file as UTF-8") from None
     except (ValueError, RecursionError) as problem:
         reason = getattr(problem, "msg", "a number or a nesting beyond all measure")
         at = f" in its line {problem.lineno}" if what != "line" and hasattr(problem, "lineno") else ""

@@ -34,6 +34,7 @@ ALIASES = {
     "contents": ("contents", "text"),
 }
 PEEK = 2**20  # bytes that are looked at to tell forms apart
+OTHERS = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # zip (and .xlsx), bzip2, xz, zstd
 LONGEST_JSON = 2**31  # bytes of a document, which is in memory as a whole
 
 Record = tuple[str, dict[str, Any]]  # its place, its fields
@@ -63,6 +64,8 @@ def id_of(record: dict[str, Any], what: str, place: str, error: type[UserError])
 
 def expand(path: str | Path, error: type[UserError]) -> Path:
     """The path with `~` read as a home folder; raises `error` where that, or a path, is none."""
+    if path == "":  # pathlib would read the working folder
+        raise error("the name of a file is empty: is a variable of the shell unset?")
     try:
         found = Path(path).expanduser()
         found.exists()
@@ -141,6 +144,8 @@ def _form(file: Any, path: Path, error: type[UserError], plain: str | None) -> R
     suffix, head = suffix_of(path), file.peek(PEEK)
     if head[:4] == b"PAR1" or suffix == ".parquet":
         return _parquet_rows
+    if head.startswith(OTHERS):
+        raise error(f"{path} is in no form that is read, whatever its name: {FORMS}")
     if suffix in (".csv", ".tsv"):
         return partial(_table_rows, delimiter="," if suffix == ".csv" else "\t")
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -199,6 +204,8 @@ def _table_rows(file: IO[bytes], path: str, error: type[UserError], delimiter: s
             row = {name: cell for name, cell in zip(header, cells, strict=True) if name and cell}
             yield place, _numbered(row, header, number)
     except csv.Error as problem:
+        if "new-line" in str(problem):
+            raise error(f"{path}, line {before + 1}: a line ends as on old Macs: save it anew") from None
         raise error(
             f"{path}, line {before + 1}: the row cannot be read ({problem}); a cell that holds quotes "
             "stands in quotes, and each of its own is doubled"

@@ -12,6 +12,7 @@ import numpy as np
 from bm25s.numba import retrieve_utils
 from bm25s.stopwords import STOPWORDS_EN
 
+from dlm_rag.errors import CorpusError, fold_message
 from dlm_rag.machine import memory
 from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress, status
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
@@ -55,8 +56,13 @@ class BM25Retriever(CorpusRetriever):
         folder = build_once(
             corpus.folder / slug("bm25", bm25s.__version__, FACTS), lambda scratch: _build(corpus, scratch)
         )
-        self._index = bm25s.BM25.load(folder, mmap=True, backend="numba")
-        self._facts = json.loads(Path(folder, FACTS).read_text(encoding="utf-8"))
+        try:
+            self._index = bm25s.BM25.load(folder, mmap=True, backend="numba")
+            self._facts = json.loads(Path(folder, FACTS).read_text(encoding="utf-8"))
+        except Exception as error:  # it is as it was built, but by whom?
+            raise CorpusError(
+                f"index {folder} cannot be read ({fold_message(error)}): remove it, and it is built anew"
+            ) from None
         self._successive = self._keep_scores(memory) if len(corpus) >= SUCCESSIVE_FROM else None
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dlm_rag.errors import CorpusError, nearest
 from dlm_rag.files.digest import digest_file
-from dlm_rag.files.jsonl import is_blank, lines, parse_object
+from dlm_rag.files.jsonl import is_blank, lines, parse_object, read_note
 from dlm_rag.files.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
 from dlm_rag.files.whole import default_index_folder, write_whole
 from dlm_rag.progress import progress
@@ -69,6 +69,21 @@ def state_of(file: Path | int) -> FileState:
     return found.st_size, found.st_mtime_ns
 
 
+def _load_offsets(path: Path, size: int) -> np.ndarray:
+    """Where the passages of a corpus of `size` bytes begin, and its end.
+
+    Raises `CorpusError` where an index that somebody else made holds anything else.
+    """
+    try:
+        # A plain array over the mapped file: a memmap is slow at single numbers.
+        found = np.asarray(np.load(path, mmap_mode="r"))
+    except (ValueError, EOFError):  # a pickle, which is not opened
+        found = np.empty(0)
+    if found.dtype != np.int64 or found.ndim != 1 or len(found) < 2 or int(found[-1]) != size:
+        raise CorpusError(f"{path} is not of this corpus: remove {path.parent}, and it is built anew")
+    return found
+
+
 class Corpus(Sequence[Passage]):
     """The passages of a file by row number; only their offsets are held in memory.
 
@@ -78,8 +93,7 @@ class Corpus(Sequence[Passage]):
     def __init__(self, path: Path, folder: Path, fingerprint: str, state: FileState) -> None:
         """state: of the file when it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
-        # A plain array over the mapped file: a memmap is slow at single numbers.
-        self._offsets = np.asarray(np.load(folder / "offsets" / "offsets.npy", mmap_mode="r"))
+        self._offsets = _load_offsets(folder / "offsets" / "offsets.npy", state[0])
         self._file = path.open("rb", buffering=0)
         self._descriptor = self._file.fileno()
         self._opened = state
@@ -197,13 +211,14 @@ def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
 
 
 def _read_manifest(folder: Path) -> tuple[Path, str]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return Path(manifest["corpus"]), manifest["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError):
+    manifest = read_note(folder / MANIFEST)
+    path, fingerprint = manifest.get("corpus"), manifest.get("fingerprint")
+    if not isinstance(path, str) or not isinstance(fingerprint, str):
         raise CorpusError(
-            f"{folder} is no index folder (it has no readable {MANIFEST}), and holds no .txt or .md files"
-        ) from None
+            f"{folder} is no index folder (it has no readable {MANIFEST}), and holds no .txt or .md files: "
+            "name a file"
+        )
+    return expand(path, CorpusError), fingerprint
 
 
 def _scan(path: Path) -> "array[int]":

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_rag.errors import RunError
 from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, take_turns
 from dlm_rag.retrieval.corpus import Corpus
@@ -117,10 +119,13 @@ def open_dense(
     encoder = load_encoder(model, device)
 
     def embed(texts: list[str], prompt: str) -> Tensor:
-        return encoder.encode(
+        found = encoder.encode(
             texts, prompt=prompt or None, batch_size=batch_size, convert_to_tensor=True,
             normalize_embeddings=True, show_progress_bar=False,
         ).float()  # fmt: skip
+        if not torch.isfinite(found).all():
+            raise RunError(f"dense_model '{model}' makes no numbers of some text: its weights are damaged")
+        return found
 
     def build(scratch: Path) -> None:
         log.info("embedding %s passages with %s", f"{len(corpus):,}", model)
@@ -171,8 +176,10 @@ def _embed_all(corpus: Corpus, scratch: Path, embed: Embed, block: int) -> None:
 def _open_vectors(scratch: Path, shape: tuple[int, int]) -> tuple[np.memmap, int]:
     """The file of the vectors, mapped, and how many passages have theirs."""
     path, count = scratch / VECTORS, scratch / FINISHED
-    if count.is_file():
-        return np.lib.format.open_memmap(path, mode="r+"), int(count.read_text())
+    with suppress(OSError, ValueError):  # what was left is none of it, or damaged: begin anew
+        found, finished = np.lib.format.open_memmap(path, mode="r+"), int(count.read_text())
+        if (found.shape, found.dtype) == (shape, np.float32) and 0 <= finished <= shape[0]:
+            return found, finished
     vectors = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
     if hasattr(os, "posix_fallocate"):  # a disk that is full is found now, not by a signal in the middle
         try:

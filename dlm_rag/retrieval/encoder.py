@@ -6,8 +6,10 @@ kernels from the hub. Only names of its own are let through.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,8 @@ from dlm_rag.files.records import expand
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+PROBE = ["Where was the first of them made, in 1900 or before?"]
+_LACKING = re.compile(r"^\W*([\w.{}, -]*[\w}])\W*\|.*MISSING", re.MULTILINE)
 _OWN_CLASS = re.compile(r"sentence_transformers(\.[A-Za-z]\w*)+")
 _CODE_KEYS = ("custom_generate", "trust_remote_code", "code_revision", "use_kernels", "kernel_config")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -42,23 +46,59 @@ def load_encoder(name: str, device: str | None) -> SentenceTransformer:
 
     disable_progress_bar()
     try:
-        encoder = SentenceTransformer(
-            str(folder), device=device, trust_remote_code=False, local_files_only=True,
-            model_kwargs={"use_safetensors": True},
-        )  # fmt: skip
-        vector = encoder.encode(["Who wrote it?"], convert_to_tensor=True, show_progress_bar=False)
+        with _whole():
+            encoder = SentenceTransformer(
+                str(folder), device=device, trust_remote_code=False, local_files_only=True,
+                model_kwargs={"use_safetensors": True},
+            )  # fmt: skip
+        tried = encoder.encode(PROBE, show_progress_bar=False)
+        if not (abs(tried) < float("inf")).all() or not tried.any():
+            raise CheckpointError(
+                "what it makes of a text is zeros, or no numbers: its weights are damaged"
+            )
+        return encoder
     except BaseException as error:  # the libraries below raise many unrelated types
         if not is_failure(error):
             raise
         raise CheckpointError(f"dense_model '{name}' could not be loaded: {fold_message(error)}") from None
-    if not (vector.isfinite().all() and vector.any()):
-        raise CheckpointError(f"dense_model '{name}' is damaged: the vector of a text is zero or no number")
-    return encoder
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Raises `CheckpointError` where transformers reports tensors that it had to make up.
+
+    It only logs that, in colours. A pooler that lacks is not read by sentence-transformers' own pooling; it
+    is made up the same at every start, for the vectors on disk go by all weights.
+    """
+    import torch
+
+    reports: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        reports.append(record.getMessage())
+        return "LOAD REPORT" not in reports[-1]
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.addFilter(keep)
+    logger.setLevel(logging.WARNING)
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            yield
+    finally:
+        logger.removeFilter(keep)
+        logger.setLevel(level)
+    lacking = [name for name in _LACKING.findall("\n".join(reports)) if "pooler" not in name]
+    if lacking:
+        raise CheckpointError(f"its weights lack {lacking[0]}: the download may be incomplete")
 
 
 def check_encoder(folder: Path) -> None:
     """Raises `CheckpointError` for a folder that brings code, or names code that is not the library's."""
-    if not any((folder / name).exists() for name in ("modules.json", "config.json", "adapter_config.json")):
+    if not any(
+        (folder / name).is_file() for name in ("modules.json", "config.json", "adapter_config.json")
+    ):
         raise CheckpointError(f"{folder} is no sentence-transformers model: it has no modules.json")
     for adapter in folder.rglob("adapter_config.json"):
         raise CheckpointError(f"{adapter.parent} holds an adapter: merge it into the weights")

@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.files.digest import digest_file
+from dlm_rag.files.jsonl import read_note
 from dlm_rag.files.whole import default_index_folder, write_whole
 
 __all__ = ["INDEX_VERSION", "build_once", "default_index_folder", "slug"]
@@ -63,16 +64,18 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _damage(folder: Path) -> str:
     """What has become of a folder since it was built, in words; nothing where it is whole."""
+    digests = read_note(folder / WHOLE)
     try:
-        digests: dict[str, str] = json.loads((folder / WHOLE).read_text(encoding="utf-8"))
         for name, digest in digests.items():
+            if not (folder / name).is_file():  # a pipe would wait for ever
+                return f"{name} is no file any more"
             if digest_file(folder / name) != digest:
                 return f"{name} is damaged"
     except OSError as error:
         return f"{Path(error.filename or WHOLE).name} cannot be read ({error.strerror})"
-    except (ValueError, AttributeError, TypeError):
+    except ValueError:  # no name of a file
         return f"{WHOLE} is damaged"
-    return ""
+    return "" if digests else f"{WHOLE} is damaged"
 
 
 def slug(*parts: object) -> str:

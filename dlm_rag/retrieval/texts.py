@@ -12,10 +12,10 @@ from dlm_rag.files.records import Record
 
 SUFFIXES = (".txt", ".md", ".markdown")
 LENGTH = (600, 1200)  # characters from which a passage may end, and at most: 100 to 200 words
+_RUN = re.compile(r"[^\n.!?]+")
+_PIECE = re.compile(rf".{{1,{LENGTH[1]}}}(?:\s|$)|.{{{LENGTH[1]}}}")
 # A heading of Markdown and what is below it, to the next; a fence of code hides what looks like one.
-_SECTION = re.compile(
-    r"^(#{1,6})[ \t]+(?P<title>[^\n]+?)[ \t#]*$|^(```|~~~).*?(^\3|\Z)", re.MULTILINE | re.DOTALL
-)
+_SECTION = re.compile(r"^(#{1,6})[ \t]+(?P<title>[^\n]+)$|^(```|~~~).*?(^\3|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def texts_in(folder: Path) -> list[Path]:
@@ -58,9 +58,14 @@ def read_texts(folder: Path) -> Iterator[Record]:
         markdown = path.suffix.lower() != ".txt"
         splitter = (MarkdownSplitter if markdown else TextSplitter)(LENGTH)
         for title, body in sections(text) if markdown else [("", text)]:
-            for passage in splitter.chunks(body):
+            for passage in splitter.chunks(_RUN.sub(_broken, body)):
                 count += 1
                 yield str(path), {"id": f"{name}#{count}", "title": title or path.stem, "contents": passage}
+
+
+def _broken(run: re.Match[str]) -> str:
+    """What goes on for longer than a passage, in lines: the splitter takes the square of its length."""
+    return run[0] if len(run[0]) <= LENGTH[1] else _PIECE.sub(r"\g<0>\n", run[0])
 
 
 def sections(text: str) -> Iterator[tuple[str, str]]:
@@ -69,5 +74,6 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
     for found in _SECTION.finditer(text):
         if found["title"]:
             yield title, text[start : found.start()]
-            title, start = found["title"], found.end()
+            heading = found["title"]
+            title, start = heading.rstrip(" \t#") or heading[0], found.end()
     yield title, text[start:]

@@ -116,6 +116,15 @@ CASES = [
         Case(f"a manifest: {what}", f"{ASK_MODEL} --corpus index", "is no index folder", broken_manifest(text))
         for what, text in {"empty": "", "a list": "[]", "a number": "{\"corpus\": 3}", "null": "null"}.items()
     ),
+    *(
+        Case(f"a manifest: {what}", f"{ASK_MODEL} --corpus index", "is no index folder", {"index/corpus.json": made})
+        for what, made in {
+            "a pipe": os.mkfifo, "nested beyond measure": DEEP,
+            "without a fingerprint": '{"corpus": "corpus.jsonl", "fingerprint": null}',
+        }.items()
+    ),
+    Case("a manifest of no corpus", f"{ASK_MODEL} --corpus index", "the name of a file is empty",
+         broken_manifest('{"corpus": "", "fingerprint": ""}')),
     Case("a manifest of a corpus that went away", f"{ASK_MODEL} --corpus index", "'gone.jsonl' was not found",
          broken_manifest('{"corpus": "gone.jsonl", "fingerprint": ""}')),
     Case("a manifest of another corpus", f"{ASK_MODEL} --corpus index", "has changed since that index",
@@ -149,6 +158,10 @@ CASES = [
     *form("a.jsonl.gz", gzip.compress(GOOD.encode() * 2), "line 2: the id 'a' occurs", "with an id twice"),
     *form("a.jsonl.gz", gzip.compress(GOOD.encode())[:10] + b"\xff" * 40, "is a broken gzip file", "garbled"),
     *form("a.gz", gzip.compress(b"\x1f\x8b"), "a.gz", "zipped twice, and cut"),
+    *form("a.csv", b"PK\x03\x04", "a.csv is in no form that is read, whatever", "that is a spreadsheet"),
+    *form("a.jsonl", b"BZh91AY", "a.jsonl is in no form that is read, whatever", "in bzip2"),
+    *form("a.csv", "id,text\r1,x\r2,y\r", "a.csv, line 1: a line ends as on old Macs", "of an old Mac"),
+    *form("a.csv", "id,text\n1,x\n".encode("utf-16"), "is not UTF-8: save the file as UTF-8", "of UTF-16"),
     # Standard input, and what is typed beside a file.
     Case("nothing on standard input", f"{ASKED} -", "standard input holds no questions"),
     Case("JSON on standard input that is none", f"{ASKED} -", "standard input, line 2: the line is not JSON",
@@ -167,8 +180,18 @@ CASES = [
         Case(f"a label {label!r}", "evaluate --model model --corpus corpus.jsonl --questions q.jsonl --out run",
              f"the label '{label}' is the name of another group", {"q.jsonl": json.dumps(
                  {"id": "1", "question": "x", "answer": "y", "hops": 1, label: True})})
-        for label in ("all", "1 hop", "a, b")
+        for label in ("all", "1 hop", "3 hops", "a, b")
     ),
+    *(
+        Case(f"the answer {answer!r}, to be scored", "evaluate --model model --corpus corpus.jsonl --questions"
+             " q.jsonl --out run", says, {"q.jsonl": json.dumps({"id": "1", "question": "x", "answer": answer})})
+        for answer, says in {
+            "": "without golden_answers, '1' for one", " ": "'1' for one", "[\" \"]": "'1' for one",
+            "{'text': ['x']}": "line 1: 'answer' is a list that is not JSON", "{\"text\": []}": "'1' for one",
+        }.items()
+    ),
+    asked("an answer in an object of another form", '{"id": "b", "question": "x", "answer": {"value": "y"}}',
+          "must be a list of texts"),
     Case("questions without answers, to be scored", "evaluate --model model --corpus corpus.jsonl --questions"
          " q.jsonl --out run", "q.jsonl has questions without golden_answers", {"q.jsonl": GOOD}),
     # Odd, and good.
