@@ -170,7 +170,6 @@ CASES = [
         Case(f"--compare {compare}", f"{EVALUATE} --out run --compare {compare}", says)
         for compare, says in {
             "statik": "nearest: 'static'",
-            "''": "compare is empty",
             "''": "--compare is given without a value",
             ",": "'' is neither",
             "static,": "'' is neither",
