@@ -91,8 +91,6 @@ def parse(
             raise ConfigError(f"'{word}' is neither a flag nor KEY=VALUE")
     for flag, key in flags.items():
         value = getattr(given, flag.strip("-"))
-        if value == "":
-            raise ConfigError(f"{flag} is given without a value: is a variable of the shell unset?")
         if value is not None:
             if any(word.startswith(f"{key}=") for word in settings):
                 raise ConfigError(f"{flag} and {key}= name the same setting: leave one out")

@@ -17,7 +17,6 @@ STAMPS = {
     "of machines that are a text": '{"answers_depend_on": {}, "machines": "cpu"}',
     "of machines that are texts": '{"answers_depend_on": {}, "machines": ["cpu"]}',
 }
-EVALUATE = "evaluate --model model --corpus corpus.jsonl --questions questions.jsonl decode.canvas_length=8 --out run"
 TRAIN = "train train.steps=1 --out run"
 EVALUATE = (
     "evaluate --model model --corpus corpus.jsonl --questions questions.jsonl decode.canvas_length=8"
@@ -76,38 +75,6 @@ CASES = [
             {"a.jsonl": ANSWER, "a.jsonl.run.json": stamp},
         )
         for what, stamp in STAMPS.items()
-    ),
-    Case(
-        "a stamp that is a pipe",
-        f"{ASK} --out a.jsonl",
-        "without a readable a.jsonl.run.json beside it",
-        {"a.jsonl": ANSWER, "a.jsonl.run.json": os.mkfifo},
-    ),
-    Case(
-        "scores that are a pipe",
-        EVALUATE,
-        "run/scores.json cannot be written",
-        {"run/scores.json": os.mkfifo},
-    ),
-    *(
-        Case(
-            f"scores {what}",
-            EVALUATE,
-            "all (3)",
-            {"run/scores.json": text},
-            exit=0,
-            changes=("run/scores.json",),
-        )
-        for what, text in {
-            "nested beyond measure": "[" * 100_000,
-            "of a choice that is none": '{"chosen": 3}',
-        }.items()
-    ),
-    Case(
-        "scores of another choice",
-        EVALUATE,
-        "scores of questions chosen with limit=3",
-        {"run/scores.json": '{"chosen": {"limit": 3}}'},
     ),
     Case("a run to resume that is not there", f"{TRAIN} --resume", "run holds no run to go on with"),
     Case(

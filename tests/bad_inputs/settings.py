@@ -184,21 +184,9 @@ CASES = [
             "decode.seed=1,static+model.path=a/b,static+model.path=a_b": "would share a folder",
         }.items()
     ),
-    # Values that a shell has lost, and flags of another program.
-    *(
-        Case(f"{flag} of nothing", f"{command} {flag} ''",
-             f"{flag} is given without a value")
-        for flag, command in (("--corpus", ASK_MODEL), ("--model", ASK_CORPUS), ("--out", EVALUATE),
-                              ("--questions", ASK_FILE), ("--limit", f"{ASK_FILE} --questions questions.jsonl"))
-    ),
-    Case("a corpus of nothing", f"{ASK_MODEL} retrieval.corpus=", "the name of a file is empty"),
+    # Values that a shell has lost, and data that another objective reads.
+    Case("a corpus of nothing", f"{ASK_MODEL} retrieval.corpus=", "corpus is empty"),
     Case("evaluate into -", f"{EVALUATE} --out -", "evaluation needs --out FOLDER"),
-    Case("sample told to compare", f"{ASK} --compare all", "compare is for evaluate"),
-    *(
-        Case(f"training with --{name}", f"{TRAIN} --{name} {value}", f"training does not read --{name}")
-        for name, value in (("questions", "questions.jsonl"), ("corpus", "corpus.jsonl"), ("trace", "t"),
-                            ("compare", "all"))
-    ),
     Case("documents for sft", f"{TRAIN} data.documents.a=corpus.jsonl", "data.documents are not read by sft"),
     Case("questions for documents", f"{TRAIN} train.objective=pretrain data.questions=questions.jsonl"
          " data.corpus=corpus.jsonl", "data.questions are read by sft alone"),
