@@ -170,7 +170,7 @@ CASES = [
         Case(f"--compare {compare}", f"{EVALUATE} --out run --compare {compare}", says)
         for compare, says in {
             "statik": "nearest: 'static'",
-            "''": "--compare is given without a value",
+            "''": "compare is empty",
             ",": "'' is neither",
             "static,": "'' is neither",
             "static+": "'' is neither",
