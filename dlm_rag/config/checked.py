@@ -31,7 +31,7 @@ class Checked:
             value, rule = getattr(self, item.name), item.metadata
             if value is None or not rule:
                 continue
-            if item.type == str | None and not value.strip():  # the variable of a script that is unset
+            if item.type == str | None and not str(value).strip():  # the variable of a script that is unset
                 raise ConfigError(f"{item.name} is empty: give it a value, or leave it out")
             for part in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(part, str) and "\0" in part:
