@@ -18,14 +18,15 @@ from dlm_rag.model.store import ContextStore
 CPU = torch.device("cpu")
 
 
-def by_the_book(q, k, v, ahead=None):
+def by_the_book(q, k, v, limits=None):
     """softmax(q k / sqrt(D)) v for one row, each key head repeated for its group of query heads."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     q, k = q.transpose(0, 1), k.transpose(0, 1)
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    if ahead is not None:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1 + ahead).bool(), float("-inf"))
+    if limits is not None:
+        hidden = torch.arange(scores.shape[-1]) >= torch.as_tensor(limits)[:, None]
+        scores = scores.masked_fill(hidden, float("-inf"))
     return (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1)
 
 
@@ -36,20 +37,29 @@ def random_rows(query_lengths, key_lengths, heads=4, key_heads=2, width=8):
     return q, k, v
 
 
-def sight_of(queries, keys, ahead=None, device="cpu"):
-    """Rows of these lengths that see as many keys as are given."""
+def sight_of(queries, keys, block=None, device="cpu"):
+    """Rows of these lengths that see as many keys as are given; by blocks where they see themselves."""
+    if block is not None:
+        assert queries == keys
+        return pack([Segment((1,) * n, 0, block=block) for n in queries], torch.device(device)).sight
     ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (queries, keys)]
-    return Sight(*map(Ragged, (queries, keys), ends), ahead)
-
-
-@pytest.mark.parametrize("ahead", [None, 0, 2])
-@pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 7, 1)], ids=["even", "ragged"])
-def test_each_row_attends_to_itself_alone(lengths, ahead):
-    q, k, v = random_rows(lengths, lengths)
-    out = attention(q, k, v, sight_of(lengths, lengths, ahead), "sdpa")
-    expected = torch.cat(
-        [by_the_book(*row, ahead) for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
+    return Sight(
+        *map(Ragged, (queries, keys), ends), sum(a * b for a, b in zip(queries, keys, strict=True))
     )
+
+
+def limits_of(length, block):
+    """How many tokens each of a row sees, by the definition of blocks."""
+    return None if block is None else [min(length, (n // block + 1) * block) for n in range(length)]
+
+
+@pytest.mark.parametrize("block", [None, 1, 3])
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 7, 1)], ids=["even", "ragged"])
+def test_each_row_attends_to_itself_alone(lengths, block):
+    q, k, v = random_rows(lengths, lengths)
+    out = attention(q, k, v, sight_of(lengths, lengths, block), "sdpa")
+    rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    expected = torch.cat([by_the_book(*row, limits_of(len(row[0]), block)) for row in rows])
     torch.testing.assert_close(out, expected)
 
 
@@ -61,7 +71,7 @@ def test_rows_may_see_more_keys_than_they_have_queries():
     torch.testing.assert_close(out, torch.cat([by_the_book(*row) for row in rows]))
 
 
-def varlen_reference(q, k, v, cumulative, longest, ahead):
+def varlen_reference(q, k, v, cumulative, longest, causal):
     """What a variable-length kernel is documented to do, from its own arguments, of queries and keys."""
     (cumulative_q, cumulative_k), (longest_q, longest_k) = cumulative, longest
     assert cumulative_q.dtype == cumulative_k.dtype == torch.int32
@@ -70,16 +80,16 @@ def varlen_reference(q, k, v, cumulative, longest, ahead):
     # For single queries of grouped heads FlashAttention 2 takes a short cut that wants one in every row.
     assert longest_q > 1 or (lengths == 1).all()
     rows = [
-        by_the_book(q[a:b], k[c:d], v[c:d], ahead)
+        by_the_book(q[a:b], k[c:d], v[c:d], limits_of(int(b - a), 1) if causal else None)
         for (a, b), (c, d) in zip(pairwise(cumulative_q), pairwise(cumulative_k), strict=True)
     ]
     return torch.cat(rows)
 
 
-def ahead_of(window_size):
+def is_causal(window_size):
     """-1 stands for no bound, to the left and to the right."""
-    assert window_size[0] == -1
-    return None if window_size[1] == -1 else window_size[1]
+    assert window_size[0] == -1 and window_size[1] in (-1, 0)
+    return window_size[1] == 0
 
 
 def read_pages(x, table, lengths):
@@ -107,7 +117,7 @@ def gpu_kernel(request, monkeypatch):
         cq, ck, *longest = ends_and_longest
         if block_table is not None:
             k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
-        return varlen_reference(q, k, v, (cq, ck), longest, ahead_of(window_size))
+        return varlen_reference(q, k, v, (cq, ck), longest, is_causal(window_size))
 
     if request.param == "flash":
         module = types.SimpleNamespace(flash_attn_varlen_func=flash)
@@ -132,7 +142,7 @@ def gpu_kernel(request, monkeypatch):
             k, v = (read_pages(x, paged["block_table"], used) for x in (k, v))
             ck = torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32)))
         pages.append(bool(paged))
-        return varlen_reference(q, k, v, (cq, ck), longest, ahead_of(window_size))
+        return varlen_reference(q, k, v, (cq, ck), longest, is_causal(window_size))
 
     pages = []
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
@@ -154,11 +164,11 @@ def test_rows_without_queries_beside_rows_with_one(gpu_kernel):
     torch.testing.assert_close(attention(q, k, v, sight, gpu_kernel), attention(q, k, v, sight, "sdpa"))
 
 
-@pytest.mark.parametrize("ahead", [None, 0, 2])
-def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, ahead):
+@pytest.mark.parametrize("block", [None, 1, 3])
+def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, block):
     lengths = (3, 7, 1)
     q, k, v = random_rows(lengths, lengths)
-    sight = sight_of(lengths, lengths, ahead)
+    sight = sight_of(lengths, lengths, block)
     torch.testing.assert_close(attention(q, k, v, sight, gpu_kernel), attention(q, k, v, sight, "sdpa"))
 
 

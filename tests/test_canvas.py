@@ -16,6 +16,12 @@ def put(canvas, tokens):
     canvas.commit(Proposals(positions, ids, *[ones] * 5))
 
 
+def written(*probability):
+    """Proposals for all positions, whose tokens now have these probabilities."""
+    unknown = [np.zeros(len(probability))] * 5
+    return Proposals(np.arange(len(probability)), *unknown, np.array(probability))
+
+
 def test_only_the_first_unfinished_block_may_be_committed():
     canvas = Canvas(6, MASK)
     assert canvas.candidates(None).all()
@@ -24,6 +30,16 @@ def test_only_the_first_unfinished_block_may_be_committed():
     assert np.flatnonzero(canvas.candidates(4)).tolist() == [3]
     put(canvas, {3: 4})
     assert np.flatnonzero(canvas.candidates(4)).tolist() == [4, 5]
+
+
+def test_blocks_within_a_block_of_attention_are_counted_from_where_it_begins():
+    """Attention in blocks of 6 that begin 2 tokens before the canvas; commits in blocks of 3."""
+    canvas = Canvas(9, MASK)
+    assert np.flatnonzero(canvas.candidates(3, -2, 4)).tolist() == [0]
+    put(canvas, {0: 1})
+    assert np.flatnonzero(canvas.candidates(3, -2, 4)).tolist() == [1, 2, 3]
+    assert np.flatnonzero(canvas.candidates(None, -2, 4)).tolist() == [1, 2, 3]
+    assert np.flatnonzero(canvas.candidates(8, -2, 4)).tolist() == [1, 2, 3], "never beyond the block"
 
 
 def test_a_committed_position_cannot_be_committed_again():
@@ -37,10 +53,10 @@ def test_a_committed_position_cannot_be_committed_again():
 def test_a_position_is_masked_again_at_most_once():
     canvas = Canvas(3, MASK)
     put(canvas, {0: 5, 1: 6})
-    assert canvas.remask(np.array([0.1, 0.8, 0.1]), 0.5).tolist() == [0]
+    assert canvas.remask(written(0.1, 0.8, 0.1), 0.5).tolist() == [0]
     assert canvas.ids.tolist() == [MASK, 6, MASK]
     put(canvas, {0: 7})
-    assert canvas.remask(np.array([0.1, 0.8, 0.1]), 0.5).tolist() == []
+    assert canvas.remask(written(0.1, 0.8, 0.1), 0.5).tolist() == []
 
 
 def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():

@@ -86,7 +86,7 @@ def test_autoregressive_families_equal_transformers_under_a_causal_mask(tmp_path
     ids = torch.randint(0, 100, (2, 40))
     with torch.no_grad():
         expected = model(ids).logits
-        ours = Denoiser.from_pretrained(tmp_path)(ids, ahead=0)
+        ours = Denoiser.from_pretrained(tmp_path)(ids, block=1)
     torch.testing.assert_close(ours[:, 1:], expected[:, :-1], rtol=1e-4, atol=1e-4)
 
 

@@ -1,5 +1,7 @@
 """The three evidence layouts against one dense mask, and what is cut when it does not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import tiny_denoiser, tiny_tokenizer
@@ -9,6 +11,7 @@ from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.encode import encode_canvases, encode_contexts
 from dlm_rag.evidence.fitting import Cut, Room, fit
 from dlm_rag.evidence.layout import arrange
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate
 
 PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))
@@ -18,9 +21,9 @@ SPAN = 6
 
 def split_hidden(denoiser, layout, prompt=PROMPT):
     """Hidden states of the canvas, the way the decoder gets them."""
-    laid = [arrange(prompt, layout, denoiser.config.shifted, SPAN)]
-    contexts = encode_contexts(denoiser, laid)
-    return encode_canvases(denoiser, [laid[0].lead], [CANVAS], contexts, [range(len(CANVAS))])
+    shape = replace(denoiser.config, passage_length=SPAN)
+    states = [arrange(prompt, shape, layout).state(CANVAS, 0, shape.shifted)]
+    return encode_canvases(denoiser, states, encode_contexts(denoiser, states), [range(len(CANVAS))])
 
 
 def masked_hidden(denoiser, layout):
@@ -73,7 +76,7 @@ def test_independent_does_not_depend_on_rank():
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_segments_and_lead_hold_the_prompt_once_and_the_canvas_follows(layout, shifted):
-    laid = arrange(PROMPT, layout, shifted, SPAN)
+    laid = arrange(PROMPT, DenoiserConfig(300, shifted=shifted, passage_length=SPAN), layout)
     segments = [*laid.context, laid.lead]
     assert sorted(token for s in segments for token in s.ids) == sorted(PROMPT.ids)
     assert laid.lead.end == (SPAN + 5 if layout == "independent" else 10), "where the canvas starts"
@@ -82,7 +85,7 @@ def test_segments_and_lead_hold_the_prompt_once_and_the_canvas_follows(layout, s
 
 
 def test_without_evidence_the_question_stands_alone():
-    laid = arrange(Prompt((1, 2), (), (3,)), "independent", False, SPAN)
+    laid = arrange(Prompt((1, 2), (), (3,)), DenoiserConfig(300), "independent")
     assert [segment.ids for segment in laid.context] == [(1, 2, 3)]
 
 

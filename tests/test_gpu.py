@@ -74,7 +74,7 @@ def close(found, expected, values):
     assert worst <= bound, f"{worst:.2e} off where rounding explains {bound:.2e}"
 
 
-ROWS = {  # lengths of queries and keys; how far tokens see ahead
+ROWS = {  # lengths of queries and keys; of blocks
     "even": ((96, 96, 96), (96, 96, 96), None),
     "ragged": ((1, 37, 300, 128), (1, 37, 300, 128), None),
     "more keys": ((5, 64, 1), (600, 64, 257), None),
@@ -82,9 +82,9 @@ ROWS = {  # lengths of queries and keys; how far tokens see ahead
     "some without queries": ((0, 5, 0, 2), (7, 90, 1, 64), None),
     "none or one query each": ((0, 1, 1), (7, 90, 300), None),
     "a long context": ((4,), (3000,), None),
-    "causal": ((1, 37, 300), (1, 37, 300), 0),
-    "windowed": ((1, 37, 300), (1, 37, 300), 7),
-    "a window wider than a row": ((1, 37, 300), (1, 37, 300), 200),
+    "causal": ((1, 37, 300), (1, 37, 300), 1),
+    "blocks": ((1, 37, 300), (1, 37, 300), 8),
+    "blocks longer than a row": ((1, 37, 300), (1, 37, 300), 200),
 }
 
 
@@ -92,11 +92,11 @@ ROWS = {  # lengths of queries and keys; how far tokens see ahead
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_kernel_gives_what_sdpa_gives_in_float32(device, kernel, dtype, rows):
     usable(kernel, device, dtype)
-    queries, keys, ahead = ROWS[rows]
+    queries, keys, block = ROWS[rows]
     q, k, v = (x.to(dtype).float() for x in random_rows(queries, keys, *HEADS))
-    expected = attention(q, k, v, sight_of(queries, keys, ahead), "sdpa")
+    expected = attention(q, k, v, sight_of(queries, keys, block), "sdpa")
     there = (x.to(device, dtype) for x in (q, k, v))
-    found = attention(*there, sight_of(queries, keys, ahead, device), kernel)
+    found = attention(*there, sight_of(queries, keys, block, device), kernel)
     assert found.dtype == dtype
     close(found, expected, v)
 
@@ -134,16 +134,16 @@ def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, 
 
 
 @KERNELS
-@pytest.mark.parametrize("rows", ["ragged", "more keys", "causal", "windowed"])
+@pytest.mark.parametrize("rows", ["ragged", "more keys", "causal", "blocks"])
 def test_every_kernel_has_the_gradients_of_sdpa_in_float32(device, kernel, dtype, rows):
     usable(kernel, device, dtype)
-    queries, keys, ahead = ROWS[rows]
+    queries, keys, block = ROWS[rows]
     inputs = [x.to(dtype).float() for x in random_rows(queries, keys, *HEADS)]
     weights = torch.randn(sum(queries), *HEADS[::2], generator=torch.Generator().manual_seed(1))
     gradients = []
     for place, kind, name in ((CPU, torch.float32, "sdpa"), (device, dtype, kernel)):
         there = [x.to(place, kind).requires_grad_() for x in inputs]
-        found = attention(*there, sight_of(queries, keys, ahead, place), name)
+        found = attention(*there, sight_of(queries, keys, block, place), name)
         gradients.append(torch.autograd.grad(found, there, weights.to(place, kind)))
     bound = 2 * torch.finfo(dtype).eps if dtype in LOW else 1e-4
     for expected, found in zip(*gradients, strict=True):

@@ -34,7 +34,7 @@ def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
     denoiser = origin.denoiser(CPU)
     with torch.no_grad():
         expected = model(IDS).logits
-        found = denoiser(IDS, ahead=0)
+        found = denoiser(IDS, block=1)
     torch.testing.assert_close(found[:, 1:, :257], expected[:, :-1], atol=1e-5, rtol=1e-5)
 
 
@@ -50,7 +50,7 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
     assert Tokenizer.from_pretrained(tmp_path / "out").mask_id == 257
     public = type(model).from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
-        ours = again(IDS, ahead=0)
+        ours = again(IDS, block=1)
         torch.testing.assert_close(ours[:, 1:], public(IDS).logits[:, :-1], atol=1e-5, rtol=1e-5)
 
 

@@ -10,11 +10,12 @@ from conftest import tiny_denoiser
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.decode.proposer import DenoiserProposer
-from dlm_rag.evidence.contexts import Contexts
+from dlm_rag.evidence.contexts import Contexts, Shown
 from dlm_rag.evidence.encode import encode_canvases, encode_contexts
 from dlm_rag.evidence.layout import Arrangement, arrange
 from dlm_rag.evidence.pool import EvidencePool, _Tier, default_budget, free_bytes
-from dlm_rag.model.rows import Segment
+from dlm_rag.model.rows import Segment, pack
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 
 CPU = torch.device("cpu")
@@ -71,7 +72,27 @@ def test_no_tier_passes_its_budget_in_ten_thousand_refreshes():
 
 
 def laid_out(layout, facts, shifted, question=(1, 2, 3)):
-    return arrange(Prompt(question, tuple(facts), (4,)), layout, shifted, 6)
+    shape = DenoiserConfig(300, shifted=shifted, passage_length=6)
+    return arrange(Prompt(question, tuple(facts), (4,)), shape, layout)
+
+
+def shown_of(slots, laid):
+    """The rows with their canvases, of which all states may be asked for."""
+    rows = zip(slots, laid, CANVASES, strict=False)
+    return [Shown(slot, row, row.chain(canvas), 0, 0) for slot, row, canvas in rows]
+
+
+def hidden_of(denoiser, contexts, slots, laid):
+    """The states that predict the positions `READ`, from slots and as they are computed anew."""
+    shifted, canvases = denoiser.config.shifted, CANVASES[: len(laid)]
+    states = [row.state(canvas, 0, shifted) for row, canvas in zip(laid, canvases, strict=True)]
+    runs, stored = contexts.load(shown_of(slots, laid))
+    read = [
+        [len(row.lead.ids) + n - shifted for n in places] for row, places in zip(laid, READ, strict=False)
+    ]
+    rows = pack([run.segment for run in runs], CPU, read, stored)
+    fresh = encode_canvases(denoiser, states, encode_contexts(denoiser, states), READ[: len(laid)])
+    return denoiser.encode(rows)[0], fresh, stored
 
 
 A, B, C, LONG = (10, 11), (20, 21, 22), (30,), (40, 41, 42, 43, 44)
@@ -99,18 +120,16 @@ def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
                 laid_out(layout, facts, shifted, question)
                 for facts, question in zip(evidence, ((1, 2), (3,), (5, 6, 7)), strict=True)
             ]
-            stored, leads = contexts.load(slots, laid, room=5), [row.lead for row in laid]
-            found = encode_canvases(denoiser, leads, CANVASES, stored, READ)
-            fresh = encode_contexts(denoiser, laid)
-            torch.testing.assert_close(found, encode_canvases(denoiser, leads, CANVASES, fresh, READ))
+            found, fresh, _ = hidden_of(denoiser, contexts, slots, laid)
+            torch.testing.assert_close(found, fresh)
 
 
 def test_a_segment_is_encoded_once_for_all_rows_and_steps():
     contexts = Contexts(tiny_denoiser(), EvidencePool(CPU, 10**9))
     laid = [laid_out("independent", facts, False) for facts in ((A, B), (B, A), (A,))]
     with torch.inference_mode():
-        contexts.load((0, 1, 2), laid, 4)
-        contexts.load((0, 1, 2), laid[::-1], 4)
+        contexts.load(shown_of((0, 1, 2), laid))
+        contexts.load(shown_of((0, 1, 2), laid[::-1]))
     assert contexts.reuse.encoded == len(A) + len(B) + 4, "the question is the same in all rows"
     assert contexts.reuse.wanted == 2 * (9 + 9 + 6)
 
@@ -120,13 +139,14 @@ def test_without_a_pool_every_step_encodes_everything():
     laid = [laid_out("independent", (A, B), False)]
     with torch.inference_mode():
         for _ in range(3):
-            contexts.load((0,), laid, 4)
+            contexts.load(shown_of((0,), laid))
     assert contexts.reuse.share == 0
 
 
 def test_an_arrangement_without_context_needs_no_store():
     laid = [Arrangement((), Segment((1, 2), 0))]
-    assert Contexts(tiny_denoiser(), None).load((0,), laid, 4) is None
+    runs, stored = Contexts(tiny_denoiser(), None).load(shown_of((0,), laid))
+    assert stored is None and [run.segment for run in runs] == [laid[0].chain(CANVASES[0])]
 
 
 def test_pinned_blocks_count_what_the_allocator_takes_for_them():
@@ -152,10 +172,7 @@ def test_under_autocast_contexts_are_kept_in_its_dtype():
     denoiser, laid = tiny_denoiser(), [laid_out("independent", (A, B), False)]
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         contexts = Contexts(denoiser, EvidencePool(CPU, 10**9))
-        stored = contexts.load((0,), laid, 4)
-        found = encode_canvases(denoiser, [laid[0].lead], [CANVASES[0]], stored, [READ[0]])
-        fresh = encode_contexts(denoiser, laid)
-        expected = encode_canvases(denoiser, [laid[0].lead], [CANVASES[0]], fresh, [READ[0]])
+        found, expected, stored = hidden_of(denoiser, contexts, (0,), laid)
     assert stored.store.keys_values.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected)
 

@@ -115,7 +115,7 @@ def test_every_prompt_and_training_row_is_made_again(
     made = {}
     for rollout in read_trace(path):
         for row in training_rows(rollout, header, tokenizer):
-            laid = arrange(row.prompt, header.prompt_layout, header.shifted, header.passage_length)
+            laid = arrange(row.prompt, header.shape, header.prompt_layout)
             made[rollout.id, row.step] = laid, list(row.canvas)
             assert row.hidden == tuple(n for n, token in enumerate(row.canvas) if token == 256)
             assert row.committed == rollout.steps[row.step].committed

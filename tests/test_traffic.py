@@ -12,6 +12,7 @@ from conftest import tiny_denoiser
 from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.decode.proposer import DenoiserProposer, View
 from dlm_rag.evidence.layout import arrange
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.phase import open_trainer
 
@@ -20,11 +21,15 @@ IN, OUT = ("in", "to_device"), ("out", "to_host")
 FACTS = [((10, 11), (20, 21, 22)), ((20, 21, 22),), ((30,), (10, 11), (40, 41))]
 
 
+def shape_of(shifted):
+    return DenoiserConfig(300, shifted=shifted, passage_length=6)
+
+
 def views_of(layout, shifted, temperature=0.0, spread=False):
     """Three rows of other lengths, each at another point of its canvas; the last has one position left."""
     found = []
     for slot, facts in enumerate(FACTS):
-        laid = arrange(Prompt((1, 2, 3), facts, (4,)), layout, shifted, 6)
+        laid = arrange(Prompt((1, 2, 3), facts, (4,)), shape_of(shifted), layout)
         canvas = np.full(8 + slot, 256)
         positions = np.arange(len(canvas)) if slot < 2 else np.array([5])
         draws = np.random.default_rng(slot).random(len(positions)) if temperature else None
@@ -45,7 +50,7 @@ def test_a_decode_step_is_one_copy_in_for_each_call_and_one_out(layout, shifted,
     contexts = 0 if layout == "joint" else 1  # a call that computes them, where they are not kept
     for again in range(3):
         if again == 2:  # another passage in the middle of one row
-            laid = arrange(Prompt((1, 2, 3), ((50, 51), (20, 21, 22)), (4,)), layout, shifted, 6)
+            laid = arrange(Prompt((1, 2, 3), ((50, 51), (20, 21, 22)), (4,)), shape_of(shifted), layout)
             views[1] = replace(views[1], arrangement=laid)
         calls = denoiser.work.calls
         with traffic() as seen:
@@ -59,7 +64,7 @@ def test_a_decode_step_is_one_copy_in_for_each_call_and_one_out(layout, shifted,
 def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
     denoiser = tiny_denoiser().to(META)
     proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=0.0))
-    laid = arrange(Prompt((1,), (), ()), "joint", False, 6)
+    laid = arrange(Prompt((1,), (), ()), shape_of(False), "joint")
     views = [View(0, laid, np.full(2000, 256), np.arange(2000)), View(1, laid, np.full(3, 7), np.arange(0))]
     with traffic() as seen:
         proposer.propose(views)

@@ -32,7 +32,7 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
 from dlm_rag.training.loss import ChunkedLogProbabilities, ChunkedLoss
 from dlm_rag.training.memory import LiveBytes
-from dlm_rag.training.objective import Objective, Terms, counts_of, encode
+from dlm_rag.training.objective import Objective, Terms, counts_of, encode, states_of
 from dlm_rag.training.optimizers import share_left
 from dlm_rag.training.origin import TEMPLATE, begin
 from dlm_rag.training.phase import open_phase, open_trainer
@@ -130,10 +130,10 @@ def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
     found, sums = objective_of(denoiser)(few, counts_of(few, {1}, 0.15), Terms(end=0.15))
     total = weight = 0.0
     for example in few:
-        laid = [arrange(example.prompt, "independent", False, denoiser.config.passage_length)]
         canvas = [0 if hide else t for t, hide in zip(example.target, example.hidden, strict=True)]
-        contexts, read = encode_contexts(denoiser, laid), [range(len(canvas))]
-        hidden = encode_canvases(denoiser, [laid[0].lead], [canvas], contexts, read)
+        states = [arrange(example.prompt, denoiser.config).state(canvas, 0, shifted=False)]
+        read = [range(len(canvas))]
+        hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), read)
         logits = denoiser.lm_head(denoiser.norm(hidden))
         losses = F.cross_entropy(logits, torch.tensor(example.target), reduction="none")
         weights = torch.tensor([0.15 if t == 1 else 1.0 for t in example.target])
@@ -213,8 +213,8 @@ def test_supervised_and_hidden_are_two_masks(examples):
     assert found.item() == pytest.approx(expected.item() / sum(supervised), rel=1e-4)
 
 
-def pointer_loss_of(examples, layout, starts, probe):
-    places = Places.of(examples, layout, starts)
+def pointer_loss_of(examples, states, probe):
+    places = Places.of(examples, states, canvas_starts(states))
     return pointer_loss(places.counts, torch.from_numpy(places.found), probe)
 
 
@@ -223,13 +223,10 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
     """Against the softmax over all keys of the row, written out for each pointer."""
     denoiser = micro_denoiser(f"model.evidence_layout={layout}")
     example = next(e for e in examples if e.pointed)
-    laid = [arrange(example.prompt, layout, False, denoiser.config.passage_length)]
-    probe = AttentionProbe(0)
-    contexts = encode_contexts(denoiser, laid)
-    leads, canvases = [laid[0].lead], [example.target]
-    encode_canvases(denoiser, leads, canvases, contexts, [[0]], probe)
-    starts = canvas_starts(denoiser, leads, canvases)
-    loss, mass = pointer_loss_of([example], layout, starts, probe)
+    states, probe = states_of([example], denoiser.config), AttentionProbe(0)
+    encode_canvases(denoiser, states, encode_contexts(denoiser, states), [[0]], probe)
+    starts = canvas_starts(states)
+    loss, mass = pointer_loss_of([example], states, probe)
     expected, masses = [], []
     for p in example.pointed:
         first = sum(map(len, example.prompt.facts[: p.fact]))
@@ -250,9 +247,9 @@ def test_the_pointer_loss_is_float32_under_autocast(examples):
     denoiser, few = micro_denoiser(), [e for e in examples if e.pointed][:4]
     probe = AttentionProbe(0)
     with torch.autocast("cpu", torch.bfloat16):
-        starts = encode(denoiser, few, "independent", probe).starts
-        found = pointer_loss_of(few, "independent", starts, probe)
-    torch.testing.assert_close(found, pointer_loss_of(few, "independent", starts, probe), rtol=0, atol=0)
+        states = encode(denoiser, few, "independent", probe).states
+        found = pointer_loss_of(few, states, probe)
+    torch.testing.assert_close(found, pointer_loss_of(few, states, probe), rtol=0, atol=0)
     assert probe.keys.dtype == torch.bfloat16 and found[0].dtype == torch.float32
 
 

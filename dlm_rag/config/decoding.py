@@ -27,6 +27,13 @@ class ModelConfig(Checked):
         "who sees whom in the prompt; unset takes the checkpoint's own, joint for public ones",
         choices=("joint", "prefix", "independent"),
     )
+    attention_block: int | None = setting(
+        None,
+        "attention in blocks of so many tokens, 0: whole; for training, and for checkpoints that do not "
+        "say; unset takes the checkpoint's own",
+        low=0,
+        high=2**20,
+    )
 
 
 @dataclass
@@ -72,6 +79,19 @@ class DecodeConfig(Checked):
         "commit within the first unfinished block of this many positions, 0: anywhere; unset takes the "
         "checkpoint's own, anywhere",
         low=0,
+    )
+    finished_blocks: str | None = setting(
+        None,
+        "what finished blocks see when the evidence changes, where attention has blocks: the new evidence "
+        "(they run again); text alone; what they saw, new passages behind them; what they saw; unset takes "
+        "the checkpoint's own, reread",
+        choices=("reread", "text", "append", "kept"),
+    )
+    lookahead: int = setting(
+        16,
+        "positions behind the block under work that queries may guess at, where attention has blocks",
+        low=0,
+        high=2**20,
     )
     commit_rule: str = setting(
         "threshold",

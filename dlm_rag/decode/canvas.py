@@ -27,13 +27,24 @@ class Canvas:
         self.masked = np.ones(self.length, dtype=bool)
         self.revised = np.zeros(self.length, dtype=bool)
 
-    def candidates(self, block_length: int | None) -> NDArray[np.bool_]:
-        """Mask (n,) of the positions that may be committed: masked, in the first unfinished block."""
-        if not block_length or not self.masked.any():
-            return self.masked.copy()
-        start = int(np.argmax(self.masked)) // block_length * block_length
+    @property
+    def first_masked(self) -> int:
+        """The first position that is masked; the length where none is."""
+        return int(np.argmax(self.masked)) if self.masked.any() else self.length
+
+    def candidates(
+        self, block_length: int | None, begin: int = 0, end: int | None = None
+    ) -> NDArray[np.bool_]:
+        """Mask (n,) of the positions that may be committed: masked, in the first unfinished block.
+
+        Blocks of `block_length` (None or 0: one block) are counted from `begin`, which may be below 0, to
+        `end`.
+        """
         within = np.zeros(self.length, dtype=bool)
-        within[start : start + block_length] = True
+        if block_length:
+            begin = self.first_masked - (self.first_masked - begin) % block_length
+            end = min(begin + block_length, self.length if end is None else end)
+        within[max(0, begin) : end] = True
         return self.masked & within
 
     def commit(self, chosen: Proposals) -> None:
@@ -43,12 +54,13 @@ class Canvas:
         self.ids[chosen.positions] = chosen.token_ids
         self.masked[chosen.positions] = False
 
-    def remask(self, probability: NDArray[np.float64], bound: float) -> NDArray[np.int64]:
-        """Masks committed tokens whose probability (n,) is under `bound`, each position once.
+    def remask(self, proposals: Proposals, bound: float) -> NDArray[np.int64]:
+        """Masks committed tokens whose probability now is under `bound`, each position once.
 
         Returns the positions masked again, ascending.
         """
-        fallen = np.flatnonzero(~self.masked & ~self.revised & (probability < bound))
+        at = proposals.positions
+        fallen = at[~self.masked[at] & ~self.revised[at] & (proposals.written < bound)]
         self.ids[fallen] = self.mask_id
         self.masked[fallen] = self.revised[fallen] = True
         return fallen
@@ -67,5 +79,5 @@ class Canvas:
         """
         if not self.masked.any():
             return True
-        before = self.ids[: int(np.argmax(self.masked))]
+        before = self.ids[: self.first_masked]
         return bool(np.isin(before, list(end_ids)).any())

@@ -28,6 +28,7 @@ from dlm_rag.decode.row import Group, Row, Ticket
 from dlm_rag.decode.schedules import SCHEDULES
 from dlm_rag.decode.steps import Steps
 from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.layout import check_order
 from dlm_rag.model.shape import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
@@ -101,7 +102,8 @@ class Engine:
         if settings is not None:
             mine = replace(settings, batch_size=own.batch_size, overlap=own.overlap)
             own = with_checkpoints_own(mine, shape)
-        assert own.canvas_length is not None
+        assert own.canvas_length is not None and own.finished_blocks is not None
+        check_order(own.finished_blocks, self._steps.layout)
         # Revision may still change the text before an end token.
         certain = own.stop_early and own.revision_threshold is None
         row = Row(
@@ -175,4 +177,5 @@ def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeC
     canvas, block = settings.canvas_length or own.canvas_length, settings.block_length
     if block is None:
         block = min(own.block_length or 0, canvas)
-    return replace(settings, canvas_length=canvas, block_length=block)
+    finished = settings.finished_blocks or own.finished_blocks
+    return replace(settings, canvas_length=canvas, block_length=block, finished_blocks=finished)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from dlm_rag.config import EngineConfig
 from dlm_rag.decode.proposals import Wanted, read_proposals
 from dlm_rag.diffusion.commit import Proposals
-from dlm_rag.evidence.contexts import Contexts
-from dlm_rag.evidence.encode import canvas_rows
+from dlm_rag.evidence.contexts import Contexts, Run, Shown
 from dlm_rag.evidence.layout import Arrangement
 from dlm_rag.evidence.pool import EvidencePool, Reuse, default_budget
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.rows import pack
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
 from dlm_rag.stages import stage
@@ -35,11 +35,12 @@ class View:
 
     slot: int  # the row's own: what is kept for it is kept under this number
     arrangement: Arrangement
-    canvas: NDArray[np.int64]  # (length,) the ids that stand there now
+    canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
     positions: NDArray[np.int64]  # those to propose for, ascending
     temperature: float = 0.0
     uniform: NDArray[np.float64] | None = None  # a number for each position, with a temperature
     spread: bool = False  # whether entropy and margin are wanted
+    finished: int = 0  # positions in front that are whole blocks and change no more
 
 
 class Proposer(Protocol):
@@ -101,15 +102,14 @@ class DenoiserProposer:
     def propose(self, views: Sequence[View]) -> list[Proposals]:
         if self.denoiser.compute_dtype != self._dtype:
             self.forget()  # an autocast has begun or ended since
-        laid = [view.arrangement for view in views]
-        leads, slots = [row.lead for row in laid], [view.slot for view in views]
-        room = max(len(lead.ids) + len(view.canvas) for lead, view in zip(leads, views, strict=True))
         with stage("encode_evidence"):
-            context = self._contexts.load(slots, laid, room)
+            shown = [self._shown(view) for view in views]
+            runs, context = self._contexts.load(shown)
         with stage("denoise"):
-            canvases, read = [v.canvas.tolist() for v in views], [v.positions.tolist() for v in views]
+            segments = [run.segment for run in runs]
+            read = [self._read(run, views[run.row]) for run in runs]
             added = wanted_of(views, self._mask_id)
-            rows = canvas_rows(self.denoiser, leads, canvases, read, context, add=added)
+            rows = pack(segments, self.denoiser.device, read, context, add=added)
             hidden, _ = self.denoiser.encode(rows)
             mask_id, *arrays = rows.added
             found = [
@@ -123,6 +123,20 @@ class DenoiserProposer:
             Proposals(view.positions, part[0].astype(np.int64), *part[1:])
             for view, part in zip(views, parts, strict=True)
         ]
+
+    def _shown(self, view: View) -> Shown:
+        """The chain of a row's lead and canvas, and what of it is finished."""
+        laid, lead = view.arrangement, len(view.arrangement.lead.ids)
+        chain = laid.chain(view.canvas.tolist())
+        finished = chain.block_start(lead + view.finished)
+        first = int(view.positions[0]) if len(view.positions) else view.finished
+        return Shown(view.slot, laid, chain, finished, lead + first - self.denoiser.config.shifted)
+
+    def _read(self, run: Run, view: View) -> list[int]:
+        """The tokens of a run whose states predict positions that are asked for."""
+        first = len(view.arrangement.lead.ids) - self.denoiser.config.shifted - run.begin
+        at = view.positions + first
+        return at[(at >= 0) & (at < len(run.segment.ids))].tolist()
 
 
 def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> list[NDArray[Any]]:

@@ -16,6 +16,7 @@ from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.layout import Arrangement
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import takes_guesses
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +64,38 @@ class Row:
         return bool(self.rollout.error) or self.canvas.finished(self.stop_at)
 
     @property
+    def block(self) -> tuple[int, int]:
+        """The positions, from and up to, of the block under work; all where attention has no blocks."""
+        assert self.arrangement is not None
+        begin, end = self.arrangement.block_of(self.canvas.first_masked)
+        return begin, min(end, self.canvas.length)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The positions, from and up to, that the model looks at: the block under work, whole blocks of
+        lookahead behind it where its query takes guesses.
+        """
+        assert self.arrangement is not None
+        settings, (begin, end) = self.settings, self.block
+        if (
+            settings.lookahead
+            and end < self.canvas.length
+            and takes_guesses(settings.query, settings.query_threshold)
+        ):
+            last = min(end + settings.lookahead, self.canvas.length) - 1
+            end = min(self.arrangement.block_of(last)[1], self.canvas.length)
+        return max(0, begin), end
+
+    @property
     def positions(self) -> NDArray[np.int64]:
-        """The canvas positions that the next step asks about: those masked, or all with revision."""
+        """The canvas positions that the next step asks about: those masked in the window, and with revision
+        those committed in the block.
+        """
+        begin, end = self.window
+        asked = self.canvas.masked[begin:end].copy()
         if self.settings.revision_threshold is not None:
-            return np.arange(self.canvas.length)
-        return np.flatnonzero(self.canvas.masked)
+            asked[: self.block[1] - begin] = True
+        return begin + np.flatnonzero(asked)
 
     def fail(self, reason: str) -> None:
         """Ends this question without an answer."""

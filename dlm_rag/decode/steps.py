@@ -19,7 +19,7 @@ from dlm_rag.decode.row import Row, Search, SearchResult
 from dlm_rag.diffusion.commit import Proposals, select
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.fitting import Room, fit_passages, keep_shorter
-from dlm_rag.evidence.layout import arrange
+from dlm_rag.evidence.layout import arrange, with_new_passages
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, take_turns
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
@@ -61,7 +61,7 @@ class Steps:
                 continue
             bound = row.settings.revision_threshold
             if bound is not None:
-                row.remasked = tuple(row.canvas.remask(proposals.written, bound).tolist())
+                row.remasked = tuple(row.canvas.remask(proposals, bound).tolist())
             row.guesses = proposals.at(row.canvas.masked[proposals.positions])
         with stage("commit"):
             for row in rows:
@@ -72,7 +72,7 @@ class Steps:
     def _commit(self, row: Row) -> None:
         settings, guesses = row.settings, row.guesses
         assert guesses is not None
-        may = row.canvas.candidates(settings.block_length)
+        may = row.canvas.candidates(settings.block_length, *row.block)
         candidates = guesses.at(may[guesses.positions])
         chosen = candidates.at(
             select(
@@ -204,7 +204,11 @@ class Steps:
             rollout.cut = asdict(fitted.cut)
         row.evidence, row.dropped, row.known_words = fitted.texts, fitted.dropped, None
         keep_shorter(rollout.evidence_texts, row.evidence)
-        row.arrangement = arrange(fitted.prompt, self.layout, shape.shifted, shape.passage_length)
+        laid = arrange(fitted.prompt, shape, self.layout, row.settings.finished_blocks)
+        if row.settings.finished_blocks == "append" and row.arrangement is not None:
+            lead, finished = len(laid.lead.ids), max(0, row.block[0])
+            laid = with_new_passages(row.arrangement, laid, lead + finished)
+        row.arrangement = laid
         self.proposer.prefetch(row.arrangement)
 
     def end_step(self, rows: list[Row]) -> list[Row]:
@@ -260,11 +264,13 @@ def view_of(row: Row) -> View:
     if row.settings.temperature:  # one number for every position of the canvas, masked or not
         drawn = torch.rand(row.canvas.length, generator=row.generator, dtype=torch.float64)
         uniform = drawn.numpy()[positions]
+    begin, end = row.window
     return View(
         slot=row.slot,
         arrangement=row.arrangement,
-        canvas=row.canvas.ids,
+        canvas=row.canvas.ids[:end],
         positions=positions,
+        finished=begin,
         temperature=row.settings.temperature,
         uniform=uniform,
         spread=row.settings.commit_rule in SPREAD_RULES,

@@ -40,6 +40,21 @@ class Header:
     model: str  # fingerprints
     corpus: str
     settings: dict[str, Any]
+    attention_block: int | None = None
+    block_grid: str = "canvas"
+
+    @property
+    def shape(self) -> DenoiserConfig:
+        """What of the denoiser's shape a prompt is laid out by."""
+        return DenoiserConfig(
+            vocab_size=1,
+            max_position_embeddings=self.context_length,
+            evidence_layout=self.prompt_layout,
+            passage_length=self.passage_length,
+            shifted=self.shifted,
+            attention_block=self.attention_block,
+            block_grid=self.block_grid,
+        )
 
     def tokenizer(self, folder: Path) -> Tokenizer:
         """The tokenizer in a checkpoint's folder, with the prompt of this trace."""
@@ -52,7 +67,8 @@ class Header:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Header":
         """The header in a first line; raises `KeyError` or `TypeError` for what is none."""
-        known = {item.name: record[item.name] for item in fields(cls)}
+        later = ("attention_block", "block_grid")  # that files of before do not have
+        known = {i.name: record[i.name] for i in fields(cls) if i.name in record or i.name not in later}
         known |= {"template": PromptTemplate(**known["template"]), "end_ids": tuple(known["end_ids"])}
         return cls(**known)
 
@@ -80,6 +96,8 @@ def header_of(
         model=model,
         corpus=corpus,
         settings=asdict(settings),
+        attention_block=shape.attention_block,
+        block_grid=shape.block_grid,
     )
 
 

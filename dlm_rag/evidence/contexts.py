@@ -1,16 +1,80 @@
-"""The contexts of the rows in a batch, each in its slot: only what changed is written, or computed."""
+"""The contexts of the rows in a batch, each in its slot: only what changed is written, or computed.
 
-from collections.abc import Sequence
-from itertools import takewhile
+A slot holds what a row sees in the order in which it stands: segments that see themselves alone, and the
+finished part of the chain of lead and canvas, whose blocks see what stands before them. What an earlier
+call left there stays where nothing before it has changed; else segments are moved or come from the pool,
+and the chain runs again, in the same call as the window behind it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch import Tensor
 
 from dlm_rag.evidence.encode import encode_segments
-from dlm_rag.evidence.layout import Arrangement
+from dlm_rag.evidence.layout import LAST, Arrangement
 from dlm_rag.evidence.pool import EvidencePool, Reuse
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.rows import Segment
 from dlm_rag.model.store import ContextStore, StoredRows
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row that is to run: its slot, its prompt, the chain of lead and canvas as far as it is looked at.
+
+    finished: tokens of the chain in whole blocks that change no more. needed: the first token of the
+    chain whose state is read.
+    """
+
+    slot: int
+    laid: Arrangement
+    chain: Segment
+    finished: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch of a row's chain that is to run, from token `begin` of it on; row: which of those shown."""
+
+    row: int
+    begin: int
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What stands where in a slot.
+
+    segments: with their places. stretches: of the finished chain, (from, up to, place); the last one, maybe
+    empty, is where the window goes on.
+    """
+
+    segments: tuple[tuple[Segment, int], ...] = ()
+    stretches: tuple[tuple[int, int, int], ...] = ()
+    chain: tuple[int, ...] = ()  # its finished tokens
+
+    @classmethod
+    def of(cls, row: Shown) -> "_Order":
+        segments, stretches, at, begin = [], [], 0, 0
+        for behind, segment in (*((0, s) for s in row.laid.context), *row.laid.later):
+            stop = max(begin, min(behind, row.finished))
+            if stop > begin:
+                stretches.append((begin, stop, at))
+                at, begin = at + stop - begin, stop
+            segments.append((segment, at))
+            at += len(segment.ids)
+        stretches.append((begin, row.finished, at))
+        return cls(tuple(segments), tuple(stretches), row.chain.ids[: row.finished])
+
+    def same_until(self, other: "_Order") -> int:
+        """The first place where the segments differ."""
+        pairs = zip_longest(self.segments, other.segments)
+        return min(
+            (at for pair in pairs if pair[0] != pair[1] for _, at in filter(None, pair)), default=LAST
+        )
 
 
 class Contexts:
@@ -26,45 +90,77 @@ class Contexts:
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim, denoiser.device,
             denoiser.compute_dtype,
         )  # fmt: skip
-        self._loaded: dict[int, tuple[Segment, ...]] = {}
+        self._held: dict[int, _Order] = {}
         self.reuse = Reuse() if pool is None else pool.reuse
 
     def prefetch(self, laid: Arrangement) -> None:
         """Starts to bring what a row will need next from host memory."""
         if self._pool is not None:
-            self._pool.prefetch(laid.context)
+            self._pool.prefetch((*laid.context, *(segment for _, segment in laid.later)))
 
     def release(self, slot: int) -> None:
         """A row has left its slot."""
-        self._loaded.pop(slot, None)
+        self._held.pop(slot, None)
 
-    def load(self, slots: Sequence[int], laid: Sequence[Arrangement], room: int) -> StoredRows | None:
-        """Writes what changed into the slots of these rows; what they see, None where no row sees anything.
+    def load(self, shown: Sequence[Shown]) -> tuple[list[Run], StoredRows | None]:
+        """Writes what changed into the slots of these rows.
 
-        room: tokens of the longest lead and canvas. Rows that share a segment share its computation.
+        Returns what is left to run, row by row, and what these runs see, None where no row sees anything.
+        Rows that share a segment share its computation.
         """
-        if not any(row.context for row in laid):
-            return None
-        sizes = [sum(len(segment.ids) for segment in row.context) for row in laid]
-        self.reuse.wanted += sum(sizes)
-        self._store.reserve(max(slots) + 1, max(sizes) + room)
-        same = [self._same(slot, row.context) for slot, row in zip(slots, laid, strict=True)]
-        fresh = dict.fromkeys(s for row, skip in zip(laid, same, strict=True) for s in row.context[skip:])
-        kept = self._fetch(list(fresh))
-        for slot, row, skip in zip(slots, laid, same, strict=True):
-            at = sum(len(segment.ids) for segment in row.context[:skip])
-            for segment in row.context[skip:]:
-                self._store.put(slot, at, kept[segment])
-                at += len(segment.ids)
-            self._loaded[slot] = row.context
-        return self._store.rows(slots, sizes)
+        if all(row.laid.block is None and not row.laid.context for row in shown):
+            return [Run(number, 0, row.chain) for number, row in enumerate(shown)], None
+        orders = [_Order.of(row) for row in shown]
+        self.reuse.wanted += sum(len(segment.ids) for order in orders for segment, _ in order.segments)
+        room = [
+            order.stretches[-1][2] + len(row.chain.ids) - order.stretches[-1][0]
+            for row, order in zip(shown, orders, strict=True)
+        ]
+        self._store.reserve(max(row.slot for row in shown) + 1, max(room))
+        valid, lacking = [], []
+        for row, order in zip(shown, orders, strict=True):
+            held = self._held.get(row.slot, _Order()) if self._pool is not None else _Order()
+            valid.append(_valid(row, held, order))
+            lacking.append(self._settle(row.slot, held, order, valid[-1]))
+        kept = self._fetch(list(dict.fromkeys(segment for row in lacking for segment, _ in row)))
+        for row, order, segments in zip(shown, orders, lacking, strict=True):
+            for segment, place in segments:
+                self._store.put(row.slot, place, kept[segment])
+            self._held[row.slot] = order
+        runs, slots, seen = [], [], []
+        for number, (row, order, first) in enumerate(zip(shown, orders, valid, strict=True)):
+            for begin, segment, place in self._left(row, order, first):
+                runs.append(Run(number, begin, segment))
+                slots.append(row.slot)
+                seen.append(place)
+        return runs, self._store.rows(slots, seen)
 
-    def _same(self, slot: int, context: tuple[Segment, ...]) -> int:
-        """How many leading segments of the context the slot holds already."""
-        if self._pool is None:
-            return 0
-        pairs = zip(self._loaded.get(slot, ()), context, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    def _settle(self, slot: int, held: _Order, order: _Order, valid: int) -> list[tuple[Segment, int]]:
+        """Moves what the slot holds to its place; returns the segments that it does not hold."""
+        if held.segments == order.segments and held.stretches[-1][2] == order.stretches[-1][2]:
+            return []
+        there = dict(held.segments)
+        lacking = [(segment, place) for segment, place in order.segments if segment not in there]
+        moves = [(there[s], place, len(s.ids)) for s, place in order.segments if s in there]
+        for begin, stop, place in order.stretches:
+            for first, last, at in held.stretches:
+                low, high = max(begin, first), min(stop, last, valid)
+                if low < high:
+                    moves.append((at + low - first, place + low - begin, high - low))
+        self._store.move(slot, [move for move in moves if move[0] != move[1]])
+        return lacking
+
+    def _left(self, row: Shown, order: _Order, valid: int) -> Iterator[tuple[int, Segment, int]]:
+        """What of a chain has to run: where it begins in the chain, its tokens, its place in the slot."""
+        split = self._denoiser.backend != "sdpa"  # the others take no masks
+        *before, (begin, _, place) = order.stretches
+        for first, stop, at in (*before, (begin, len(row.chain.ids), place)):
+            start = max(first, valid)
+            if start < stop:
+                run = row.chain.part(start, stop)
+                for piece in run.in_blocks() if split else [run]:
+                    place_in_chain = piece.start - row.chain.start
+                    yield place_in_chain, piece, at + place_in_chain - first
 
     def _fetch(self, segments: list[Segment]) -> dict[Segment, Tensor]:
         """Keys and values of segments, from the pool or computed in one packed call."""
@@ -83,3 +179,16 @@ class Contexts:
                 if self._pool is not None:
                     self._pool.add(segment, kept)
         return found
+
+
+def _valid(row: Shown, held: _Order, order: _Order) -> int:
+    """How many tokens of the chain need not run: they are whole blocks, and nothing before them changed."""
+    pairs = zip(held.chain, order.chain, strict=False)
+    shorter = min(len(held.chain), len(order.chain))
+    same = next((n for n, (one, other) in enumerate(pairs) if one != other), shorter)
+    if not row.laid.kept:
+        differ = order.same_until(held)
+        for begin, stop, place in order.stretches:
+            if place + stop - begin > differ:
+                same = min(same, max(begin, begin + differ - place))
+    return row.chain.block_start(min(same, row.needed) if row.needed < row.finished else same)

@@ -1,7 +1,7 @@
 """Attention over ragged rows, through one function with three interchangeable kernels.
 
 Rows are packed one behind another without padding, so a question gets the same arithmetic alone
-and in a batch. Who sees whom is decided by which keys a row is given, and by how far it sees ahead.
+and in a batch. Who sees whom is decided by which keys a row is given, and by how many of them a token sees.
 
 Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads (H a multiple of Hk);
 D head width.
@@ -26,45 +26,41 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, backend: str) -> Te
     With `sight.stored`, `k` and `v` are the slots (slots, capacity, Hk, D) of a `ContextStore`: row r sees
     the first tokens of its slot, as many as its keys. `backend` is one of `kernels.choose_backend`'s.
     """
-    ahead = sight.ahead
-    assert ahead is None or sight.queries.lengths == sight.keys.lengths, "such rows see only themselves"
-    if ahead is not None and ahead >= sight.keys.longest - 1:
-        ahead = None
-    return _KERNELS[backend](q, k, v, sight, ahead)
+    if any(sight.bounded) and not sight.causal:
+        backend = "sdpa"  # the only one that takes a mask
+    return _KERNELS[backend](q, k, v, sight)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, ahead: int | None) -> Tensor:
-    lengths = list(zip(sight.queries.lengths, sight.keys.lengths, strict=True))
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    bounded = sight.bounded or (False,) * len(sight.queries.lengths)
+    shapes = list(zip(sight.queries.lengths, sight.keys.lengths, bounded, strict=True))
     if sight.stored is None:  # rows of equal lengths behind one another are one call
-        runs = [(len(list(same)), *both) for both, same in groupby(lengths)]
-        run_keys, run_values = (x.split([rows * n for rows, _, n in runs]) for x in (k, v))
+        runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]
+        run_keys, run_values = (x.split([rows * n for rows, _, n, _ in runs]) for x in (k, v))
     else:
-        runs = [(1, *both) for both in lengths]
+        runs = [(1, *shape) for shape in shapes]
         run_keys, run_values = (sight.stored.views(x, sight.keys.lengths) for x in (k, v))
-    found = []
-    run_queries = q.split([rows * n for rows, n, _ in runs])
-    for (rows, n, seen), *packed in zip(runs, run_queries, run_keys, run_values, strict=True):
+    found, at = [], 0
+    run_queries = q.split([rows * n for rows, n, *_ in runs])
+    for (rows, n, seen, masked), *packed in zip(runs, run_queries, run_keys, run_values, strict=True):
         run_q, run_k, run_v = (
             x.unflatten(0, (rows, length)).transpose(1, 2)
             for x, length in zip(packed, (n, seen, seen), strict=True)
         )
-        mask = _window(ahead, n, q.device)
+        mask = None
+        if masked and not sight.causal:
+            assert sight.limits is not None
+            limits = sight.limits[at : at + rows * n].view(rows, 1, n, 1)
+            mask = torch.arange(seen, device=q.device) < limits
         out = F.scaled_dot_product_attention(
-            run_q, run_k, run_v, mask, is_causal=ahead == 0, enable_gqa=True
+            run_q, run_k, run_v, mask, is_causal=masked and sight.causal, enable_gqa=True
         )
         found.append(out.transpose(1, 2).flatten(0, 1))
+        at += rows * n
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _window(ahead: int | None, length: int, device: torch.device) -> Tensor | None:
-    """(length, length) who sees whom; None where the kernel needs no mask for it."""
-    if not ahead:
-        return None
-    place = torch.arange(length, device=device)
-    return place[None, :] <= place[:, None] + ahead
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Sight, ahead: int | None) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     rule = paging(q.device)
@@ -77,18 +73,18 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Sight, ahead: int | None) ->
         k, v = (torch.cat(sight.stored.views(x, sight.keys.lengths)) for x in (k, v))
     out = varlen_attn(
         q, k, v, sight.queries.cumulative, ends, _at_most(sight.queries), sight.keys.longest,
-        window_size=(-1, -1 if ahead is None else ahead), enable_gqa=q.shape[1] != k.shape[-2], **options,
+        window_size=(-1, 0 if sight.causal else -1), enable_gqa=q.shape[1] != k.shape[-2], **options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, sight: Sight, ahead: int | None) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
         q, k, v, sight.queries.cumulative, sight.keys.cumulative, _at_most(sight.queries),
-        sight.keys.longest, window_size=(-1, -1 if ahead is None else ahead), block_table=sight.table,
+        sight.keys.longest, window_size=(-1, 0 if sight.causal else -1), block_table=sight.table,
     )  # fmt: skip
 
 

@@ -32,7 +32,10 @@ SHARD_BYTES = 5 * 10**9
 FLOATS = ("F64", "F32", "F16", "BF16")
 SAMPLED = 256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
 # What no public architecture knows and a checkpoint trained here carries all the same.
-OWN_FIELDS = ("evidence_layout", "passage_length", "canvas_length", "block_length")
+OWN_FIELDS = (
+    "evidence_layout", "passage_length", "canvas_length", "block_length", "attention_block", "block_grid",
+    "finished_blocks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

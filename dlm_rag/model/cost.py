@@ -46,11 +46,13 @@ class Work:
 
 
 def encode_work(
-    config: DenoiserConfig, lengths: Sequence[int], keys: Sequence[int], through: Sequence[int], size: int
-) -> Work:
+    config: DenoiserConfig, lengths: Sequence[int], keys: Sequence[int], through: Sequence[int], size: int,
+    pairs: tuple[int, int] | None = None,
+) -> Work:  # fmt: skip
     """One `Denoiser.encode`: tokens of each row, keys that it sees, tokens that pass the last layer.
 
-    size: bytes of a number.
+    size: bytes of a number. pairs: of a token and a key it sees, in a layer and in the last one, where not
+    every token of a row sees all keys of the row.
     """
     c, layers = config, config.num_hidden_layers
     kv = 2 * c.num_key_value_heads * c.head_dim
@@ -58,11 +60,13 @@ def encode_work(
     own = c.hidden_size * kv  # weights that every token of a layer needs
     rest = 2 * c.hidden_size * q + 3 * c.hidden_size * c.intermediate_size
     total, last = sum(lengths), sum(through)
-    pairs = (layers - 1) * sum(n * k for n, k in zip(lengths, keys, strict=True))
-    pairs += sum(n * k for n, k in zip(through, keys, strict=True))
+    seen, last_seen = pairs or (
+        sum(n * k for n, k in zip(queries, keys, strict=True)) for queries in (lengths, through)
+    )
+    looks = (layers - 1) * seen + last_seen
     return Work(
-        flops=2 * layers * own * total + 2 * rest * ((layers - 1) * total + last) + 4 * q * pairs,
-        attention=4 * q * pairs,
+        flops=2 * layers * own * total + 2 * rest * ((layers - 1) * total + last) + 4 * q * looks,
+        attention=4 * q * looks,
         bytes=size * (layers * (own + rest) - (0 if last else rest) + layers * kv * sum(keys)),
         calls=1,
         tokens=total,

@@ -157,13 +157,14 @@ class Denoiser(nn.Module):
         """Graphs compiled since `compile_layers`, or None where it was not called."""
         return None if self._compiled_before is None else _graphs() - self._compiled_before
 
-    def forward(self, input_ids: Tensor, ahead: int | None = None) -> Tensor:
-        """(B, L) ids -> (B, L, V) logits; every position sees every other, or `ahead` after it.
+    def forward(self, input_ids: Tensor, block: int | None = None) -> Tensor:
+        """(B, L) ids -> (B, L, V) logits; positions see their own block and what is before.
 
-        `ahead=0` is the causal attention of autoregressive models.
+        block: length of the blocks, counted from the first token; 1 is the attention of autoregressive
+        models. None: the config's `attention_block`, or where it has none, every position sees every other.
         """
         rows, length = input_ids.shape
-        hidden, _ = self.encode(rectangle(input_ids, ahead))
+        hidden, _ = self.encode(rectangle(input_ids, block or self.config.attention_block))
         hidden = hidden.view(rows, length, -1)
         if self.config.shifted:
             hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
@@ -197,9 +198,11 @@ class Denoiser(nn.Module):
         return x, kept
 
     def _count(self, rows: Rows) -> None:
-        last = rows.last.queries.lengths
-        size = self.compute_dtype.itemsize
-        self.work += encode_work(self.config, rows.lengths, rows.sight.keys.lengths, last, size)
+        sight, last, size = rows.sight, rows.last, self.compute_dtype.itemsize
+        pairs = sight.pairs, last.pairs
+        self.work += encode_work(
+            self.config, rows.lengths, sight.keys.lengths, last.queries.lengths, size, pairs
+        )
 
     def _through(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """One layer; with `checkpointing`, backward computes its activations again."""

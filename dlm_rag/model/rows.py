@@ -5,8 +5,8 @@ where rows end, where keys go) is made on the host and goes to the device in one
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,62 @@ Context = Parts | StoredRows
 
 @dataclass(frozen=True)
 class Segment:
-    """Token ids at consecutive positions from `start`."""
+    """Token ids at consecutive positions from `start`.
+
+    With a `block`, tokens see what is before them and their own block only: the `first` tokens are one,
+    then every `block` of them. Without, each of them sees all.
+    """
 
     ids: tuple[int, ...]
     start: int
+    first: int = 0
+    block: int | None = None
 
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Where its blocks end, ascending."""
+        length = len(self.ids)
+        if self.block is None or self.first >= length:
+            return [length]
+        return [*range(self.first or self.block, length, self.block), length]
+
+    @property
+    def limits(self) -> NDArray[np.int32]:
+        """(n,) how many tokens of the segment each of them sees."""
+        ends = np.array(self.blocks, dtype=np.int32)
+        return np.repeat(ends, np.diff(ends, prepend=0))
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a token and one that it sees there are."""
+        return int(self.limits.sum())
+
+    @property
+    def bounded(self) -> bool:
+        """Whether some token does not see all."""
+        return self.block is not None and len(self.ids) > (self.first or self.block)
+
+    def block_start(self, token: int) -> int:
+        """The last place up to `token` at which a block begins."""
+        if self.block is None or token < self.first:
+            return 0
+        return self.first + (token - self.first) // self.block * self.block
+
+    def part(self, start: int, stop: int) -> "Segment":
+        """Its tokens from `start` on and before `stop`, in the same blocks."""
+        first = self.first
+        if self.block is not None:
+            first = first - start if start < first else self.block - (start - first) % self.block
+        return Segment(self.ids[start:stop], self.start + start, first, self.block)
+
+    def in_blocks(self) -> "list[Segment]":
+        """Its blocks, each a segment whose tokens see all of it."""
+        ends = self.blocks
+        return [Segment(self.ids[a:b], self.start + a) for a, b in pairwise([0, *ends])]
 
 
 @dataclass(frozen=True)
@@ -52,14 +100,18 @@ class Ragged:
 class Sight:
     """Who sees whom: row r of the queries sees row r of the keys.
 
-    ahead: how many tokens after itself each one sees, 0 in a causal model, for rows of equal query and key
-    length; None: all. stored: the rows whose keys lie in slots; table: (rows, 1) int32 the slot of each,
-    counts: (rows,) int32 how many of its tokens are keys.
+    pairs: how many pairs of a query and a key it sees there are. bounded: the rows of which some tokens see
+    only the first keys, as many as `limits` (Tq,) int32 says; causal: where these are rows without context,
+    each of whose tokens sees itself and what is before. stored: the rows whose keys lie in slots; table:
+    (rows, 1) int32 the slot of each, counts: (rows,) int32 how many of its tokens are keys.
     """
 
     queries: Ragged
     keys: Ragged
-    ahead: int | None = None
+    pairs: int
+    bounded: tuple[bool, ...] = ()
+    limits: Tensor | None = None
+    causal: bool = False
     stored: StoredRows | None = None
     table: Tensor | None = None
     counts: Tensor | None = None
@@ -106,15 +158,14 @@ def pack(
     device: torch.device,
     read: Sequence[Sequence[int]] | None = None,
     context: Context | None = None,
-    ahead: int | None = None,
     stretches: Stretches | None = None,
     add: Sequence[NDArray[Any]] = (),
 ) -> Rows:
-    """Rows of tokens, each of which sees its `context` and itself.
+    """Rows of tokens, each of which sees its `context` and, by the blocks of its segment, itself.
 
     read: per row the tokens (from 0, ascending) whose hidden states are asked for; the others are spared
-    the last layer. ahead: as in `Sight`, for rows without context. stretches: the whole rows, where `runs`
-    are but a part of each. add: arrays that go to the device with them.
+    the last layer. stretches: the whole rows, where `runs` are but a part of each. add: arrays that go to
+    the device with them.
     """
     lengths = tuple(len(run.ids) for run in runs)
     whole = lengths if stretches is None else stretches.lengths
@@ -139,29 +190,45 @@ def pack(
         sent["counts"] = np.array(keys, dtype=np.int32)
     if stretches is not None:
         sent["order"] = stretches.order
+    bounded = tuple(run.bounded for run in runs)
+    pairs, last_pairs = sum(n * k for n, k in zip(lengths, keys, strict=True)), 0
+    if any(bounded):
+        limits = np.concatenate([n + run.limits for n, run in zip(seen, runs, strict=True)])
+        pairs = int(limits.sum())
+        sent["limits"] = limits
+        if read is not None:
+            sent["last_limits"] = limits[sent["read"]]
+    causal = any(bounded) and context is None and all(run.block == 1 for run in runs)
     there = to_device([*sent.values(), *add], device)
     at = dict(zip(sent, there, strict=False))
     sight = Sight(
-        Ragged(lengths, at["queries"]), Ragged(keys, at["keys"]), ahead, stored, at.get("table"),
-        at.get("counts"),
+        Ragged(lengths, at["queries"]), Ragged(keys, at["keys"]), pairs, bounded, at.get("limits"), causal,
+        stored, at.get("table"), at.get("counts"),
     )  # fmt: skip
     last = sight
-    if read is not None and ahead is None:  # who sees how far ahead is known for whole rows only
+    if read is not None and not causal:  # the kernels' own causal rule is for whole rows
         reads = Ragged(tuple(map(len, read)), at["reads"])
-        last = Sight(reads, sight.keys, None, stored, sight.table, sight.counts)
+        last_pairs = sum(len(tokens) * k for tokens, k in zip(read, keys, strict=True))
+        if any(bounded):
+            last_pairs = int(sent["last_limits"].sum())
+        last = replace(sight, queries=reads, pairs=last_pairs, limits=at.get("last_limits"))
     return Rows(
         at["ids"], at["positions"], sight, last, at.get("read"), context, at.get("places"), stretches,
         at.get("order"), tuple(there[len(sent) :]),
     )  # fmt: skip
 
 
-def rectangle(ids: Tensor, ahead: int | None = None) -> Rows:
+def rectangle(ids: Tensor, block: int | None = None) -> Rows:
     """Rows (B, L) of ids that are on the device, each of which sees itself, from position 0 on."""
     rows, length = ids.shape
     lengths = (length,) * rows
-    (ends,) = to_device([_ends(lengths)], ids.device)
-    whole = Ragged(lengths, ends)
-    sight = Sight(whole, whole, ahead)
+    row = Segment((0,) * length, 0, block=block)
+    limits = np.tile(row.limits, rows)
+    ends, there = to_device([_ends(lengths), limits], ids.device)
+    whole, bounded = Ragged(lengths, ends), (row.bounded,) * rows
+    sight = Sight(
+        whole, whole, int(limits.sum()), bounded, there if row.bounded else None, row.bounded and block == 1
+    )
     return Rows(ids.flatten(), torch.arange(length, device=ids.device).repeat(rows), sight, sight)
 
 

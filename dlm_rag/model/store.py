@@ -84,6 +84,13 @@ class ContextStore:
         """Writes keys and values (N, 2, n, Hk, D) into a slot from token `start` on."""
         self.keys_values[:, :, slot, start : start + kept.shape[2]] = kept
 
+    def move(self, slot: int, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies stretches within a slot, each (from, to, tokens); all are read before any is written."""
+        held = self.keys_values[:, :, slot]
+        read = [held[:, :, start : start + count].clone() for start, _, count in moves]
+        for (_, target, count), kept in zip(moves, read, strict=True):
+            held[:, :, target : target + count] = kept
+
     def rows(self, slots: Sequence[int], seen: Sequence[int]) -> "StoredRows":
         """The context of one call: row r sees the first seen[r] tokens of slot slots[r]."""
         return StoredRows(self, tuple(slots), tuple(seen))

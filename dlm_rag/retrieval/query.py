@@ -44,6 +44,11 @@ def may_enter(policy: str, query_threshold: float) -> float:
     return 2.0 if committed_only else query_threshold
 
 
+def takes_guesses(policy: str, query_threshold: float) -> bool:
+    """Whether a query may hold what is not committed yet."""
+    return policy in ("proxy", "response") and may_enter(policy, query_threshold) <= 1
+
+
 def retrieval_due(step: int, every: int, below: float | None, lowest_confidence: float | None) -> bool:
     """Whether the evidence is refreshed after step `step` (from 1).
 

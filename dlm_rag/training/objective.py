@@ -1,16 +1,17 @@
 """What a step of training minimises: cross-entropy at supervised positions; where two heads should look."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dlm_rag.evidence.encode import canvas_starts, encode_canvases, encode_contexts, encode_stretches
-from dlm_rag.evidence.layout import arrange
+from dlm_rag.evidence.layout import State, arrange
 from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.model.transfer import to_device
 from dlm_rag.stages import stage
@@ -34,7 +35,7 @@ class Terms:
 
     end: float = 1.0  # of an end token, where a token counts 1
     pointers: float = 0.0
-    ahead: int | None = None  # tokens after itself that each one sees, of rows without context; None: all
+    block: int | None = None  # attention in blocks of so many tokens; None: as the denoiser has it
 
 
 def counts_of(examples: Sequence[Example], end_ids: frozenset[int], end_weight: float) -> dict[str, float]:
@@ -60,6 +61,7 @@ def counts_of(examples: Sequence[Example], end_ids: frozenset[int], end_weight: 
 class Encoded:
     """A batch as the denoiser sees it, at supervised positions: n of them, in order of the rows."""
 
+    states: list[State]
     hidden: Tensor  # (n, hidden) before the final norm
     places: list[list[int]]  # of each row the canvas positions that they predict
     starts: list[int]  # where each canvas begins in the packed rows
@@ -70,26 +72,36 @@ def encode(
     examples: Sequence[Example],
     layout: str,
     probe: AttentionProbe | None = None,
-    ahead: int | None = None,
+    block: int | None = None,
     share: SequenceShare | None = None,
 ) -> Encoded:
     """Runs a batch with its hidden tokens masked; only supervised ones go through the last layer.
 
-    ahead: as in `Terms`. share: of rows without context, where several processes have a stretch of each;
+    block: as in `Terms`. share: of rows without context, where several processes have a stretch of each;
     the result is of this one's.
     """
     config = denoiser.config
-    assert config.mask_token_id is not None
-    laid = [arrange(e.prompt, layout, config.shifted, config.passage_length) for e in examples]
-    canvases = [example.canvas(config.mask_token_id) for example in examples]
+    if block is not None:
+        config = replace(config, attention_block=block)
+    states = states_of(examples, config, layout)
     places = [list(example.places) for example in examples]
-    leads = [row.lead for row in laid]
     if share is None:
-        contexts = encode_contexts(denoiser, laid)
-        hidden = encode_canvases(denoiser, leads, canvases, contexts, places, probe, ahead)
+        contexts = encode_contexts(denoiser, states)
+        hidden = encode_canvases(denoiser, states, contexts, places, probe)
     else:
-        hidden, places = encode_stretches(denoiser, leads, canvases, places, share)
-    return Encoded(hidden, places, canvas_starts(denoiser, leads, canvases))
+        hidden, places = encode_stretches(denoiser, states, places, share)
+    return Encoded(states, hidden, places, canvas_starts(states))
+
+
+def states_of(examples: Sequence[Example], shape: DenoiserConfig, layout: str | None = None) -> list[State]:
+    """What the denoiser runs for each example."""
+    assert shape.mask_token_id is not None
+    return [
+        arrange(example.prompt, shape, layout).state(
+            example.canvas(shape.mask_token_id), example.finished, shape.shifted
+        )
+        for example in examples
+    ]
 
 
 class Objective(nn.Module):
@@ -114,9 +126,9 @@ class Objective(nn.Module):
         """
         layers = self.denoiser.config.num_hidden_layers
         probe = AttentionProbe(max(0, layers - 2)) if terms.pointers and counts["pointed"] else None
-        seen = encode(self.denoiser, examples, self.layout, probe, terms.ahead, self.share)
+        seen = encode(self.denoiser, examples, self.layout, probe, terms.block, self.share)
         with stage("loss"):
-            pointers = Places.of(examples, self.layout, seen.starts)
+            pointers = Places.of(examples, seen.states, seen.starts)
             arrays = [*self._supervision(examples, seen.places, terms.end), pointers.found]
             targets, weights, copied, places = to_device(arrays, seen.hidden.device)
             normed, head = self.denoiser.norm(seen.hidden), self.denoiser.lm_head.weight

@@ -108,7 +108,7 @@ def begin(config: Config) -> Origin:
 
 def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
     """A checkpoint's architecture with what training gives it: layout, lengths, room for long contexts."""
-    train, decode = config.train, config.decode
+    train, decode, block = config.train, config.decode, config.model.attention_block
     longest = [
         p.sequence_length + 1 for p in train.in_phases().values() if p.objective != "sft" and p.rope_theta
     ]
@@ -118,6 +118,8 @@ def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         passage_length=train.passage_length,
         canvas_length=decode.canvas_length or own.canvas_length,
         block_length=own.block_length if decode.block_length is None else decode.block_length,
+        attention_block=own.attention_block if block is None else block or None,
+        finished_blocks=decode.finished_blocks or own.finished_blocks,
         max_position_embeddings=max(own.max_position_embeddings, *longest, 0),
     )
 
@@ -148,6 +150,8 @@ def _fresh(config: Config) -> Origin:
         passage_length=train.passage_length,
         canvas_length=canvas,
         block_length=config.decode.block_length,
+        attention_block=config.model.attention_block or None,
+        finished_blocks=config.decode.finished_blocks or DenoiserConfig.finished_blocks,
     )
     tokenizer = Tokenizer(learn_tokenizer(train.seed, train.vocabulary), 0, TEMPLATE, (1,))
     return Origin(shape, tokenizer, None, train.seed, 0)

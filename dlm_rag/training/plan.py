@@ -11,10 +11,12 @@ import torch
 
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.layout import arrange
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.cost import Work, encode_work, head_work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.families import FAMILIES
+from dlm_rag.model.rows import Segment
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.machines import Machine
@@ -135,7 +137,7 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
             PhasePlan(
                 name=name,
                 train=train,
-                tokens=float(train.items * tokens_of(one, layout)),
+                tokens=float(train.items * tokens_of(shape, one, layout)),
                 flops=train.items * step_flops(shape, one, layout, bool(train.lora_rank)),
                 part=part,
                 memory=memory,
@@ -185,33 +187,31 @@ def sample_items(config: Config, train: TrainConfig, shape: DenoiserConfig, coun
     return found
 
 
-def tokens_of(examples: list[Example], layout: str) -> int:
+def tokens_of(shape: DenoiserConfig, examples: list[Example], layout: str) -> int:
     """Tokens that the layers run for these rows: shared passages once where the layout allows it."""
-    return int(sum(sum(lengths) for lengths, *_ in _calls(examples, layout)))
+    return sum(len(run.ids) for runs, *_ in _calls(shape, examples, layout) for run in runs)
 
 
-def _calls(examples: list[Example], layout: str) -> list[tuple[list[int], list[int], list[int]]]:
-    """Lengths, keys and tokens through the last layer of the calls that a batch makes."""
-    canvases = [len(e.target) for e in examples]
-    read = [len(e.places) for e in examples]
-    prompts = [len(e.prompt) for e in examples]
-    if layout == "joint":
-        lengths = [a + b for a, b in zip(prompts, canvases, strict=True)]
-        return [(lengths, lengths, read)]
-    if layout == "prefix":
-        context = prompts
-    else:
-        context = [len(fact) for fact in {fact for e in examples for fact in e.prompt.facts}]
-        context += [len(e.prompt.head) for e in examples]
-    keys = [a + b for a, b in zip(prompts, canvases, strict=True)]
-    return [(context, context, [0] * len(context)), (canvases, keys, read)]
+def _calls(
+    shape: DenoiserConfig, examples: list[Example], layout: str
+) -> list[tuple[list[Segment], list[int], list[int]]]:
+    """Runs, tokens that each sees before its own, and tokens through the last layer, of a batch's calls."""
+    states = [arrange(e.prompt, shape, layout).state(e.target, e.finished, shape.shifted) for e in examples]
+    segments = list(dict.fromkeys(segment for state in states for segment in state.context))
+    seen = [sum(len(segment.ids) for segment in state.context) for state in states]
+    canvases = ([state.run for state in states], seen, [len(e.places) for e in examples])
+    return [(segments, [0] * len(segments), [0] * len(segments)), canvases] if segments else [canvases]
 
 
 def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, frozen: bool) -> float:
     """FLOPs of forward and backward; frozen: adapters alone are trained, and are not counted."""
     work = Work()
-    for lengths, keys, through in _calls(examples, layout):
-        work += encode_work(shape, lengths, keys, through, 2)
+    for runs, seen, through in _calls(shape, examples, layout):
+        lengths = [len(run.ids) for run in runs]
+        keys = [a + b for a, b in zip(seen, lengths, strict=True)]
+        pairs = sum(before * n + run.pairs for before, n, run in zip(seen, lengths, runs, strict=True))
+        read = sum(n * k for n, k in zip(through, keys, strict=True))
+        work += encode_work(shape, lengths, keys, through, 2, (pairs, read))
     work += head_work(shape, sum(len(e.places) for e in examples), 2)
     return work.with_backward(frozen)
 

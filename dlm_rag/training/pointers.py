@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_rag.evidence.layout import State
 from dlm_rag.model.block import AttentionProbe
+from dlm_rag.model.rows import Segment
 from dlm_rag.training.rows.example import Example
 
 PASSAGE_HEAD, TOKEN_HEAD = 0, 1
@@ -30,18 +32,20 @@ class Places:
     found: NDArray[np.int64]  # (4, p): packed query; of the row's keys: first, last + 1 of passage; token
 
     @classmethod
-    def of(cls, examples: Sequence[Example], layout: str, starts: Sequence[int]) -> "Places":
+    def of(cls, examples: Sequence[Example], states: Sequence[State], starts: Sequence[int]) -> "Places":
         """starts: where in the packed queries each canvas begins."""
         found = []
-        for example, start in zip(examples, starts, strict=True):
-            # `independent` keeps the question behind the passages, the others before them.
-            ahead = 0 if layout == "independent" else len(example.prompt.head)
-            bounds = [*accumulate(map(len, example.prompt.facts), initial=ahead)]
+        for example, state, start in zip(examples, states, starts, strict=True):
+            facts, head = example.prompt.facts, len(example.prompt.head)
+            # Where the prompt is in one piece, the passages follow its head; else each is a segment.
+            bounds = dict(zip(range(len(facts)), accumulate(map(len, facts), initial=head), strict=False))
+            ends = accumulate((len(segment.ids) for segment in state.context), initial=0)
+            at = dict(zip(state.context, ends, strict=False))
             for pointer in example.pointed:
-                first = bounds[pointer.fact]
-                found.append(
-                    (start + pointer.position, first, bounds[pointer.fact + 1], first + pointer.token)
-                )
+                fact = facts[pointer.fact]
+                first = at.get(Segment(fact, 0), bounds[pointer.fact])
+                last = first + len(fact)
+                found.append((start + pointer.position, first, last, first + pointer.token))
         numbers = np.array(found, dtype=np.int64).reshape(-1, 4).T
         return cls([len(example.pointed) for example in examples], numbers)
 

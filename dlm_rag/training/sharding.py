@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dlm_rag.evidence.encode import encode_canvases
+from dlm_rag.evidence.layout import State
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.rows import Segment
 from dlm_rag.training.processes import Processes
@@ -90,7 +91,7 @@ def called_alone(root: nn.Module, denoiser: Denoiser, processes: Processes) -> I
 
 def _small_call(denoiser: Denoiser) -> None:
     """One token through all layers."""
-    encode_canvases(denoiser, [Segment((0,), 0)], [[0]], None, [[0]])
+    encode_canvases(denoiser, [State((), Segment((0, 0), 0), 0)], None, [[0]])
 
 
 def whole(value: Tensor) -> Tensor:

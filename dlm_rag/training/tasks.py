@@ -64,11 +64,11 @@ class Adapt(Pretrain):
     name = "adapt"
 
     def terms(self, step: int) -> Terms:
-        """Each token sees ahead from 0, doubling at an even pace, to all."""
+        """From causal to bidirectional: blocks of 1, doubling at an even pace, then one block."""
         opening = self._train.opening_share * self._train.steps
         if step >= opening:
             return Terms()
-        return Terms(ahead=round(self._train.sequence_length ** (step / opening)) - 1)
+        return Terms(block=round(self._train.sequence_length ** (step / opening)))
 
 
 class Sft:

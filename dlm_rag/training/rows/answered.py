@@ -18,7 +18,7 @@ from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.text import sentence_spans
 from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.rows.example import Example, canvas_of, random_mask
+from dlm_rag.training.rows.example import Example, masked_canvas
 
 
 class AnsweredQuestions:
@@ -67,9 +67,9 @@ class AnsweredQuestions:
             ids = list(self._tokenizer.encode(response))
             standing = len(self._tokenizer.encode(response[:stands])) if stands else 0
             for _ in range(self._train.rows):
-                target = canvas_of(rng, ids, self._denoiser.canvas_length, self._tokenizer.end_id)
-                hidden = random_mask(rng, len(ids), len(target), standing)
-                examples.append(Example(prompt, tuple(target), hidden))
+                end_id = self._tokenizer.end_id
+                target, hidden, finished = masked_canvas(rng, ids, standing, self._denoiser, end_id)
+                examples.append(Example(prompt, target, hidden, finished=finished))
         return examples
 
     def _prompt(self, question: Question, passages: list[str]) -> Prompt:

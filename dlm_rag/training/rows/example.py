@@ -4,10 +4,14 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 
 FULL_CANVAS = 0.2  # share of rows with the whole canvas; others end soon after their response
 UNIFORM_MASKS = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
+STRAY_MASKS = 0.05  # share of the positions before the cut that are masked all the same
+AT_THE_MOMENT = 0.6  # share of rows that are cut where the response stood when the evidence was found
+LOOKAHEAD_BLOCKS = 3  # masked ones behind the block under work, at most
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Example:
     weight: float = 1.0
     divisor: float | None = None
     supervised: tuple[bool, ...] | None = None  # None: what is hidden
+    finished: int = 0  # positions at its start that are whole finished blocks, where attention has blocks
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -62,16 +67,50 @@ def random_mask(rng: random.Random, used: int, length: int, stands: int) -> tupl
         masked = [rng.random() < time for _ in range(length)]
     else:
         cut = rng.choice((0, rng.randrange(used)))
-        if stands and rng.random() < 0.6:
+        if stands and rng.random() < AT_THE_MOMENT:
             cut = stands
-        masked = [position >= cut or rng.random() < 0.05 for position in range(length)]
+        masked = [position >= cut or rng.random() < STRAY_MASKS for position in range(length)]
     if not any(masked):
         masked[rng.randrange(length)] = True
     return tuple(masked)
 
 
-def canvas_of(rng: random.Random, ids: list[int], longest: int, end_id: int | None) -> list[int]:
-    """A response with end tokens behind it: a few, or now and then up to the whole canvas."""
+def block_mask(
+    rng: random.Random, used: int, longest: int, stands: int, block: int
+) -> tuple[tuple[bool, ...], int]:
+    """Which positions of a canvas that attention takes in blocks are masked, and how many are finished.
+
+    One block is under work, masked in part; those before are finished, those behind (a few: what queries
+    may guess at) masked. used, stands: as for `random_mask`. The canvas is as long as what is returned.
+    """
+    cut = rng.randrange(used + 1)
+    if stands and rng.random() < AT_THE_MOMENT:
+        cut = stands
+    finished = min(cut, longest - 1) // block * block
+    stop = min(longest, finished + block * (1 + rng.randrange(LOOKAHEAD_BLOCKS + 1)))
+    end = min(stop, finished + block)
+    uniform = rng.random() < UNIFORM_MASKS
+    time = rng.random() if uniform else STRAY_MASKS
+    masked = [rng.random() < time or (n >= cut and not uniform) for n in range(finished, end)]
+    if not any(masked):
+        masked[rng.randrange(len(masked))] = True
+    return (*[False] * finished, *masked, *[True] * (stop - end)), finished
+
+
+def masked_canvas(
+    rng: random.Random, ids: list[int], stands: int, shape: DenoiserConfig, end_id: int | None
+) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
+    """A canvas around a response, which of it is masked, and how many positions are finished blocks."""
     assert end_id is not None, "a tokenizer without an end token"
+    if shape.attention_block is None:
+        target = canvas_of(rng, ids, shape.canvas_length, end_id)
+        return tuple(target), random_mask(rng, len(ids), len(target), stands), 0
+    hidden, finished = block_mask(rng, len(ids), shape.canvas_length, stands, shape.attention_block)
+    padded = ids + [end_id] * shape.canvas_length
+    return tuple(padded[: len(hidden)]), hidden, finished
+
+
+def canvas_of(rng: random.Random, ids: list[int], longest: int, end_id: int) -> list[int]:
+    """A response with end tokens behind it: a few, or now and then up to the whole canvas."""
     length = longest if rng.random() < FULL_CANVAS else min(longest, len(ids) + rng.randint(1, 10))
     return (ids + [end_id] * length)[:length]

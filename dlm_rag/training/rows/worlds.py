@@ -21,7 +21,7 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.rows.example import Example, Pointer, canvas_of, random_mask
+from dlm_rag.training.rows.example import Example, Pointer, masked_canvas
 
 HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
 SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
@@ -124,8 +124,6 @@ class WorldExamples:
     ) -> Example:
         tokenizer = self._tokenizer
         ids = list(tokenizer.encode(question.reasoning))
-        target = canvas_of(rng, ids, self._denoiser.canvas_length, tokenizer.end_id)
-        length = len(target)
         texts = [passage.text for passage in evidence]
         prompt = fit(tokenizer.prompt(question.question, texts), Room.of(self._denoiser))[0]
         mentions = self._mentions(question, ids)
@@ -135,12 +133,12 @@ class WorldExamples:
             row = rows.get(question.subjects[hop].id)
             at = None if row is None else find(prompt.facts[row], [ids[p] for p in positions])
             if row is not None and at is not None:
-                pointers += [
-                    Pointer(p, row, at + n) for n, p in enumerate(positions) if p < length
-                ]  # fmt: skip
+                pointers += [Pointer(p, row, at + n) for n, p in enumerate(positions)]
         known = [position for hop, where in mentions[:-1] if hop < written for position in where]
-        hidden = random_mask(rng, len(ids), length, max(known, default=-1) + 1)
-        return Example(prompt, tuple(target), hidden, tuple(pointers))
+        stands = max(known, default=-1) + 1
+        target, hidden, finished = masked_canvas(rng, ids, stands, self._denoiser, tokenizer.end_id)
+        there = tuple(pointer for pointer in pointers if pointer.position < len(target))
+        return Example(prompt, target, hidden, there, finished=finished)
 
     def _mentions(self, question: WorldQuestion, ids: list[int]) -> list[tuple[int, list[int]]]:
         """The token positions of each mention of what a hop found."""
