@@ -107,7 +107,7 @@ def write_checkpoint(family: str, folder: Path) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"bos_token_id": PAD, "eos_token_id": [END, PAD]})
     save_file(dict(_weights(config)), folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder, MASKS[family], ENDS[family])
+    _write_tokenizer(folder, family)
 
 
 def fingerprint(family: str) -> str:
@@ -159,9 +159,14 @@ def _weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
         yield "lm_head.weight", head
 
 
-def _write_tokenizer(folder: Path, mask: str, end: int) -> None:
-    """Bytes as tokens, in the order of their stand-ins, and the special tokens behind them."""
+def _write_tokenizer(folder: Path, family: str) -> None:
+    """Bytes as tokens, in the order of their stand-ins, and the special tokens behind them.
+
+    Fast-dLLM v2 does not say which of its special tokens is the mask: its code has the id.
+    """
+    mask = MASKS[family]
     special = {PAD: "<|endoftext|>", TURN: "<|im_start|>", END: "<|im_end|>", MASK: mask}
+    masked = {"additional_special_tokens": [mask]} if family == "fast-dllm-v2" else {"mask_token": mask}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -174,10 +179,10 @@ def _write_tokenizer(folder: Path, mask: str, end: int) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT,
-            "eos_token": special[end],
+            "eos_token": special[ENDS[family]],
             "pad_token": special[PAD],
-            "mask_token": mask,
-        },
+        }
+        | masked,
     )
 
 
