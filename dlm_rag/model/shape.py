@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
+BLOCK_GRIDS = ("prompt", "canvas")
+FINISHED_BLOCKS = ("reread", "text", "append", "kept")  # what they see: `evidence/layout.py`
 # Kinds of scaled rotary positions, with the numbers that each needs; others depend on the text's length.
 ROPE_SCALINGS = {
     "linear": ("factor",),
@@ -40,6 +42,11 @@ class DenoiserConfig:
     passage_length: int = 512
     canvas_length: int = 100  # response positions where the config names no other number
     block_length: int | None = None  # as in DecodeConfig, where the config names none
+    # Who sees whom. None: every token every other; n: blocks of n tokens see themselves and what is before
+    # (1: causal), counted from the first token of the prompt or of the canvas.
+    attention_block: int | None = None
+    block_grid: str = "canvas"
+    finished_blocks: str = "reread"  # as in DecodeConfig, where the config names none
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -64,8 +71,13 @@ class DenoiserConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even")
         if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
-        if self.evidence_layout not in EVIDENCE_LAYOUTS:
-            raise ValueError(f"evidence_layout={self.evidence_layout!r:.60} is unknown")
+        for name, known in (
+            ("evidence_layout", EVIDENCE_LAYOUTS),
+            ("block_grid", BLOCK_GRIDS),
+            ("finished_blocks", FINISHED_BLOCKS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r:.60} is none of {', '.join(known)}")
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)
 
