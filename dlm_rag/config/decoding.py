@@ -27,6 +27,13 @@ class ModelConfig(Checked):
         "who sees whom in the prompt; unset takes the checkpoint's own, joint for public ones",
         choices=("joint", "prefix", "independent"),
     )
+    attention_block: int | None = setting(
+        None,
+        "tokens that see one another and what is before, 1: causal; unset takes the checkpoint's own, and "
+        "where it has none every token sees every other",
+        low=1,
+        high=2**20,
+    )
 
 
 @dataclass

@@ -22,7 +22,9 @@ from torch import Tensor
 from dlm_rag.errors import CheckpointError, fold_message, nearest
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILES, check_files, locate, read_json
-from dlm_rag.model.families import FAMILIES, Family
+from dlm_rag.model.families import FAMILIES
+from dlm_rag.model.families.base import Family
+from dlm_rag.model.families.mask import find_mask
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 from dlm_rag.progress import progress
 
@@ -32,7 +34,9 @@ SHARD_BYTES = 5 * 10**9
 FLOATS = ("F64", "F32", "F16", "BF16")
 SAMPLED = 256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
 # What no public architecture knows and a checkpoint trained here carries all the same.
-OWN_FIELDS = ("evidence_layout", "passage_length", "canvas_length", "block_length")
+OWN_FIELDS = (
+    "evidence_layout", "passage_length", "canvas_length", "block_length", "attention_block", "block_grid",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,10 @@ class Checkpoint:
         return tuple(ids)
 
 
-def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
+def open_checkpoint(path_or_hub_id: str | Path, attention_block: int | None = None) -> Checkpoint:
     """Finds a folder or hub id and checks its config and tensor headers; reads no weights.
 
+    attention_block: instead of what the config says, or does not say.
     Raises `CheckpointError` in one sentence: no such folder, an architecture that only its own code
     can run, pickled weights only, a missing shard, a missing, extra or misshapen tensor.
     """
@@ -130,8 +135,15 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
             f"holds {', '.join(FAMILIES)}{nearest(str(kind), FAMILIES)}"
         )
     family = FAMILIES[kind]
+    if attention_block is not None:
+        raw["attention_block"] = attention_block
     try:
-        config = replace(family.read(raw), **{name: raw[name] for name in OWN_FIELDS if name in raw})
+        own = {name: raw[name] for name in OWN_FIELDS if raw.get(name) is not None}
+        config = replace(family.read(raw), **own)
+        if config.block_length is None:  # what sees itself whole is written as a whole
+            config = replace(config, block_length=config.attention_block)
+        if config.mask_token_id is None and family.mask is not None:
+            config = replace(config, mask_token_id=find_mask(folder, family.mask))
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
     found = Checkpoint(folder, family, raw, config, _match(folder, config, family))
