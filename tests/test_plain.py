@@ -271,6 +271,9 @@ SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else ha
     "a2d-qwen3": ("<|mask|>", *QWEN),
     "a2d-llama": ("<|mask|>", "<|eot_id|>", "<|begin_of_text|>"),
     "wedlm": ("<|mask|>", *QWEN),
+    "sdar_moe": ("<|MASK|>", *QWEN),
+    "llada2_moe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
+    "lladamoe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
 }
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.model.shape import DenoiserConfig
 
@@ -14,7 +16,19 @@ class Part:
 
     name: str
     rows: slice | None = None  # of theirs, None: all
-    place: tuple[int | slice, ...] = ()  # in ours
+    place: tuple[Any, ...] = ()  # in ours: the number of the expert, then its rows; else all of it
+
+    @property
+    def start(self) -> int:
+        """Which of their rows is the first."""
+        return 0 if self.rows is None else int(self.rows.start)
+
+    def read(self, file: Any) -> Tensor:
+        """From an open file of safetensors."""
+        found: Tensor = (
+            file.get_tensor(self.name) if self.rows is None else file.get_slice(self.name)[self.rows]
+        )
+        return found
 
 
 @dataclass(frozen=True)
@@ -27,8 +41,30 @@ class Family:
     # None: autoregressive, or its configs always say it.
     mask: str | None = None
 
+    fused: bool = False  # one tensor holds queries, keys and values, in this order
+    apart: bool = True  # each expert has tensors of its own
+
     def parts(self, ours: str, config: DenoiserConfig) -> list[Part]:
         """Of which tensors of theirs one of ours consists."""
+        path, _, last = ours.rpartition(".")
+        if self.apart and config.experts is not None and path.endswith(".experts"):
+            inner = config.experts.moe_intermediate_size
+            whole: tuple[slice, ...] = ()
+            pieces = {"down_proj": whole}
+            if last == "gate_up_proj":
+                pieces = {"gate_proj": (slice(0, inner),), "up_proj": (slice(inner, 2 * inner),)}
+            return [
+                Part(self.rename(f"{path}.{n}.{name}.weight"), place=(n, *rows))
+                for n in range(config.experts.num_experts)
+                for name, rows in pieces.items()
+            ]
+        if self.fused and path.endswith(("q_proj", "k_proj", "v_proj")):
+            queries, keys = (
+                heads * config.head_dim
+                for heads in (config.num_attention_heads, config.num_key_value_heads)
+            )
+            start = {"q": 0, "k": queries, "v": queries + keys}[path[-6]]
+            return [Part(self.rename(ours), slice(start, start + (keys if start else queries)))]
         return [Part(self.rename(ours))]
 
 
