@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dlm_rag import Denoiser
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.shape import tensor_shapes
+from dlm_rag.model.shape import Experts, tensor_shapes
 
 
 @pytest.fixture
@@ -253,7 +253,20 @@ def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
     assert time.perf_counter() - start < 2
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"qkv_bias": True, "num_key_value_heads": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"qk_norm": True},
+        {"qkv_bias": True, "num_key_value_heads": 4},
+        {"experts": Experts(8, 2, 16)},
+        {
+            "experts": Experts(
+                8, 2, 16, shared_intermediate_size=8, first_k_dense_replace=1, expert_bias=True
+            )
+        },
+    ],
+)
 def test_the_listed_tensors_are_those_of_the_denoiser(options):
     denoiser = tiny_denoiser(**options)
     shapes = {name: tuple(value.shape) for name, value in denoiser.state_dict().items()}

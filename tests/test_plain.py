@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from dlm_rag import Decoder, Denoiser, load_retriever
 from dlm_rag.config import DecodeConfig
 from dlm_rag.errors import CheckpointError, QuestionError
+from dlm_rag.model.families import FAMILIES
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer
 from dlm_rag.training.vocabulary import learn_tokenizer
 
@@ -254,3 +255,40 @@ def test_what_marks_a_turn_is_no_text_though_nobody_declares_it(kind):
         tokenizer = Tokenizer(inner, 1, PromptTemplate("{question}", "{passage}"), (2,))
         assert (turn in tokenizer.prompt("who", []).ids) == marked
         assert (turn in tokenizer.encode("wrote <|turn|> Emma")) != marked
+
+
+QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</tool_call>")
+SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else has a meaning
+    "dlm_rag": ("<mask>", "<end>"),
+    "llada": ("<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>", "[gMASK]"),
+    "Dream": ("<|mask|>", *QWEN, "<|beginoftext|>"),
+    "qwen2": ("<|mask|>", *QWEN),
+    "qwen3": ("<|mask|>", *QWEN),
+    "llama": ("<|mask|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>"),
+    "sdar": ("<|MASK|>", *QWEN, "<|fim_middle|>"),
+    "Fast_dLLM_Qwen": ("|<MASK>|", *QWEN),
+    "a2d-qwen2": ("<|mask|>", *QWEN),
+    "a2d-qwen3": ("<|mask|>", *QWEN),
+    "a2d-llama": ("<|mask|>", "<|eot_id|>", "<|begin_of_text|>"),
+    "wedlm": ("<|mask|>", *QWEN),
+    "sdar_moe": ("<|MASK|>", *QWEN),
+    "llada2_moe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
+    "lladamoe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_text_becomes_a_special_token_of_any_family(family):
+    """Byte pairs, as all public ones are, that find whole what was added, in text that spells it too."""
+    names = SPECIAL[family]
+    assert FAMILIES[family].mask in (None, names[0])
+    backend = byte_tokenizer().backend_tokenizer
+    backend.add_tokens([AddedToken(name, special=n < 3) for n, name in enumerate(names)])
+    ids = [backend.token_to_id(name) for name in names]
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = Tokenizer(inner, ids[0], PromptTemplate("{question}", "{passage}"), (ids[1],))
+    text = f"who {' '.join(names)} wrote{names[0]}\n{''.join(names)}"
+    assert set(ids) <= set(inner.encode(text)), "else this test shows nothing"
+    prompt = tokenizer.prompt(text, [text, names[1]])
+    for found in (tokenizer.encode(text), prompt.ids):
+        assert set(ids).isdisjoint(found) and max(found) < 256

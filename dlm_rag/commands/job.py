@@ -116,6 +116,7 @@ class Prepared:
             "corpus": self.retriever.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
             "evidence_layout": self.evidence_layout,
+            "attention_block": self.checkpoint.config.attention_block,
             "engine.compile": self.config.engine.compile,
         }
 
@@ -170,7 +171,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.decode.engine import with_checkpoints_own
     from dlm_rag.model.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(config.model.path)
+    checkpoint = open_checkpoint(config.model.path, config.model.attention_block)
     decode = with_checkpoints_own(config.decode, checkpoint.config)
     config = replace(config, decode=decode)
     assert decode.canvas_length is not None

@@ -1,4 +1,4 @@
-"""One layer of the denoiser: norms, the projections of attention, the feed-forward, rotary positions.
+"""One layer of the denoiser: norms, the projections of attention, rotary positions.
 
 Shapes: T packed tokens, H heads, Hk key-value heads, D head width.
 """
@@ -11,24 +11,15 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention import attention
+from dlm_rag.model.feedforward import Linear, feed_forward
 from dlm_rag.model.rows import Rows, Sight
 from dlm_rag.model.shape import DenoiserConfig
 
-Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D), float32
-
-
-class Linear(nn.Linear):
-    """Takes its weights from a checkpoint or from `Denoiser.initialise`, not at construction.
-
-    (On the meta device, torch's own initialisation imports its compiler, for 1.5 seconds.)
-    """
-
-    def reset_parameters(self) -> None:
-        pass
+Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D or what is turned of it), float32
 
 
 class Embedding(nn.Embedding):
-    """As `Linear`."""
+    """Without initialisation, as `Linear`."""
 
     def reset_parameters(self) -> None:
         pass
@@ -75,17 +66,6 @@ class Attention(nn.Module):
         return rearrange(x, "t (h d) -> t h d", d=self.head_dim)
 
 
-class FeedForward(nn.Module):
-    def __init__(self, config: DenoiserConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 @dataclass
 class AttentionProbe:
     """Queries and keys of one layer of a call, kept for a look at its attention."""
@@ -113,12 +93,12 @@ class Call:
 
 
 class Block(nn.Module):
-    def __init__(self, config: DenoiserConfig) -> None:
+    def __init__(self, config: DenoiserConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = feed_forward(config, layer)
 
     def forward(
         self, x: Tensor, rope: Rope, call: Call, layer: int, last: bool
@@ -151,20 +131,25 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary positions (Su et al. 2021) on x (T, H, D), the halves of D paired, in float32."""
+    """Rotary positions (Su et al. 2021) on x (T, H, D), the halves of D paired, in float32.
+
+    Of a head wider than `rope`, the first numbers are turned.
+    """
     cos, sin = rope
+    if (turned := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], rope), x[..., turned:]), dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies (D / 2,) in float32 and the gain on cos and sin, on the CPU.
+    """Inverse frequencies (`rotary_dim` / 2,) in float32 and the gain on cos and sin, on the CPU.
 
     Plain rotary positions by formula; scaled ones (llama3, yarn, linear) by transformers' own code.
     """
     kind = (config.rope_scaling or {}).get("rope_type", "default")
     if kind == "default":
-        steps = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
+        steps = torch.arange(0, config.rotary_dim, 2, device="cpu").float() / config.rotary_dim
         return 1.0 / config.rope_theta**steps, 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

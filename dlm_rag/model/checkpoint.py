@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dlm_rag.errors import CheckpointError, fold_message, nearest
+from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILES, check_files, locate, read_json
-from dlm_rag.model.families import FAMILIES, Family
+from dlm_rag.model.families import FAMILIES, family_of
+from dlm_rag.model.families.base import Family, Part
+from dlm_rag.model.families.mask import find_mask
+from dlm_rag.model.headers import WEIGHTS, match
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 from dlm_rag.progress import progress
 
-WEIGHTS = "model.safetensors"
 NOT_READ = ["training.json", "scores.json", "*.run.json"]  # of what our own programs write
 SHARD_BYTES = 5 * 10**9
-FLOATS = ("F64", "F32", "F16", "BF16")
 SAMPLED = 256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
 # What no public architecture knows and a checkpoint trained here carries all the same.
 OWN_FIELDS = (
@@ -46,30 +47,53 @@ class Checkpoint:
     family: Family
     raw: dict[str, Any]  # config.json as it stands
     config: DenoiserConfig
-    homes: dict[str, tuple[Path, str]]  # our tensor name -> file, name in that file
+    homes: dict[str, list[tuple[Path, Part]]]  # our tensor name -> what it is made of, with its files
 
     def tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`."""
-        by_file: dict[Path, list[tuple[str, str]]] = {}
-        for ours, (path, theirs) in self.homes.items():
-            by_file.setdefault(path, []).append((ours, theirs))
+        by_file: dict[Path, list[tuple[str, Part]]] = {}
+        for ours, parts in self.homes.items():
+            for path, part in parts:
+                by_file.setdefault(path, []).append((ours, part))
         size = sum(path.stat().st_size for path in by_file)
+        begun: dict[str, Tensor] = {}  # those of which parts are there
+        lacking = {ours: len(parts) for ours, parts in self.homes.items()}
         with progress("reading weights", size, "bytes") as advance:
             for path, names in by_file.items():
                 with safe_open(path, framework="pt", device=str(device)) as file:
-                    for ours, theirs in names:
-                        value = file.get_tensor(theirs)
+                    for ours, part in names:
+                        value = part.read(file)
                         advance(value.nbytes)
                         value = value.to(device, dtype)  # nothing is held beside it
-                        _check_sound(path, theirs, value, ours)
+                        _check_sound(path, part.name, value, ours)
+                        lacking[ours] -= 1
+                        if part.place:
+                            if ours not in begun:
+                                begun[ours] = torch.empty(self._shapes[ours], device=device, dtype=dtype)
+                            begun[ours][part.place] = value
+                            if lacking[ours]:
+                                continue
+                            value = begun.pop(ours)
                         yield ours, value
 
     def rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
-        path, theirs = self.homes[name]
-        with safe_open(path, framework="pt") as file:
-            found: Tensor = file.get_slice(theirs)[rows]
+        (path, part), *_ = parts = self.homes[name]
+        if not part.place:
+            with safe_open(path, framework="pt") as file:
+                found: Tensor = file.get_slice(part.name)[part.start + rows.start : part.start + rows.stop]
+            return found
+        found = torch.empty(rows.stop - rows.start, *self._shapes[name][1:])
+        for path, part in parts:
+            number, *place = part.place
+            if rows.start <= number < rows.stop:
+                with safe_open(path, framework="pt") as file:
+                    found[(number - rows.start, *place)] = part.read(file)
         return found
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return tensor_shapes(self.config)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -81,7 +105,7 @@ class Checkpoint:
         parts = [path for pattern in (*HUB_FILES, "*/*.jinja") for path in self.folder.glob(pattern)]
         texts = {path for path in parts if path.is_file() and path.suffix != ".safetensors"}
         texts -= {path for path in texts if path.name.startswith(".") or any(map(path.match, NOT_READ))}
-        shards = {path for path, _ in self.homes.values()}
+        shards = {path for parts in self.homes.values() for path, _ in parts}
         lines = [f"{path.relative_to(self.folder)} {digest_file(path)}" for path in sorted(shards | texts)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -106,9 +130,10 @@ class Checkpoint:
         return tuple(ids)
 
 
-def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
+def open_checkpoint(path_or_hub_id: str | Path, attention_block: int | None = None) -> Checkpoint:
     """Finds a folder or hub id and checks its config and tensor headers; reads no weights.
 
+    attention_block: instead of what the config says, or does not say; 0: whole.
     Raises `CheckpointError` in one sentence: no such folder, an architecture that only its own code
     can run, pickled weights only, a missing shard, a missing, extra or misshapen tensor.
     """
@@ -125,19 +150,28 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     raw = read_json(folder / "config.json")
     if raw.get("model_type") is None:
         raise CheckpointError(f"{folder / 'config.json'}: the key 'model_type' is missing")
-    kind = raw["model_type"]
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    kind = family_of(raw)
+    if kind not in FAMILIES:
         own_code = " and runs only through code of its own, which is never executed"
         raise CheckpointError(
             f"{folder} is a '{kind!s:.60}' model{own_code if 'auto_map' in raw else ''}; this denoiser "
             f"holds {', '.join(FAMILIES)}{nearest(str(kind), FAMILIES)}"
         )
     family = FAMILIES[kind]
+    if attention_block is not None:
+        raw["attention_block"] = attention_block
     try:
-        config = replace(family.read(raw), **{name: raw[name] for name in OWN_FIELDS if name in raw})
+        own = {name: raw[name] for name in OWN_FIELDS if raw.get(name) is not None}
+        if attention_block is not None:
+            own["attention_block"] = attention_block or None
+        config = replace(family.read(raw), **own)
+        if config.block_length is None:  # what sees itself whole is written as a whole
+            config = replace(config, block_length=config.attention_block)
+        if config.mask_token_id is None and family.mask is not None:
+            config = replace(config, mask_token_id=find_mask(folder, family.mask))
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-    found = Checkpoint(folder, family, raw, config, _match(folder, config, family))
+    found = Checkpoint(folder, family, raw, config, match(folder, config, family))
     if config.rope_scaling is not None:
         _check_rope(found)
     return found
@@ -161,7 +195,7 @@ def save_tensors(
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
     if origin is not None and origin.raw["model_type"] != "dlm_rag":
-        named = {origin.family.rename(name): value for name, value in named.items()}
+        named = _named(named, config, origin.family)
         raw = _rewritten(origin.raw, config)
     raw |= {**extra, "torch_dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
@@ -185,6 +219,18 @@ def save_tensors(
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
+def _named(tensors: dict[str, Tensor], config: DenoiserConfig, family: Family) -> dict[str, Tensor]:
+    """Tensors by our names as those of a family: what is one tensor there, or many, is so again."""
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for ours, value in tensors.items():
+        for part in family.parts(ours, config):
+            pieces.setdefault(part.name, {})[part.start] = value[part.place]
+    return {
+        name: torch.cat([found[start] for start in sorted(found)]) if len(found) > 1 else found[0]
+        for name, found in pieces.items()
+    }
+
+
 def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
     """A public checkpoint's config with what training has changed."""
     found = {**raw, **{name: getattr(config, name) for name in OWN_FIELDS}}
@@ -200,104 +246,6 @@ def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
     else:
         found["rope_theta"] = config.rope_theta
     return found
-
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / f"{WEIGHTS}.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map from tensors to files")
-        names = sorted(set(weight_map.values()))
-        outside = [name for name in names if name != Path(name).name]
-        if outside:
-            raise CheckpointError(f"{index} names the shard '{outside[0]}', which is no file of its folder")
-        here = {path.name for path in folder.iterdir() if path.is_file()}
-        for name in names:
-            if name not in here:
-                raise CheckpointError(f"{folder} lacks the shard {name:.60} that its index names")
-        if (folder / WEIGHTS).exists() and WEIGHTS not in names:
-            raise CheckpointError(
-                f"{folder} holds both {WEIGHTS} and {index.name}: take away what is older"
-            )
-        return [folder / name for name in names]
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    if pickled:
-        raise CheckpointError(
-            f"{folder} holds pickled weights only ({pickled[0]}), which are never opened: "
-            "convert them to safetensors"
-        )
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf"))
-    if any("-of-" in name for name in others):
-        raise CheckpointError(f"{folder} holds {others[0]} but no {index.name}: fetch that too")
-    hint = f" (there is {others[0]})" if others else ""
-    raise CheckpointError(f"{folder} holds no weights: {WEIGHTS} is missing{hint}")
-
-
-@dataclass(frozen=True)
-class _Header:
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def _headers(folder: Path) -> dict[str, _Header]:
-    """What the files of a folder say of their tensors, by their names."""
-    headers: dict[str, _Header] = {}
-    for path in _shards(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    if name in headers:
-                        raise CheckpointError(
-                            f"{folder} holds the tensor {name} twice, also in {path.name}"
-                        )
-                    part = file.get_slice(name)
-                    headers[name] = _Header(path, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError, OverflowError, MemoryError) as error:
-            raise CheckpointError(
-                f"{path} is not a whole safetensors file, fetch or write it again: {fold_message(error)}"
-            ) from None
-    return headers
-
-
-def _match(folder: Path, config: DenoiserConfig, family: Family) -> dict[str, tuple[Path, str]]:
-    """Every tensor of the denoiser with its home, after checking names, shapes and types."""
-    found = _headers(folder)
-    if config.num_hidden_layers > len(found):  # before as many names are made
-        raise CheckpointError(
-            f"{folder} holds {len(found)} tensors, too few for the {config.num_hidden_layers} layers that "
-            "its config asks for"
-        )
-    wanted = tensor_shapes(config)
-    if config.tie_word_embeddings:
-        # A tied head is the embedding; some folders store it a second time.
-        wanted.pop("lm_head.weight")
-        found.pop(family.rename("lm_head.weight"), None)
-    homes = {}
-    for ours, shape in wanted.items():
-        theirs = family.rename(ours)
-        if theirs not in found:
-            raise CheckpointError(f"{folder} lacks the tensor {theirs}{nearest(theirs, found)}")
-        header = found.pop(theirs)
-        if header.shape != shape:
-            raise CheckpointError(
-                f"{header.path.name} in {folder}: {theirs} has shape {list(header.shape)}, its config "
-                f"asks for {list(shape)}"
-            )
-        if header.dtype not in FLOATS:
-            raise CheckpointError(
-                f"{header.path.name} in {folder}: {theirs} holds {header.dtype}, not {', '.join(FLOATS)}: "
-                "quantised weights are not read"
-            )
-        homes[ours] = (header.path, theirs)
-    # Old Llama folders store the rotary frequencies, which follow from the config.
-    extra = sorted(name for name in found if not name.endswith("rotary_emb.inv_freq"))
-    if extra:
-        raise CheckpointError(f"{folder} holds the tensor {extra[0]}, which the denoiser has no place for")
-    return homes
 
 
 def _check_rope(checkpoint: Checkpoint) -> None:

@@ -2,8 +2,10 @@
 
 A call of T packed tokens does 2 FLOPs for each weight of a layer and token, and 4 D for each pair of a
 query and a key in each head; it reads the weights once, and keys and values once for each row. Of
-the last layer, tokens that are not read need keys and values only. Activations are not counted. Counting
-takes microseconds; torch's FlopCounterMode, half of a step on a CPU, is what a test holds it against.
+the last layer, tokens that are not read need keys and values only. Of experts a token goes through those
+that it chooses; read are as many as tokens would meet that choose evenly. Activations are not counted.
+Counting takes microseconds; torch's FlopCounterMode, half of a step on a CPU, is what a test holds it
+against.
 """
 
 from collections.abc import Sequence
@@ -58,19 +60,39 @@ def encode_work(
     kv = 2 * c.num_key_value_heads * c.head_dim
     q = c.num_attention_heads * c.head_dim
     own = c.hidden_size * kv  # weights that every token of a layer needs
-    rest = 2 * c.hidden_size * q + 3 * c.hidden_size * c.intermediate_size
+    rest = 2 * c.hidden_size * q  # those that only what goes on needs
     total, last = sum(lengths), sum(through)
     seen, last_seen = pairs or (
         sum(n * k for n, k in zip(queries, keys, strict=True)) for queries in (lengths, through)
     )
     looks = (layers - 1) * seen + last_seen
+    dense = min(c.dense_layers, layers - 1)
+    fed = [(dense, total, False), (layers - 1 - dense, total, True), (1, last, c.dense_layers < layers)]
+    taken, read = 0.0, 0.0  # by what stands behind attention
+    for number, tokens, sparse in fed:
+        each, all_of_them = _feed_forward(c, tokens, sparse)
+        taken, read = taken + number * tokens * each, read + number * all_of_them
     return Work(
-        flops=2 * layers * own * total + 2 * rest * ((layers - 1) * total + last) + 4 * q * looks,
+        flops=2 * (layers * own * total + rest * ((layers - 1) * total + last) + taken) + 4 * q * looks,
         attention=4 * q * looks,
-        bytes=size * (layers * (own + rest) - (0 if last else rest) + layers * kv * sum(keys)),
+        bytes=size * (layers * (own + rest) - (0 if last else rest) + read + layers * kv * sum(keys)),
         calls=1,
         tokens=total,
     )
+
+
+def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[float, float]:
+    """Weights of the net or the experts of a layer that a token goes through, and that `tokens` read."""
+    width, e = config.hidden_size, config.experts
+    if not sparse or e is None:
+        plain = 3.0 * width * config.intermediate_size
+        return plain, plain if tokens else 0.0
+    one, all_take = (
+        3.0 * width * e.moe_intermediate_size,
+        width * (e.num_experts + 3 * e.shared_intermediate_size),
+    )
+    met = 1 - (1 - e.num_experts_per_tok / e.num_experts) ** tokens  # were they chosen evenly
+    return all_take + e.num_experts_per_tok * one, (all_take if tokens else 0) + met * e.num_experts * one
 
 
 def head_work(config: DenoiserConfig, rows: float, size: int) -> Work:

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.model.block import AttentionProbe, Block, Call, Embedding, Linear, Norm, rope_frequencies
+from dlm_rag.model.block import AttentionProbe, Block, Call, Embedding, Norm, rope_frequencies
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.cost import Work, encode_work, head_work
+from dlm_rag.model.feedforward import Linear
 from dlm_rag.model.kernels import FLASH_MODULE, choose_backend
 from dlm_rag.model.rows import Rows, rectangle
 from dlm_rag.model.shape import DenoiserConfig
@@ -47,7 +48,7 @@ class Denoiser(nn.Module):
         self._compiled_before: int | None = None
         self.work = Work()  # of all calls since
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
@@ -79,7 +80,7 @@ class Denoiser(nn.Module):
     def initialise(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Fresh weights: matrices normal with `std`, biases 0, gains 1."""
         for name, value in self.named_parameters():
-            if value.dim() == 2:
+            if value.dim() > 1:
                 value.normal_(0.0, std, generator=generator)
             else:
                 value.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -12,6 +12,44 @@ ROPE_SCALINGS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
+SCORES = ("softmax", "sigmoid")
+WIDE = 8  # numbers: grouped matrix products want rows of whole 16 bytes
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Many feed-forward nets in place of one, of which each token takes a few; in public configs' names."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_intermediate_size: int = 0  # of the one that all tokens take too; 0: there is none
+    first_k_dense_replace: int = 0  # layers at the bottom that have one net for all
+    score_function: str = "softmax"  # of the router
+    expert_bias: bool = False  # added to the scores for the choice, not for what the chosen count
+    n_group: int = 1  # experts stand in so many groups, and are chosen from the best `topk_group`
+    topk_group: int = 1
+    norm_topk_prob: bool = False  # what the chosen count comes to 1
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, shared_intermediate_size=0, first_k_dense_replace=0)
+        if self.score_function not in SCORES:
+            raise ValueError(f"score_function={self.score_function!r:.60} is none of {', '.join(SCORES)}")
+        if self.num_experts % self.n_group:
+            raise ValueError(f"n_group={self.n_group} must divide num_experts={self.num_experts}")
+        if self.n_group > 1 and self.num_experts < 2 * self.n_group:
+            raise ValueError(f"n_group={self.n_group} leaves groups of less than 2 experts")
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group={self.topk_group} is more than n_group={self.n_group}")
+        choice = self.num_experts // self.n_group * self.topk_group
+        if self.num_experts_per_tok > choice:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} is more than the {choice} experts that a "
+                "token may choose from"
+            )
+        if self.moe_intermediate_size % WIDE:
+            raise ValueError(f"moe_intermediate_size={self.moe_intermediate_size} is no multiple of {WIDE}")
 
 
 @dataclass(frozen=True)
@@ -29,9 +67,11 @@ class DenoiserConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
+    partial_rotary_factor: float = 1.0  # of each head so much is turned by positions, its first numbers
     qk_norm: bool = False
     qkv_bias: bool = False
     tie_word_embeddings: bool = False
+    experts: Experts | None = None
     mask_token_id: int | None = None
     # True where the network's row i predicts token i + 1 (autoregressive ancestry: Dream, Qwen).
     # The denoiser un-shifts its output, so that logits[:, i] always predicts token i.
@@ -49,19 +89,7 @@ class DenoiserConfig:
     finished_blocks: str = "reread"  # as in DecodeConfig, where the config names none
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            kind, *others = get_args(item.type) or (item.type,)
-            if value is None and others:
-                continue
-            given = f"{item.name}={value!r:.60}"
-            if kind is bool and not isinstance(value, bool):
-                raise ValueError(f"{given} must be true or false")
-            lowest = {"mask_token_id": 0, "block_length": 0}.get(item.name, 1)
-            if kind is int and (not _is_number(value, int) or value < lowest):
-                raise ValueError(f"{given} must be a whole number of at least {lowest}")
-            if kind is float and not _is_positive(value):
-                raise ValueError(f"{given} must be a number above 0 that float32 can hold")
+        _check_fields(self, mask_token_id=0, block_length=0)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide "
@@ -69,6 +97,13 @@ class DenoiserConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even")
+        if self.partial_rotary_factor > 1 or not self.rotary_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} must be "
+                "an even number of at least 2"
+            )
+        if self.experts is not None and self.hidden_size % WIDE:
+            raise ValueError(f"hidden_size={self.hidden_size} is no multiple of {WIDE}, as experts need")
         if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
         for name, known in (
@@ -80,6 +115,36 @@ class DenoiserConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r:.60} is none of {', '.join(known)}")
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)
+            if self.rotary_dim < self.head_dim:
+                raise ValueError("rope_scaling is done only where partial_rotary_factor is 1")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of each head that positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers at the bottom that have one feed-forward net for all tokens."""
+        own = self.num_hidden_layers
+        return own if self.experts is None else min(self.experts.first_k_dense_replace, own)
+
+
+def _check_fields(config: Any, **lowest: int) -> None:
+    """Raises `ValueError` for a field of a wrong type, or a number below its `lowest`, else 1."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        kind, *others = get_args(item.type) or (item.type,)
+        if value is None and others:
+            continue
+        given = f"{item.name}={value!r:.60}"
+        if kind is bool and not isinstance(value, bool):
+            raise ValueError(f"{given} must be true or false")
+        low = lowest.get(item.name, 1)
+        if kind is int and (not _is_number(value, int) or value < low):
+            raise ValueError(f"{given} must be a whole number of at least {low}")
+        if kind is float and not _is_positive(value):
+            raise ValueError(f"{given} must be a number above 0 that float32 can hold")
 
 
 def _is_number(value: Any, kind: Any) -> bool:
@@ -124,10 +189,30 @@ def tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
     if c.qk_norm:
         layer |= {"self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,)}
     layer["post_attention_layernorm.weight"] = (width,)
-    for name in ("gate_proj", "up_proj"):
-        layer[f"mlp.{name}.weight"] = (c.intermediate_size, width)
-    layer["mlp.down_proj.weight"] = (width, c.intermediate_size)
     found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, width)}
+    dense, sparse = _feed_forward("mlp", width, c.intermediate_size), _sparse_shapes(c.experts, width)
     for n in range(c.num_hidden_layers):
-        found |= {f"layers.{n}.{name}": shape for name, shape in layer.items()}
+        shapes = layer | (dense if n < c.dense_layers else sparse)
+        found |= {f"layers.{n}.{name}": shape for name, shape in shapes.items()}
     return found | {"norm.weight": (width,), "lm_head.weight": (c.vocab_size, width)}
+
+
+def _feed_forward(name: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
+    inward = {f"{name}.{part}.weight": (inner, width) for part in ("gate_proj", "up_proj")}
+    return {**inward, f"{name}.down_proj.weight": (width, inner)}
+
+
+def _sparse_shapes(experts: Experts | None, width: int) -> dict[str, tuple[int, ...]]:
+    """Of the experts of a layer and what chooses among them."""
+    if experts is None:
+        return {}
+    count, inner = experts.num_experts, experts.moe_intermediate_size
+    found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (count, width)}
+    if experts.expert_bias:
+        found["mlp.gate.expert_bias"] = (count,)
+    found |= {
+        "mlp.experts.gate_up_proj": (count, 2 * inner, width),
+        "mlp.experts.down_proj": (count, width, inner),
+    }
+    shared = experts.shared_intermediate_size
+    return found | (_feed_forward("mlp.shared_experts", width, shared) if shared else {})

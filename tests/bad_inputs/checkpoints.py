@@ -59,6 +59,11 @@ def llama(**settings: Any) -> dict[str, Any]:
     return {"model_type": "llama", "rms_norm_eps": 1e-6} | settings
 
 
+def blocks(family: str, **settings: Any) -> dict[str, Any]:
+    """What makes a config of that family of the tiny model's, whose attention is in blocks."""
+    return llama(model_type=family, block_size=4, bd_size=8) | settings
+
+
 def link(target: str):
     """A function that puts a link in the place of a file."""
 
@@ -308,4 +313,34 @@ CASES = [
         Case(f"the device {name}", f"{ASK} model.device={name}", f"device={name} is not available here")
         for name in ("meta", "mps", "xla", "cpu:3", "cuda:-1", "hpu")
     ),
+    Case("blocks of a length that nobody says", ASK, "'block_size' is missing: set model.attention_block", {
+        CONFIG: blocks("sdar", block_size=None)
+    }),
+    Case("blocks of Fast-dLLM without their length", ASK, "the key 'bd_size' is missing", {
+        CONFIG: blocks("Fast_dLLM_Qwen", bd_size=None)
+    }),
+    *(
+        Case(f"a block of {value!r}", ASK, f"attention_block={value!r} must be", {
+            CONFIG: blocks("sdar", block_size=value)
+        })
+        for value in (-4, "4", True, 2.5)
+    ),
+    Case("a block of no tokens", f"{ASK} model.attention_block=0", "attention_block=0 is out of range"),
+    Case("blocks from nowhere", ASK, "block_grid='middle' is none of prompt, canvas", {
+        CONFIG: {"block_grid": "middle"}
+    }),
+    Case("biases that SDAR has not", ASK, "attention_bias=True is not supported", {
+        CONFIG: blocks("sdar", attention_bias=True)
+    }),
+    Case("a prompt that SDAR reads causally", ASK, "use_regular_causal=True is not supported", {
+        CONFIG: blocks("sdar", use_regular_causal=True)
+    }),
+    Case("a WeDLM of unknown ancestry", ASK, "the key 'attention_bias' is missing", {CONFIG: blocks("wedlm")}),
+    Case("a mask that neither config nor tokenizer knows", ASK, "has not added '<|MASK|>': add the key", {
+        CONFIG: blocks("sdar", mask_token_id=None),
+        TOKENIZER_CONFIG: lambda path: path.write_text("{}"),
+    }),
+    Case("a mask that the tokenizer declares and lacks", ASK, "has not added '<hole>', which it declares", {
+        CONFIG: blocks("sdar", mask_token_id=None), TOKENIZER_CONFIG: {"mask_token": "<hole>"},
+    }),
 ]  # fmt: skip

@@ -1,0 +1,114 @@
+"""Families whose layers are all alike: LLaDA, Dream, SDAR, Fast-dLLM v2, Tiny-A2D, WeDLM, Qwen, Llama."""
+
+from functools import partial
+from typing import Any
+
+from dlm_rag.model.families.base import (
+    Family,
+    count,
+    need,
+    refuse,
+    tied,
+    transformers_config,
+    transformers_name,
+)
+from dlm_rag.model.shape import DenoiserConfig
+
+
+def _qwen2(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+    return transformers_config(raw, qkv_bias=True, **differences)
+
+
+def _qwen3(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+    refuse(raw, attention_bias=False)
+    return transformers_config(raw, qk_norm=True, **differences)
+
+
+def _llama(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+    refuse(raw, attention_bias=False)
+    return transformers_config(raw, **differences)
+
+
+def sdar(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+    """Qwen3 that predicts in place, in blocks counted from the first token of the prompt."""
+    refuse(raw, use_regular_causal=False)
+    if raw.get("attention_block") is None:
+        need(raw, "block_size", ": set model.attention_block to the length of the model's blocks")
+    return _qwen3(
+        raw, shifted=False, attention_block=raw.get("block_size"), block_grid="prompt", **differences
+    )
+
+
+def _fast_dllm(raw: dict[str, Any]) -> DenoiserConfig:
+    """Qwen2.5 in blocks, which are written in shorter ones."""
+    return _qwen2(raw, attention_block=need(raw, "bd_size"), block_grid="prompt", block_length=8)
+
+
+def _wedlm(raw: dict[str, Any]) -> DenoiserConfig:
+    """Qwen2.5 or Qwen3 that predicts in place under causal attention."""
+    kind = {"qkv_bias": need(raw, "attention_bias"), "qk_norm": need(raw, "qk_norm")}
+    return transformers_config(raw, shifted=False, attention_block=1, block_grid="prompt", **kind)
+
+
+def _llada(raw: dict[str, Any]) -> DenoiserConfig:
+    refuse(
+        raw, activation_type="silu", alibi=False, attention_layer_norm=False,
+        bias_for_layer_norm=False, block_type="llama", include_bias=False, include_qkv_bias=False,
+        input_emb_norm=False, layer_norm_type="rms", rope=True, scale_logits=False,
+    )  # fmt: skip
+    heads, width = count(raw, "n_heads"), count(raw, "d_model")
+    return DenoiserConfig(
+        vocab_size=raw.get("embedding_size") or need(raw, "vocab_size"),
+        hidden_size=width,
+        num_hidden_layers=need(raw, "n_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=raw.get("n_kv_heads") or heads,
+        head_dim=width // heads,
+        intermediate_size=need(raw, "mlp_hidden_size"),
+        max_position_embeddings=need(raw, "max_sequence_length"),
+        rms_norm_eps=need(raw, "rms_norm_eps"),
+        rope_theta=need(raw, "rope_theta"),
+        tie_word_embeddings=tied(raw, "weight_tying"),
+        mask_token_id=need(raw, "mask_token_id"),
+    )
+
+
+_LLADA_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+    "embed_tokens": "wte",
+    "norm": "ln_f",
+    "lm_head": "ff_out",
+}
+
+
+def _llada_name(ours: str) -> str:
+    path, _, kind = ours.rpartition(".")
+    if path.startswith("layers."):
+        _, index, part = path.split(".", 2)
+        return f"model.transformer.blocks.{index}.{_LLADA_NAMES[part]}.{kind}"
+    return f"model.transformer.{_LLADA_NAMES[path]}.{kind}"
+
+
+DENSE = {
+    "llada": Family(_llada, _llada_name),
+    "Dream": Family(_qwen2, transformers_name),
+    "qwen2": Family(_qwen2, transformers_name),
+    "qwen3": Family(_qwen3, transformers_name),
+    "llama": Family(_llama, transformers_name),
+    "sdar": Family(sdar, transformers_name, mask="<|MASK|>"),
+    "Fast_dLLM_Qwen": Family(_fast_dllm, transformers_name, mask="|<MASK>|"),
+    # Autoregressive families trained to predict in place (Tiny-A2D), with whole attention or in blocks:
+    # the config does not say which.
+    "a2d-qwen2": Family(partial(_qwen2, shifted=False), transformers_name, mask="<|mask|>"),
+    "a2d-qwen3": Family(partial(_qwen3, shifted=False), transformers_name, mask="<|mask|>"),
+    "a2d-llama": Family(partial(_llama, shifted=False), transformers_name, mask="<|mask|>"),
+    "wedlm": Family(_wedlm, transformers_name, mask="<|mask|>"),
+}

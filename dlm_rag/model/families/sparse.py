@@ -1,0 +1,122 @@
+"""Families with mixtures of experts: LLaDA2, LLaDA-MoE, SDAR-MoE."""
+
+from typing import Any
+
+from dlm_rag.errors import CheckpointError
+from dlm_rag.model.families.base import (
+    Family,
+    count,
+    need,
+    refuse,
+    transformers_config,
+    transformers_name,
+)
+from dlm_rag.model.families.dense import sdar
+from dlm_rag.model.shape import DenoiserConfig, Experts
+
+
+def _sdar_moe(raw: dict[str, Any]) -> DenoiserConfig:
+    """SDAR with the experts of Qwen3-MoE."""
+    refuse(raw, decoder_sparse_step=1, mlp_only_layers=[])
+    experts = Experts(
+        num_experts=need(raw, "num_experts"),
+        num_experts_per_tok=need(raw, "num_experts_per_tok"),
+        moe_intermediate_size=need(raw, "moe_intermediate_size"),
+        norm_topk_prob=need(raw, "norm_topk_prob"),
+    )
+    return sdar(raw, experts=experts)
+
+
+def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
+    """OLMoE that predicts in place; whole attention.
+
+    The public class ignores some keys. Where these ask for what it does not do, nobody knows what is meant.
+    """
+    refuse(
+        raw, attention_bias=False, clip_qkv=None, norm_topk_prob=False, moe_router_score_function="softmax",
+        moe_router_enable_expert_bias=False, routed_scaling_factor=1, router_num_group=None,
+        router_topk_group=None,
+    )  # fmt: skip
+    sparse = need(raw, "moe_layer_freq")
+    if not isinstance(sparse, list) or sorted(sparse) != sparse or not {0, 1}.issuperset(sparse):
+        raise CheckpointError("moe_layer_freq may be 0 for layers at the bottom, then 1 for all others")
+    if len(sparse) != need(raw, "num_hidden_layers"):
+        raise CheckpointError(f"moe_layer_freq={sparse!r:.60} must have an entry for each layer")
+    experts = Experts(
+        num_experts=need(raw, "num_experts"),
+        num_experts_per_tok=need(raw, "num_experts_per_tok"),
+        moe_intermediate_size=need(raw, "expert_intermediate_size"),
+        shared_intermediate_size=raw.get("shared_expert_intermediate_size") or 0,
+        first_k_dense_replace=sparse.count(0),
+    )
+    dense = need(raw, "dense_intermediate_size") if sparse.count(0) else experts.moe_intermediate_size
+    return transformers_config(
+        raw | {"intermediate_size": dense}, qk_norm=need(raw, "qk_layernorm"), shifted=False,
+        experts=experts, partial_rotary_factor=raw.get("partial_rotary_factor") or 1.0,
+    )  # fmt: skip
+
+
+def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
+    """LLaDA2.0 and 2.1: blocks of 32 counted from the first token of the prompt."""
+    for key in ("delete_token_id", "split_token_id", "expert_capacity"):
+        if raw.get(key) is not None:
+            raise CheckpointError(
+                f"{key}={raw[key]!r:.60} is of LLaDA2.2, which inserts and deletes tokens: the canvas has "
+                "fixed positions, take LLaDA2.0 or 2.1"
+            )
+    refuse(
+        raw, use_bias=False, norm_head=False, norm_topk_prob=True, score_function="sigmoid",
+        moe_router_enable_expert_bias=True, rope_scaling=None,
+    )  # fmt: skip
+    chosen, inner = need(raw, "num_experts_per_tok"), count(raw, "moe_intermediate_size")
+    dense = need(raw, "first_k_dense_replace")
+    experts = Experts(
+        num_experts=need(raw, "num_experts"),
+        num_experts_per_tok=chosen,
+        moe_intermediate_size=inner,
+        shared_intermediate_size=inner * (raw.get("num_shared_experts") or 0),
+        first_k_dense_replace=dense,
+        score_function="sigmoid",
+        expert_bias=True,
+        n_group=need(raw, "n_group"),
+        topk_group=need(raw, "topk_group"),
+        norm_topk_prob=chosen != 1,  # a single one counts what it scores
+        routed_scaling_factor=need(raw, "routed_scaling_factor"),
+    )
+    need(raw, "num_key_value_heads")
+    need(raw, "rope_theta")
+    if not dense:
+        raw = raw | {"intermediate_size": inner}
+    return transformers_config(
+        raw, qkv_bias=raw.get("use_qkv_bias") or False, qk_norm=raw.get("use_qk_norm") is not False,
+        shifted=False, experts=experts, attention_block=32, block_grid="prompt",
+        partial_rotary_factor=need(raw, "partial_rotary_factor"),
+    )  # fmt: skip
+
+
+_LLADA2_NAMES = {
+    "embed_tokens": "word_embeddings",
+    "self_attn.q_proj": "attention.query_key_value",
+    "self_attn.k_proj": "attention.query_key_value",
+    "self_attn.v_proj": "attention.query_key_value",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+}
+
+
+def _llada2_name(ours: str) -> str:
+    for part, theirs in _LLADA2_NAMES.items():
+        ours = ours.replace(part, theirs)
+    return transformers_name(ours)
+
+
+def _llada_moe_name(ours: str) -> str:
+    return transformers_name(ours.replace("mlp.shared_experts", "shared_expert"))
+
+
+SPARSE = {
+    "sdar_moe": Family(_sdar_moe, transformers_name, mask="<|MASK|>"),
+    "lladamoe": Family(_llada_moe, _llada_moe_name, mask="<|mask|>"),
+    "llada2_moe": Family(_llada2, _llada2_name, mask="<|mask|>", fused=True),
+}
