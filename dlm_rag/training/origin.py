@@ -81,7 +81,7 @@ def begin(config: Config) -> Origin:
     """What the config says the run begins with; raises `UserError` before any weight is read."""
     if config.model.path is None:
         return _fresh(config)
-    checkpoint = open_checkpoint(config.model.path)
+    checkpoint = open_checkpoint(config.model.path, config.model.attention_block)
     train, own = config.train, checkpoint.config
     inner = read_tokenizer(checkpoint.folder)
     mask_id = own.mask_token_id
