@@ -48,7 +48,7 @@ def load() -> torch.nn.Module:
 
 
 def sound(case: dict[str, Any]) -> bool:
-    """Where fewer masks are left than a step writes, the sampler writes over other tokens: none of these."""
+    """Where fewer masks are left than a step writes, the sampler writes over others: not these."""
     return not any("edited" in step for step in case["steps"])
 
 
