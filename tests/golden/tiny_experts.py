@@ -38,9 +38,14 @@ COMMON = {
     "torch_dtype": "float32",
     "vocab_size": VOCABULARY,
 }
-LLADA2 = {
+LLADA2 = {  # as public: it is the class that has norms of queries and keys where `use_qk_norm` is not there
     **COMMON,
     "architectures": ["LLaDA2MoeModelLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
+        "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
+        "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
+    },
     "model_type": "llada2_moe",
     "intermediate_size": 96,
     "first_k_dense_replace": 1,
@@ -57,11 +62,13 @@ LLADA2 = {
     "partial_rotary_factor": 0.5,
     "rotary_dim": HEAD // 2,
     "rope_theta": 600000,
-    "use_qk_norm": True,
     "use_qkv_bias": False,
     "use_bias": False,
-    "norm_head": False,
     "use_rmsnorm": True,
+    "norm_head": False,
+    "norm_softmax": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
     "use_sliding_window": False,
     "embedding_dropout": 0.0,
     "output_dropout": 0.0,
