@@ -53,8 +53,9 @@ class _Order:
     """
 
     segments: tuple[tuple[Segment, int], ...] = ()
-    stretches: tuple[tuple[int, int, int], ...] = ()
+    stretches: tuple[tuple[int, int, int], ...] = ((0, 0, 0),)
     chain: tuple[int, ...] = ()  # its finished tokens
+    first: int = 0  # tokens of its first block
 
     @classmethod
     def of(cls, row: Shown) -> "_Order":
@@ -67,7 +68,7 @@ class _Order:
             segments.append((segment, at))
             at += len(segment.ids)
         stretches.append((begin, row.finished, at))
-        return cls(tuple(segments), tuple(stretches), row.chain.ids[: row.finished])
+        return cls(tuple(segments), tuple(stretches), row.chain.ids[: row.finished], row.chain.first)
 
     def same_until(self, other: "_Order") -> int:
         """The first place where the segments differ."""
@@ -183,6 +184,8 @@ class Contexts:
 
 def _valid(row: Shown, held: _Order, order: _Order) -> int:
     """How many tokens of the chain need not run: they are whole blocks, and nothing before them changed."""
+    if held.first != order.first:  # other blocks
+        return 0
     pairs = zip(held.chain, order.chain, strict=False)
     shorter = min(len(held.chain), len(order.chain))
     same = next((n for n, (one, other) in enumerate(pairs) if one != other), shorter)

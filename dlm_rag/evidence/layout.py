@@ -129,10 +129,9 @@ def in_blocks(laid: Arrangement, shape: DenoiserConfig) -> Arrangement:
     """With the blocks of the denoiser, counted from where it counts them."""
     if shape.attention_block is None:
         return laid
-    first = shape.attention_block
-    if shape.block_grid == "canvas" and laid.lead.ids:
-        first = len(laid.lead.ids)
-    return replace(laid, first=first, block=shape.attention_block)
+    block = shape.attention_block
+    short = len(laid.lead.ids) % block if shape.block_grid == "canvas" else 0
+    return replace(laid, first=short or block, block=block)
 
 
 def with_new_passages(before: Arrangement, now: Arrangement, finished: int) -> Arrangement:

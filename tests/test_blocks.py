@@ -1,0 +1,291 @@
+"""Attention in blocks: what is kept equals its definition as a mask; lookahead commits no other token."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_denoiser, tiny_tokenizer
+from test_denoiser import run_with_mask
+from test_trace import Rotating
+
+from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.proposer import DenoiserProposer, View
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.encode import encode_canvases, encode_contexts, encode_segments
+from dlm_rag.evidence.layout import arrange, with_new_passages
+from dlm_rag.model.attention import _KERNELS
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.rows import of_rows, pack
+from dlm_rag.model.store import Parts
+from dlm_rag.questions import Question
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.tokenizer import Prompt, PromptTemplate
+
+MASK, LENGTH, BLOCK = 256, 16, 4
+FACTS = ((10, 11), (20, 21, 22), (30,), (40, 41, 42, 43, 44))
+SHAPES = {
+    "independent": {"evidence_layout": "independent"},
+    "independent, shifted": {"evidence_layout": "independent", "shifted": True},
+    "joint, from the prompt": {"evidence_layout": "joint", "block_grid": "prompt"},
+    "joint, from the canvas": {"evidence_layout": "joint"},
+    "joint, from the prompt, shifted": {
+        "evidence_layout": "joint",
+        "block_grid": "prompt",
+        "shifted": True,
+    },
+    "causal": {"evidence_layout": "joint", "attention_block": 1},
+}
+
+
+def block_denoiser(**shape) -> Denoiser:
+    return tiny_denoiser(**({"attention_block": BLOCK, "passage_length": 6} | shape))
+
+
+def by_definition(denoiser, view):
+    """The states that predict the positions of a view: one sequence, one mask, one list of positions.
+
+    A token of the chain of lead and canvas sees the chain up to the end of its block, all segments in
+    front, and those that stand in the chain before it; a segment sees itself.
+    """
+    laid, chain = view.arrangement, view.arrangement.chain(view.canvas.tolist())
+    finished = chain.block_start(len(laid.lead.ids) + view.finished)
+    segments = [(0, s) for s in laid.context] + [(min(at, finished), s) for at, s in laid.later]
+    names = [(n, at) for n, (at, s) in enumerate(segments) for _ in s.ids]
+    ids = [token for _, s in segments for token in s.ids]
+    positions = [s.start + n for _, s in segments for n in range(len(s.ids))]
+    ends = np.searchsorted(chain.blocks, np.arange(len(chain.ids)), "right")
+    allowed = [[mine == other for other, _ in names] + [False] * len(chain.ids) for mine, _ in names]
+    for n, own in enumerate(ends):
+        seen = [n >= at for _, at in names]
+        allowed.append([*seen, *(other <= own for other in ends)])
+    hidden = run_with_mask(
+        denoiser,
+        torch.tensor([*ids, *chain.ids]),
+        torch.tensor([*positions, *range(chain.start, chain.end)]),
+        torch.tensor(allowed),
+    )
+    first = len(ids) + len(laid.lead.ids) - denoiser.config.shifted
+    return hidden[first + view.positions]
+
+
+def confidences(denoiser, hidden):
+    """Of the most probable token that is not the mask, and which it is."""
+    with torch.no_grad():
+        probability = denoiser.read_out(hidden).softmax(-1)
+    probability[:, MASK] = -1
+    return probability.max(-1)
+
+
+def walk(shape, order, seed):
+    """Views of a row as decoding makes them: evidence changes now and then, blocks are finished."""
+    rng, canvas = random.Random(seed), np.full(LENGTH, MASK)
+    laid, finished, facts = None, 0, ()
+    while finished < LENGTH:
+        facts = tuple(rng.sample(FACTS, rng.randrange(4))) if laid is None or rng.random() < 0.6 else facts
+        now = arrange(Prompt((1, 2, 3), facts, (4,)), shape, finished_blocks=order)
+        if order == "append" and laid is not None:
+            now = with_new_passages(laid, now, len(now.lead.ids) + max(0, laid.block_of(finished)[0]))
+        laid = now
+        begin, end = laid.block_of(finished)
+        begin, end = max(0, begin), min(end, LENGTH)
+        masked = begin + np.flatnonzero(canvas[begin:end] == MASK)
+        looks = min(LENGTH, end + rng.choice((0, BLOCK, 2 * BLOCK)))
+        asked = np.flatnonzero(canvas[:looks] == MASK)
+        yield View(1, laid, canvas[:looks].copy(), asked[asked >= begin], finished=begin)
+        for place in masked[: rng.randint(1, len(masked))]:
+            canvas[place] = 60 + place
+        finished = int(np.argmax(canvas == MASK)) if (canvas == MASK).any() else LENGTH
+
+
+ORDERS = [
+    *(("reread", shape) for shape in SHAPES), ("text", "independent"), ("append", "independent"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("order", "shape"), ORDERS)
+@pytest.mark.parametrize("pool_gib", [0, 4e-6, 1], ids=["no pool", "a small pool", "pool"])
+def test_what_is_kept_equals_the_definition(order, shape, pool_gib):
+    denoiser = block_denoiser(**SHAPES[shape])
+    proposer = DenoiserProposer(denoiser, MASK, EngineConfig(pool_gib=pool_gib))
+    for seed in range(4):
+        for view in walk(denoiser.config, order, seed):
+            (found,) = proposer.propose([view])
+            confidence, token = confidences(denoiser, by_definition(denoiser, view))
+            assert found.token_ids.tolist() == token.tolist()
+            assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
+        proposer.release(1)
+
+
+@pytest.mark.parametrize("order", ["reread", "text"])
+def test_training_sees_what_decoding_sees(order):
+    denoiser = block_denoiser(evidence_layout="independent", finished_blocks=order)
+    for view in walk(denoiser.config, order, 7):
+        states = [view.arrangement.state(view.canvas.tolist(), view.finished, shifted=False)]
+        with torch.no_grad():
+            hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), [view.positions])
+        torch.testing.assert_close(hidden, by_definition(denoiser, view), rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_that_keep_what_they_saw():
+    """The window sees new passages, and finished blocks as they were beside the old ones."""
+    denoiser = block_denoiser(evidence_layout="independent")
+    proposer = DenoiserProposer(denoiser, MASK, EngineConfig(pool_gib=1))
+    canvas = np.array([60, 61, 62, 63, MASK, MASK, MASK, MASK])
+    old, new = (
+        arrange(Prompt((1, 2), facts, (3,)), denoiser.config, finished_blocks="kept")
+        for facts in (FACTS[:2], FACTS[1:])
+    )
+    asked = np.arange(4, 8)
+    proposer.propose([View(0, old, canvas, asked, finished=4)])
+    (found,) = proposer.propose([View(0, new, canvas, asked, finished=4)])
+    chain = old.chain(canvas.tolist())
+    with torch.inference_mode():
+        contexts = [
+            [[tuple(layer) for layer in kept] for kept in encode_segments(denoiser, laid.context)]
+            for laid in (old, new)
+        ]
+        first = pack([chain.part(0, 4)], denoiser.device, context=Parts([contexts[0]]))
+        (block,) = of_rows(denoiser.encode(first, keep=True)[1], [4])
+        window = pack([chain.part(4, 8)], denoiser.device, context=Parts([[*contexts[1], block]]))
+        confidence, token = confidences(denoiser, denoiser.encode(window)[0])
+    assert found.token_ids.tolist() == token.tolist()
+    assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
+    fresh = DenoiserProposer(denoiser, MASK, EngineConfig(pool_gib=0))
+    (reread,) = fresh.propose([View(0, new, canvas, asked, finished=4)])
+    assert reread.confidence != pytest.approx(found.confidence, abs=1e-4), (
+        "which differs from reading again"
+    )
+
+
+@pytest.mark.parametrize("order", ["reread", "text", "append", "kept"])
+def test_lookahead_changes_no_proposal_of_the_block_under_work(order):
+    denoiser = block_denoiser(evidence_layout="independent")
+    laid = arrange(Prompt((1, 2), FACTS, (3,)), denoiser.config, finished_blocks=order)
+    canvas, found = np.full(LENGTH, MASK), []
+    canvas[:6] = range(60, 66)
+    for slot, looks in enumerate((8, 12, 16)):
+        proposer = DenoiserProposer(denoiser, MASK, EngineConfig())
+        view = View(slot, laid, canvas[:looks].copy(), np.arange(6, looks), finished=4)
+        found.append(proposer.propose([view])[0])
+    for more in found[1:]:
+        assert more.token_ids[:2].tolist() == found[0].token_ids.tolist()
+        assert more.confidence[:2] == pytest.approx(found[0].confidence, abs=1e-6)
+
+
+def make_decoder(corpus_file, layout="independent", pool_gib=1.0, shape=None, **settings):
+    template = PromptTemplate.read(None, layout)
+    tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact=template.fact))
+    denoiser = block_denoiser(**({"passage_length": 96} | (shape or {})))
+    config = DecodeConfig(**({"canvas_length": LENGTH, "commit_threshold": 0.4} | settings))
+    engine = EngineConfig(pool_gib=pool_gib)
+    return Decoder(denoiser, load_retriever(corpus_file, top_k=2), tokenizer, config, layout, engine)
+
+
+ASKED = [
+    Question(str(n), text) for n, text in enumerate(("who", "what is this", "where was it", "why not?"))
+]
+
+
+def what_happened(rollouts):
+    return [
+        [(s.query, s.passage_ids, [(c.position, c.token_id) for c in s.committed]) for s in rollout.steps]
+        for rollout in rollouts
+    ]
+
+
+@pytest.mark.parametrize("order", ["reread", "text", "append", "kept"])
+@pytest.mark.parametrize("lookahead", [0, 4, 100])
+def test_the_same_tokens_alone_and_in_a_batch_with_and_without_a_pool(corpus_file, order, lookahead):
+    found = []
+    for batch_size, pool_gib in ((1, 1.0), (4, 1.0), (4, 0.0), (3, 1e-5)):
+        if order == "kept" and not pool_gib:
+            continue  # where nothing is kept, blocks see the evidence of now
+        settings = {"finished_blocks": order, "lookahead": lookahead, "batch_size": batch_size}
+        decoder = make_decoder(corpus_file, pool_gib=pool_gib, **settings)
+        found.append(what_happened(decoder.decode(ASKED)))
+    assert all(other == found[0] for other in found[1:])
+    assert len({len(rollout) for rollout in found[0]}) > 1, "questions that take different numbers of steps"
+
+
+@pytest.mark.parametrize("shape", [{"block_grid": "prompt"}, {"shifted": True, "block_grid": "prompt"}, {}])
+def test_prompts_in_blocks_give_the_same_tokens_alone_and_in_a_batch(corpus_file, shape):
+    found = [
+        what_happened(
+            make_decoder(corpus_file, "joint", pool, shape, batch_size=size, query=query).decode(ASKED)
+        )
+        for query in ("proxy", "question")
+        for size, pool in ((1, 1.0), (4, 1.0), (4, 0.0))
+    ]
+    assert found[0] == found[1] == found[2] and found[3] == found[4] == found[5]
+
+
+def test_tokens_do_not_depend_on_lookahead_where_the_evidence_does_not(corpus_file):
+    found = [
+        what_happened(make_decoder(corpus_file, lookahead=n, query="question").decode(ASKED))
+        for n in (0, 4, 100)
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_step_is_one_call_of_the_model_where_the_pool_holds_the_evidence(corpus_file):
+    decoder = make_decoder(corpus_file, finished_blocks="text", batch_size=4, query="question")
+    decoder.decode(ASKED)
+    calls = decoder.denoiser.work.calls
+    rollouts = decoder.decode(ASKED)
+    assert decoder.denoiser.work.calls - calls == max(rollout.forwards for rollout in rollouts)
+
+
+def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus):
+    """Every token of the chain runs at most once as finished, whatever becomes of the evidence."""
+    ran = {}
+    for order in ("text", "reread"):
+        decoder = make_decoder(corpus_file, finished_blocks=order, canvas_length=40)
+        decoder.retriever = Rotating(corpus, 2)
+        contexts, counted = decoder.proposer._contexts, []
+        load = contexts.load
+
+        def spy(shown, load=load, counted=counted):
+            runs, stored = load(shown)
+            finished = shown[0].finished
+            counted.append(sum(max(0, min(finished, r.begin + len(r.segment.ids)) - r.begin) for r in runs))
+            return runs, stored
+
+        contexts.load = spy
+        rollout = decoder.decode(ASKED[:1])[0]
+        assert len({step.passage_ids for step in rollout.steps}) > 2, "the evidence changes on the way"
+        ran[order] = sum(counted)
+    assert ran["text"] <= 40 - BLOCK < ran["reread"]
+
+
+@pytest.mark.parametrize("layout", ["joint", "prefix"])
+@pytest.mark.parametrize("order", ["text", "append"])
+def test_an_order_that_a_layout_cannot_have_is_refused(corpus_file, layout, order):
+    with pytest.raises(ConfigError, match=f"finished_blocks={order} needs evidence_layout=independent"):
+        make_decoder(corpus_file, layout, finished_blocks=order).decode(ASKED)
+
+
+def test_without_blocks_the_settings_of_blocks_change_nothing(corpus_file):
+    plain = what_happened(make_decoder(corpus_file, shape={"attention_block": None}).decode(ASKED))
+    other = make_decoder(corpus_file, shape={"attention_block": None}, finished_blocks="text", lookahead=0)
+    assert what_happened(other.decode(ASKED)) == plain
+
+
+def test_kernels_that_take_no_masks_get_rows_that_see_all_they_are_given(corpus_file, monkeypatch):
+    expected = what_happened(make_decoder(corpus_file, lookahead=8).decode(ASKED))
+
+    def rows_only(q, k, v, sight):
+        assert not any(sight.bounded)
+        return _KERNELS["sdpa"](q, k, v, sight)
+
+    monkeypatch.setattr(Denoiser, "backend", property(lambda _: "varlen"))
+    monkeypatch.setitem(_KERNELS, "varlen", rows_only)
+    assert what_happened(make_decoder(corpus_file, lookahead=8).decode(ASKED)) == expected
+
+
+def test_settings_of_the_checkpoint_count_where_no_others_are_named(corpus_file):
+    decoder = make_decoder(corpus_file, shape={"finished_blocks": "text"})
+    assert decoder.config.finished_blocks == "text"
+    assert replace(decoder.config, finished_blocks="kept").finished_blocks == "kept"
