@@ -1,12 +1,11 @@
 """The public families that denoise in blocks: their configs, masks and logits."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from golden.tiny import write_checkpoint
 from safetensors.torch import load_file
 from test_denoiser import run_with_mask
 
@@ -93,22 +92,14 @@ def test_logits_equal_those_of_transformers_under_the_familys_attention(tmp_path
 
 # Logits of the public classes, and the length of blocks where the checkpoint does not say it.
 GOLDEN = {
-    "sdar": 4, "fast-dllm-v2": None, "a2d-qwen3": None, "llada2": 8, "llada21": 8, "lladamoe": None,
-    "sdar_moe": 4,
+    "sdar": 4, "fast-dllm-v2": None, "a2d-qwen3": None, "llada2": 8, "lladamoe": None, "sdar_moe": 4,
 }  # fmt: skip
 
 
 def write_golden(folder, name):
-    """The tiny checkpoint behind golden logits; returns these, or skips where they are not."""
-    path = Path(__file__).parent / "golden" / f"{name}.safetensors"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not here")
-    with safe_open(path, "pt") as file:
-        family = file.metadata()["checkpoint"]
-    makers = [importlib.import_module(f"golden.{module}") for module in ("tiny", "tiny_experts")]
-    maker = next(m for m in makers if family in getattr(m, "CONFIGS", {}) | getattr(m, "FAMILIES", {}))
-    maker.write_checkpoint(family, folder)
-    return load_file(path)
+    """The tiny checkpoint behind golden logits; returns these."""
+    write_checkpoint(name, folder)
+    return load_file(Path(__file__).parent / "golden" / f"{name}.safetensors")
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -1,176 +1,188 @@
-"""Golden traces and logits of LLaDA2.0, LLaDA2.1 and LLaDA-MoE, from the public code of dllm.
+"""Traces of dllm's samplers for LLaDA2.0, LLaDA2.1 and LLaDA-MoE, on the modelling code beside them.
 
-    python tests/golden/make_llada2.py --reference DIR [--out tests/golden]
+    python tests/golden/make_llada2.py --reference CHECKOUT        (torch, transformers 4.57)
 
-DIR is a checkout of ZHZisZZ/dllm at SOURCE; it wants transformers 4.57. Packages of it are entered without
-their `__init__`, which would import trainers and evaluations. Changed for a CPU in float32: the sampler's
-mask, in bfloat16, is cast to the model's type, as scaled dot product attention asks. Random weights decode
-what they please, so prompts are looked for: see calls.py.
+What is changed to run them on a CPU: the packages' own __init__, which import trainers, are not run, and
+the samplers' masks, which are in bfloat16, are given to the attention in float32.
 """
 
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from calls import Family, Wanted, arguments
-from tiny_experts import END, MASK, write_checkpoint
+from recording import Origin, Recorder, arguments, logit_ids, prompt, write_logits, write_trace
+from tiny import MASK, PAD, write_checkpoint
+from torch import Tensor
 
-SOURCE = "ZHZisZZ/dllm@ca176752fbceec49c6b4777a2c18ae88e4eb10ed"
-BARE = "dllm dllm.core dllm.core.samplers dllm.pipelines dllm.pipelines.llada dllm.pipelines.llada.models \
-dllm.pipelines.llada2 dllm.pipelines.llada2.models dllm.pipelines.llada21 dllm.pipelines.llada21.models"
-TOKENIZER = SimpleNamespace(eos_token_id=END, mask_token_id=MASK, bos_token_id=None)
+REPOSITORY = "ZHZisZZ/dllm@ca176752fbceec49c6b4777a2c18ae88e4eb10ed"
+PACKAGES = (
+    "dllm", "dllm.core", "dllm.core.samplers", "dllm.pipelines", "dllm.pipelines.llada",
+    "dllm.pipelines.llada.models", "dllm.pipelines.llada2", "dllm.pipelines.llada2.models",
+    "dllm.pipelines.llada21", "dllm.pipelines.llada21.models",
+)  # fmt: skip
+TOKENIZER = SimpleNamespace(eos_token_id=PAD, mask_token_id=MASK, bos_token_id=None)
+Cases = list[tuple[int, int, dict[str, Any]]]  # length and seed of a prompt, settings that differ
+
+GREEDY = {"temperature": 0.0, "top_p": None, "top_k": None}
+LLADA2 = {
+    "block_size": 8, "steps_per_block": 8, "max_new_tokens": 24, "threshold": 0.95, "minimal_topk": 1,
+    "eos_early_stop": False, **GREEDY,
+}  # fmt: skip
+GENERATE = {
+    "block_length": 8, "steps": 8, "gen_length": 32, "threshold": 0.9, "minimal_topk": 1,
+    "eos_early_stop": False, **GREEDY,
+}  # fmt: skip
+LLADA21 = {
+    "block_size": 8, "max_new_tokens": 24, "max_length": None, "threshold": 0.95, "editing_threshold": 0.9,
+    "max_post_steps": 16, "num_to_transfer": 1, "eos_early_stop": False, **GREEDY,
+}  # fmt: skip
+LLADAMOE = {
+    "block_size": 8, "steps": 12, "max_new_tokens": 24, "max_length": None, "temperature": 0.0,
+    "remasking": "low_confidence", "stochastic_transfer": False, "cfg_scale": 0.0, "cfg_keep_tokens": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "right_shift_logits": False,
+}  # fmt: skip
+# The seeds are of prompts whose decisions are clear; with 9 tokens, and `generate` but for 6, answers end
+# inside a block; those of LLaDA2.1 are edited before and after the last mask is filled.
+LLADA2_CASES: Cases = [
+    (16, 0, {}),
+    (13, 1000, {"threshold": 0.9}),
+    (5, 2000, {"threshold": 0.85, "max_new_tokens": 20}),
+    (11, 3000, {"steps_per_block": 3, "threshold": 0.9}),
+    (16, 4001, {"steps_per_block": 4, "threshold": 0.999}),
+    (21, 5000, {"block_size": 32, "steps_per_block": 32, "max_new_tokens": 40, "threshold": 0.9}),
+    (9, 6034, {"threshold": 0.9}),
+]
+GENERATE_CASES: Cases = [
+    (6, 0, {"gen_length": 20}),
+    (16, 1121, {}),
+    (11, 2071, {"threshold": 0.85}),
+    (13, 3030, {"eos_early_stop": True}),
+    (16, 4078, {"eos_early_stop": True}),
+]
+LLADA21_CASES: Cases = [
+    (16, 0, {}),
+    (13, 1000, {"threshold": 0.7, "editing_threshold": 0.5}),
+    (5, 2000, {"threshold": 0.5, "editing_threshold": 0.0, "max_new_tokens": 12}),
+    (11, 3000, {"threshold": 0.9, "max_post_steps": 2}),
+    (12, 4001, {"num_to_transfer": 2, "threshold": 0.999, "editing_threshold": 0.95}),
+    (21, 5000, {"block_size": 32, "max_new_tokens": 40, "threshold": 0.85}),
+    (9, 6033, {"eos_early_stop": True, "threshold": 0.9}),
+]
+LLADAMOE_CASES: Cases = [
+    (16, 0, {}),
+    (13, 1001, {"steps": 24}),
+    (5, 2000, {"steps": 9}),
+    (11, 3000, {"block_size": 24, "steps": 7}),
+    (9, 4035, {"max_new_tokens": 20}),
+]
 
 
-def enter(reference: Path) -> None:
-    """Make the packages of the checkout importable, without what their `__init__` would import."""
-    for name in BARE.split():
-        package = sys.modules[name] = ModuleType(name)
-        package.__path__ = [str(reference / name.replace(".", "/"))]
-
-
-def load(family: str, module: str, name: str) -> torch.nn.Module:
-    """The public class with our tiny weights, float32."""
+def load(family: str, module: str, name: str) -> Any:
+    """The public class with our weights."""
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(family, Path(folder))
         kind = getattr(import_module(f"dllm.pipelines.{module}"), name)
-        model, found = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, found = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
-    inner = model.forward
-
-    def forward(input_ids: torch.Tensor, **options: Any) -> Any:
-        mask = options.get("attention_mask")
-        if mask is not None and mask.is_floating_point():
-            options["attention_mask"] = mask.to(model.lm_head.weight.dtype)
-        return inner(input_ids, **options)
-
-    model.forward = forward
     return model.eval()
 
 
-def ends_inside(block: int) -> Any:
-    """A trace whose first end token is neither the first nor the last of its block."""
+class Family:
+    """A public class and the samplers that are run on it."""
 
-    def holds(case: dict[str, Any]) -> bool:
-        if END not in case["tokens"]:
-            return False
-        return 0 < (len(case["prompt_ids"]) + case["tokens"].index(END)) % block < block - 1
+    def __init__(self, origin: Origin, model: Any, out: Path) -> None:
+        self.origin, self.model, self.out = origin, model, out
+        self.plain = model.forward
 
-    return holds
+    def watch(self, recorder: Recorder, length: int, block: int) -> list[Tensor]:
+        """From now on the model's calls are recorded; the list will hold the sampler's last window."""
+        seen: list[Tensor] = []
 
+        def forward(ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+            mask = None if attention_mask is None else attention_mask.float()
+            out = self.plain(
+                ids, attention_mask=mask if mask is None or mask.dim() == 4 else None, **options
+            )
+            end = ids.shape[1]
+            if "position_ids" not in options and (ids == MASK).any():  # the canvas is seen whole
+                first = int((ids[0] == MASK).nonzero()[0]) - length
+                end = length + (first // block + 1) * block
+            recorder.denoise(ids[0], -length, out.logits[0], slice(max(end - block, 0), end))
+            seen[:] = [ids]
+            return out
 
-def edits(case: dict[str, Any]) -> bool:
-    """A trace in which tokens are edited both before and after the last mask is filled."""
-    early = any("edited" in step for step in case["steps"] if step["pos"])
-    return early and any("edited" in step for step in case["steps"] if not step["pos"])
+        self.model.forward = forward
+        return seen
 
+    def trace(self, name: str, run: Callable[..., Tensor], settings: dict[str, Any], cases: Cases) -> None:
+        """Record the cases; `run` returns the whole canvas or, as `generate` does, the answer alone."""
+        answers = []
+        for length, seed, different in cases:
+            used = settings | different
+            recorder = Recorder(used.get("threshold"), editing=used.get("editing_threshold"))
+            seen = self.watch(recorder, length, used.get("block_size") or used["block_length"])
+            ids = torch.tensor([prompt(length, seed)])
+            found = run(ids, **used)
+            whole = found if found.shape[1] >= seen[0].shape[1] else seen[0]._base
+            case = recorder.case(ids[0].tolist(), whole[0, length:].tolist())
+            if whole is not found:
+                case["answer"] = found[0].tolist()
+            answers.append((recorder, ({"settings": different} if different else {}) | case))
+        write_trace(self.out / f"{name}.json", self.origin, settings, answers)
 
-def sampled(sampler: Any, model: torch.nn.Module) -> Any:
-    """A run of one of dllm's samplers: the whole canvas that it returns."""
-    made = sampler(model=model, tokenizer=TOKENIZER)
-    return lambda prompt, settings: made.sample([prompt[0]], **settings)
-
-
-def llada2(out: Path) -> None:
-    """LLaDA2.0: dllm's sampler, and the model's own `generate`, which stops at the end token."""
-    model = load("llada2_moe", "llada2.models.modeling_llada2_moe", "LLaDA2MoeModelLM")
-    sampler = import_module("dllm.pipelines.llada2.sampler").LLaDA2Sampler
-    settings = {
-        "block_size": 8, "steps_per_block": 8, "max_new_tokens": 24, "temperature": 0.0, "top_p": None,
-        "top_k": None, "threshold": 0.95, "minimal_topk": 1, "eos_early_stop": False, "return_dict": False,
-    }  # fmt: skip
-    origin = {"source": SOURCE, "sampler": "dllm/pipelines/llada2/sampler.py LLaDA2Sampler.sample"}
-    family = Family(
-        "llada2", "llada2_moe", model, MASK, sampled(sampler, model), settings,
-        lambda s: (s["block_size"], s["threshold"], None),
-    )  # fmt: skip
-    family.write(out, origin, [
-        Wanted(16, {}),
-        Wanted(13, {"threshold": 0.9}),
-        Wanted(5, {"threshold": 0.85, "max_new_tokens": 20}),
-        Wanted(11, {"steps_per_block": 3, "threshold": 0.9}),
-        Wanted(16, {"steps_per_block": 4, "threshold": 0.999}),
-        Wanted(21, {"block_size": 32, "steps_per_block": 32, "max_new_tokens": 40, "threshold": 0.9}),
-        Wanted(9, {"threshold": 0.9}, ends_inside(8)),
-    ])  # fmt: skip
-    family.write_logits(out, SOURCE, 8)
-
-    own = {
-        "block_length": 8, "steps": 8, "gen_length": 32, "temperature": 0.0, "top_p": None, "top_k": None,
-        "threshold": 0.95, "minimal_topk": 1, "eos_early_stop": False,
-    }  # fmt: skip
-    origin["sampler"] = "dllm/pipelines/llada2/models/modeling_llada2_moe.py LLaDA2MoeModelLM.generate"
-    family = Family(
-        "llada2-generate", "llada2_moe", model, MASK,
-        lambda prompt, settings: model.generate(prompt, eos_id=END, mask_id=MASK, **settings), own,
-        lambda s: (s["block_length"], s["threshold"], None), answers=True,
-    )  # fmt: skip
-    family.write(out, origin, [
-        Wanted(16, {"threshold": 0.9}, ends_inside(8)),
-        Wanted(11, {"threshold": 0.85}, ends_inside(8)),
-        Wanted(13, {"threshold": 0.9, "eos_early_stop": True}, ends_inside(8)),
-        Wanted(16, {"threshold": 0.9, "eos_early_stop": True}, ends_inside(8)),
-        Wanted(6, {"threshold": 0.9, "gen_length": 20}),
-    ])  # fmt: skip
-
-
-def llada21(out: Path) -> None:
-    """LLaDA2.1: fills masks, edits what is written."""
-    model = load("llada21_moe", "llada21.models.modeling_llada21_moe", "LLaDA2MoeModelLM")
-    sampler = import_module("dllm.pipelines.llada21.sampler").LLaDA21Sampler
-    settings = {
-        "block_size": 8, "max_new_tokens": 24, "max_length": None, "temperature": 0.0, "top_p": None,
-        "top_k": None, "threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16,
-        "num_to_transfer": 1, "eos_early_stop": False, "return_dict": False,
-    }  # fmt: skip
-    origin = {"source": SOURCE, "sampler": "dllm/pipelines/llada21/sampler.py LLaDA21Sampler.sample"}
-    family = Family(
-        "llada21", "llada21_moe", model, MASK, sampled(sampler, model), settings,
-        lambda s: (s["block_size"], s["threshold"], s["editing_threshold"]),
-    )  # fmt: skip
-    family.write(out, origin, [
-        Wanted(16, {}, edits),
-        Wanted(13, {"threshold": 0.7, "editing_threshold": 0.5}, edits),
-        Wanted(5, {"threshold": 0.5, "editing_threshold": 0.0, "max_new_tokens": 12}, edits),
-        Wanted(11, {"threshold": 0.9, "max_post_steps": 2}, edits),
-        Wanted(12, {"num_to_transfer": 2, "threshold": 0.999, "editing_threshold": 0.95}, edits),
-        Wanted(21, {"block_size": 32, "max_new_tokens": 40, "threshold": 0.85}, edits),
-        Wanted(9, {"eos_early_stop": True, "threshold": 0.9}, ends_inside(8)),
-    ])  # fmt: skip
-    family.write_logits(out, SOURCE, 8)
-
-
-def lladamoe(out: Path) -> None:
-    """LLaDA-MoE: whole attention, LLaDA's schedule of so many tokens a step."""
-    model = load("lladamoe", "llada.models.modeling_lladamoe", "LLaDAMoEModelLM")
-    module = import_module("dllm.core.samplers.mdlm")
-    settings = {
-        "max_new_tokens": 24, "max_length": None, "block_size": 8, "steps": 12, "temperature": 0.0,
-        "remasking": "low_confidence", "stochastic_transfer": False, "cfg_scale": 0.0,
-        "cfg_keep_tokens": None, "suppress_tokens": None, "begin_suppress_tokens": None,
-        "right_shift_logits": False, "return_dict": False,
-    }  # fmt: skip
-    origin = {"source": SOURCE, "sampler": "dllm/core/samplers/mdlm.py MDLMSampler.sample"}
-    family = Family("lladamoe", "lladamoe", model, MASK, sampled(module.MDLMSampler, model), settings,
-                    lambda s: (s["block_size"], None, None))  # fmt: skip
-    family.write(out, origin, [
-        Wanted(16, {}),
-        Wanted(13, {"steps": 24}),
-        Wanted(5, {"steps": 9}),
-        Wanted(11, {"block_size": 24, "steps": 7}),
-        Wanted(9, {"max_new_tokens": 20}, ends_inside(8)),
-    ])  # fmt: skip
-    family.write_logits(out, SOURCE, None)
+    def logits(self, block: int | None) -> None:
+        """Of the class under blocks, counted from the first token."""
+        ids = logit_ids()
+        number = torch.arange(ids.shape[1]) // (block or ids.shape[1])
+        sight = None if block is None else (number[:, None] >= number).float().log()[None, None]
+        found = self.plain(ids, attention_mask=sight).logits
+        path = self.out / f"{self.origin.family}.safetensors"
+        write_logits(path, self.origin, "i", input_ids=ids, logits=found)
 
 
 def main() -> None:
     given = arguments(__doc__)
-    enter(given.reference)
-    for make in (llada2, llada21, lladamoe):
-        make(given.out)
+    for name in PACKAGES:
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(given.reference / name.replace(".", "/"))]
+
+    def sampler(module: str, name: str, model: Any) -> Callable[..., Tensor]:
+        made = getattr(import_module(f"dllm.{module}"), name)(model=model, tokenizer=TOKENIZER)
+        return lambda ids, **settings: made.sample([ids[0]], **settings)
+
+    model = load("llada2", "llada2.models.modeling_llada2_moe", "LLaDA2MoeModelLM")
+    origin = Origin(REPOSITORY, "dllm/pipelines/llada2/sampler.py, LLaDA2Sampler.sample", "llada2")
+    family = Family(origin, model, given.out)
+    family.trace(
+        "llada2", sampler("pipelines.llada2.sampler", "LLaDA2Sampler", model), LLADA2, LLADA2_CASES
+    )
+    family.logits(8)
+    own = "dllm/pipelines/llada2/models/modeling_llada2_moe.py, LLaDA2MoeModelLM.generate"
+    family.origin = Origin(REPOSITORY, own, "llada2")
+    family.trace(
+        "llada2-generate",
+        lambda ids, **settings: model.generate(ids, eos_id=PAD, mask_id=MASK, **settings),
+        GENERATE,
+        GENERATE_CASES,
+    )
+
+    model = load("llada2", "llada21.models.modeling_llada21_moe", "LLaDA2MoeModelLM")
+    origin = Origin(REPOSITORY, "dllm/pipelines/llada21/sampler.py, LLaDA21Sampler.sample", "llada2")
+    family = Family(origin, model, given.out)
+    run = sampler("pipelines.llada21.sampler", "LLaDA21Sampler", model)
+    family.trace("llada21", run, LLADA21, LLADA21_CASES)
+
+    model = load("lladamoe", "llada.models.modeling_lladamoe", "LLaDAMoEModelLM")
+    family = Family(
+        Origin(REPOSITORY, "dllm/core/samplers/mdlm.py, MDLMSampler.sample", "lladamoe"), model, given.out
+    )
+    family.trace("lladamoe", sampler("core.samplers.mdlm", "MDLMSampler", model), LLADAMOE, LLADAMOE_CASES)
+    family.logits(None)
 
 
 if __name__ == "__main__":

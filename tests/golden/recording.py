@@ -50,11 +50,13 @@ class Recorder:
     """The steps of one answer. Places are counted from the first token behind the prompt.
 
     threshold: which confidences are compared with, None for rules that take the n best; ordered: whether
-    the rule goes by confidence at all.
+    the rule goes by confidence at all; editing: the threshold at which written tokens are replaced, None
+    where they stay.
     """
 
     threshold: float | None = None
     ordered: bool = True
+    editing: float | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     forwards: dict[str, int] = field(default_factory=lambda: {"denoise": 0, "store": 0})
     nearest: dict[str, float] = field(default_factory=dict)
@@ -92,19 +94,32 @@ class Recorder:
         padded = (canvas == PAD) & (guess != PAD) & (canvas != before)
         canvas = torch.where(padded, torch.where(offered, guess, before), canvas)
         written = canvas != before
-        assert written.any() and not (written & ~offered).any(), "what was no mask has been written over"
+        edited = written & ~offered
+        assert self.editing is not None or written.any() > edited.any(), "what was no mask is written over"
         assert (canvas[written] == guess[written]).all(), "the sampler is not greedy"
-        if self.threshold is not None:
+        filled = written & offered
+        if self.threshold is not None and offered.any():
             self._note("threshold", (confidence[offered] - self.threshold).abs().min())
-        if self.ordered and (left := offered & ~written).any():
-            self._note("choice", confidence[written].min() - confidence[left].max())
-        two = chances[written].topk(2).values
-        self._note("token", (two[:, 0] - two[:, 1]).min())
-        places = written.nonzero().flatten() + start
-        self._add(places.tolist(), canvas[written].tolist(), confidence[written].tolist())
+        if self.editing is not None:
+            editable = torch.zeros_like(offered)
+            editable[among] = True
+            editable &= ~offered & (torch.arange(len(before)) >= -start)
+            if editable.any():
+                self._note("threshold", (confidence[editable] - self.editing).abs().min())
+        if self.ordered and filled.any() and (left := offered & ~written).any():
+            self._note("choice", confidence[filled].min() - confidence[left].max())
+        if written.any():
+            two = chances[written].topk(2).values
+            self._note("token", (two[:, 0] - two[:, 1]).min())
+        places = torch.arange(start, start + len(before))
+        self._add(places[filled].tolist(), guess[filled].tolist(), confidence[filled].tolist())
+        if edited.any():
+            self._add(places[edited].tolist(), guess[edited].tolist(), confidence[edited].tolist())
+            edits = self.steps.pop()
+            self.steps[-1]["edited"] = edits
 
     def _add(self, places: list[int], tokens: list[int], confidences: list[float]) -> None:
-        assert min(places) >= 0, "the prompt has been written over"
+        assert min(places, default=0) >= 0, "the prompt has been written over"
         self.steps.append({"pos": places, "tok": tokens, "conf": [round(c, 7) for c in confidences]})
 
     def _note(self, what: str, distance: Tensor) -> None:
@@ -113,7 +128,8 @@ class Recorder:
     def case(self, prompt_ids: list[int], tokens: list[int]) -> dict[str, Any]:
         """The answer as it is stored; tokens: as the sampler returns them behind the prompt."""
         self.settle()
-        said = {n: t for step in self.steps for n, t in zip(step["pos"], step["tok"], strict=True)}
+        parts = [part for step in self.steps for part in (step, step.get("edited")) if part]
+        said = {n: t for part in parts for n, t in zip(part["pos"], part["tok"], strict=True)}
         wrong = [n for n, token in enumerate(tokens) if token not in (MASK, PAD) and said.get(n) != token]
         assert not wrong, f"the steps do not lead to the tokens at {wrong}"
         return {
@@ -144,7 +160,7 @@ def write_trace(path: Path, origin: Origin, settings: dict[str, Any], answers: l
     text = json.dumps(head)[:-1] + ',\n"cases": [\n' + ",\n".join(lines) + "\n]}\n"
     path.write_text(text, encoding="utf-8")
     commits = [len(step["pos"]) for _, case in answers for step in case["steps"]]
-    ended = [max((s["pos"][-1] for s in case["steps"]), default=-1) + 1 for _, case in answers]
+    ended = [1 + max(n for step in case["steps"] for n in step["pos"]) for _, case in answers]
     print(f"{path.name}: {len(lines)} cases of {ended} tokens, {len(commits)} steps, {nearest}")
     print(f"   tokens a step: {np.bincount(commits).tolist()}")
     assert min(nearest.values()) > NEAREST, "a decision is too close: take other prompts"

@@ -21,6 +21,11 @@ CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CHAT_OF_ROLES = (
+    "{% for m in messages %}<role>{{ 'HUMAN' if m['role'] == 'user' else m['role'] | upper }}</role>"
+    "{{ m['content'] }}<|role_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<role>ASSISTANT</role>{% endif %}"
+)
 SIZES = {
     "attention_dropout": 0.0,
     "bos_token_id": PAD,
@@ -96,8 +101,118 @@ CONFIGS: dict[str, dict[str, Any]] = {  # config.json, with the fields that the 
         "tie_word_embeddings": True,
     },
 }
-MASKS = {"sdar": "<|MASK|>", "fast-dllm-v2": "|<MASK>|", "a2d-qwen3": "<|mask|>"}
-ENDS = {"sdar": PAD, "fast-dllm-v2": END, "a2d-qwen3": END}  # what the tokenizer calls eos
+SPARSE = {  # of the families with mixtures of experts
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": WIDTH,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": HEADS,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KEY_HEADS,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_cache": False,
+    "vocab_size": VOCABULARY,
+}
+LLADA2 = SPARSE | {  # of 2.0 and of 2.1; queries and keys are normalised, though no `use_qk_norm` says so
+    "architectures": ["LLaDA2MoeModelLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
+        "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
+        "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
+    },
+    "model_type": "llada2_moe",
+    "embedding_dropout": 0.0,
+    "first_k_dense_replace": 1,
+    "head_dim": 2 * HEAD_DIM,
+    "intermediate_size": INNER,
+    "max_window_layers": 28,
+    "moe_intermediate_size": 32,
+    "moe_router_enable_expert_bias": True,
+    "n_group": 4,
+    "norm_head": False,
+    "norm_softmax": False,
+    "norm_topk_prob": True,
+    "num_shared_experts": 1,
+    "output_dropout": 0.0,
+    "pad_token_id": PAD,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 600000,
+    "rotary_dim": HEAD_DIM,
+    "routed_scaling_factor": 2.5,
+    "router_dtype": "fp32",
+    "score_function": "sigmoid",
+    "sliding_window": 4096,
+    "topk_group": 2,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_rmsnorm": True,
+    "use_sliding_window": False,
+}
+CONFIGS |= {
+    "llada2": LLADA2,
+    "lladamoe": SPARSE
+    | {
+        "architectures": ["LLaDAMoEModelLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_lladamoe.LLaDAConfig",
+            "AutoModel": "modeling_lladamoe.LLaDAMoEModelLM",
+            "AutoModelForCausalLM": "modeling_lladamoe.LLaDAMoEModelLM",
+        },
+        "model_type": "llada",  # that of the dense LLaDA too
+        "attention_bias": False,
+        "clip_qkv": None,
+        "dense_intermediate_size": INNER,
+        "eos_token_id": PAD,
+        "expert_intermediate_size": 32,
+        "moe_layer_freq": [1] * LAYERS,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "norm_topk_prob": None,
+        "pad_token_id": PAD,
+        "partial_rotary_factor": 1,
+        "qk_layernorm": True,
+        "rope_theta": 50000,
+        "routed_scaling_factor": 1,
+        "router_aux_loss_coef": 0.01,
+        "router_num_group": None,
+        "router_topk_group": None,
+        "shared_expert_intermediate_size": None,
+    },
+    "sdar_moe": SPARSE
+    | {
+        "architectures": ["SDARMoeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
+            "AutoModel": "modeling_sdar_moe.SDARMoeModel",
+            "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
+        },
+        "model_type": "sdar_moe",
+        "attention_bias": False,
+        "bos_token_id": PAD,
+        "decoder_sparse_step": 1,
+        "eos_token_id": PAD,
+        "head_dim": 2 * HEAD_DIM,
+        "intermediate_size": INNER,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "rope_theta": 1000000,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+}
+MASKS = {"sdar": "<|MASK|>", "sdar_moe": "<|MASK|>", "fast-dllm-v2": "|<MASK>|"}  # others: "<|mask|>"
+ENDS = {"fast-dllm-v2": END, "a2d-qwen3": END}  # what the tokenizer calls eos; others: PAD
+DEFAULT_TURNS = ("<|im_start|>", "<|im_end|>", CHAT)
+TURNS = dict.fromkeys(("llada2", "lladamoe"), ("<role>", "<|role_end|>", CHAT_OF_ROLES))
 
 
 def write_checkpoint(family: str, folder: Path) -> None:
@@ -123,6 +238,9 @@ def _weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
     The mask's embedding is small: what is guessed at a mask comes from its place and its context.
     """
+    if "num_experts" in config:
+        yield from _weights_of_experts(config)
+        return
     draw = np.random.RandomState(0)
     queries, keys = HEADS * HEAD_DIM, KEY_HEADS * HEAD_DIM
 
@@ -159,14 +277,77 @@ def _weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
         yield "lm_head.weight", head
 
 
+def _weights_of_experts(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names of Qwen3-MoE, or of LLaDA2: queries, keys and values in one matrix, and shared experts."""
+    draw = np.random.RandomState(1)
+    for name, shape in _shapes_of_experts(config):
+        values = draw.standard_normal(shape)
+        if name.endswith("norm.weight"):
+            values = 1 + 0.1 * values
+        elif name.endswith("expert_bias"):
+            values *= 0.1  # enough to change who is chosen
+        elif name.startswith("model.layers"):
+            values *= 2 / shape[1] ** 0.5
+        if name == "lm_head.weight":
+            values[MASK] *= 0.1  # no mask is ever proposed
+        yield name, values.astype(np.float32)
+
+
+def _shapes_of_experts(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    head_dim = config.get("head_dim", HEAD_DIM)
+    queries, keys = HEADS * head_dim, KEY_HEADS * head_dim
+    experts, inner = config["num_experts"], config.get("moe_intermediate_size", 32)
+    llada2 = "num_shared_experts" in config
+
+    def mlp(prefix: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{prefix}.gate_proj.weight", (width, WIDTH)
+        yield f"{prefix}.up_proj.weight", (width, WIDTH)
+        yield f"{prefix}.down_proj.weight", (WIDTH, width)
+
+    yield f"model.{'word_embeddings' if llada2 else 'embed_tokens'}.weight", (VOCABULARY, WIDTH)
+    for n in range(LAYERS):
+        layer = f"model.layers.{n}"
+        yield f"{layer}.input_layernorm.weight", (WIDTH,)
+        if llada2:
+            yield f"{layer}.attention.query_key_value.weight", (queries + 2 * keys, WIDTH)
+            yield f"{layer}.attention.dense.weight", (WIDTH, queries)
+            yield f"{layer}.attention.query_layernorm.weight", (head_dim,)
+            yield f"{layer}.attention.key_layernorm.weight", (head_dim,)
+        else:
+            for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+                yield f"{layer}.self_attn.{name}.weight", (width, WIDTH)
+            yield f"{layer}.self_attn.o_proj.weight", (WIDTH, queries)
+            yield f"{layer}.self_attn.q_norm.weight", (head_dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (head_dim,)
+        yield f"{layer}.post_attention_layernorm.weight", (WIDTH,)
+        if n < config.get("first_k_dense_replace", 0):
+            yield from mlp(f"{layer}.mlp", INNER)
+            continue
+        yield f"{layer}.mlp.gate.weight", (experts, WIDTH)
+        for expert in range(experts):
+            yield from mlp(f"{layer}.mlp.experts.{expert}", inner)
+        if llada2:
+            yield f"{layer}.mlp.gate.expert_bias", (experts,)
+            yield from mlp(f"{layer}.mlp.shared_experts", inner * config["num_shared_experts"])
+    yield "model.norm.weight", (WIDTH,)
+    yield "lm_head.weight", (VOCABULARY, WIDTH)
+
+
+def special_tokens(family: str) -> dict[int, str]:
+    """The special tokens of a family."""
+    turn, end, _ = TURNS.get(family, DEFAULT_TURNS)
+    return {PAD: "<|endoftext|>", TURN: turn, END: end, MASK: MASKS.get(family, "<|mask|>")}
+
+
 def _write_tokenizer(folder: Path, family: str) -> None:
     """Bytes as tokens, in the order of their stand-ins, and the special tokens behind them.
 
-    Fast-dLLM v2 does not say which of its special tokens is the mask: its code has the id.
+    Some do not say which of the special tokens is the mask: their code has the id.
     """
-    mask = MASKS[family]
-    special = {PAD: "<|endoftext|>", TURN: "<|im_start|>", END: "<|im_end|>", MASK: mask}
-    masked = {"additional_special_tokens": [mask]} if family == "fast-dllm-v2" else {"mask_token": mask}
+    special = special_tokens(family)
+    silent = family in ("fast-dllm-v2", "llada2", "lladamoe")
+    mask = special[MASK]
+    masked = {"additional_special_tokens": [mask]} if silent else {"mask_token": mask}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -178,8 +359,8 @@ def _write_tokenizer(folder: Path, family: str) -> None:
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT,
-            "eos_token": special[ENDS[family]],
+            "chat_template": TURNS.get(family, DEFAULT_TURNS)[2],
+            "eos_token": special[ENDS.get(family, PAD)],
             "pad_token": special[PAD],
         }
         | masked,
