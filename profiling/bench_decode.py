@@ -12,11 +12,11 @@ Settings take turns on the same questions, round after round, each round beginni
 Times are medians over the rounds with their range, speed-ups medians of the ratios within a round.
 
 --shape: a denoiser of that size with random weights follows the commits and the evidence of decodes of
-the shipped model (canvas 64, 7 passages of 100 tokens). --sweep: seconds a forward of one row, by one
-quantity, with and without the pool. engine.compile=true adds compiled layers. What the device could do
-at best is measured before, FLOPs and bytes are counted (roofline.py). --before: a pool as it is in the
-middle of a long run; it has seen that many other questions, and every round asks new ones. Writes
-scores.json, table.md and picture.png into --out.
+the shipped model (canvas 64, 7 passages of 100 tokens), with attention whole and in blocks. --sweep:
+seconds a forward of one row, by one quantity, with and without the pool. engine.compile=true adds compiled
+layers. What the device could do at best is measured before, FLOPs and bytes are counted (roofline.py).
+--before: a pool as it is in the middle of a long run; it has seen that many other questions, and every
+round asks new ones. Writes scores.json, table.md and picture.png into --out.
 """
 
 import copy
@@ -72,6 +72,7 @@ REPLAYED = {
     "independent": ("+ pipeline", "reference"),
 }
 NOTHING = EngineConfig(pool_gib=0.0)
+BLOCK_LENGTH = 8  # of the shipped model, whose decodes are replayed
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "limit": (40, "questions, from all over the file"),
     "rounds": (5, "times that every setting has its turn"),
@@ -235,13 +236,20 @@ class Replay:
         note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
         return cls(prepared, denoiser, recorded, decode)
 
-    def decoder(self, layout: str, decode: DecodeConfig, engine: EngineConfig | None) -> Decoder:
-        """As `decoder_of`."""
+    def decoder(
+        self, layout: str, decode: DecodeConfig, engine: EngineConfig | None, order: str | None = None
+    ) -> Decoder:
+        """As `decoder_of`; order: of finished blocks, for attention in blocks like those of commits."""
+        denoiser = self.denoiser
+        if order is not None:
+            denoiser = copy.copy(denoiser)  # the same weights
+            block = decode.block_length or BLOCK_LENGTH
+            denoiser.config = replace(denoiser.config, attention_block=block, finished_blocks=order)
         tokenizer: Any = ReplayTokenizer(self.denoiser.config.vocab_size)
         corpus: Any = self.prepared.retriever
         retriever = ReplayRetriever(corpus, self.recorded)
         replaying = replace(self.prepared, retriever=retriever, tokenizer=tokenizer, evidence_layout=layout)
-        decoder = decoder_of(replaying, self.denoiser, decode, engine)
+        decoder = decoder_of(replaying, denoiser, decode, engine)
         following: Any = ReplayProposer(decoder.proposer, self.recorded, tokenizer)
         decoder.proposer = following
         return decoder
@@ -251,11 +259,23 @@ def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[
     """Random weights that follow recorded decodes: the joint layout, then the independent one."""
     replay = Replay.of(prepared, questions, shape)
     pool_gib = prepared.config.engine.pool_gib or 1.0
-    return [
+    found = [
         Setting(f"{layout}, {name.removeprefix('+ ')}", replay.decoder(layout, how, engine), exact=False)
         for layout, left_out in REPLAYED.items()
         for name, (exact, how, engine) in mechanisms(replay.decode, layout, pool_gib).items()
         if exact and name not in left_out
+    ]
+    ways = mechanisms(replay.decode, "independent", pool_gib)
+    with_pool = [(name, how, engine) for name, (exact, how, engine) in ways.items() if exact and engine]
+    return found + [
+        Setting(
+            f"blocks, {order}, {name.removeprefix('+ ')}",
+            replay.decoder("independent", how, engine, order),
+            exact=False,
+        )
+        for order in ("reread", "text")
+        for name, how, engine in with_pool
+        if engine.pool_gib and how.overlap == "none"
     ]
 
 

@@ -16,9 +16,9 @@ from dlm_rag.decode.proposals import Wanted, read_proposals
 from dlm_rag.decode.proposer import DenoiserProposer, View, wanted_of
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.diffusion.commit import Proposals
-from dlm_rag.evidence.layout import Arrangement
+from dlm_rag.evidence.layout import Arrangement, State
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.rows import Segment, of_rows, pack
+from dlm_rag.model.rows import of_rows, pack
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.store import KeysValues, Parts
 from dlm_rag.model.transfer import to_device
@@ -34,6 +34,7 @@ SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "7b": (3584, 28, 28, 4, 18_944, 152_064),  # Dream's
 }
 PASSAGE_LENGTH, QUESTION_LENGTH, CANVAS_LENGTH = 100, 20, 64
+MASK_ID = 0  # of the random denoisers and their tokenizer
 
 
 def random_denoiser(shape: str, device: torch.device, dtype: torch.dtype) -> Denoiser:
@@ -47,7 +48,7 @@ def random_denoiser(shape: str, device: torch.device, dtype: torch.dtype) -> Den
         num_key_value_heads=kv_heads,
         head_dim=hidden // heads,
         intermediate_size=inner,
-        mask_token_id=0,
+        mask_token_id=MASK_ID,
         passage_length=PASSAGE_LENGTH,
         canvas_length=CANVAS_LENGTH,
     )
@@ -70,32 +71,27 @@ class PlainProposer:
 
     @torch.inference_mode()
     def propose(self, views: Sequence[View]) -> list[Proposals]:
-        laid = [view.arrangement for view in views]
+        shifted = self.denoiser.config.shifted
+        states = [view.arrangement.state(view.canvas.tolist(), view.finished, shifted) for view in views]
         with stage("encode_evidence"):
-            contexts = Parts([self._context(row) for row in laid])
+            contexts = Parts([self._context(row) for row in states])
         found = []
         with stage("denoise"):
-            runs = [
-                Segment((*row.lead.ids, *view.canvas.tolist()), row.lead.start)
-                for row, view in zip(laid, views, strict=True)
-            ]
-            packed = pack(runs, self.denoiser.device, context=contexts)
+            packed = pack([row.run for row in states], self.denoiser.device, context=contexts)
             whole = self.denoiser.read_out(self.denoiser.encode(packed)[0]).float()
-            for view, row, every in zip(views, laid, whole.split(packed.lengths), strict=True):
-                first = len(row.lead.ids) - int(self.denoiser.config.shifted)
-                rows = every[first : first + len(view.canvas)]
-                at = torch.from_numpy(view.positions).to(rows.device)
-                wanted = to_device(wanted_of([view], self._mask_id), rows.device)
-                values = read_proposals(rows[at], Wanted(*wanted))
+            for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
+                at = torch.from_numpy(row.first + view.positions).to(every.device)
+                wanted = to_device(wanted_of([view], self._mask_id), every.device)
+                values = read_proposals(every[at], Wanted(*wanted))
                 token, *others = values.cpu().numpy().astype(np.float64)
                 found.append(Proposals(view.positions, token.astype(np.int64), *others))
         return found
 
-    def _context(self, laid: Arrangement) -> list[KeysValues]:
+    def _context(self, state: State) -> list[KeysValues]:
         """Keys and values of every segment, each through the whole of every layer."""
-        if not laid.context:
+        if not state.context:
             return []
-        rows = pack(laid.context, self.denoiser.device)
+        rows = pack(state.context, self.denoiser.device)
         return of_rows(self.denoiser.encode(rows, keep=True)[1], rows.lengths)
 
     def prefetch(self, arrangement: Arrangement) -> None:
@@ -108,7 +104,7 @@ class PlainProposer:
 class ReplayTokenizer:
     """Random ids for every text, as many for each passage and for each question."""
 
-    mask_id, end_ids, special_ids = 0, frozenset({1}), frozenset({0, 1})
+    mask_id, end_ids, special_ids = MASK_ID, frozenset({1}), frozenset({MASK_ID, 1})
     template = PromptTemplate(fact="{passage}")
 
     def __init__(self, vocabulary: int) -> None:
@@ -180,10 +176,11 @@ class ReplayProposer:
 
     def _proposals(self, view: View) -> Proposals:
         laid = view.arrangement
-        asked = laid.lead.ids or laid.context[-1].ids
-        steps = self._recorded[asked[:QUESTION_LENGTH]].steps
+        held = (laid.lead, *laid.context)
+        asked = (segment.ids[:QUESTION_LENGTH] for segment in held)
+        steps = next(self._recorded[ids] for ids in asked if ids in self._recorded).steps
         done = accumulate(len(step.committed) for step in steps)
-        now = list(done).index(len(view.canvas) - len(view.positions)) + 1
+        now = list(done).index(int(np.count_nonzero(view.canvas != MASK_ID))) + 1
         tokens = {c.position: c.token_id for c in steps[now].committed}
         places = view.positions.tolist()
         sure = np.array([float(place in tokens) for place in places])
