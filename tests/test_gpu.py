@@ -4,15 +4,19 @@ Nearly every check is a function of a device; the fast tests run it on the CPU, 
 what fails on a GPU only is the GPU's.
 """
 
+import copy
 import json
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SHARED, tiny_denoiser
 from test_attention import random_rows, sight_of
+from test_blocks import MASK, block_denoiser, by_definition, confidences, walk
 from test_decoder import QUESTIONS, make_decoder, records
 from test_golden import TRACES, check_trace
 from two_processes import CASES, run
@@ -53,6 +57,7 @@ KERNELS = pytest.mark.parametrize(
     ],
 )
 HEADS = (8, 2, 64)  # heads, key-value heads, head width
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}  # which every kernel takes
 
 
 def usable(kernel, device, dtype):
@@ -131,6 +136,22 @@ def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, 
     packed = pack([Segment((1,) * n, 0) for n in own], device, read=read, context=store.rows(slots, seen))
     there = packed.seen(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
     close(attention(q.to(device, dtype), *there, packed.last, kernel), expected, v)
+
+
+@KERNELS
+@pytest.mark.parametrize("order", ["reread", "text"])
+def test_finished_blocks_are_kept_with_every_kernel(device, kernel, dtype, order):
+    """Against the definition as a mask, in float32: kernels without masks get the blocks row by row."""
+    usable(kernel, device, dtype)
+    denoiser = block_denoiser(**WIDE, evidence_layout="independent", finished_blocks=order)
+    there = copy.deepcopy(denoiser).to(device, dtype)
+    there.attention = kernel
+    proposer = DenoiserProposer(there, MASK, EngineConfig(pool_gib=1))
+    for view in walk(denoiser.config, order, 3):
+        (found,) = proposer.propose([view])
+        confidence, _ = confidences(denoiser, by_definition(denoiser, view))
+        off = np.abs(found.confidence - confidence.numpy())
+        assert off.mean() < (0.05 if dtype in LOW else 1e-5), "sharp toy weights make much of rounding"
 
 
 @KERNELS
@@ -299,9 +320,11 @@ def without_waits(device):
 @DEVICES
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype):
+@pytest.mark.parametrize("block", [None, 4])
+def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block):
     engine = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)
     decoder = make_decoder(corpus_file, layout, batch_size=2, temperature=0.5, overlap="pipeline")
+    decoder.denoiser.config = replace(decoder.denoiser.config, attention_block=block)
     for parameter in decoder.denoiser.to(device).parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))  # the rotary frequencies stay as they are
     decoder.proposer = DenoiserProposer(decoder.denoiser, 256, engine)

@@ -61,6 +61,27 @@ def test_a_decode_step_is_one_copy_in_for_each_call_and_one_out(layout, shifted,
         assert [len(found.token_ids) for found in proposals] == [8, 9, 1]
 
 
+@pytest.mark.parametrize("order", ["reread", "text"])
+def test_blocks_that_are_finished_cost_no_call_and_no_copy_of_their_own(order):
+    """With the evidence in the pool a step is one call, whatever was finished or moved before it."""
+    denoiser = tiny_denoiser(attention_block=4, evidence_layout="independent", finished_blocks=order).to(
+        META
+    )
+    proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=1.0))
+    for step, finished in enumerate((0, 4, 4, 8)):
+        views = []
+        for slot, facts in enumerate(FACTS):
+            laid = arrange(Prompt((1, 2, 3), facts[step % 2 :], (4,)), denoiser.config)
+            asked = np.arange(finished, finished + 8)
+            views.append(View(slot, laid, np.full(finished + 8, 256), asked, finished=finished))
+        calls = denoiser.work.calls
+        with traffic() as seen:
+            proposer.propose(views)
+        calls = denoiser.work.calls - calls
+        assert calls == (2 if step == 0 else 1), "the first step meets new passages"
+        assert seen == [IN] * calls + [OUT]
+
+
 def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
     denoiser = tiny_denoiser().to(META)
     proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=0.0))
