@@ -39,7 +39,9 @@ class Router(nn.Module):
         super().__init__()
         self.experts = experts
         self.weight = nn.Parameter(torch.empty(experts.num_experts, width))
-        self.expert_bias = nn.Parameter(torch.empty(experts.num_experts)) if experts.expert_bias else None
+        self.expert_bias = None
+        if experts.expert_bias:  # moved by how busy the experts are, never by gradients
+            self.expert_bias = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, W) -> how much each chosen expert counts, float32, and which they are; both (T, k)."""
