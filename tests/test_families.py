@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from golden.tiny import write_checkpoint
+from safetensors import safe_open
 from safetensors.torch import load_file
 from test_denoiser import run_with_mask
 
@@ -91,25 +92,32 @@ def test_logits_equal_those_of_transformers_under_the_familys_attention(tmp_path
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-# Logits of the public classes, and the length of blocks where the checkpoint does not say it.
+# Logits of the public classes; the length of blocks that is set, and that of the checkpoint with its grid.
 GOLDEN = {
-    "sdar": 4, "fast-dllm-v2": None, "a2d-qwen3": None, "llada2": 8, "lladamoe": None, "sdar_moe": 4,
+    "sdar": (4, None, "prompt"), "fast-dllm-v2": (None, 32, "prompt"), "a2d-qwen3": (None, None, "canvas"),
+    "llada2": (8, 32, "prompt"), "lladamoe": (None, None, "canvas"), "sdar_moe": (4, None, "prompt"),
 }  # fmt: skip
 
 
 def write_golden(folder, name):
-    """The tiny checkpoint behind golden logits; returns these."""
+    """The tiny checkpoint behind golden logits; returns these, and whether row i predicts token i + 1."""
     write_checkpoint(name, folder)
-    return load_file(Path(__file__).parent / "golden" / f"{name}.safetensors")
+    path = Path(__file__).parent / "golden" / f"{name}.safetensors"
+    with safe_open(path, "pt") as file:
+        return load_file(path), file.metadata()["row i predicts"] == "i + 1"
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_logits_equal_those_of_the_public_modelling_code(tmp_path, name):
-    golden = write_golden(tmp_path, name)
-    denoiser = Denoiser.from_pretrained(open_checkpoint(tmp_path, GOLDEN[name]))
+    (golden, shifted), (block, own, grid) = write_golden(tmp_path, name), GOLDEN[name]
+    denoiser = Denoiser.from_pretrained(open_checkpoint(tmp_path, block))
+    config = denoiser.config
+    assert (config.shifted, config.attention_block, config.block_grid) == (shifted, block or own, grid)
+    if own:
+        assert open_checkpoint(tmp_path).config.attention_block == own
     with torch.no_grad():
         ours, theirs = denoiser(golden["input_ids"]), golden["logits"]
-    if denoiser.config.shifted:
+    if shifted:
         ours, theirs = ours[:, 1:], theirs[:, :-1]
     assert (ours - theirs).abs().max() < 1e-5 * theirs.std()
 
@@ -129,7 +137,7 @@ def test_stacks_of_experts_are_read_into_their_place(tmp_path):
 def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, monkeypatch):
     """Whole, and in shards that cut through a layer's experts; any rows of a tensor alike."""
     write_golden(tmp_path / "first", name)
-    first = open_checkpoint(tmp_path / "first", GOLDEN[name])
+    first = open_checkpoint(tmp_path / "first", GOLDEN[name][0])
     tensors = dict(first.tensors(torch.device("cpu"), torch.float32))
     for size in (10**9, 40_000):
         monkeypatch.setattr("dlm_rag.model.checkpoint.SHARD_BYTES", size)
