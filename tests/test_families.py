@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_denoiser
 from golden.tiny import write_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -160,9 +161,12 @@ def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, mo
 
 def test_the_length_of_blocks_may_be_set(tmp_path):
     write_public(tmp_path, "sdar")
-    for given, block in ((None, 4), (8, 8), (1, 1)):
+    for given, block in ((None, 4), (8, 8), (1, 1), (0, None)):
         config = open_checkpoint(tmp_path, given).config
         assert (config.attention_block, config.block_length) == (block, block)
+    tiny_denoiser(attention_block=4).save_pretrained(tmp_path / "ours")
+    for given, block in ((None, 4), (8, 8), (0, None)):
+        assert open_checkpoint(tmp_path / "ours", given).config.attention_block == block
     change(tmp_path, block_size=None)
     assert open_checkpoint(tmp_path, 16).config.attention_block == 16
     with pytest.raises(CheckpointError, match="'block_size' is missing: set model.attention_block"):

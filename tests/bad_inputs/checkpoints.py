@@ -342,7 +342,7 @@ CASES = [
         })
         for value in (-4, "4", True, 2.5)
     ),
-    Case("a block of no tokens", f"{ASK} model.attention_block=0", "attention_block=0 is out of range"),
+    Case("a block of less than nothing", f"{ASK} model.attention_block=-1", "attention_block=-1 is out of range"),
     Case("blocks from nowhere", ASK, "block_grid='middle' is none of prompt, canvas", {
         CONFIG: {"block_grid": "middle"}
     }),

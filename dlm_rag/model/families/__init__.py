@@ -14,6 +14,8 @@ def _ours(raw: dict[str, Any]) -> DenoiserConfig:
     known = {item.name for item in fields(DenoiserConfig)}
     need(raw, "vocab_size")
     found = {key: value for key, value in raw.items() if key in known}
+    if found.get("attention_block") == 0:  # whole
+        del found["attention_block"]
     if found.get("experts") is not None:
         found["experts"] = _experts(found["experts"])
     return DenoiserConfig(**found)
