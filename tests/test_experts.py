@@ -1,10 +1,12 @@
 """Mixtures of experts: two ways to one product, what they hold, what they cost."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import tiny_denoiser
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag import Denoiser
 from dlm_rag.model import feedforward
@@ -113,3 +115,26 @@ def test_experts_and_their_choice_learn():
     denoiser(torch.arange(12)[None]).square().sum().backward()
     for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):
         assert denoiser.get_parameter(f"layers.0.mlp.{name}").grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("experts", [FEW, ALL_OF_IT])
+def test_a_plan_of_training_sees_the_shapes_of_a_run(experts):
+    """On tensors without contents nobody knows who is chosen."""
+    with FakeTensorMode():
+        mixed = MixtureOfExperts(experts, 16)
+        out = mixed(torch.empty(9, 16))
+        out.sum().backward()
+    assert out.shape == (9, 16)
+    assert all(p.grad.shape == p.shape for p in mixed.parameters() if p.requires_grad)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_leave_the_products_of_experts_out():
+    plain, compiled = tiny_denoiser(experts=FEW), tiny_denoiser(experts=FEW)
+    torch._dynamo.reset()
+    compiled.compile_layers()
+    with torch.inference_mode():
+        for length in (5, 9, 30):
+            ids = torch.arange(length)[None]
+            torch.testing.assert_close(compiled(ids), plain(ids), rtol=1e-4, atol=1e-4)

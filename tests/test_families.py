@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_denoiser
 from golden.tiny import write_checkpoint
+from safetensors import safe_open
 from safetensors.torch import load_file
 from test_denoiser import run_with_mask
 
 from dlm_rag import Denoiser
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint, save_tensors
+from dlm_rag.training.memory import LiveBytes
 
 MASK = 99
 # family: the class of transformers whose names it has, its own keys, and what they must come to.
@@ -46,7 +49,7 @@ PUBLIC = {
 }  # fmt: skip
 
 
-def write_public(folder, family, **more):
+def write_public(folder, family):
     """A random model of transformers' class with the family's config around it; returns the model."""
     import transformers
 
@@ -60,7 +63,7 @@ def write_public(folder, family, **more):
     for parameter in model.parameters():  # biases and norms start at 0 and 1, which hides mistakes
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    change(folder, model_type=family, mask_token_id=MASK, **keys, **more)
+    change(folder, model_type=family, mask_token_id=MASK, **keys)
     return model
 
 
@@ -90,34 +93,52 @@ def test_logits_equal_those_of_transformers_under_the_familys_attention(tmp_path
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-# Logits of the public classes, and the length of blocks where the checkpoint does not say it.
+# Logits of the public classes; the length of blocks that is set, and that of the checkpoint with its grid.
 GOLDEN = {
-    "sdar": 4, "fast-dllm-v2": None, "a2d-qwen3": None, "llada2": 8, "lladamoe": None, "sdar_moe": 4,
+    "sdar": (4, None, "prompt"), "fast-dllm-v2": (None, 32, "prompt"), "a2d-qwen3": (None, None, "canvas"),
+    "llada2": (8, 32, "prompt"), "lladamoe": (None, None, "canvas"), "sdar_moe": (4, None, "prompt"),
 }  # fmt: skip
 
 
 def write_golden(folder, name):
-    """The tiny checkpoint behind golden logits; returns these."""
+    """The tiny checkpoint behind golden logits; returns these, and whether row i predicts token i + 1."""
     write_checkpoint(name, folder)
-    return load_file(Path(__file__).parent / "golden" / f"{name}.safetensors")
+    path = Path(__file__).parent / "golden" / f"{name}.safetensors"
+    with safe_open(path, "pt") as file:
+        return load_file(path), file.metadata()["row i predicts"] == "i + 1"
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_logits_equal_those_of_the_public_modelling_code(tmp_path, name):
-    golden = write_golden(tmp_path, name)
-    denoiser = Denoiser.from_pretrained(open_checkpoint(tmp_path, GOLDEN[name]))
-    for ids, theirs in zip(golden["input_ids"], golden["logits"], strict=True):
-        allowed = sight(len(ids), denoiser.config.attention_block)
-        with torch.no_grad():
-            ours = denoiser.read_out(run_with_mask(denoiser, ids, torch.arange(len(ids)), allowed))
-        assert (ours - theirs).abs().max() < 1e-5 * theirs.std()
+    (golden, shifted), (block, own, grid) = write_golden(tmp_path, name), GOLDEN[name]
+    denoiser = Denoiser.from_pretrained(open_checkpoint(tmp_path, block))
+    config = denoiser.config
+    assert (config.shifted, config.attention_block, config.block_grid) == (shifted, block or own, grid)
+    if own:
+        assert open_checkpoint(tmp_path).config.attention_block == own
+    with torch.no_grad():
+        ours, theirs = denoiser(golden["input_ids"]), golden["logits"]
+    if shifted:
+        ours, theirs = ours[:, 1:], theirs[:, :-1]
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.std()
+
+
+def test_stacks_of_experts_are_read_into_their_place(tmp_path):
+    """Beside what is loaded nothing is held but the one tensor that is being read."""
+    write_public(tmp_path, "sdar_moe")
+    with LiveBytes() as alive:
+        held = dict(open_checkpoint(tmp_path).tensors(torch.device("cpu"), torch.bfloat16))
+    largest = max(value.nbytes for value in load_file(tmp_path / "model.safetensors").values())
+    whole = sum(value.nbytes for value in held.values())
+    stack = held["layers.0.mlp.experts.gate_up_proj"].nbytes
+    assert whole <= alive.peak <= whole + largest < whole + stack
 
 
 @pytest.mark.parametrize("name", ["llada2", "lladamoe", "sdar_moe", "fast-dllm-v2"])
 def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, monkeypatch):
     """Whole, and in shards that cut through a layer's experts; any rows of a tensor alike."""
     write_golden(tmp_path / "first", name)
-    first = open_checkpoint(tmp_path / "first", GOLDEN[name])
+    first = open_checkpoint(tmp_path / "first", GOLDEN[name][0])
     tensors = dict(first.tensors(torch.device("cpu"), torch.float32))
     for size in (10**9, 40_000):
         monkeypatch.setattr("dlm_rag.model.checkpoint.SHARD_BYTES", size)
@@ -140,9 +161,12 @@ def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, mo
 
 def test_the_length_of_blocks_may_be_set(tmp_path):
     write_public(tmp_path, "sdar")
-    for given, block in ((None, 4), (8, 8), (1, 1)):
+    for given, block in ((None, 4), (8, 8), (1, 1), (0, None)):
         config = open_checkpoint(tmp_path, given).config
         assert (config.attention_block, config.block_length) == (block, block)
+    tiny_denoiser(attention_block=4).save_pretrained(tmp_path / "ours")
+    for given, block in ((None, 4), (8, 8), (0, None)):
+        assert open_checkpoint(tmp_path / "ours", given).config.attention_block == block
     change(tmp_path, block_size=None)
     assert open_checkpoint(tmp_path, 16).config.attention_block == 16
     with pytest.raises(CheckpointError, match="'block_size' is missing: set model.attention_block"):

@@ -72,7 +72,7 @@ CONFIG_KEYS = (
     "model_type vocab_size hidden_size num_hidden_layers num_attention_heads head_dim num_key_value_heads "
     "intermediate_size max_position_embeddings rms_norm_eps rope_theta rope_scaling qk_norm qkv_bias "
     "tie_word_embeddings mask_token_id shifted evidence_layout passage_length canvas_length block_length "
-    "eos_token_id prompt rope_parameters auto_map"
+    "eos_token_id prompt rope_parameters auto_map experts partial_rotary_factor attention_block block_grid"
 ).split()
 TOKENIZER_KEYS = (
     "chat_template eos_token mask_token bos_token added_tokens_decoder extra_special_tokens "

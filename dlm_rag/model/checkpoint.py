@@ -162,8 +162,8 @@ def open_checkpoint(path_or_hub_id: str | Path, attention_block: int | None = No
         raw["attention_block"] = attention_block
     try:
         own = {name: raw[name] for name in OWN_FIELDS if raw.get(name) is not None}
-        if attention_block is not None:
-            own["attention_block"] = attention_block or None
+        if own.get("attention_block") == 0:
+            own["attention_block"] = None
         config = replace(family.read(raw), **own)
         if config.block_length is None:  # what sees itself whole is written as a whole
             config = replace(config, block_length=config.attention_block)

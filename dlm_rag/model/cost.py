@@ -87,12 +87,10 @@ def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[fl
     if not sparse or e is None:
         plain = 3.0 * width * config.intermediate_size
         return plain, plain if tokens else 0.0
-    one, all_take = (
-        3.0 * width * e.moe_intermediate_size,
-        width * (e.num_experts + 3 * e.shared_intermediate_size),
-    )
+    one = 3.0 * width * e.moe_intermediate_size
+    all_take = width * (e.num_experts + 3.0 * e.shared_intermediate_size)
     met = 1 - (1 - e.num_experts_per_tok / e.num_experts) ** tokens  # were they chosen evenly
-    return all_take + e.num_experts_per_tok * one, (all_take if tokens else 0) + met * e.num_experts * one
+    return all_take + e.num_experts_per_tok * one, (all_take if tokens else 0.0) + met * e.num_experts * one
 
 
 def head_work(config: DenoiserConfig, rows: float, size: int) -> Work:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dlm_rag.model.block import AttentionProbe, Block, Call, Embedding, Norm, rope_frequencies
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.cost import Work, encode_work, head_work
-from dlm_rag.model.feedforward import Linear
+from dlm_rag.model.feedforward import Linear, MixtureOfExperts
 from dlm_rag.model.kernels import FLASH_MODULE, choose_backend
 from dlm_rag.model.rows import Rows, rectangle
 from dlm_rag.model.shape import DenoiserConfig
@@ -150,6 +150,8 @@ class Denoiser(nn.Module):
             self._compiled_before = _graphs()
             for block in self.layers:
                 assert isinstance(block, Block)
+                if isinstance(block.mlp, MixtureOfExperts):  # of its products torch traces bfloat16 alone
+                    block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
                 block.before = torch.compile(block.before, dynamic=True)  # type: ignore[method-assign]
                 block.after = torch.compile(block.after, dynamic=True)  # type: ignore[method-assign]
 

@@ -6,6 +6,7 @@ Shapes: T tokens, E experts, k of them for each token, W model width, I width of
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dlm_rag.model.shape import DenoiserConfig, Experts
 
@@ -38,7 +39,9 @@ class Router(nn.Module):
         super().__init__()
         self.experts = experts
         self.weight = nn.Parameter(torch.empty(experts.num_experts, width))
-        self.expert_bias = nn.Parameter(torch.empty(experts.num_experts)) if experts.expert_bias else None
+        self.expert_bias = None
+        if experts.expert_bias:  # moved by how busy the experts are, never by gradients
+            self.expert_bias = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, W) -> how much each chosen expert counts, float32, and which they are; both (T, k)."""
@@ -108,6 +111,9 @@ def by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Each expert's rows of x (n, in), up to its entry in `ends` (E,), times its weights (E, out, in)."""
     if x.dtype != weights.dtype:  # under autocast, where weights may be float32
         x = x.to(weights.dtype)
+    if isinstance(x, FakeTensor):  # in a plan of training: nobody knows who is chosen, so all are alike
+        even = F.pad(x, (0, 0, 0, -len(x) % len(weights))).unflatten(0, (len(weights), -1))
+        return (even @ weights.transpose(1, 2)).flatten(0, 1)[: len(x)]
     if (x.is_cuda and x.dtype != torch.bfloat16) or x.device.type not in ("cpu", "cuda"):
         return _one_by_one(x, weights, ends)
     return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)

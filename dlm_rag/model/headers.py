@@ -79,11 +79,13 @@ def _headers(folder: Path) -> dict[str, _Header]:
 def match(folder: Path, config: DenoiserConfig, family: Family) -> dict[str, list[tuple[Path, Part]]]:
     """Every tensor of the denoiser with its home, after checking names, shapes and types."""
     found = _headers(folder)
-    if config.num_hidden_layers > len(found):  # before as many names are made
-        raise CheckpointError(
-            f"{folder} holds {len(found)} tensors, too few for the {config.num_hidden_layers} layers that "
-            "its config asks for"
-        )
+    experts = config.experts.num_experts if config.experts is not None and family.apart else 0
+    for number, what in ((config.num_hidden_layers, "layers"), (experts, "experts")):
+        if number > len(found):  # before as many names are made
+            raise CheckpointError(
+                f"{folder} holds {len(found)} tensors, too few for the {number} {what} that its config "
+                "asks for"
+            )
     wanted = tensor_shapes(config)
     if config.tie_word_embeddings:
         # A tied head is the embedding; some folders store it a second time.

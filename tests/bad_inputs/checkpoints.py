@@ -64,6 +64,23 @@ def blocks(family: str, **settings: Any) -> dict[str, Any]:
     return llama(model_type=family, block_size=4, bd_size=8) | settings
 
 
+def llada2(**settings: Any) -> dict[str, Any]:
+    """What makes a LLaDA2 config of the tiny model's."""
+    return llama(
+        model_type="llada2_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+        num_shared_experts=1, first_k_dense_replace=1, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        partial_rotary_factor=0.5,
+    ) | settings  # fmt: skip
+
+
+def llada_moe(**settings: Any) -> dict[str, Any]:
+    """What makes a LLaDA-MoE config of the tiny model's; the public one calls itself llada."""
+    return llama(
+        model_type="llada", num_experts=8, num_experts_per_tok=2, expert_intermediate_size=16,
+        moe_layer_freq=[1, 1], qk_layernorm=True,
+    ) | settings  # fmt: skip
+
+
 def link(target: str):
     """A function that puts a link in the place of a file."""
 
@@ -325,7 +342,7 @@ CASES = [
         })
         for value in (-4, "4", True, 2.5)
     ),
-    Case("a block of no tokens", f"{ASK} model.attention_block=0", "attention_block=0 is out of range"),
+    Case("a block of less than nothing", f"{ASK} model.attention_block=-1", "attention_block=-1 is out of range"),
     Case("blocks from nowhere", ASK, "block_grid='middle' is none of prompt, canvas", {
         CONFIG: {"block_grid": "middle"}
     }),
@@ -343,4 +360,72 @@ CASES = [
     Case("a mask that the tokenizer declares and lacks", ASK, "has not added '<hole>', which it declares", {
         CONFIG: blocks("sdar", mask_token_id=None), TOKENIZER_CONFIG: {"mask_token": "<hole>"},
     }),
+    Case("LLaDA2 without a tensor", ASK, "lacks the tensor model.word_embeddings.weight", {CONFIG: llada2()}),
+    *(
+        Case(f"LLaDA2.2, as {key} says", ASK, f"{key}=7 is of LLaDA2.2, which inserts and deletes", {
+            CONFIG: llada2(**{key: 7})
+        })
+        for key in ("delete_token_id", "split_token_id", "expert_capacity")
+    ),
+    *(
+        Case(f"LLaDA2 without {key}", ASK, f"the key '{key}' is missing", {CONFIG: llada2(**{key: None})})
+        for key in (
+            "num_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "n_group",
+            "topk_group", "routed_scaling_factor", "partial_rotary_factor",
+        )
+    ),
+    *(
+        Case(f"{family} with {key} of {value}", ASK, f"{key}={value!r} is not supported", {
+            CONFIG: make(**{key: value})
+        })
+        for family, make, key, value in (
+            ("LLaDA2", llada2, "use_bias", True), ("LLaDA2", llada2, "norm_head", True),
+            ("LLaDA2", llada2, "norm_topk_prob", False), ("LLaDA2", llada2, "score_function", "softmax"),
+            ("LLaDA2", llada2, "moe_router_enable_expert_bias", False),
+            ("LLaDA2", llada2, "rope_scaling", {"rope_type": "yarn"}),
+            ("LLaDA-MoE", llada_moe, "norm_topk_prob", True), ("LLaDA-MoE", llada_moe, "clip_qkv", 8.0),
+            ("LLaDA-MoE", llada_moe, "moe_router_score_function", "sigmoid"),
+            ("LLaDA-MoE", llada_moe, "moe_router_enable_expert_bias", True),
+            ("LLaDA-MoE", llada_moe, "router_num_group", 8),
+            ("LLaDA-MoE", llada_moe, "routed_scaling_factor", 2.5),
+        )
+    ),
+    *(
+        Case(f"SDAR-MoE with {key} of {value}", ASK, f"{key}={value!r} is not supported", {
+            CONFIG: blocks("sdar_moe", **{key: value})
+        })
+        for key, value in (("decoder_sparse_step", 2), ("mlp_only_layers", [0]))
+    ),
+    *(
+        Case(f"LLaDA2 with {key} of {value!r}", ASK, says, {CONFIG: llada2(**{key: value})})
+        for key, value, says in (
+            ("num_experts", "8", "num_experts='8' must be"),
+            ("num_experts", 9, "n_group=4 must divide num_experts=9"),
+            ("num_experts", 4, "n_group=4 leaves groups of less than 2 experts"),
+            ("topk_group", 5, "topk_group=5 is more than n_group=4"),
+            ("num_experts_per_tok", 5, "num_experts_per_tok=5 is more than the 4 experts"),
+            ("moe_intermediate_size", 12, "moe_intermediate_size=12 is no multiple of 8"),
+            ("partial_rotary_factor", 0.4, "partial_rotary_factor=0.4 of head_dim=8 must be an even"),
+            ("partial_rotary_factor", 1.5, "partial_rotary_factor=1.5 of head_dim=8 must be an even"),
+            ("routed_scaling_factor", 1e300, "routed_scaling_factor=1e+300 must be"),
+            ("num_shared_experts", "1", "shared_intermediate_size="),
+            ("num_experts", 10**9, "too few for the 1000000000 experts"),
+        )
+    ),
+    *(
+        Case(f"LLaDA-MoE with layers {freq}", ASK, says, {CONFIG: llada_moe(moe_layer_freq=freq)})
+        for freq, says in (
+            ([1, 0], "moe_layer_freq may be 0 for layers at the bottom"),
+            (["x", 1], "moe_layer_freq may be 0"), ([0, 2], "moe_layer_freq may be 0"), (3, "moe_layer_freq may be 0"),
+            ([1], "moe_layer_freq=[1] must have an entry for each layer"),
+            ([0, 1], "the key 'dense_intermediate_size' is missing"),
+        )
+    ),
+    *(
+        Case(f"experts of our own that are {value!r}", ASK, says, {CONFIG: {"experts": value}})
+        for value, says in (
+            ("many", "experts='many' must be"), ({"num_experts": 8}, "the key 'num_experts_per_tok' of experts"),
+            ({"number": 8}, "experts has no key 'number' (nearest: 'num_experts')"),
+        )
+    ),
 ]  # fmt: skip

@@ -38,7 +38,8 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
         router_topk_group=None,
     )  # fmt: skip
     sparse = need(raw, "moe_layer_freq")
-    if not isinstance(sparse, list) or sorted(sparse) != sparse or not {0, 1}.issuperset(sparse):
+    lowest = sparse.count(0) if isinstance(sparse, list) else 0
+    if not isinstance(sparse, list) or sparse != [0] * lowest + [1] * (len(sparse) - lowest):
         raise CheckpointError("moe_layer_freq may be 0 for layers at the bottom, then 1 for all others")
     if len(sparse) != need(raw, "num_hidden_layers"):
         raise CheckpointError(f"moe_layer_freq={sparse!r:.60} must have an entry for each layer")
@@ -47,9 +48,9 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
         num_experts_per_tok=need(raw, "num_experts_per_tok"),
         moe_intermediate_size=need(raw, "expert_intermediate_size"),
         shared_intermediate_size=raw.get("shared_expert_intermediate_size") or 0,
-        first_k_dense_replace=sparse.count(0),
+        first_k_dense_replace=lowest,
     )
-    dense = need(raw, "dense_intermediate_size") if sparse.count(0) else experts.moe_intermediate_size
+    dense = need(raw, "dense_intermediate_size") if lowest else experts.moe_intermediate_size
     return transformers_config(
         raw | {"intermediate_size": dense}, qk_norm=need(raw, "qk_layernorm"), shifted=False,
         experts=experts, partial_rotary_factor=raw.get("partial_rotary_factor") or 1.0,
