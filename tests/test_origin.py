@@ -13,6 +13,7 @@ from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint
+from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.origin import begin, merged
 from dlm_rag.training.saving import whole_state
 from dlm_rag.training.sharding import shard
@@ -78,10 +79,13 @@ def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
 def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
     pytest.importorskip("peft")
     folder = golden / "checkpoints" / "tiny-llada"
-    origin = begin(load_config(None, [f"model.path={folder}", "train.lora_rank=4"]))
+    config = load_config(None, [f"model.path={folder}", "train.lora_rank=4"])
+    origin = begin(config)
     denoiser = origin.denoiser(CPU)
     trained = {name for name, value in denoiser.named_parameters() if value.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
+    (muon,) = make_optimizers(denoiser, config.train)
+    assert len(muon.param_groups[0]["params"]) == len(trained), "nothing is left for a second optimizer"
     with torch.no_grad():
         for name, value in denoiser.named_parameters():
             if "lora_B" in name:

@@ -27,13 +27,13 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
         {"params": rest, "lr": rate}, {"params": gains, "lr": 4 * rate},
         {"params": decayed, "lr": rate, "weight_decay": decay},
     ]  # fmt: skip
-    adamw = torch.optim.AdamW(
-        [g for g in groups if g["params"]], betas=(0.9, 0.95), weight_decay=0.0,
-        fused=not denoiser.embed_tokens.weight.is_meta,
-    )  # fmt: skip
-    if not matrices:
-        return [adamw]
-    return [torch.optim.Muon(matrices, lr=train.matrix_learning_rate, weight_decay=decay), adamw]
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(torch.optim.Muon(matrices, lr=train.matrix_learning_rate, weight_decay=decay))
+    if groups := [group for group in groups if group["params"]]:  # adapters are matrices of the layers only
+        fused = not denoiser.embed_tokens.weight.is_meta
+        found.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused))
+    return found
 
 
 class Rates:
