@@ -180,8 +180,9 @@ def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
     store.reserve(1, 10)
     store.reserve(3, 3)
     store.keys_values.fill_(torch.nan)
-    store.put(2, 0, torch.stack((k[:3], v[:3]))[None])
-    rows = pack([Segment((1,) * n, 0) for n in queries], CPU, context=store.rows(slots, (3, 0)))
+    store.put(store.place(2), torch.stack((k[:3], v[:3]))[None])
+    starts = [store.place(slot) for slot in slots]
+    rows = pack([Segment((1,) * n, 0) for n in queries], CPU, context=store.rows(starts, (3, 0)))
     seen = rows.seen(k[3:], v[3:], 0)
     for kernel in (gpu_kernel, "sdpa"):
         out = attention(q, *seen, rows.sight, kernel)

@@ -14,6 +14,7 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.proposer import DenoiserProposer, View
 from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.contexts import SCRATCH
 from dlm_rag.evidence.encode import encode_canvases, encode_contexts, encode_segments
 from dlm_rag.evidence.layout import arrange, with_new_passages
 from dlm_rag.model.attention import _KERNELS
@@ -230,12 +231,19 @@ def test_tokens_do_not_depend_on_lookahead_where_the_evidence_does_not(corpus_fi
     assert found[0] == found[1] == found[2]
 
 
-def test_a_step_is_one_call_of_the_model_where_the_pool_holds_the_evidence(corpus_file):
-    decoder = make_decoder(corpus_file, finished_blocks="text", batch_size=4, query="question")
-    decoder.decode(ASKED)
-    calls = decoder.denoiser.work.calls
-    rollouts = decoder.decode(ASKED)
-    assert decoder.denoiser.work.calls - calls == max(rollout.forwards for rollout in rollouts)
+@pytest.mark.parametrize("shape", [{}, {"attention_block": None}], ids=["blocks", "whole"])
+@pytest.mark.parametrize("pool_gib", [0, 1])
+def test_a_step_is_one_call_of_the_model(corpus_file, monkeypatch, shape, pool_gib):
+    """New passages run in it, too, unless they are too many; which changes no token."""
+    found = []
+    for scratch in (SCRATCH, 0):
+        monkeypatch.setattr("dlm_rag.evidence.contexts.SCRATCH", scratch)
+        decoder = make_decoder(corpus_file, shape=shape, batch_size=4, pool_gib=pool_gib)
+        rollouts = decoder.decode(ASKED)
+        steps = max(rollout.forwards for rollout in rollouts)
+        assert (decoder.denoiser.work.calls == steps) == bool(scratch)
+        found.append((what_happened(rollouts), decoder.proposer.reuse))
+    assert found[0] == found[1]
 
 
 def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus):
@@ -250,7 +258,8 @@ def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus)
         def spy(shown, load=load, counted=counted):
             runs, stored = load(shown)
             finished = shown[0].finished
-            counted.append(sum(max(0, min(finished, r.begin + len(r.segment.ids)) - r.begin) for r in runs))
+            ends = [(r.begin, r.begin + len(r.segment.ids)) for r in runs if r.row is not None]
+            counted.append(sum(max(0, min(finished, end) - begin) for begin, end in ends))
             return runs, stored
 
         contexts.load = spy

@@ -88,7 +88,7 @@ def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file,
     }
     assert whole_record(found["late"]) == expected["id0"] and "id1" not in found
     assert not decoder.retriever._successive._kept
-    assert not decoder.proposer._contexts._loaded
+    assert not decoder.proposer._contexts._held
 
 
 @pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
@@ -99,7 +99,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file, overlap)
     stream = decoder.stream(ASKED)
     next(stream)
     stream.close()
-    assert not decoder.proposer._contexts._loaded
+    assert not decoder.proposer._contexts._held
     assert records(decoder.decode(QUESTIONS)) == expected
 
 
@@ -285,7 +285,7 @@ def test_questions_one_after_another_need_one_slot(corpus_file):
         for number in range(16):
             engine.submit(Question(f"{number}", QUESTIONS[0]))
             run(engine)
-    assert decoder.proposer._contexts._store.keys_values.shape[2] == 1
+    assert decoder.proposer._contexts._store.slots == 1
 
 
 def test_the_record_has_the_overlap_that_held(corpus_file):
@@ -338,4 +338,4 @@ def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, mon
                     done += 1
                     assert whole_record(event.rollout) == alone[asked[event.ticket]]
     assert done > 20 and engine.capacity == 5
-    assert not decoder.retriever._successive._kept and not decoder.proposer._contexts._loaded
+    assert not decoder.retriever._successive._kept and not decoder.proposer._contexts._held

@@ -130,10 +130,11 @@ def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, 
     store.keys_values.fill_(torch.nan)
     own_keys, own_values = [], []
     for slot, n, row_k, row_v in zip(slots, seen, k.split(keys), v.split(keys), strict=True):
-        store.put(slot, 0, torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype))
+        store.put(store.place(slot), torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype))
         own_keys.append(row_k[n:])
         own_values.append(row_v[n:])
-    packed = pack([Segment((1,) * n, 0) for n in own], device, read=read, context=store.rows(slots, seen))
+    context = store.rows([store.place(slot) for slot in slots], seen)
+    packed = pack([Segment((1,) * n, 0) for n in own], device, read=read, context=context)
     there = packed.seen(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
     close(attention(q.to(device, dtype), *there, packed.last, kernel), expected, v)
 

@@ -87,12 +87,14 @@ def hidden_of(denoiser, contexts, slots, laid):
     shifted, canvases = denoiser.config.shifted, CANVASES[: len(laid)]
     states = [row.state(canvas, 0, shifted) for row, canvas in zip(laid, canvases, strict=True)]
     runs, stored = contexts.load(shown_of(slots, laid))
-    read = [
-        [len(row.lead.ids) + n - shifted for n in places] for row, places in zip(laid, READ, strict=False)
-    ]
+    firsts = [len(row.lead.ids) - shifted for row in laid]
+    asked = [[first + n for n in places] for first, places in zip(firsts, READ, strict=False)]
+    read = [[] if run.row is None else asked[run.row] for run in runs]
     rows = pack([run.segment for run in runs], CPU, read, stored)
     fresh = encode_canvases(denoiser, states, encode_contexts(denoiser, states), READ[: len(laid)])
-    return denoiser.encode(rows)[0], fresh, stored
+    found = denoiser.encode(rows)[0]
+    contexts.take_up()
+    return found, fresh, stored
 
 
 A, B, C, LONG = (10, 11), (20, 21, 22), (30,), (40, 41, 42, 43, 44)
@@ -125,11 +127,12 @@ def test_kept_contexts_give_what_fresh_ones_give(layout, shifted, budget):
 
 
 def test_a_segment_is_encoded_once_for_all_rows_and_steps():
-    contexts = Contexts(tiny_denoiser(), EvidencePool(CPU, 10**9))
+    denoiser = tiny_denoiser()
+    contexts = Contexts(denoiser, EvidencePool(CPU, 10**9))
     laid = [laid_out("independent", facts, False) for facts in ((A, B), (B, A), (A,))]
     with torch.inference_mode():
-        contexts.load(shown_of((0, 1, 2), laid))
-        contexts.load(shown_of((0, 1, 2), laid[::-1]))
+        hidden_of(denoiser, contexts, (0, 1, 2), laid)
+        hidden_of(denoiser, contexts, (0, 1, 2), laid[::-1])
     assert contexts.reuse.encoded == len(A) + len(B) + 4, "the question is the same in all rows"
     assert contexts.reuse.wanted == 2 * (9 + 9 + 6)
 

@@ -107,10 +107,11 @@ class DenoiserProposer:
             runs, context = self._contexts.load(shown)
         with stage("denoise"):
             segments = [run.segment for run in runs]
-            read = [self._read(run, views[run.row]) for run in runs]
+            read = [[] if run.row is None else self._read(run, views[run.row]) for run in runs]
             added = wanted_of(views, self._mask_id)
             rows = pack(segments, self.denoiser.device, read, context, add=added)
             hidden, _ = self.denoiser.encode(rows)
+            self._contexts.take_up()
             mask_id, *arrays = rows.added
             found = [
                 read_proposals(self.denoiser.read_out(part).float(), Wanted(mask_id, *arrays[at : at + 5]))

@@ -8,7 +8,7 @@ and the chain runs again, in the same call as the window behind it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from torch import Tensor
 
@@ -17,7 +17,9 @@ from dlm_rag.evidence.layout import LAST, Arrangement
 from dlm_rag.evidence.pool import EvidencePool, Reuse
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.rows import Segment
-from dlm_rag.model.store import ContextStore, StoredRows
+from dlm_rag.model.store import ContextStore, StoredRows, whole_pages
+
+SCRATCH = 8192  # tokens, in whole pages, of new segments that may run in the same call as the rows
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of a row's chain that is to run, from token `begin` of it on; row: which of those shown."""
+    """A stretch of a row's chain that is to run, from token `begin` of it on; row: which of those shown.
 
-    row: int
+    None: a segment that sees itself alone, of whose states none is read.
+    """
+
+    row: int | None
     begin: int
     segment: Segment
 
@@ -92,6 +97,7 @@ class Contexts:
             denoiser.compute_dtype,
         )  # fmt: skip
         self._held: dict[int, _Order] = {}
+        self._new: dict[Segment, int] = {}  # what the call under way computes, and where it puts it
         self.reuse = Reuse() if pool is None else pool.reuse
 
     def prefetch(self, laid: Arrangement) -> None:
@@ -106,49 +112,58 @@ class Contexts:
     def load(self, shown: Sequence[Shown]) -> tuple[list[Run], StoredRows | None]:
         """Writes what changed into the slots of these rows.
 
-        Returns what is left to run, row by row, and what these runs see, None where no row sees anything.
-        Rows that share a segment share its computation.
+        Returns what is left to run, first segments that nothing holds, then row by row; and what these runs
+        see, None where no row sees anything. Rows that share a segment share its computation. After the
+        call, `take_up` keeps what it computed.
         """
         if all(row.laid.block is None and not row.laid.context for row in shown):
             return [Run(number, 0, row.chain) for number, row in enumerate(shown)], None
-        orders = [_Order.of(row) for row in shown]
+        store, orders = self._store, [_Order.of(row) for row in shown]
         self.reuse.wanted += sum(len(segment.ids) for order in orders for segment, _ in order.segments)
         room = [
             order.stretches[-1][2] + len(row.chain.ids) - order.stretches[-1][0]
             for row, order in zip(shown, orders, strict=True)
         ]
-        self._store.reserve(max(row.slot for row in shown) + 1, max(room))
-        valid, lacking = [], []
+        store.reserve(max(row.slot for row in shown) + 1, max(room))
+        valid, lacking = [], list[tuple[Segment, int]]()
         for row, order in zip(shown, orders, strict=True):
             held = self._held.get(row.slot, _Order()) if self._pool is not None else _Order()
             valid.append(_valid(row, held, order))
-            lacking.append(self._settle(row.slot, held, order, valid[-1]))
-        kept = self._fetch(list(dict.fromkeys(segment for row in lacking for segment, _ in row)))
-        for row, order, segments in zip(shown, orders, lacking, strict=True):
-            for segment, place in segments:
-                self._store.put(row.slot, place, kept[segment])
+            lacking += self._settle(row.slot, held, order, valid[-1])
             self._held[row.slot] = order
-        runs, slots, seen = [], [], []
-        for number, (row, order, first) in enumerate(zip(shown, orders, valid, strict=True)):
+        self._new = self._fetch(lacking)
+        runs = [Run(None, 0, segment) for segment in self._new]
+        number = {segment: n for n, segment in enumerate(self._new)}
+        copies = [(number[segment], place) for segment, place in lacking if segment in number]
+        starts, seen = [*self._new.values()], [0] * len(runs)
+        for n, (row, order, first) in enumerate(zip(shown, orders, valid, strict=True)):
             for begin, segment, place in self._left(row, order, first):
-                runs.append(Run(number, begin, segment))
-                slots.append(row.slot)
+                runs.append(Run(n, begin, segment))
+                starts.append(store.place(row.slot))
                 seen.append(place)
-        return runs, self._store.rows(slots, seen)
+        return runs, store.rows(starts, seen, copies)
+
+    def take_up(self) -> None:
+        """Keeps the segments that the call has computed."""
+        if self._pool is not None:
+            for segment, place in self._new.items():
+                self._pool.add(segment, self._store.get(place, len(segment.ids)))
+        self._new = {}
 
     def _settle(self, slot: int, held: _Order, order: _Order, valid: int) -> list[tuple[Segment, int]]:
-        """Moves what the slot holds to its place; returns the segments that it does not hold."""
+        """Moves what the slot holds to its place; returns what it does not hold, with its place."""
         if held.segments == order.segments and held.stretches[-1][2] == order.stretches[-1][2]:
             return []
         there = dict(held.segments)
-        lacking = [(segment, place) for segment, place in order.segments if segment not in there]
+        slot = self._store.place(slot)
+        lacking = [(segment, slot + place) for segment, place in order.segments if segment not in there]
         moves = [(there[s], place, len(s.ids)) for s, place in order.segments if s in there]
         for begin, stop, place in order.stretches:
             for first, last, at in held.stretches:
                 low, high = max(begin, first), min(stop, last, valid)
                 if low < high:
                     moves.append((at + low - first, place + low - begin, high - low))
-        self._store.move(slot, [move for move in moves if move[0] != move[1]])
+        self._store.move([(slot + a, slot + b, count) for a, b, count in moves if a != b])
         return lacking
 
     def _left(self, row: Shown, order: _Order, valid: int) -> Iterator[tuple[int, Segment, int]]:
@@ -163,23 +178,32 @@ class Contexts:
                     place_in_chain = piece.start - row.chain.start
                     yield place_in_chain, piece, at + place_in_chain - first
 
-    def _fetch(self, segments: list[Segment]) -> dict[Segment, Tensor]:
-        """Keys and values of segments, from the pool or computed in one packed call."""
-        found = dict[Segment, Tensor]()
+    def _fetch(self, lacking: Sequence[tuple[Segment, int]]) -> dict[Segment, int]:
+        """Puts segments from the pool where they are lacking.
+
+        Returns those that the pool does not hold, each with its place in the scratch room: they run in the
+        same call as the rows, or, where they are too many, here.
+        """
+        kept = dict[Segment, Tensor]()
+        wanted = list(dict.fromkeys(segment for segment, _ in lacking))
         if self._pool is not None:
-            for segment in segments:
-                kept = self._pool.get(segment)
-                if kept is not None:
-                    found[segment] = kept
-        missing = [segment for segment in segments if segment not in found]
-        if missing:
-            encoded = encode_segments(self._denoiser, missing)
-            self.reuse.encoded += sum(len(segment.ids) for segment in missing)
-            for segment, kept in zip(missing, encoded, strict=True):
-                found[segment] = kept
+            found = ((segment, self._pool.get(segment)) for segment in wanted)
+            kept = {segment: tensor for segment, tensor in found if tensor is not None}
+        new = [segment for segment in wanted if segment not in kept]
+        self.reuse.encoded += sum(len(segment.ids) for segment in new)
+        sizes = [whole_pages(len(segment.ids)) for segment in new]
+        if sum(sizes) > SCRATCH:
+            for segment, tensor in zip(new, encode_segments(self._denoiser, new), strict=True):
+                kept[segment] = tensor
                 if self._pool is not None:
-                    self._pool.add(segment, kept)
-        return found
+                    self._pool.add(segment, tensor)
+            new, sizes = [], []
+        for segment, place in lacking:
+            if segment in kept:
+                self._store.put(place, kept[segment])
+        self._store.reserve(0, 0, sum(sizes))
+        scratch = self._store.slots * self._store.capacity
+        return dict(zip(new, accumulate(sizes, initial=scratch), strict=False))
 
 
 def _valid(row: Shown, held: _Order, order: _Order) -> int:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from dlm_rag.model.kernels import paging
 from dlm_rag.model.rows import Ragged, Sight
+from dlm_rag.model.store import PAGE
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sight: Sight, backend: str) -> Tensor:
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
-    With `sight.stored`, `k` and `v` are the slots (slots, capacity, Hk, D) of a `ContextStore`: row r sees
-    the first tokens of its slot, as many as its keys. `backend` is one of `kernels.choose_backend`'s.
+    With `sight.stored`, `k` and `v` are all that a `ContextStore` holds, (tokens, Hk, D): row r sees the
+    tokens from its start on, as many as its keys. `backend` is one of `kernels.choose_backend`'s.
     """
     if any(sight.bounded) and not sight.causal:
         backend = "sdpa"  # the only one that takes a mask
@@ -67,6 +68,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     options = dict(rule.options)
     ends: Tensor | None = sight.keys.cumulative
     if sight.stored is not None and rule.reads_pages:
+        k, v = (x.unflatten(0, (-1, PAGE)) for x in (k, v))
         options |= {"seqused_k": sight.counts, "block_table": sight.table}
         ends = ends if rule.wants_ends else None
     elif sight.stored is not None:
@@ -82,6 +84,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
 def _flash(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
+    if sight.stored is not None:
+        k, v = (x.unflatten(0, (-1, PAGE)) for x in (k, v))
     return flash_attn_varlen_func(
         q, k, v, sight.queries.cumulative, sight.keys.cumulative, _at_most(sight.queries),
         sight.keys.longest, window_size=(-1, 0 if sight.causal else -1), block_table=sight.table,

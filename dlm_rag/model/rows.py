@@ -103,7 +103,7 @@ class Sight:
     pairs: how many pairs of a query and a key it sees there are. bounded: the rows of which some tokens see
     only the first keys, as many as `limits` (Tq,) int32 says; causal: where these are rows without context,
     each of whose tokens sees itself and what is before. stored: the rows whose keys lie in slots; table:
-    (rows, 1) int32 the slot of each, counts: (rows,) int32 how many of its tokens are keys.
+    (rows, pages) int32 where they are, counts: (rows,) int32 how many of them are keys.
     """
 
     queries: Ragged
@@ -122,8 +122,8 @@ class Rows:
     """The rows of one call; made by `pack` or `rectangle`.
 
     ids, positions: (T,). sight: of all tokens; last: of those that go through the last layer, `read` (n,)
-    being their places, None where all do. places: (T,) where keys and values go in a `ContextStore`.
-    added: what else went to the device with them.
+    being their places, None where all do. places: where keys and values go in a `ContextStore`, those of
+    the tokens `sources`, or of all in order. added: what else went to the device with them.
     """
 
     ids: Tensor
@@ -133,6 +133,7 @@ class Rows:
     read: Tensor | None = None
     context: Context | None = None
     places: Tensor | None = None
+    sources: Tensor | None = None
     stretches: Stretches | None = None
     order: Tensor | None = None
     added: tuple[Tensor, ...] = ()
@@ -149,7 +150,7 @@ class Rows:
             k, v = self.stretches.gather(torch.stack((k, v), dim=1), self.order).unbind(1)
         if isinstance(self.context, StoredRows):
             assert self.places is not None
-            return self.context.write(layer, self.places, k, v)
+            return self.context.write(layer, self.places, self.sources, k, v)
         return (k, v) if self.context is None else self.context.join(layer, k, v, self.lengths)
 
 
@@ -185,8 +186,10 @@ def pack(
         sent["read"] = places + np.repeat(first, [len(tokens) for tokens in read])
         sent["reads"] = _ends([len(tokens) for tokens in read])
     if stored is not None:
-        sent["places"] = stored.places(lengths)
-        sent["table"] = np.array(stored.slots, dtype=np.int32)[:, None]
+        sent["places"], sources = stored.places(lengths)
+        if stored.copies:
+            sent["sources"] = sources
+        sent["table"] = stored.table(keys)
         sent["counts"] = np.array(keys, dtype=np.int32)
     if stretches is not None:
         sent["order"] = stretches.order
@@ -213,8 +216,8 @@ def pack(
             last_pairs = int(sent["last_limits"].sum())
         last = replace(sight, queries=reads, pairs=last_pairs, limits=at.get("last_limits"))
     return Rows(
-        at["ids"], at["positions"], sight, last, at.get("read"), context, at.get("places"), stretches,
-        at.get("order"), tuple(there[len(sent) :]),
+        at["ids"], at["positions"], sight, last, at.get("read"), context, at.get("places"),
+        at.get("sources"), stretches, at.get("order"), tuple(there[len(sent) :]),
     )  # fmt: skip
 
 

@@ -56,72 +56,111 @@ class Joined(torch.autograd.Function):
 
 
 class ContextStore:
-    """Slots of keys and values, grown as they are needed.
+    """Slots of keys and values, grown as they are needed, and scratch room behind them for one call.
 
-    keys_values: (N, 2, slots, capacity, Hk, D) for N layers; what stands where is the caller's to know.
+    keys_values: (N, 2, tokens, Hk, D) for N layers, tokens in pages of `PAGE`. Slot s begins at token s *
+    capacity; what stands where is the caller's to know.
     """
 
     def __init__(
         self, layers: int, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.keys_values = torch.empty((layers, 2, 0, 0, heads, head_dim), device=device, dtype=dtype)
+        self.keys_values = torch.empty((layers, 2, 0, heads, head_dim), device=device, dtype=dtype)
+        self.slots = self.capacity = 0  # how many slots, and tokens that each has room for
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that a slot has room for."""
-        return self.keys_values.shape[3]
+    def reserve(self, slots: int, tokens: int, scratch: int = 0) -> None:
+        """Makes room for that many slots of that many tokens, and scratch tokens; keeps what slots hold."""
+        slots, capacity = max(slots, self.slots), max(whole_pages(tokens), self.capacity)
+        grown = (slots, capacity) != (self.slots, self.capacity)
+        if not grown and slots * capacity + scratch <= self.keys_values.shape[2]:
+            return
+        layers, two, _, *rest = self.keys_values.shape
+        room = self.keys_values.new_empty((layers, two, slots * capacity + scratch, *rest))
+        if self.slots:
+            there = room[:, :, : slots * capacity].unflatten(2, (slots, capacity))
+            held = self.keys_values[:, :, : self.slots * self.capacity].unflatten(2, (self.slots, -1))
+            there[:, :, : self.slots, : self.capacity] = held
+        self.keys_values, self.slots, self.capacity = room, slots, capacity
 
-    def reserve(self, slots: int, tokens: int) -> None:
-        """Makes room for that many slots of that many tokens; keeps what is there."""
-        layers, two, had, room, *rest = self.keys_values.shape
-        slots, tokens = max(slots, had), max(-(-tokens // PAGE) * PAGE, room)
-        if (slots, tokens) != (had, room):
-            grown = self.keys_values.new_empty((layers, two, slots, tokens, *rest))
-            grown[:, :, :had, :room] = self.keys_values
-            self.keys_values = grown
+    def place(self, slot: int, token: int = 0) -> int:
+        """Where a token of a slot stands."""
+        return slot * self.capacity + token
 
-    def put(self, slot: int, start: int, kept: Tensor) -> None:
-        """Writes keys and values (N, 2, n, Hk, D) into a slot from token `start` on."""
-        self.keys_values[:, :, slot, start : start + kept.shape[2]] = kept
+    def put(self, place: int, kept: Tensor) -> None:
+        """Writes keys and values (N, 2, n, Hk, D) from a place on."""
+        self.keys_values[:, :, place : place + kept.shape[2]] = kept
 
-    def move(self, slot: int, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copies stretches within a slot, each (from, to, tokens); all are read before any is written."""
-        held = self.keys_values[:, :, slot]
-        read = [held[:, :, start : start + count].clone() for start, _, count in moves]
-        for (_, target, count), kept in zip(moves, read, strict=True):
-            held[:, :, target : target + count] = kept
+    def get(self, place: int, tokens: int) -> Tensor:
+        """A copy of the keys and values (N, 2, n, Hk, D) from a place on."""
+        return self.keys_values[:, :, place : place + tokens].clone()
 
-    def rows(self, slots: Sequence[int], seen: Sequence[int]) -> "StoredRows":
-        """The context of one call: row r sees the first seen[r] tokens of slot slots[r]."""
-        return StoredRows(self, tuple(slots), tuple(seen))
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies stretches, each (from, to, tokens); all are read before any is written."""
+        read = [(target, self.get(start, count)) for start, target, count in moves]
+        for target, kept in read:
+            self.put(target, kept)
+
+    def rows(
+        self, starts: Sequence[int], seen: Sequence[int], copies: Sequence[tuple[int, int]] = ()
+    ) -> "StoredRows":
+        """The context of one call: row r sees the first seen[r] tokens from place starts[r] on."""
+        return StoredRows(self, tuple(starts), tuple(seen), tuple(copies))
+
+
+def whole_pages(tokens: int) -> int:
+    """Tokens of as many pages as hold so many."""
+    return -(-tokens // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The rows of one call in a `ContextStore`."""
+    """The rows of one call in a `ContextStore`; each begins with a page.
+
+    copies: rows whose keys and values go to another place too, each (row, place), where other rows of the
+    same call may see them: in every layer all keys are written before any row attends.
+    """
 
     store: ContextStore
-    slots: tuple[int, ...]
+    starts: tuple[int, ...]
     seen: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
-    def places(self, lengths: Sequence[int]) -> NDArray[np.int64]:
-        """(T,) where packed tokens of rows of `lengths` go, in slots laid behind one another."""
-        starts = np.array(self.slots) * self.store.capacity + np.array(self.seen)
-        return counted_from(starts, lengths)
+    def places(self, lengths: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where packed tokens of rows of `lengths` go, and which go there.
 
-    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts the rows' own keys and values (T, Hk, D) behind their contexts.
+        Both (T + copied,): first all tokens in order, then those that are copied.
+        """
+        rows = [*range(len(lengths)), *(row for row, _ in self.copies)]
+        own = [start + seen for start, seen in zip(self.starts, self.seen, strict=True)]
+        begin = np.array([*own, *(place for _, place in self.copies)], dtype=np.int64)
+        counts = [lengths[row] for row in rows]
+        first = np.cumsum(lengths, dtype=np.int64) - np.array(lengths, dtype=np.int64)
+        return counted_from(begin, counts), counted_from(first[rows], counts)
 
-        Returns the keys and values of all slots, each (slots, capacity, Hk, D).
+    def table(self, lengths: Sequence[int]) -> NDArray[np.int32]:
+        """(rows, pages of the longest) int32 the pages in which each row's keys lie, `lengths` of them."""
+        pages = np.arange(-(-max(lengths) // PAGE))
+        there = np.array(self.starts)[:, None] // PAGE + pages
+        used = pages * PAGE < np.array(lengths)[:, None]
+        return np.where(used, there, 0).astype(np.int32)
+
+    def write(
+        self, layer: int, places: Tensor, sources: Tensor | None, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Puts the rows' own keys and values (T, Hk, D) behind their contexts, and where copies go.
+
+        sources: which tokens go to `places`; None: all in order. Returns all keys and values that there
+        are, each (tokens, Hk, D).
         """
         both = self.store.keys_values[layer]
         for side, own in zip(both, (k, v), strict=True):
-            side.flatten(0, 1).index_copy_(0, places, own)
+            side.index_copy_(0, places, own if sources is None else own[sources])
         return both[0], both[1]
 
-    def views(self, slots: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-        """Of `slots` (slots, capacity, Hk, D) what each row sees: (length, Hk, D)."""
-        return tuple(slots[slot, :length] for slot, length in zip(self.slots, lengths, strict=True))
+    def views(self, stored: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+        """Of `stored` (tokens, Hk, D) what each row sees: (length, Hk, D)."""
+        ends = zip(self.starts, lengths, strict=True)
+        return tuple(stored[start : start + length] for start, length in ends)
 
 
 def counted_from(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDArray[np.int64]:
