@@ -96,22 +96,45 @@ class DecodeConfig(Checked):
     commit_rule: str = setting(
         "threshold",
         "which masked positions are written down at a step",
-        choices=("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded"),
+        choices=("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded", "sequential"),
     )
     commit_threshold: float = setting(
         0.9, "confidence at which a position is committed (tau_c): threshold, grounded", low=0, high=1
     )
     tokens_per_step: int | None = setting(
         None,
-        "positions committed a step: exactly so many for top_k, entropy, margin (unset: 1), at most "
-        "so many for the other rules (unset: no bound)",
+        "positions committed a step: exactly so many for top_k, entropy, margin, sequential (unset: 1), at "
+        "most so many for the other rules (unset: no bound)",
         low=1,
+    )
+    steps_per_block: int | None = setting(
+        None,
+        "steps in which a block (without blocks, the canvas) is written: what each commits by top_k, "
+        "entropy, margin, sequential, and at least by the other rules; unset: 1 position",
+        low=1,
+        high=2**20,
+    )
+    schedule: str = setting(
+        "even",
+        "what a step commits where steps_per_block does not divide the block: the first steps more, or "
+        "each its share of what is left, rounded",
+        choices=("even", "rounded"),
     )
     entropy_bound: float = setting(0.1, "nats of joint entropy committed a step", low=0)
     revision_threshold: float | None = setting(
         None, "committed tokens below this probability are masked again, once; unset: never",
         low=0, high=1,
     )  # fmt: skip
+    edit_threshold: float | None = setting(
+        None,
+        "confidence at which another token replaces a committed one, within the block of attention under "
+        "work; unset: never",
+        low=0,
+        high=1,
+    )
+    edit_rounds: int = setting(
+        16, "steps a block is edited for at most once nothing in it is masked", low=0, high=2**20
+    )
     query: str = setting(
         "proxy",
         "what becomes the search query",
@@ -143,6 +166,10 @@ class DecodeConfig(Checked):
             raise ConfigError(
                 f"block_length={self.block_length} is longer than the canvas: set it to at most "
                 f"canvas_length={self.canvas_length}"
+            )
+        if self.tokens_per_step and self.steps_per_block:
+            raise ConfigError(
+                "tokens_per_step and steps_per_block both say how much a step commits: leave one out"
             )
         if self.query == "committed" and self.query_threshold not in (0.0, 1.0):
             raise ConfigError(

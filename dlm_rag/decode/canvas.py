@@ -13,11 +13,15 @@ from dlm_rag.diffusion.commit import Proposals
 class Canvas:
     """Token ids (n,) with `mask_id` where nothing is committed yet.
 
-    Invariant: a committed token changes only through `remask`, and a position at most once.
+    closed: positions in front that change no more; None: wherever no mask is, what is written stays.
+
+    Invariant: a committed token changes only through `remask`, and a position at most once, or through
+    `edit`, and only behind what is closed.
     """
 
     length: int
     mask_id: int
+    closed: int | None = None
     ids: NDArray[np.int64] = field(init=False)
     masked: NDArray[np.bool_] = field(init=False)
     revised: NDArray[np.bool_] = field(init=False)
@@ -32,18 +36,31 @@ class Canvas:
         """The first position that is masked; the length where none is."""
         return int(np.argmax(self.masked)) if self.masked.any() else self.length
 
-    def candidates(
+    @property
+    def first_open(self) -> int:
+        """The first position that may change; the length where none does."""
+        return self.first_masked if self.closed is None else self.closed
+
+    def commit_block(
         self, block_length: int | None, begin: int = 0, end: int | None = None
-    ) -> NDArray[np.bool_]:
-        """Mask (n,) of the positions that may be committed: masked, in the first unfinished block.
+    ) -> tuple[int, int]:
+        """From where and up to where positions may be committed: the first block with a mask.
 
         Blocks of `block_length` (None or 0: one block) are counted from `begin`, which may be below 0, to
         `end`.
         """
-        within = np.zeros(self.length, dtype=bool)
+        end = self.length if end is None else end
         if block_length:
             begin = self.first_masked - (self.first_masked - begin) % block_length
-            end = min(begin + block_length, self.length if end is None else end)
+            end = min(begin + block_length, end)
+        return begin, end
+
+    def candidates(
+        self, block_length: int | None, begin: int = 0, end: int | None = None
+    ) -> NDArray[np.bool_]:
+        """Mask (n,) of the positions that may be committed: masked, in the `commit_block`."""
+        begin, end = self.commit_block(block_length, begin, end)
+        within = np.zeros(self.length, dtype=bool)
         within[max(0, begin) : end] = True
         return self.masked & within
 
@@ -65,6 +82,16 @@ class Canvas:
         self.masked[fallen] = self.revised[fallen] = True
         return fallen
 
+    def edit(self, proposals: Proposals, bound: float) -> Proposals:
+        """Puts another token where one is committed, for proposals of at least `bound`; returns these."""
+        at = proposals.positions
+        other = proposals.token_ids != self.ids[at]
+        edits = proposals.at(
+            other & ~self.masked[at] & (at >= self.first_open) & (proposals.confidence >= bound)
+        )
+        self.ids[edits.positions] = edits.token_ids
+        return edits
+
     def with_guesses(self, guesses: Proposals, least_confidence: float) -> list[int]:
         """Ids with the guesses of at least that confidence in the masked positions they are for."""
         ids = self.ids.copy()
@@ -73,11 +100,11 @@ class Canvas:
         return ids.tolist()
 
     def finished(self, end_ids: Collection[int]) -> bool:
-        """Whether the text is certain: nothing is masked, or nothing before a committed end token.
+        """Whether the text is certain: nothing is open any more, or nothing before a committed end token.
 
         What stands behind the first end token is no part of the text.
         """
-        if not self.masked.any():
+        if self.first_open == self.length:
             return True
-        before = self.ids[: self.first_masked]
+        before = self.ids[: self.first_open]
         return bool(np.isin(before, list(end_ids)).any())

@@ -111,7 +111,11 @@ class Engine:
             question=question,
             settings=own,
             slot=heappop(self._free),  # the lowest: memory is kept up to the highest in use
-            canvas=Canvas(own.canvas_length, self._steps.tokenizer.mask_id),
+            canvas=Canvas(
+                own.canvas_length,
+                self._steps.tokenizer.mask_id,
+                closed=None if own.edit_threshold is None else 0,
+            ),
             generator=keyed_generator(own.seed, question.id),
             rollout=Rollout(
                 question.id, question.question, self._steps.layout, own.canvas_length, settings=asdict(own)
@@ -173,9 +177,19 @@ class Engine:
 
 
 def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:
-    """`settings` with the lengths of canvas and blocks that it leaves to the checkpoint."""
+    """`settings` with the lengths of canvas and blocks that it leaves to the checkpoint.
+
+    Raises `ConfigError` for settings that the checkpoint cannot be decoded by.
+    """
     canvas, block = settings.canvas_length or own.canvas_length, settings.block_length
     if block is None:
-        block = min(own.block_length or 0, canvas)
+        block = own.block_length or 0
+        if block > canvas:  # blocks of attention may be longer than the canvas, and are written whole
+            block = canvas if own.attention_block is None else 0
+    if settings.edit_threshold is not None and own.attention_block is None:
+        raise ConfigError(
+            f"edit_threshold={settings.edit_threshold} is for checkpoints whose attention has blocks, and "
+            "this one's has none: leave it out, or set revision_threshold"
+        )
     finished = settings.finished_blocks or own.finished_blocks
     return replace(settings, canvas_length=canvas, block_length=block, finished_blocks=finished)

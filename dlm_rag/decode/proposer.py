@@ -36,7 +36,7 @@ class View:
     slot: int  # the row's own: what is kept for it is kept under this number
     arrangement: Arrangement
     canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
-    positions: NDArray[np.int64]  # those to propose for, ascending
+    positions: NDArray[np.int64]  # those to propose for, ascending; (length,) alone: the masked one behind
     temperature: float = 0.0
     uniform: NDArray[np.float64] | None = None  # a number for each position, with a temperature
     spread: bool = False  # whether entropy and margin are wanted
@@ -143,7 +143,7 @@ class DenoiserProposer:
 def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> list[NDArray[Any]]:
     """As it goes to the device: the mask, then the rest of `Wanted` for every `ROWS_READ` positions."""
     counts = [len(view.positions) for view in views]
-    written = np.concatenate([view.canvas[view.positions] for view in views])
+    written = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
     temperature = np.repeat([view.temperature for view in views], counts)
     spread = np.repeat([view.spread for view in views], counts)
     uniform = np.zeros(len(written))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from dlm_rag.text import answer_span
@@ -29,7 +30,8 @@ class Step:
     Step 0 asks with the question alone and commits nothing. The tokens of step s were committed
     with the evidence of step s - 1 in context. `query` is None when no refresh was due; `retrieved`
     is False when the query equalled the last one. `remasked` lists positions masked again before
-    the commit (only with a revision threshold). `seconds` is this question's share of each stage.
+    the commit (only with a revision threshold), `edited` tokens that took the place of committed ones (only
+    with an edit threshold). `seconds` is this question's share of each stage.
     `dropped` are the passages that were found and found no place in the prompt; they rank behind those
     of `passage_ids`.
     """
@@ -42,6 +44,12 @@ class Step:
     remasked: tuple[int, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    edited: tuple[Committed, ...] = ()
+
+    @property
+    def written(self) -> tuple[Committed, ...]:
+        """What the step put on the canvas."""
+        return (*self.committed, *self.edited)
 
 
 @dataclass
@@ -103,7 +111,7 @@ class Rollout:
         for step in self.steps:
             for position in step.remasked:
                 canvas.pop(position, None)
-            canvas.update({token.position: token for token in step.committed})
+            canvas.update({token.position: token for token in step.written})
             yield dict(canvas)
 
     def canvases(self, mask_id: int) -> Iterator[list[int]]:
@@ -112,13 +120,21 @@ class Rollout:
             yield [state[n].token_id if n in state else mask_id for n in range(self.canvas_length)]
 
     def commit_steps(self) -> dict[int, int]:
-        """For every position that holds a token after the last step, the step that committed it."""
+        """For every position that holds a token after the last step, the step that wrote it."""
         steps: dict[int, int] = {}
         for step in self.steps:
             for position in step.remasked:
                 steps.pop(position, None)
-            steps.update({token.position: step.step for token in step.committed})
+            steps.update({token.position: step.step for token in step.written})
         return steps
+
+    def steps_within(self, begin: int, end: int) -> int:
+        """How many of the last steps in a row have committed, and only positions from `begin` to `end`."""
+        last = takewhile(
+            lambda step: step.committed and all(begin <= t.position < end for t in step.committed),
+            reversed(self.steps),
+        )
+        return sum(1 for _ in last)
 
     def evidence_at(self, step: int) -> tuple[str, ...]:
         """Ids of the passages that were in context when the tokens of `step` were committed."""

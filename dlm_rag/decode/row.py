@@ -45,12 +45,14 @@ class Row:
     first_found: list[Passage] = field(default_factory=list)  # at step 0, for feedback and two_rounds
     guesses: Proposals | None = None
     lowest_confidence: float | None = None
+    rounds: int = 0  # steps since the block under work has no mask, where its tokens may be edited
     begun: bool = False  # whether it has asked for the first time
     # What the step that is under way has done so far.
     asked: str | None = None
     searched: bool = False
     committed: tuple[Committed, ...] = ()
     remasked: tuple[int, ...] = ()
+    edited: tuple[Committed, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -67,8 +69,16 @@ class Row:
     def block(self) -> tuple[int, int]:
         """The positions, from and up to, of the block under work; all where attention has no blocks."""
         assert self.arrangement is not None
-        begin, end = self.arrangement.block_of(self.canvas.first_masked)
+        begin, end = self.arrangement.block_of(self.canvas.first_open)
         return begin, min(end, self.canvas.length)
+
+    @property
+    def given(self) -> bool:
+        """Whether the next token is the first of a block and follows from the block before it: it is asked
+        for alone, and the model looks at nothing behind.
+        """
+        assert self.arrangement is not None
+        return self.arrangement.led and self.canvas.first_masked == self.block[0]
 
     @property
     def window(self) -> tuple[int, int]:
@@ -77,6 +87,8 @@ class Row:
         """
         assert self.arrangement is not None
         settings, (begin, end) = self.settings, self.block
+        if self.given:
+            return begin, begin
         if (
             settings.lookahead
             and end < self.canvas.length
@@ -89,11 +101,13 @@ class Row:
     @property
     def positions(self) -> NDArray[np.int64]:
         """The canvas positions that the next step asks about: those masked in the window, and with revision
-        those committed in the block.
+        or edits those committed in the block.
         """
         begin, end = self.window
+        if begin == end:
+            return np.array([begin])
         asked = self.canvas.masked[begin:end].copy()
-        if self.settings.revision_threshold is not None:
+        if self.settings.revision_threshold is not None or self.canvas.closed is not None:
             asked[: self.block[1] - begin] = True
         return begin + np.flatnonzero(asked)
 

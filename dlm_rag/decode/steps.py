@@ -4,9 +4,9 @@ Each part takes the rows that it is for and leaves its results in them; `schedul
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ from dlm_rag.decode.citations import cite, held_positions
 from dlm_rag.decode.proposer import Proposer, View
 from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.decode.row import Row, Search, SearchResult
-from dlm_rag.diffusion.commit import Proposals, select
+from dlm_rag.diffusion.commit import Indices, Proposals, select, step_sizes
 from dlm_rag.errors import QuestionError, UserError
-from dlm_rag.evidence.fitting import Room, fit_passages, keep_shorter
-from dlm_rag.evidence.layout import arrange, with_new_passages
+from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
+from dlm_rag.evidence.layout import Arrangement, arrange, with_new_passages
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, take_turns
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
@@ -50,7 +50,7 @@ class Steps:
         """One pass of the model over all rows, and what each of them commits."""
         if not rows:
             return
-        views = [view_of(row) for row in rows]
+        views, proposed = [view_of(row) for row in rows], []
         for row, view, proposals in zip(rows, views, self.proposer.propose(views), strict=True):
             asked = view.positions
             if proposals.positions is not asked and not np.array_equal(proposals.positions, asked):
@@ -59,41 +59,61 @@ class Steps:
             if not np.isfinite(proposals.confidence).all():
                 row.fail("the denoiser's output is not a number")
                 continue
-            bound = row.settings.revision_threshold
+            bound, given = row.settings.revision_threshold, row.given
             if bound is not None:
                 row.remasked = tuple(row.canvas.remask(proposals, bound).tolist())
-            row.guesses = proposals.at(row.canvas.masked[proposals.positions])
+            guesses = proposals.at(row.canvas.masked[proposals.positions])
+            if row.guesses is None or not given:  # else the older ones say more: of what is behind it
+                row.guesses = guesses
+            proposed.append((row, proposals, guesses))
         with stage("commit"):
-            for row in rows:
-                if not row.rollout.error:
-                    self._commit(row)
+            for row, proposals, guesses in proposed:
+                self._commit(row, proposals, guesses)
         self._charge(rows)
 
-    def _commit(self, row: Row) -> None:
-        settings, guesses = row.settings, row.guesses
-        assert guesses is not None
-        may = row.canvas.candidates(settings.block_length, *row.block)
-        candidates = guesses.at(may[guesses.positions])
-        chosen = candidates.at(
-            select(
-                settings.commit_rule,
-                candidates,
-                commit_threshold=settings.commit_threshold,
-                tokens_per_step=settings.tokens_per_step,
-                bound=settings.entropy_bound,
-                held=self._held(row, candidates) if settings.commit_rule == "grounded" else (),
-            )
+    def _commit(self, row: Row, proposals: Proposals, guesses: Proposals) -> None:
+        """Writes down what the rules choose of the proposals; guesses: those for masked positions."""
+        settings, canvas, (begin, end) = row.settings, row.canvas, row.block
+        candidates = guesses.at(canvas.candidates(settings.block_length, begin, end)[guesses.positions])
+        if settings.edit_threshold is not None:
+            row.edited = self._records(canvas.edit(proposals, settings.edit_threshold))
+            row.rounds = 0 if len(candidates.positions) else row.rounds + 1
+        if len(candidates.positions):
+            chosen = candidates.at(self._select(row, candidates))
+            canvas.commit(chosen)
+            row.committed = self._records(chosen)
+        over = row.rounds >= settings.edit_rounds or (row.rounds and not row.edited)
+        if canvas.closed is not None and over and not canvas.masked[max(0, begin) : end].any():
+            canvas.closed, row.rounds = end, 0
+        assert row.guesses is not None
+        still = row.guesses.confidence[canvas.masked[row.guesses.positions]]
+        row.lowest_confidence = float(still.min()) if len(still) else None
+
+    def _select(self, row: Row, candidates: Proposals) -> Indices:
+        """Which of at least one candidate the commit rule of the row takes."""
+        settings, least = row.settings, 1
+        if settings.steps_per_block is not None:
+            begin, end = row.canvas.commit_block(settings.block_length, *row.block)
+            sizes = step_sizes(end - begin, settings.steps_per_block, settings.schedule)
+            least = sizes[min(row.rollout.steps_within(begin, end), len(sizes) - 1)]
+        return select(
+            settings.commit_rule,
+            candidates,
+            commit_threshold=settings.commit_threshold,
+            tokens_per_step=settings.tokens_per_step,
+            bound=settings.entropy_bound,
+            held=self._held(row, candidates) if settings.commit_rule == "grounded" else (),
+            least=least,
         )
-        row.canvas.commit(chosen)
-        row.committed = tuple(
+
+    def _records(self, written: Proposals) -> tuple[Committed, ...]:
+        return tuple(
             Committed(position, token, self.tokenizer.token_text(token), confidence, log_prob)
             for position, token, confidence, log_prob in zip(
-                chosen.positions.tolist(), chosen.token_ids.tolist(), chosen.confidence.tolist(),
-                chosen.log_prob.tolist(), strict=True,
+                written.positions.tolist(), written.token_ids.tolist(), written.confidence.tolist(),
+                written.log_prob.tolist(), strict=True,
             )
         )  # fmt: skip
-        still = guesses.confidence[row.canvas.masked[guesses.positions]]
-        row.lowest_confidence = float(still.min()) if len(still) else None
 
     def _held(self, row: Row, candidates: Proposals) -> list[bool]:
         """Whether question or evidence hold the words that each candidate would write."""
@@ -191,12 +211,15 @@ class Steps:
             passages = take_turns((row.first_found, passages), most)
         if passages == row.found:
             return
-        row.found, rollout, shape = passages, row.rollout, self.proposer.shape
+        row.found, rollout = passages, row.rollout
         # An id stands for one text throughout a question, whatever a search engine says later.
         texts = {p.id: rollout.passages.setdefault(p.id, p.text) for p in passages}
-        room = Room.of(shape, self.layout, row.canvas.length)
         try:
-            fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
+            fitted, laid = self._lay_out(row, texts)
+            if row.arrangement is None and laid.canvas_length(row.canvas.length) > row.canvas.length:
+                row.canvas = replace(row.canvas, length=laid.canvas_length(row.canvas.length))
+                rollout.canvas_length = row.canvas.length
+                fitted, laid = self._lay_out(row, texts)
         except QuestionError as error:
             row.fail(str(error))
             return
@@ -204,12 +227,18 @@ class Steps:
             rollout.cut = asdict(fitted.cut)
         row.evidence, row.dropped, row.known_words = fitted.texts, fitted.dropped, None
         keep_shorter(rollout.evidence_texts, row.evidence)
-        laid = arrange(fitted.prompt, shape, self.layout, row.settings.finished_blocks)
         if row.settings.finished_blocks == "append" and row.arrangement is not None:
             lead, finished = len(laid.lead.ids), max(0, row.block[0])
             laid = with_new_passages(row.arrangement, laid, lead + finished)
         row.arrangement = laid
         self.proposer.prefetch(row.arrangement)
+
+    def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[FittedPrompt, Arrangement]:
+        """The prompt with what fits of the evidence beside the canvas; raises `QuestionError`."""
+        shape = self.proposer.shape
+        room = Room.of(shape, self.layout, row.canvas.length)
+        fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
+        return fitted, arrange(fitted.prompt, shape, self.layout, row.settings.finished_blocks)
 
     def end_step(self, rows: list[Row]) -> list[Row]:
         """Writes the step of each row into its rollout, and the text that is certain; returns the rows."""
@@ -227,9 +256,11 @@ class Steps:
                     remasked=row.remasked,
                     seconds=row.seconds,
                     dropped=row.dropped,
+                    edited=row.edited,
                 )
             )
-            row.asked, row.searched, row.committed, row.remasked, row.seconds = None, False, (), (), {}
+            row.asked, row.searched, row.seconds = None, False, {}
+            row.committed, row.remasked, row.edited = (), (), ()
         answered = [row for row in rows if not row.rollout.error and row.ended]
         with stage("detokenize"):
             for row in answered:

@@ -310,7 +310,7 @@ def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, A
         "prompt_layout": rollout.prompt_layout,
         "canvas_length": rollout.canvas_length,
         "steps": [
-            {k: v for k, v in asdict(step).items() if v or k not in ("remasked", "dropped")}
+            {k: v for k, v in asdict(step).items() if v or k not in ("remasked", "dropped", "edited")}
             for step in rollout.steps
         ],
         "response": rollout.response,
@@ -330,6 +330,7 @@ def _rollout(
             remasked=tuple(line.get("remasked", ())),
             seconds=line["seconds"],
             dropped=tuple(line.get("dropped", ())),
+            edited=tuple(Committed(**token) for token in line.get("edited", ())),
         )
         for line in record["steps"]
     ]

@@ -6,6 +6,7 @@ the indices to commit, ascending and never empty. Ties go to the earlier positio
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +35,14 @@ class Proposals:
         )  # fmt: skip
 
 
-def threshold(confidence: Values, commit_threshold: float) -> Indices:
-    """All with confidence of at least `commit_threshold`; when there is none, the most confident.
+def threshold(confidence: Values, commit_threshold: float, least: int = 1) -> Indices:
+    """All with confidence of at least `commit_threshold`; where they are fewer than `least`, so many of
+    the most confident.
 
-    Fast-dLLM (arXiv 2505.22618) and SARDI. A threshold above 1 commits one position a step.
+    Fast-dLLM (arXiv 2505.22618), SARDI, SDAR, LLaDA2. A threshold above 1 commits `least` a step.
     """
     clear = np.flatnonzero(confidence >= commit_threshold)
-    return clear if len(clear) else highest(confidence, 1)
+    return clear if len(clear) >= least else highest(confidence, least)
 
 
 def highest(score: Values, count: int) -> Indices:
@@ -48,25 +50,47 @@ def highest(score: Values, count: int) -> Indices:
     return np.sort(np.argsort(-score, kind="stable")[:count])
 
 
-def entropy_bound(entropy: Values, bound: float) -> Indices:
-    """The largest set of lowest entropies whose sum without its largest is at most `bound` nats.
+def entropy_bound(entropy: Values, bound: float, least: int = 1) -> Indices:
+    """The largest set of lowest entropies whose sum without its largest is at most `bound` nats; at least
+    `least`.
 
     EB-Sampler (arXiv 2505.24857): this bounds the error of taking the positions as independent.
     """
     order = np.argsort(entropy, kind="stable")
     error_bound = np.concatenate(([0.0], np.cumsum(entropy[order])[:-1]))
-    return np.sort(order[: max(1, int(np.searchsorted(error_bound, bound, side="right")))])
+    return np.sort(order[: max(least, int(np.searchsorted(error_bound, bound, side="right")))])
 
 
-def grounded(confidence: Values, held: Sequence[bool], commit_threshold: float) -> Indices:
+def grounded(confidence: Values, held: Sequence[bool], commit_threshold: float, least: int = 1) -> Indices:
     """`threshold` among the positions that are `held`: free words, and words the evidence holds.
 
-    When no held position clears, the most confident held one; with none held, the most confident.
+    When too few of them clear, the most confident held ones; with none held, the most confident.
     """
     allowed = np.flatnonzero(np.asarray(held, dtype=bool))
     if not len(allowed):
-        return highest(confidence, 1)
-    return allowed[threshold(confidence[allowed], commit_threshold)]
+        return highest(confidence, least)
+    return allowed[threshold(confidence[allowed], commit_threshold, least)]
+
+
+@lru_cache(maxsize=256)
+def step_sizes(length: int, steps: int, schedule: str) -> tuple[int, ...]:
+    """How many positions each step commits of a block of `length` that is to be written in `steps`.
+
+    `even`: the first steps take one more where it does not come out even (LLaDA, SDAR, LLaDA2). `rounded`:
+    each takes its share of what is left, rounded, and steps whose share is none are left out (Tiny-A2D).
+    Raises `ValueError` for another schedule.
+    """
+    if schedule == "even":
+        return tuple(length // steps + (n < length % steps) for n in range(min(length, steps)))
+    if schedule != "rounded":
+        raise ValueError(f"'{schedule}' is not a schedule")
+    sizes, left, one = [], length, np.float32(1)
+    for n in range(steps, 0, -1):
+        # A half goes up or down by the rounding of these shares in float32, as it does there.
+        now, then = one - np.float32(n / steps), one - np.float32((n - 1) / steps)
+        sizes.append(round(left * (1 - float((one - then) / (one - now)))))
+        left -= sizes[-1]
+    return tuple(size for size in sizes if size)
 
 
 def select(
@@ -77,13 +101,17 @@ def select(
     tokens_per_step: int | None,
     bound: float,
     held: Sequence[bool] = (),
+    least: int = 1,
 ) -> Indices:
     """The indices into `proposals` that the rule called `rule` commits (`DecodeConfig.commit_rule`).
 
-    `top_k`, `entropy` and `margin` commit `tokens_per_step` positions (None: 1); the other rules at
-    most that many, the most confident of their choice (None: all of it).
+    `top_k`, `entropy`, `margin` and `sequential` commit `tokens_per_step` positions (None: `least`). The
+    other rules commit at least `least`, and at most `tokens_per_step`, the most confident of their choice
+    (None: all of it).
     """
-    count = tokens_per_step or 1
+    count = tokens_per_step or least
+    if rule == "sequential":
+        return np.arange(min(count, len(proposals.positions)))
     if rule == "top_k":
         return highest(proposals.confidence, count)
     if rule == "entropy":
@@ -91,11 +119,11 @@ def select(
     if rule == "margin":
         return highest(proposals.margin, count)
     if rule == "threshold":
-        chosen = threshold(proposals.confidence, commit_threshold)
+        chosen = threshold(proposals.confidence, commit_threshold, least)
     elif rule == "entropy_bound":
-        chosen = entropy_bound(proposals.entropy, bound)
+        chosen = entropy_bound(proposals.entropy, bound, least)
     elif rule == "grounded":
-        chosen = grounded(proposals.confidence, held, commit_threshold)
+        chosen = grounded(proposals.confidence, held, commit_threshold, least)
     else:
         raise ValueError(f"'{rule}' is not a commit rule")
     if tokens_per_step is None or len(chosen) <= tokens_per_step:

@@ -38,7 +38,8 @@ class Arrangement:
     context: segments that see themselves alone, in front. lead: what runs before the canvas; lead and
     canvas are one chain, whose blocks are `first` tokens and then `block` each (None: one block). later:
     segments that see themselves alone and stand in the chain, behind so many of its tokens, ascending.
-    kept: whether finished blocks keep what they saw when something before them changes.
+    kept: whether finished blocks keep what they saw when something before them changes. led: whether the
+    last token of a block predicts the first of the next. whole: whether the last block must be whole.
     """
 
     context: tuple[Segment, ...]
@@ -47,6 +48,8 @@ class Arrangement:
     block: int | None = None
     later: tuple[tuple[int, Segment], ...] = ()
     kept: bool = False
+    led: bool = False
+    whole: bool = False
 
     def chain(self, canvas: Sequence[int]) -> Segment:
         """Lead and canvas."""
@@ -65,6 +68,10 @@ class Arrangement:
             return -lead, self.first - lead
         begin = position - behind % self.block
         return begin, begin + self.block
+
+    def canvas_length(self, least: int) -> int:
+        """Of a canvas of at least so many positions, with its last block as it must be."""
+        return self.block_of(least - 1)[1] if self.whole else least
 
     def state(self, canvas: Sequence[int], finished: int, shifted: bool) -> "State":
         """The canvas at a moment when its first `finished` positions are whole finished blocks."""
@@ -129,9 +136,9 @@ def in_blocks(laid: Arrangement, shape: DenoiserConfig) -> Arrangement:
     """With the blocks of the denoiser, counted from where it counts them."""
     if shape.attention_block is None:
         return laid
-    block = shape.attention_block
-    short = len(laid.lead.ids) % block if shape.block_grid == "canvas" else 0
-    return replace(laid, first=short or block, block=block)
+    block, whole = shape.attention_block, shape.block_grid == "prompt"
+    short = 0 if whole else len(laid.lead.ids) % block
+    return replace(laid, first=short or block, block=block, led=shape.shifted, whole=whole)
 
 
 def with_new_passages(before: Arrangement, now: Arrangement, finished: int) -> Arrangement:
