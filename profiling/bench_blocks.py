@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dlm_rag.commands.job import gather_questions, prepare, with_shipped
 from dlm_rag.commands.words import parse
@@ -64,18 +64,18 @@ def main(argv: list[str]) -> None:
     orders = [f"decode.finished_blocks={order}" for order in ORDERS]
     settings = read_settings(config.compare or ",".join((*lookaheads, *orders)))
     table = Table(
-        "setting", "EM %", "4 hops %", "forwards", "canvas tokens", "evidence tokens", "GFLOP", "calls",
-        title=f"{len(asked)} questions with nothing held out; tokens, GFLOP, calls of the model: an answer",
+        Column("setting", no_wrap=True), "EM %", "4 hops %", "forwards", "canvas", "evidence", "GFLOP", "calls",
+        title=f"{len(asked)} questions with nothing held out; per answer: forwards, tokens, GFLOP, calls",
     )  # fmt: skip
     for name, keys in settings.items():
         decoder = prepare(with_shipped(words.config_with(keys), []), asked).load()
         with progress(name, len(asked), "answers") as advance:
-            table.add_row(name, *measure(decoder, asked, advance).row())
+            table.add_row(name.removeprefix("decode."), *measure(decoder, asked, advance).row())
     Console().print(table)
 
 
 def measure(decoder: Decoder, questions: Sequence[Question], advance: Callable[[int], None]) -> Cost:
-    """Answers all questions; raises nothing for one that fails, which counts as wrong."""
+    """Answers all questions; one that fails counts as wrong."""
     found = {}
     for rollout in decoder.stream(iter(questions)):
         found[rollout.id] = rollout
