@@ -64,7 +64,8 @@ def main(argv: list[str]) -> None:
     orders = [f"decode.finished_blocks={order}" for order in ORDERS]
     settings = read_settings(config.compare or ",".join((*lookaheads, *orders)))
     table = Table(
-        Column("setting", no_wrap=True), "EM %", "4 hops %", "forwards", "canvas", "evidence", "GFLOP", "calls",
+        Column("setting", no_wrap=True),
+        *("EM %", "4 hops %", "forwards", "canvas", "evidence", "GFLOP", "calls"),
         title=f"{len(asked)} questions with nothing held out; per answer: forwards, tokens, GFLOP, calls",
     )  # fmt: skip
     for name, keys in settings.items():
