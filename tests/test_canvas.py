@@ -59,6 +59,28 @@ def test_a_position_is_masked_again_at_most_once():
     assert canvas.remask(written(0.1, 0.8, 0.1), 0.5).tolist() == []
 
 
+def test_another_token_replaces_a_committed_one_behind_what_is_closed():
+    canvas = Canvas(4, MASK, closed=0)
+    put(canvas, {0: 5, 1: 6, 2: 7})
+    confidence = np.array([0.9, 0.4, 0.9, 0.9])
+    found = Proposals(np.arange(4), np.array([8, 8, 7, 8]), *[confidence] * 5)
+    assert canvas.edit(found, 0.5).positions.tolist() == [0], "neither unsure, nor the same, nor a mask"
+    assert canvas.ids.tolist() == [8, 6, 7, MASK]
+    canvas.closed = 2
+    assert canvas.edit(found, 0.0).positions.tolist() == []
+    assert canvas.ids.tolist() == [8, 6, 7, MASK]
+
+
+def test_what_may_be_edited_is_not_certain():
+    canvas = Canvas(4, MASK, closed=0)
+    put(canvas, {0: 1, 1: END, 2: 3, 3: 4})
+    assert not canvas.finished({END}) and not canvas.finished(())
+    canvas.closed = 2
+    assert canvas.finished({END}) and not canvas.finished(())
+    canvas.closed = 4
+    assert canvas.finished(())
+
+
 def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
     canvas = Canvas(3, MASK)
     put(canvas, {0: 5})

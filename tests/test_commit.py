@@ -9,6 +9,7 @@ from dlm_rag.diffusion.commit import (
     grounded,
     highest,
     select,
+    step_sizes,
     threshold,
 )
 
@@ -61,6 +62,45 @@ def test_grounded_takes_only_what_the_evidence_holds():
     assert grounded(confidence, [False, True, True], 0.9).tolist() == [1]
     assert grounded(confidence, [False, False, True], 0.9).tolist() == [2], "none clears: best held one"
     assert grounded(confidence, [False, False, False], 0.9).tolist() == [0], "none held: the best"
+
+
+def test_steps_of_a_block():
+    assert step_sizes(8, 4, "even") == (2, 2, 2, 2) == step_sizes(8, 4, "rounded")
+    assert step_sizes(8, 3, "even") == (3, 3, 2)
+    assert step_sizes(16, 10, "even") == (2,) * 6 + (1,) * 4
+    assert step_sizes(4, 32, "even") == (1,) * 4 == step_sizes(4, 32, "rounded"), "no step commits nothing"
+    for length in range(1, 40):
+        for steps in range(1, 40):
+            for schedule in ("even", "rounded"):
+                sizes = step_sizes(length, steps, schedule)
+                assert sum(sizes) == length and min(sizes) >= 1 and len(sizes) <= steps
+                assert max(sizes) - min(sizes) <= 1
+    with pytest.raises(ValueError, match="'odd' is not a schedule"):
+        step_sizes(8, 4, "odd")
+
+
+def test_a_rounded_schedule_takes_its_share_of_what_is_left():
+    """16 in 10 steps: 1.6, 14/9, 1.5, 10/7, 1.5, 1.4, 1.5, 5/3, 1.5, 2; a half goes either way."""
+    assert step_sizes(16, 10, "rounded") == (2, 2, 2, 1, 2, 1, 1, 2, 1, 2)
+    assert step_sizes(4, 3, "rounded") == (1, 1, 2) and step_sizes(4, 3, "even") == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("threshold", [0, 1, 2]), ("grounded", [0, 1, 2]), ("top_k", [0, 1, 2]), ("sequential", [0, 1, 2]),
+        ("entropy_bound", [1, 2, 3]), ("entropy", [1, 2, 3]), ("margin", [1, 2, 3]),
+    ],
+)  # fmt: skip
+def test_the_least_that_a_step_commits(rule, expected):
+    found = proposals((0.8, 0.7, 0.6, 0.5), (0.9, 0.7, 0.6, 0.5), (0.1, 0.2, 0.3, 0.4))
+    assert choose(rule, found, least=3, held=[True] * 4) == expected
+    assert len(choose(rule, found, held=[True] * 4)) == 1
+    assert len(choose(rule, found, least=9, held=[True] * 4)) == 4, "never more than there are"
+
+
+def test_what_clears_is_committed_where_it_is_more_than_the_least():
+    assert choose("threshold", proposals((0.95, 0.5, 0.92, 0.91)), least=2) == [0, 2, 3]
 
 
 def test_select_reads_the_value_that_belongs_to_the_rule():

@@ -45,6 +45,21 @@ def test_tokens_of_a_step_were_committed_with_the_evidence_of_the_step_before():
         rollout.evidence_at(0)
 
 
+def test_an_edit_is_the_token_from_its_step_on():
+    rollout = hand_made()
+    rollout.steps.append(Step(3, None, ("c",), False, edited=(token(0, 8, "w", 0.9),)))
+    assert list(rollout.canvases(mask_id=9))[-1] == [8, 7, 9]
+    assert rollout.commit_steps() == {0: 3, 1: 2} and rollout.tokens_committed == 2
+
+
+def test_the_last_steps_that_have_committed_within_a_block():
+    rollout = hand_made()
+    assert rollout.steps_within(0, 2) == 2 and rollout.steps_within(1, 2) == 1
+    assert rollout.steps_within(2, 3) == 0
+    rollout.steps.append(Step(3, None, ("c",), False, edited=(token(0, 8, "w", 0.9),)))
+    assert rollout.steps_within(0, 2) == 0
+
+
 def test_counts():
     rollout = hand_made()
     assert (rollout.forwards, rollout.retrievals, rollout.tokens_committed) == (2, 2, 2)

@@ -266,6 +266,8 @@ def training_rows(rollout: Rollout, header: Header, tokenizer: Tokenizer) -> Ite
     canvases = list(rollout.canvases(header.mask_id))
     prompts = prompts_of(rollout, header, tokenizer)
     for step, canvas, fitted in zip(rollout.steps[1:], canvases, prompts, strict=False):
+        if not step.committed:  # it edited, at most
+            continue
         yield TrainingRow(
             step=step.step,
             prompt=fitted.prompt,
