@@ -169,6 +169,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
     status("checking the model")
     from dlm_rag.decode.engine import with_checkpoints_own
+    from dlm_rag.evidence.layout import check_order
     from dlm_rag.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(config.model.path, config.model.attention_block)
@@ -183,6 +184,8 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     attention = choose_backend(config.model.attention, device, dtype)
     status("reading the tokenizer")
     layout = config.model.evidence_layout or checkpoint.config.evidence_layout
+    assert decode.finished_blocks is not None
+    check_order(decode.finished_blocks, layout)
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     from dlm_rag.evidence.fitting import Room, fit
 
