@@ -149,16 +149,16 @@ def grouped(name, folder, corpus, pool_gib=None):
 
 
 @pytest.mark.parametrize("pool_gib", [0.0, None], ids=["nothing kept", "kept"])
+@pytest.mark.parametrize("batch", [8, 1], ids=["a batch", "alone"])
 @pytest.mark.parametrize("name", TRACES)
-def test_every_step_is_the_public_one(tmp_path, corpus, name, pool_gib):
+def test_every_step_is_the_public_one(tmp_path, corpus, name, batch, pool_gib):
     for decoder, cases in grouped(name, tmp_path, corpus, pool_gib):
-        for batch in (len(cases), 1):
-            found, _ = decode(decoder, cases, batch, stop_early=False)
-            for number, case, *_ in cases:
-                steps = found[number].steps[1:]
-                assert len(steps) >= len(case["steps"])
-                for ours, public in zip(steps, case["steps"], strict=False):
-                    check_step(ours, public)
+        found, _ = decode(decoder, cases, batch, stop_early=False)
+        for number, case, *_ in cases:
+            steps = found[number].steps[1:]
+            assert len(steps) >= len(case["steps"])
+            for ours, public in zip(steps, case["steps"], strict=False):
+                check_step(ours, public)
 
 
 @pytest.mark.parametrize("name", TRACES)
