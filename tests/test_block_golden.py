@@ -148,8 +148,12 @@ def grouped(name, folder, corpus, pool_gib=None):
         yield decoder_of(folder / f"{block}", name, block, corpus, pool_gib), list(group)
 
 
-@pytest.mark.parametrize("pool_gib", [0.0, None], ids=["nothing kept", "kept"])
-@pytest.mark.parametrize("batch", [8, 1], ids=["a batch", "alone"])
+def slow(value, name):
+    return pytest.param(value, id=name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("pool_gib", [slow(0.0, "nothing kept"), pytest.param(None, id="kept")])
+@pytest.mark.parametrize("batch", [pytest.param(8, id="a batch"), slow(1, "alone")])
 @pytest.mark.parametrize("name", TRACES)
 def test_every_step_is_the_public_one(tmp_path, corpus, name, batch, pool_gib):
     for decoder, cases in grouped(name, tmp_path, corpus, pool_gib):
@@ -161,6 +165,7 @@ def test_every_step_is_the_public_one(tmp_path, corpus, name, batch, pool_gib):
                 check_step(ours, public)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACES)
 def test_a_text_ends_no_later_than_the_public_one_and_costs_no_more_calls(tmp_path, corpus, name):
     """A finished block is a row of the next call; it runs once, and the window behind it once a step."""
