@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,6 +31,11 @@ FACTS = ((10, 11), (20, 21, 22), (30,), (40, 41, 42, 43, 44))
 SHAPES = {
     "independent": {"evidence_layout": "independent"},
     "independent, shifted": {"evidence_layout": "independent", "shifted": True},
+    "independent, shifted, from the prompt": {
+        "evidence_layout": "independent",
+        "shifted": True,
+        "block_grid": "prompt",
+    },
     "joint, from the prompt": {"evidence_layout": "joint", "block_grid": "prompt"},
     "joint, from the canvas": {"evidence_layout": "joint"},
     "joint, from the prompt, shifted": {
@@ -88,7 +94,7 @@ def walk(shape, order, seed):
         facts = tuple(rng.sample(FACTS, rng.randrange(4))) if laid is None or rng.random() < 0.6 else facts
         now = arrange(Prompt((1, 2, 3), facts, (4,)), shape, finished_blocks=order)
         if order == "append" and laid is not None:
-            now = with_new_passages(laid, now, len(now.lead.ids) + max(0, laid.block_of(finished)[0]))
+            now = with_new_passages(laid, now, len(now.lead.ids) + laid.block_of(finished)[0])
         laid = now
         begin, end = laid.block_of(finished)
         begin, end = max(0, begin), min(end, LENGTH)
@@ -102,8 +108,9 @@ def walk(shape, order, seed):
 
 
 ORDERS = [
-    *(("reread", shape) for shape in SHAPES), ("text", "independent"), ("append", "independent"),
-]  # fmt: skip
+    *(("reread", shape) for shape in SHAPES),
+    *((order, shape) for order in ("text", "append") for shape in SHAPES if "independent" in shape),
+]
 
 
 @pytest.mark.parametrize(("order", "shape"), ORDERS)
@@ -270,7 +277,7 @@ def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus)
 
 
 @pytest.mark.parametrize("layout", ["joint", "prefix"])
-@pytest.mark.parametrize("order", ["text", "append"])
+@pytest.mark.parametrize("order", ["text", "append", "kept"])
 def test_an_order_that_a_layout_cannot_have_is_refused(corpus_file, layout, order):
     with pytest.raises(ConfigError, match=f"finished_blocks={order} needs evidence_layout=independent"):
         make_decoder(corpus_file, layout, finished_blocks=order).decode(ASKED)
@@ -278,8 +285,44 @@ def test_an_order_that_a_layout_cannot_have_is_refused(corpus_file, layout, orde
 
 def test_without_blocks_the_settings_of_blocks_change_nothing(corpus_file):
     plain = what_happened(make_decoder(corpus_file, shape={"attention_block": None}).decode(ASKED))
-    other = make_decoder(corpus_file, shape={"attention_block": None}, finished_blocks="text", lookahead=0)
-    assert what_happened(other.decode(ASKED)) == plain
+    for order in ("text", "append", "kept"):
+        settings = {"finished_blocks": order, "lookahead": 0}
+        other = make_decoder(corpus_file, shape={"attention_block": None}, **settings)
+        assert what_happened(other.decode(ASKED)) == plain
+
+
+@pytest.mark.parametrize("order", ["reread", "text", "append", "kept"])
+def test_engines_of_one_decoder_do_not_meet_in_a_slot(corpus_file, order):
+    decoder = make_decoder(corpus_file, finished_blocks=order, batch_size=1)
+    expected = what_happened(decoder.decode(ASKED[:2]))
+    engines, found = [decoder.new_engine() for _ in range(2)], {}
+    for engine, question in zip(engines, ASKED, strict=False):
+        engine.submit(question)
+    while any(engine.busy for engine in engines):
+        for engine in engines:
+            found |= {event.rollout.id: event.rollout for event in engine.step()}
+    assert what_happened([found["0"], found["1"]]) == expected
+
+
+def test_a_call_that_fails_leaves_nothing_behind(corpus_file, monkeypatch):
+    """The same views again, after a call that wrote and did not run: as if it had never been made."""
+    denoiser = block_denoiser(evidence_layout="independent")
+    proposer = DenoiserProposer(denoiser, MASK, EngineConfig(pool_gib=1))
+    views = list(walk(denoiser.config, "reread", 5))
+    for view in views:
+        with monkeypatch.context() as broken, pytest.raises(MemoryError):
+            broken.setattr(denoiser, "encode", lambda *_: (_ for _ in ()).throw(MemoryError))
+            proposer.propose([view])
+        (found,) = proposer.propose([view])
+        confidence, _ = confidences(denoiser, by_definition(denoiser, view))
+        assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
+
+
+def test_what_append_shows_is_on_record(corpus_file, corpus):
+    decoder = make_decoder(corpus_file, finished_blocks="append", canvas_length=40)
+    decoder.retriever = Rotating(corpus, 2)
+    shown = [step.passage_ids for step in decoder.decode(ASKED[:1])[0].steps]
+    assert len(shown[-1]) > 2 and all(one == other[: len(one)] for one, other in pairwise(shown))
 
 
 def test_kernels_that_take_no_masks_get_rows_that_see_all_they_are_given(corpus_file, monkeypatch):

@@ -135,10 +135,11 @@ def test_stacks_of_experts_are_read_into_their_place(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llada2", "lladamoe", "sdar_moe", "fast-dllm-v2"])
-def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, monkeypatch):
+@pytest.mark.parametrize("whole", [False, True], ids=["its blocks", "whole"])
+def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, whole, monkeypatch):
     """Whole, and in shards that cut through a layer's experts; any rows of a tensor alike."""
     write_golden(tmp_path / "first", name)
-    first = open_checkpoint(tmp_path / "first", GOLDEN[name][0])
+    first = open_checkpoint(tmp_path / "first", 0 if whole else GOLDEN[name][0])
     tensors = dict(first.tensors(torch.device("cpu"), torch.float32))
     for size in (10**9, 40_000):
         monkeypatch.setattr("dlm_rag.model.checkpoint.SHARD_BYTES", size)

@@ -55,6 +55,24 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
         torch.testing.assert_close(ours[:, 1:], public(IDS).logits[:, :-1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["model.evidence_layout=joint", "decode.finished_blocks=text"],
+            "needs evidence_layout=independent",
+        ),
+        (
+            ["train.objective=pretrain", "train.context_parallel=2"],
+            "context_parallel needs whole attention",
+        ),
+    ],
+)
+def test_what_attention_in_blocks_does_not_go_with_is_refused(words, says):
+    with pytest.raises(ConfigError, match=says):
+        begin(load_config(None, ["model.attention_block=8", *words]))
+
+
 def test_an_autoregressive_model_must_be_adapted_first(autoregressive):
     with pytest.raises(ConfigError, match="begin with a phase of objective=adapt"):
         begin(load_config(None, [f"model.path={autoregressive[0]}"]))

@@ -173,6 +173,11 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     from dlm_rag.model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(config.model.path, config.model.attention_block)
+    if config.decode.finished_blocks and not checkpoint.config.attention_block:
+        raise ConfigError(
+            f"finished_blocks={config.decode.finished_blocks} has no effect: the attention of "
+            f"{checkpoint.folder} has no blocks"
+        )
     decode = with_checkpoints_own(config.decode, checkpoint.config)
     config = replace(config, decode=decode)
     assert decode.canvas_length is not None
@@ -185,7 +190,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     status("reading the tokenizer")
     layout = config.model.evidence_layout or checkpoint.config.evidence_layout
     assert decode.finished_blocks is not None
-    check_order(decode.finished_blocks, layout)
+    check_order(checkpoint.config, decode.finished_blocks, layout)
     tokenizer = Tokenizer.from_pretrained(checkpoint, layout)
     from dlm_rag.evidence.fitting import Room, fit
 

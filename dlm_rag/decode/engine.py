@@ -103,7 +103,7 @@ class Engine:
             mine = replace(settings, batch_size=own.batch_size, overlap=own.overlap)
             own = with_checkpoints_own(mine, shape)
         assert own.canvas_length is not None and own.finished_blocks is not None
-        check_order(own.finished_blocks, self._steps.layout)
+        check_order(shape, own.finished_blocks, self._steps.layout)
         # Revision may still change the text before an end token.
         certain = own.stop_early and own.revision_threshold is None
         row = Row(

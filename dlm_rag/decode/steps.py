@@ -87,7 +87,8 @@ class Steps:
             canvas.closed, row.rounds = end, 0
         assert row.guesses is not None
         still = row.guesses.confidence[canvas.masked[row.guesses.positions]]
-        row.lowest_confidence = float(still.min()) if len(still) else None
+        unseen = 0.0 if canvas.masked.any() else None  # what lies behind the window is not known at all
+        row.lowest_confidence = float(still.min()) if len(still) else unseen
 
     def _select(self, row: Row, candidates: Proposals) -> Indices:
         """Which of at least one candidate the commit rule of the row takes."""
@@ -209,6 +210,10 @@ class Steps:
         elif row.settings.query == "two_rounds":
             most = max(len(row.first_found), len(passages))
             passages = take_turns((row.first_found, passages), most)
+        appends = row.settings.finished_blocks == "append" and self.proposer.shape.attention_block
+        if appends and row.found:  # what was found stays
+            held = {passage.id for passage in row.found}
+            passages = [*row.found, *(passage for passage in passages if passage.id not in held)]
         if passages == row.found:
             return
         row.found, rollout = passages, row.rollout
@@ -227,9 +232,8 @@ class Steps:
             rollout.cut = asdict(fitted.cut)
         row.evidence, row.dropped, row.known_words = fitted.texts, fitted.dropped, None
         keep_shorter(rollout.evidence_texts, row.evidence)
-        if row.settings.finished_blocks == "append" and row.arrangement is not None:
-            lead, finished = len(laid.lead.ids), max(0, row.block[0])
-            laid = with_new_passages(row.arrangement, laid, lead + finished)
+        if appends and row.arrangement is not None:
+            laid = with_new_passages(row.arrangement, laid, len(laid.lead.ids) + row.block[0])
         row.arrangement = laid
         self.proposer.prefetch(row.arrangement)
 

@@ -62,6 +62,8 @@ class _Order:
     chain: tuple[int, ...] = ()  # its finished tokens
     first: int = 0  # tokens of its first block
 
+    question: tuple[Segment, ...] = ()
+
     @classmethod
     def of(cls, row: Shown) -> "_Order":
         segments, stretches, at, begin = [], [], 0, 0
@@ -73,7 +75,8 @@ class _Order:
             segments.append((segment, at))
             at += len(segment.ids)
         stretches.append((begin, row.finished, at))
-        return cls(tuple(segments), tuple(stretches), row.chain.ids[: row.finished], row.chain.first)
+        chain, question = row.chain.ids[: row.finished], row.laid.context[-1:]
+        return cls(tuple(segments), tuple(stretches), chain, row.chain.first, question)
 
     def same_until(self, other: "_Order") -> int:
         """The first place where the segments differ."""
@@ -97,7 +100,9 @@ class Contexts:
             denoiser.compute_dtype,
         )  # fmt: skip
         self._held: dict[int, _Order] = {}
-        self._new: dict[Segment, int] = {}  # what the call under way computes, and where it puts it
+        # Of the call under way: what it computes and where it puts it, and what the slots hold then.
+        self._new: dict[Segment, int] = {}
+        self._next: dict[int, _Order] = {}
         self.reuse = Reuse() if pool is None else pool.reuse
 
     def prefetch(self, laid: Arrangement) -> None:
@@ -116,9 +121,11 @@ class Contexts:
         see, None where no row sees anything. Rows that share a segment share its computation. After the
         call, `take_up` keeps what it computed.
         """
+        self._new, self._next = {}, {}
         if all(row.laid.block is None and not row.laid.context for row in shown):
             return [Run(number, 0, row.chain) for number, row in enumerate(shown)], None
         store, orders = self._store, [_Order.of(row) for row in shown]
+        before = [self._held.pop(row.slot, _Order()) for row in shown]  # until the call has been made
         self.reuse.wanted += sum(len(segment.ids) for order in orders for segment, _ in order.segments)
         room = [
             order.stretches[-1][2] + len(row.chain.ids) - order.stretches[-1][0]
@@ -126,11 +133,11 @@ class Contexts:
         ]
         store.reserve(max(row.slot for row in shown) + 1, max(room))
         valid, lacking = [], list[tuple[Segment, int]]()
-        for row, order in zip(shown, orders, strict=True):
-            held = self._held.get(row.slot, _Order()) if self._pool is not None else _Order()
+        for row, order, there in zip(shown, orders, before, strict=True):
+            held = there if self._pool is not None else _Order()
             valid.append(_valid(row, held, order))
             lacking += self._settle(row.slot, held, order, valid[-1])
-            self._held[row.slot] = order
+            self._next[row.slot] = order
         self._new = self._fetch(lacking)
         runs = [Run(None, 0, segment) for segment in self._new]
         number = {segment: n for n, segment in enumerate(self._new)}
@@ -144,11 +151,12 @@ class Contexts:
         return runs, store.rows(starts, seen, copies)
 
     def take_up(self) -> None:
-        """Keeps the segments that the call has computed."""
+        """Keeps what the call has computed."""
+        self._held |= self._next
         if self._pool is not None:
             for segment, place in self._new.items():
                 self._pool.add(segment, self._store.get(place, len(segment.ids)))
-        self._new = {}
+        self._new, self._next = {}, {}
 
     def _settle(self, slot: int, held: _Order, order: _Order, valid: int) -> list[tuple[Segment, int]]:
         """Moves what the slot holds to its place; returns what it does not hold, with its place."""
@@ -208,8 +216,9 @@ class Contexts:
 
 def _valid(row: Shown, held: _Order, order: _Order) -> int:
     """How many tokens of the chain need not run: they are whole blocks, and nothing before them changed."""
-    if held.first != order.first:  # other blocks
-        return 0
+    question = row.laid.context[-1:]
+    if held.first != order.first or (row.laid.kept and question != held.question):
+        return 0  # other blocks, another question
     pairs = zip(held.chain, order.chain, strict=False)
     shorter = min(len(held.chain), len(order.chain))
     same = next((n for n, (one, other) in enumerate(pairs) if one != other), shorter)

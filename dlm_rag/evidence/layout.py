@@ -115,7 +115,7 @@ def arrange(
     order = finished_blocks or shape.finished_blocks
     passages: tuple[Segment, ...] = ()
     if layout == "joint" or (layout == "prefix" and block is not None):
-        return in_blocks(Arrangement((), Segment(tuple(prompt.ids), 0), kept=order == "kept"), shape)
+        return in_blocks(Arrangement((), Segment(tuple(prompt.ids), 0)), shape)
     if layout == "prefix":
         question = Segment(tuple(prompt.ids), 0)
     elif layout == "independent":
@@ -150,10 +150,10 @@ def with_new_passages(before: Arrangement, now: Arrangement, finished: int) -> A
     return replace(before, later=(*before.later, *((finished, segment) for segment in new)))
 
 
-def check_order(finished_blocks: str, layout: str) -> None:
-    """Raises `ConfigError` for an order that the layout cannot have."""
-    if finished_blocks in ("text", "append") and layout != "independent":
+def check_order(shape: DenoiserConfig, finished_blocks: str, layout: str) -> None:
+    """Raises `ConfigError` for an order that the layout cannot have, where attention has blocks."""
+    if shape.attention_block and finished_blocks != "reread" and layout != "independent":
         raise ConfigError(
-            f"finished_blocks={finished_blocks} needs evidence_layout=independent: elsewhere passages see "
-            "what is before them; set finished_blocks=reread or kept"
+            f"finished_blocks={finished_blocks} needs evidence_layout=independent: elsewhere passages "
+            "stand in one chain with the canvas; set finished_blocks=reread"
         )

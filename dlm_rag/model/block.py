@@ -74,6 +74,7 @@ class AttentionProbe:
     queries: Tensor | None = None  # (T, H, D)
     keys: Tensor | None = None  # (Tk, Hk, D), row by row
     lengths: tuple[int, ...] = ()  # keys of each row
+    limits: Tensor | None = None  # (T,) how many of them each query sees; None: all
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Call:
         k, v = self.rows.seen(k, v, layer)
         if self.probe is not None and self.probe.layer == layer:
             self.probe.queries, self.probe.keys, self.probe.lengths = q, k, sight.keys.lengths
+            self.probe.limits = sight.limits
         return attention(q, k, v, sight, self.backend)
 
 

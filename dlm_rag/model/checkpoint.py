@@ -234,6 +234,7 @@ def _named(tensors: dict[str, Tensor], config: DenoiserConfig, family: Family) -
 def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
     """A public checkpoint's config with what training has changed."""
     found = {**raw, **{name: getattr(config, name) for name in OWN_FIELDS}}
+    found["attention_block"] = config.attention_block or 0  # whatever the family says
     found["mask_token_id"] = config.mask_token_id
     for key in ("vocab_size", "embedding_size"):
         if key in raw:

@@ -82,7 +82,7 @@ def encode(
     """
     config = denoiser.config
     if block is not None:
-        config = replace(config, attention_block=block)
+        config = replace(config, attention_block=min(block, config.attention_block or block))
     states = states_of(examples, config, layout)
     places = [list(example.places) for example in examples]
     if share is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_rag.config import Config
 from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.evidence.layout import check_order
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
@@ -79,9 +80,29 @@ class Origin:
 
 def begin(config: Config) -> Origin:
     """What the config says the run begins with; raises `UserError` before any weight is read."""
-    if config.model.path is None:
-        return _fresh(config)
-    checkpoint = open_checkpoint(config.model.path, config.model.attention_block)
+    origin = _fresh(config) if config.model.path is None else _from_checkpoint(config, config.model.path)
+    _check_blocks(config, origin.config)
+    return origin
+
+
+def _check_blocks(config: Config, shape: DenoiserConfig) -> None:
+    """Raises `ConfigError` for what attention in blocks does not go with in training."""
+    if not shape.attention_block:
+        return
+    check_order(shape, shape.finished_blocks, shape.evidence_layout)
+    if shape.shifted and shape.finished_blocks == "text":
+        raise ConfigError(
+            "finished_blocks=text is trained for models that predict in place, and this one predicts the "
+            "next token: set decode.finished_blocks=reread"
+        )
+    if any(train.context_parallel > 1 for train in config.train.in_phases().values()):
+        raise ConfigError(
+            f"context_parallel needs whole attention, and this has blocks of {shape.attention_block}"
+        )
+
+
+def _from_checkpoint(config: Config, path: str) -> Origin:
+    checkpoint = open_checkpoint(path, config.model.attention_block)
     train, own = config.train, checkpoint.config
     inner = read_tokenizer(checkpoint.folder)
     mask_id = own.mask_token_id

@@ -68,8 +68,11 @@ def pointer_loss(counts: Sequence[int], places: Tensor, probe: AttentionProbe) -
         for (at, first, last, token), row_keys in rows:
             if not len(at):
                 continue
-            log_mass = (torch.einsum("nhd,khd->hnk", queries[at], row_keys) * scale).log_softmax(-1)
             place = torch.arange(len(row_keys), device=at.device)
+            scores = torch.einsum("nhd,khd->hnk", queries[at], row_keys) * scale
+            if probe.limits is not None:
+                scores = scores.masked_fill(place >= probe.limits[at][:, None], -math.inf)
+            log_mass = scores.log_softmax(-1)
             outside = (place < first[:, None]) | (place >= last[:, None])
             on_passage = log_mass[PASSAGE_HEAD].masked_fill(outside, -math.inf).logsumexp(-1)
             on_token = log_mass[TOKEN_HEAD].gather(1, token[:, None]).squeeze(1)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.fitting import Room, fit
+from dlm_rag.evidence.layout import arrange
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import permutation
@@ -67,8 +68,8 @@ class AnsweredQuestions:
             ids = list(self._tokenizer.encode(response))
             standing = len(self._tokenizer.encode(response[:stands])) if stands else 0
             for _ in range(self._train.rows):
-                end_id = self._tokenizer.end_id
-                target, hidden, finished = masked_canvas(rng, ids, standing, self._denoiser, end_id)
+                laid, end_id = arrange(prompt, self._denoiser), self._tokenizer.end_id
+                target, hidden, finished = masked_canvas(rng, ids, standing, laid, self._denoiser, end_id)
                 examples.append(Example(prompt, target, hidden, finished=finished))
         return examples
 

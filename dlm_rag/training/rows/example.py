@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 from functools import cached_property
 
+from dlm_rag.evidence.layout import Arrangement
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 
@@ -76,19 +77,21 @@ def random_mask(rng: random.Random, used: int, length: int, stands: int) -> tupl
 
 
 def block_mask(
-    rng: random.Random, used: int, longest: int, stands: int, block: int
+    rng: random.Random, used: int, longest: int, stands: int, block: int, first: int
 ) -> tuple[tuple[bool, ...], int]:
     """Which positions of a canvas that attention takes in blocks are masked, and how many are finished.
 
     One block is under work, masked in part; those before are finished, those behind (a few: what queries
-    may guess at) masked. used, stands: as for `random_mask`. The canvas is as long as what is returned.
+    may guess at) masked. used, stands: as for `random_mask`; first: positions of the first block. The
+    canvas is as long as what is returned.
     """
     cut = rng.randrange(used + 1)
     if stands and rng.random() < AT_THE_MOMENT:
         cut = stands
-    finished = min(cut, longest - 1) // block * block
-    stop = min(longest, finished + block * (1 + rng.randrange(LOOKAHEAD_BLOCKS + 1)))
-    end = min(stop, finished + block)
+    cut = min(cut, longest - 1)
+    finished = 0 if cut < first else first + (cut - first) // block * block
+    end = min(longest, finished + block if finished else first)
+    stop = min(longest, end + block * rng.randrange(LOOKAHEAD_BLOCKS + 1))
     uniform = rng.random() < UNIFORM_MASKS
     time = rng.random() if uniform else STRAY_MASKS
     masked = [rng.random() < time or (n >= cut and not uniform) for n in range(finished, end)]
@@ -98,14 +101,23 @@ def block_mask(
 
 
 def masked_canvas(
-    rng: random.Random, ids: list[int], stands: int, shape: DenoiserConfig, end_id: int | None
+    rng: random.Random,
+    ids: list[int],
+    stands: int,
+    laid: Arrangement,
+    shape: DenoiserConfig,
+    end_id: int | None,
 ) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
-    """A canvas around a response, which of it is masked, and how many positions are finished blocks."""
+    """A canvas around a response, which of it is masked, and how many positions are finished blocks.
+
+    laid: the prompt before it.
+    """
     assert end_id is not None, "a tokenizer without an end token"
     if shape.attention_block is None:
         target = canvas_of(rng, ids, shape.canvas_length, end_id)
         return tuple(target), random_mask(rng, len(ids), len(target), stands), 0
-    hidden, finished = block_mask(rng, len(ids), shape.canvas_length, stands, shape.attention_block)
+    block, first = shape.attention_block, laid.block_of(0)[1]
+    hidden, finished = block_mask(rng, len(ids), shape.canvas_length, stands, block, first)
     padded = ids + [end_id] * shape.canvas_length
     return tuple(padded[: len(hidden)]), hidden, finished
 

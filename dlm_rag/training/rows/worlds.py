@@ -16,6 +16,7 @@ from pathlib import Path
 from dlm_rag.config import TrainConfig
 from dlm_rag.data.world import Entity, World, WorldQuestion, make_question, make_world, passage_record
 from dlm_rag.evidence.fitting import Room, fit
+from dlm_rag.evidence.layout import arrange
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
@@ -136,7 +137,8 @@ class WorldExamples:
                 pointers += [Pointer(p, row, at + n) for n, p in enumerate(positions)]
         known = [position for hop, where in mentions[:-1] if hop < written for position in where]
         stands = max(known, default=-1) + 1
-        target, hidden, finished = masked_canvas(rng, ids, stands, self._denoiser, tokenizer.end_id)
+        laid = arrange(prompt, self._denoiser)
+        target, hidden, finished = masked_canvas(rng, ids, stands, laid, self._denoiser, tokenizer.end_id)
         there = tuple(pointer for pointer in pointers if pointer.position < len(target))
         return Example(prompt, target, hidden, there, finished=finished)
 
