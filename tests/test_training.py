@@ -218,10 +218,12 @@ def pointer_loss_of(examples, states, probe):
     return pointer_loss(places.counts, torch.from_numpy(places.found), probe)
 
 
-@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
-def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
-    """Against the softmax over all keys of the row, written out for each pointer."""
-    denoiser = micro_denoiser(f"model.evidence_layout={layout}")
+@pytest.mark.parametrize(
+    ("layout", "block"), [("joint", 0), ("prefix", 0), ("independent", 0), ("independent", 8)]
+)
+def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout, block):
+    """Against the softmax over all keys that a token sees, written out for each pointer."""
+    denoiser = micro_denoiser(f"model.evidence_layout={layout}", f"model.attention_block={block}")
     example = next(e for e in examples if e.pointed)
     states, probe = states_of([example], denoiser.config), AttentionProbe(0)
     encode_canvases(denoiser, states, encode_contexts(denoiser, states), [[0]], probe)
@@ -232,8 +234,11 @@ def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout):
         first = sum(map(len, example.prompt.facts[: p.fact]))
         first += 0 if layout == "independent" else len(example.prompt.head)
         inside = slice(first, first + len(example.prompt.facts[p.fact]))
+        seen = len(probe.keys)
+        if block:
+            seen -= max(0, len(example.target) - (p.position // block + 1) * block)
         attention = [
-            ((probe.keys[:, head] @ probe.queries[starts[0] + p.position, head]) / 32**0.5).softmax(0)
+            ((probe.keys[:seen, head] @ probe.queries[starts[0] + p.position, head]) / 32**0.5).softmax(0)
             for head in (0, 1)
         ]
         masses.append(attention[0][inside].sum())
