@@ -180,7 +180,10 @@ class DecodeConfig(Checked):
 
 @dataclass
 class EngineConfig(Checked):
-    """How the work of decoding is done; nothing here changes a token, but by the rounding of `compile`."""
+    """How the work of decoding is done; nothing here changes a token.
+
+    But for the rounding of `compile`, and `decode.finished_blocks=kept`: without a pool nothing is kept.
+    """
 
     pool_gib: float | None = setting(
         None,
