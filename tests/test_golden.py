@@ -28,7 +28,9 @@ def restore_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("name", "threads"), [*((name, 1) for name in TRACES), ("sardi", 2)])
+@pytest.mark.parametrize(
+    ("name", "threads"), [*((name, 1) for name in TRACES), pytest.param("sardi", 2, marks=pytest.mark.slow)]
+)
 def test_trace_is_identical(golden, restore_threads, name, threads):
     torch.set_num_threads(threads)
     check_trace(golden, name)

@@ -37,6 +37,7 @@ PHASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_phases_follow_one_another_and_a_stopped_run_ends_the_same(tmp_path):
     done = train(tmp_path / "whole", *PHASES)
     assert done.returncode == 0, done.stderr

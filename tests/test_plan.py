@@ -148,6 +148,7 @@ def test_the_config_of_a_machine_fits_it_without_network_or_weights(name, layers
         assert phase.largest_part(MACHINES[config.plan.machine]) >= phase.part, phase.name
 
 
+@pytest.mark.slow
 def test_the_page_says_what_a_run_takes():
     done = subprocess.run(
         [sys.executable, "train.py", "--config", "tiny.yaml", "--plan", "plan.devices=2", "plan.days=1"],
