@@ -192,7 +192,7 @@ class Trainer:
     def _flops(self, before: Any, counts: dict[str, float]) -> float:
         """What forward and backward took since `before`."""
         head = head_work(self.denoiser.config, counts["supervised"] / self.processes.sharing, 4)
-        return (self.denoiser.work - before + head).with_backward(bool(self.origin.lora_rank))
+        return (self.denoiser.work - before + head).with_backward(self.train.frozen)
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
         """Tokens a second, all and supervised; peak memory; FLOP/s of this process and, on a known machine,
