@@ -103,7 +103,8 @@ def gate_log_prob(logit: Tensor, step: Tensor, opened: Tensor, steps: int) -> Te
 
 def log_sum(values: Tensor, step: Tensor, steps: int) -> Tensor:
     """logsumexp (S,) of the values (n,) of each step."""
-    highest = values.new_full((steps,), -math.inf).index_reduce(0, step, values.detach(), "amax")
+    lowest = values.new_full((steps,), -math.inf)
+    highest = lowest.scatter_reduce(0, step, values.detach(), "amax")
     total = values.new_zeros(steps).index_add(0, step, (values - highest[step]).exp())
     return highest + total.log()
 
