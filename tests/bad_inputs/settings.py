@@ -133,7 +133,7 @@ CASES = [
     word("decode.search=head", "search=head needs heads beside the model"),
     word("decode.search=never", "search='never' is not one of"),
     Case("a threshold without a logit", f"{ASK} decode.commit_rule=sampled decode.commit_threshold=1", "has no logit"),
-    word("decode.gate_width=0", "gate_width=0 is out of range"),
+    word("decode.gate_width=0", "gate_width=0.0 is out of range"),
     Case("heads that are none", f"{ASK} decode.commit_rule=head", "is no safetensors file", {"model/heads.safetensors": "x"}),
     # Config files.
     Case("a YAML file that is not there", f"{ASK} --config sardy", "nearest: 'sardi.yaml'"),
@@ -208,9 +208,9 @@ CASES = [
     # Values that a shell has lost, and data that another objective reads.
     Case("a corpus of nothing", f"{ASK_MODEL} retrieval.corpus=", "corpus is empty"),
     Case("evaluate into -", f"{EVALUATE} --out -", "evaluation needs --out FOLDER"),
-    Case("documents for sft", f"{TRAIN} data.documents.a=corpus.jsonl", "data.documents are not read by sft"),
+    Case("documents for sft", f"{TRAIN} data.documents.a=corpus.jsonl", "data.documents are read by pretrain and adapt"),
     Case("questions for documents", f"{TRAIN} train.objective=pretrain data.questions=questions.jsonl"
-         " data.corpus=corpus.jsonl", "data.questions are read by sft alone"),
+         " data.corpus=corpus.jsonl", "data.questions are read by sft and rl"),
     # Paths.
     Case("a corpus that leads to itself", f"{ASK_MODEL} --corpus loop", "'loop' was not found",
          {"loop": lambda path: path.symlink_to("loop")}),
