@@ -24,7 +24,7 @@ import nvtx
 STAGES = (
     "tokenize", "retrieve", "retrieve/embed", "retrieve/search", "encode_evidence", "denoise",
     "commit", "detokenize",
-    "data", "forward", "loss", "backward", "optimizer", "checkpoint", "evaluate",
+    "rollout", "reward", "data", "forward", "loss", "backward", "optimizer", "checkpoint", "evaluate",
 )  # fmt: skip
 DOMAIN = "dlm_rag"
 REMEMBERED_MESSAGES = 1000  # of steps and questions, before nvtx forgets them

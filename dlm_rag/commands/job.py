@@ -168,9 +168,10 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
     status("reading the corpus")
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
     status("checking the model")
-    from dlm_rag.decode.engine import with_checkpoints_own
+    from dlm_rag.decode.engine import check_heads, with_checkpoints_own
     from dlm_rag.evidence.layout import check_order
     from dlm_rag.model.checkpoint import open_checkpoint
+    from dlm_rag.model.heads import read_heads
 
     checkpoint = open_checkpoint(config.model.path, config.model.attention_block)
     if config.decode.finished_blocks and not checkpoint.config.attention_block:
@@ -180,6 +181,7 @@ def prepare(config: Config, questions: list[Question]) -> Prepared:
         )
     decode = with_checkpoints_own(config.decode, checkpoint.config)
     config = replace(config, decode=decode)
+    check_heads(decode, read_heads(checkpoint.folder) is not None)
     assert decode.canvas_length is not None
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)

@@ -86,11 +86,13 @@ def refuse_unread(config: "Config") -> None:
     if other := [name for name in ("trace", "compare") if getattr(config, name) is not None]:
         raise ConfigError(f"training has no use for {other[0]}: leave it out")
     objectives = {phase.objective for phase in config.train.in_phases().values()}
-    if config.data.documents and objectives == {"sft"}:
-        raise ConfigError("data.documents are not read by sft: set train.objective to pretrain or adapt")
-    if config.data.questions and "sft" not in objectives:
+    if config.data.documents and objectives <= {"sft", "rl"}:
         raise ConfigError(
-            "data.questions are read by sft alone: set train.objective=sft, or name data.documents"
+            "data.documents are read by pretrain and adapt: set train.objective to one of them"
+        )
+    if config.data.questions and not objectives & {"sft", "rl"}:
+        raise ConfigError(
+            "data.questions are read by sft and rl: set train.objective, or name data.documents"
         )
 
 

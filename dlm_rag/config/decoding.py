@@ -96,10 +96,23 @@ class DecodeConfig(Checked):
     commit_rule: str = setting(
         "threshold",
         "which masked positions are written down at a step",
-        choices=("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded", "sequential"),
-    )
+        choices=(
+            "threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded", "sequential", "sampled",
+            "head",
+        ),
+    )  # fmt: skip
     commit_threshold: float = setting(
-        0.9, "confidence at which a position is committed (tau_c): threshold, grounded", low=0, high=1
+        0.9,
+        "confidence at which a position is committed (tau_c): threshold, grounded; where the gates of "
+        "sampled and head are half open",
+        low=0,
+        high=1,
+    )
+    gate_width: float = setting(
+        0.5, "how soft that threshold is for sampled and head, in units of the logit", low=1e-3, high=100
+    )
+    head_cut: float | None = setting(
+        0.5, "probability from which what a head says counts; unset (null): by lot", low=0, high=1
     )
     tokens_per_step: int | None = setting(
         None,
@@ -147,6 +160,11 @@ class DecodeConfig(Checked):
     retrieve_below: float | None = setting(
         None, "refresh only when the lowest confidence is under this; unset: always", low=0, high=1
     )
+    search: str = setting(
+        "always",
+        "whether a query that has changed is searched for: always, or as the head beside the model says",
+        choices=("always", "head"),
+    )
     temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)
     seed: int = setting(0, "of the sampling; every question has a generator of its own")
     batch_size: int = setting(8, "questions denoised together", low=1, high=2**16)
@@ -171,11 +189,22 @@ class DecodeConfig(Checked):
             raise ConfigError(
                 "tokens_per_step and steps_per_block both say how much a step commits: leave one out"
             )
+        if self.commit_rule == "sampled" and not 0 < self.commit_threshold < 1:
+            raise ConfigError(
+                f"commit_threshold={self.commit_threshold} has no logit, which commit_rule=sampled needs: "
+                "set it between 0 and 1"
+            )
         if self.query == "committed" and self.query_threshold not in (0.0, 1.0):
             raise ConfigError(
                 f"query_threshold={self.query_threshold} has no effect with query=committed: "
                 "set query=proxy"
             )
+
+    @property
+    def by_lot(self) -> bool:
+        """Whether a policy draws what is committed, or whether to search."""
+        headed = self.commit_rule == "head" or self.search == "head"
+        return self.commit_rule == "sampled" or (headed and self.head_cut is None)
 
 
 @dataclass

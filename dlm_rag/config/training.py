@@ -47,17 +47,25 @@ class TrainConfig(Checked):
         1024, "tokens of its tokenizer, learned on training worlds", low=300, high=2**20
     )
     passage_length: int = setting(96, "positions of a passage in the independent layout", low=16)
+    learn: str | None = setting(
+        None,
+        "all weights; lora: adapters beside them; heads: rl alone, two small heads on when to commit and "
+        "to search; unset: adapters with a lora_rank, else all",
+        choices=("all", "lora", "heads"),
+    )
     lora_rank: int = setting(0, "train low-rank adapters beside frozen weights (needs peft); 0: all", low=0)
     # What a phase trains on.
     objective: str = setting(
         "sft",
         "sft: questions, evidence, responses; pretrain: documents; adapt: documents, from an "
-        "autoregressive checkpoint whose attention opens step by step",
-        choices=("sft", "pretrain", "adapt"),
+        "autoregressive checkpoint whose attention opens step by step; rl: rollouts by reward",
+        choices=("sft", "pretrain", "adapt", "rl"),
     )
     steps: int = setting(2000, "optimizer steps; may be raised on --resume", low=1)
-    groups: int = setting(6, "sft: sets of passages a step, over all processes", low=1, high=2**16)
-    rows: int = setting(12, "sft: questions and masks on each set", low=1, high=2**16)
+    groups: int = setting(
+        6, "sft: sets of passages a step, over all processes; rl: questions", low=1, high=2**16
+    )
+    rows: int = setting(12, "sft: questions and masks on each set; rl: rollouts", low=1, high=2**16)
     mixture: dict[str, float] = setting(  # noqa: RUF009 - a factory
         dict, "pretrain, adapt: share of each of data.documents; unset: equal shares"
     )
@@ -119,9 +127,26 @@ class TrainConfig(Checked):
         None, "the same at the end, reached as the rate falls; unset: 0.08 or 0", low=0
     )
     hops: int = setting(4, "of the longest questions, in training and validation", low=1, high=4)
+    least_hops: int = setting(1, "rl: of the shortest questions", low=1, high=4)
     world_passages: int = setting(700, "passages of a training world", low=100, high=10**6)
     worlds: int = setting(6, "worlds that examples are drawn from at a time", low=1)
     steps_per_world: int = setting(50, "steps after which the oldest world is replaced", low=1)
+    # Learning by reward: exact match, with these parts and prices added.
+    f1_weight: float = setting(0.0, "rl: reward of the F1 of the answer", low=0)
+    recall_weight: float = setting(0.0, "rl: reward of the supporting passages in the last evidence", low=0)
+    forward_price: float = setting(0.0, "rl: taken off for each forward", low=0)
+    search_price: float = setting(0.0, "rl: taken off for each search", low=0)
+    prices_from: float = setting(0.0, "rl: share of the steps after which prices hold", low=0, high=1)
+    rollout_temperature: float = setting(
+        1.0, "rl: of the tokens that rollouts draw, where the denoiser learns", low=1e-3, high=100
+    )
+    steps_of_rollout: int | None = setting(
+        None, "rl: denoising steps of each rollout that the denoiser learns from, by lot; unset: all", low=1
+    )
+    kl_weight: float = setting(0.0, "rl: of the divergence from the first weights, in nats", low=0)
+    committed_only: bool = setting(
+        False, "rl: learn from the committed tokens alone, as if positions were given (biased; a control)"
+    )
     # What is kept and reported.
     save_every: int = setting(200, "steps between checkpoints", low=1)
     validate_every: int = setting(500, "steps between validations by the decoder", low=1)
@@ -142,12 +167,28 @@ class TrainConfig(Checked):
             )
         if self.context_parallel > 1 and self.objective != "pretrain":
             raise ConfigError("context_parallel needs objective=pretrain: whole rows, seen by all")
-        self.in_phases()
+        if self.learn is not None and bool(self.lora_rank) != (self.learn == "lora"):
+            raise ConfigError(
+                f"learn={self.learn} does not go with lora_rank={self.lora_rank}: leave learn out, or the "
+                "rank"
+            )
+        phases = self.in_phases()
+        if self.learn == "heads" and any(phase.objective != "rl" for phase in phases.values()):
+            raise ConfigError("learn=heads is for objective=rl: nothing else teaches when to commit")
+        if self.objective == "rl" and self.least_hops > self.hops:
+            raise ConfigError(f"least_hops={self.least_hops} is more than hops={self.hops}")
 
     @property
     def items(self) -> int:
         """What the processes share in a step: sets of passages (sft), or packed sequences."""
-        return self.groups if self.objective == "sft" else self.batch_tokens // self.sequence_length
+        if self.objective in ("sft", "rl"):
+            return self.groups
+        return self.batch_tokens // self.sequence_length
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the weights of the denoiser itself stay as they are."""
+        return bool(self.lora_rank) or self.learn == "heads"
 
     def in_phases(self) -> dict[str, "TrainConfig"]:
         """The settings of each phase by its name, in order; one without a name where none are given.

@@ -50,7 +50,8 @@ class Decoder:
 
     def new_engine(self) -> Engine:
         """An engine to be stepped by hand; it shares what is kept with this decoder's others."""
-        return Engine(self.proposer, self.retriever, self.tokenizer, self.config, self.evidence_layout)
+        parts = self.proposer, self.retriever, self.tokenizer
+        return Engine(*parts, self.config, self.evidence_layout, self.denoiser.heads)
 
     def describe(self) -> str:
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""

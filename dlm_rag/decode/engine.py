@@ -29,6 +29,7 @@ from dlm_rag.decode.schedules import SCHEDULES
 from dlm_rag.decode.steps import Steps
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.layout import check_order
+from dlm_rag.model.heads import Heads
 from dlm_rag.model.shape import EVIDENCE_LAYOUTS, DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import keyed_generator
@@ -55,7 +56,8 @@ class Engine:
     """Answers questions with a model, a retriever and settings; everything in flight is its state.
 
     settings: of questions submitted without their own; of these `batch_size`, how many questions have a
-    place, and `overlap` hold for all. layout: of the evidence, the model's own where None.
+    place, and `overlap` hold for all. layout: of the evidence, the model's own where None. heads: what
+    decides for the commit rule `head`, and for `search=head`.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class Engine:
         tokenizer: Tokenizer,
         settings: DecodeConfig | None = None,
         layout: str | None = None,
+        heads: Heads | None = None,
     ) -> None:
         self.settings = with_checkpoints_own(settings or DecodeConfig(), proposer.shape)
         layout = layout or proposer.shape.evidence_layout
         if layout not in EVIDENCE_LAYOUTS:
             raise ConfigError(f"evidence_layout={layout} is none of {', '.join(EVIDENCE_LAYOUTS)}")
-        self._steps = Steps(proposer, retriever, tokenizer, layout)
+        self._steps = Steps(proposer, retriever, tokenizer, layout, heads)
         self._schedule = SCHEDULES[self.settings.overlap]
         places = self.settings.batch_size
         halves = 2 if self.settings.overlap == "pipeline" and places > 1 else 1
@@ -104,6 +107,7 @@ class Engine:
             own = with_checkpoints_own(mine, shape)
         assert own.canvas_length is not None and own.finished_blocks is not None
         check_order(shape, own.finished_blocks, self._steps.layout)
+        check_heads(own, self._steps.heads is not None)
         # Revision may still change the text before an end token.
         certain = own.stop_early and own.revision_threshold is None
         row = Row(
@@ -121,6 +125,7 @@ class Engine:
                 question.id, question.question, self._steps.layout, own.canvas_length, settings=asdict(own)
             ),
             stop_at=self._steps.tokenizer.end_ids if certain else frozenset(),
+            end_ids=self._steps.tokenizer.end_ids,
         )
         min(self._groups, key=lambda group: len(group.rows)).rows.append(row)
         return row.ticket
@@ -174,6 +179,17 @@ class Engine:
         heappush(self._free, row.slot)
         self._steps.proposer.release(row.slot)
         self._steps.retriever.forget(str(row.ticket))
+
+
+def check_heads(settings: DecodeConfig, there: bool) -> None:
+    """Raises `ConfigError` for settings that need heads where none are there."""
+    if there or (settings.commit_rule != "head" and settings.search != "head"):
+        return
+    asked = "commit_rule=head" if settings.commit_rule == "head" else "search=head"
+    raise ConfigError(
+        f"{asked} needs heads beside the model, and this checkpoint has none: train them with "
+        "--config search_rl.yaml train.learn=heads"
+    )
 
 
 def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dlm_rag.diffusion.policy import Soft, drawn, quantile
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -14,7 +16,8 @@ class Wanted:
     mask_id: (1,), never proposed. written: (n,) the token that stands there now. sampled: (m,) which
     positions take a token at random, at the quantile `uniform` (m,) of the distribution at `temperature`
     (m,), above 0; the others take the most probable one. spread: (s,) of which positions entropy and margin
-    are wanted.
+    are wanted. soft: (k,) for which positions a policy draws, None where there is none in the call; lots:
+    (5, k) its temperature, threshold and width, and the two quantiles that it draws at.
     """
 
     mask_id: Tensor
@@ -23,10 +26,13 @@ class Wanted:
     temperature: Tensor
     uniform: Tensor
     spread: Tensor
+    soft: Tensor | None = None
+    lots: Tensor | None = None
 
 
 def read_proposals(logits: Tensor, wanted: Wanted) -> Tensor:
-    """(6, n): token, confidence, log-probability, entropy, margin, and the probability of `written`.
+    """(6, n): token, confidence, log-probability, entropy, margin, and the probability of `written`; with
+    `soft` (15, n), the last 9 being `policy.drawn`.
 
     logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
     temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
@@ -52,13 +58,19 @@ def read_proposals(logits: Tensor, wanted: Wanted) -> Tensor:
         weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, wanted.written)
     )
     # Token ids are exact in float32 below 2 ** 24; not every device has float64.
-    return torch.stack([x.float() for x in (token, confidence, log_prob, entropy, margin, written)])
+    found = torch.stack([x.float() for x in (token, confidence, log_prob, entropy, margin, written)])
+    if wanted.soft is None or wanted.lots is None:
+        return found
+    draws = found.new_zeros(9, len(logits))
+    if len(wanted.soft):
+        temperature, threshold, width, uniform, forced = wanted.lots
+        soft = Soft(temperature, threshold, width)
+        draws[:, wanted.soft] = drawn(logits[wanted.soft], wanted.mask_id, soft, uniform, forced)
+    return torch.cat((found, draws))
 
 
 def _sample(allowed: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """The tokens (m,) at the quantiles `uniform` of the tempered distributions."""
-    exact = torch.float32 if allowed.device.type == "mps" else torch.float64  # which MPS does not have
-    above = (allowed - allowed.amax(-1, keepdim=True)).to(exact)
-    cumulative = (above / temperature[:, None].to(exact)).softmax(-1).cumsum(-1)
-    quantile = uniform[:, None].to(exact) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, quantile).squeeze(1).clamp(max=allowed.shape[1] - 1)
+    above = allowed - allowed.amax(-1, keepdim=True)
+    exact = above if above.device.type == "mps" else above.double()
+    return quantile(exact / temperature[:, None].to(exact.dtype), uniform)

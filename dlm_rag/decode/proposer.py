@@ -40,6 +40,8 @@ class View:
     temperature: float = 0.0
     uniform: NDArray[np.float64] | None = None  # a number for each position, with a temperature
     spread: bool = False  # whether entropy and margin are wanted
+    soft: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
+    lots: NDArray[np.float64] | None = None  # (2, n) the numbers that it draws tokens at
     finished: int = 0  # positions in front that are whole blocks and change no more
 
 
@@ -108,22 +110,19 @@ class DenoiserProposer:
         with stage("denoise"):
             segments = [run.segment for run in runs]
             read = [[] if run.row is None else self._read(run, views[run.row]) for run in runs]
-            added = wanted_of(views, self._mask_id)
+            added, of = wanted_of(views, self._mask_id)
             rows = pack(segments, self.denoiser.device, read, context, add=added)
             hidden, _ = self.denoiser.encode(rows)
             self._contexts.take_up()
             mask_id, *arrays = rows.added
             found = [
-                read_proposals(self.denoiser.read_out(part).float(), Wanted(mask_id, *arrays[at : at + 5]))
-                for at, part in zip(range(0, len(arrays), 5), hidden.split(ROWS_READ), strict=True)
+                read_proposals(self.denoiser.read_out(part).float(), Wanted(mask_id, *arrays[at : at + of]))
+                for at, part in zip(range(0, len(arrays), of), hidden.split(ROWS_READ), strict=True)
             ]
             values = to_host(torch.cat(found, dim=1)).astype(np.float64)
         ends = np.cumsum([len(view.positions) for view in views])
         parts = np.split(values, ends[:-1], axis=1)
-        return [
-            Proposals(view.positions, part[0].astype(np.int64), *part[1:])
-            for view, part in zip(views, parts, strict=True)
-        ]
+        return [_proposals(view, part) for view, part in zip(views, parts, strict=True)]
 
     def _shown(self, view: View) -> Shown:
         """The chain of a row's lead and canvas, and what of it is finished."""
@@ -140,20 +139,38 @@ class DenoiserProposer:
         return at[(at >= 0) & (at < len(run.segment.ids))].tolist()
 
 
-def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """As it goes to the device: the mask, then the rest of `Wanted` for every `ROWS_READ` positions."""
+def _proposals(view: View, found: NDArray[np.float64]) -> Proposals:
+    token, confidence, log_prob, entropy, margin, written = found[:6]
+    draws = None if view.soft is None else found[6:]
+    tokens = token.astype(np.int64)
+    return Proposals(view.positions, tokens, confidence, log_prob, entropy, margin, written, draws)
+
+
+def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> tuple[list[NDArray[Any]], int]:
+    """As it goes to the device: the mask, then the rest of `Wanted` for every `ROWS_READ` positions.
+
+    Returns also how many arrays that is each time.
+    """
     counts = [len(view.positions) for view in views]
     written = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
     temperature = np.repeat([view.temperature for view in views], counts)
     spread = np.repeat([view.spread for view in views], counts)
     uniform = np.zeros(len(written))
+    any_soft = any(view.soft is not None for view in views)
+    lots, soft = np.zeros((5, len(written)), dtype=np.float32), np.zeros(len(written), dtype=bool)
     for view, end in zip(views, np.cumsum(counts), strict=True):
+        at = slice(end - len(view.positions), end)
         if view.uniform is not None:
-            uniform[end - len(view.positions) : end] = view.uniform
+            uniform[at] = view.uniform
+        if view.soft is not None and view.lots is not None:
+            soft[at], lots[:3, at], lots[3:, at] = True, np.array(view.soft)[:, None], view.lots
     arrays: list[NDArray[Any]] = [mask_id]
     for start in range(0, len(written), ROWS_READ):
         part = slice(start, start + ROWS_READ)
         sampled = np.flatnonzero(temperature[part])
         drawn = (values[part][sampled].astype(np.float32) for values in (temperature, uniform))
         arrays += [written[part], sampled, *drawn, np.flatnonzero(spread[part])]
-    return arrays
+        if any_soft:
+            drawing = np.flatnonzero(soft[part])
+            arrays += [drawing, lots[:, part][:, drawing]]
+    return arrays, 7 if any_soft else 5

@@ -1,6 +1,6 @@
 """The decoding trajectory as data: replayed and scored without the model, kept in files by `trace.py`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -21,6 +21,31 @@ class Committed:
     token: str
     confidence: float
     log_prob: float | None = None
+
+
+@dataclass(frozen=True)
+class Action:
+    """What was decided by lot at a step, and how likely it was (`diffusion/policy.py`, `actions.py`).
+
+    candidates: canvas positions that might have been committed; those that were are the step's. forced:
+    whether none would have been, so that one had to. log_prob: of commits and stays, in nats. features: of
+    each candidate, where a head decided. search_features: where a head decided whether to search, which
+    `Step.retrieved` says; search_log_prob: of that, in nats.
+    """
+
+    candidates: tuple[int, ...] = ()
+    forced: bool = False
+    log_prob: float = 0.0
+    features: tuple[tuple[float, ...], ...] = ()
+    search_features: tuple[float, ...] = ()
+    search_log_prob: float = 0.0
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Action":
+        """The action in a line of a trace."""
+        features = tuple(tuple(row) for row in record.get("features", ()))
+        lists = {key: tuple(record.get(key, ())) for key in ("candidates", "search_features")}
+        return cls(**{**record, **lists, "features": features})
 
 
 @dataclass(frozen=True)
@@ -45,6 +70,7 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     edited: tuple[Committed, ...] = ()
+    action: Action | None = None  # where a policy decided by lot
 
     @property
     def written(self) -> tuple[Committed, ...]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas
-from dlm_rag.decode.rollout import Committed, Rollout
+from dlm_rag.decode.rollout import Action, Committed, Rollout
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.layout import Arrangement
 from dlm_rag.questions import Question
@@ -36,12 +36,14 @@ class Row:
     generator: torch.Generator
     rollout: Rollout
     stop_at: frozenset[int]  # tokens behind which no text is: none where the whole canvas is decoded
+    end_ids: frozenset[int] = frozenset()
     evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
     known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
     dropped: tuple[str, ...] = ()  # ids of what was found and has no place in the prompt
     found: list[Passage] | None = None  # what fits of it is the evidence
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
+    searched_words: frozenset[str] = frozenset()  # of the query that was searched for last
     first_found: list[Passage] = field(default_factory=list)  # at step 0, for feedback and two_rounds
     guesses: Proposals | None = None
     lowest_confidence: float | None = None
@@ -53,6 +55,8 @@ class Row:
     committed: tuple[Committed, ...] = ()
     remasked: tuple[int, ...] = ()
     edited: tuple[Committed, ...] = ()
+    lots: NDArray[np.float64] | None = None  # (5, length) that its policy draws at
+    action: Action | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property

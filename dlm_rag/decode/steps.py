@@ -11,15 +11,17 @@ from dataclasses import asdict, replace
 import numpy as np
 import torch
 
+from dlm_rag.decode.actions import BY_LOT, by_head, sampled, searches
 from dlm_rag.decode.canvas import Canvas
 from dlm_rag.decode.citations import cite, held_positions
 from dlm_rag.decode.proposer import Proposer, View
-from dlm_rag.decode.rollout import Committed, Rollout, Step
+from dlm_rag.decode.rollout import Action, Committed, Rollout, Step
 from dlm_rag.decode.row import Row, Search, SearchResult
 from dlm_rag.diffusion.commit import Indices, Proposals, select, step_sizes
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
 from dlm_rag.evidence.layout import Arrangement, arrange, with_new_passages
+from dlm_rag.model.heads import Heads
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, take_turns
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
@@ -35,8 +37,16 @@ SPREAD_RULES = ("entropy", "margin", "entropy_bound")
 class Steps:
     """The parts of a step, with all that they need beside the rows."""
 
-    def __init__(self, proposer: Proposer, retriever: Retriever, tokenizer: Tokenizer, layout: str) -> None:
-        self.proposer, self.retriever, self.tokenizer, self.layout = proposer, retriever, tokenizer, layout
+    def __init__(
+        self,
+        proposer: Proposer,
+        retriever: Retriever,
+        tokenizer: Tokenizer,
+        layout: str,
+        heads: Heads | None = None,
+    ) -> None:
+        self.proposer, self.retriever, self.tokenizer = proposer, retriever, tokenizer
+        self.layout, self.heads = layout, heads
         self.clock = StageClock()  # open while a step is taken
         self._worker: ThreadPoolExecutor | None = None
 
@@ -79,7 +89,7 @@ class Steps:
             row.edited = self._records(canvas.edit(proposals, settings.edit_threshold))
             row.rounds = 0 if len(candidates.positions) else row.rounds + 1
         if len(candidates.positions):
-            chosen = candidates.at(self._select(row, candidates))
+            chosen = self._choose(row, candidates)
             canvas.commit(chosen)
             row.committed = self._records(chosen)
         over = row.rounds >= settings.edit_rounds or (row.rounds and not row.edited)
@@ -90,8 +100,20 @@ class Steps:
         unseen = 0.0 if canvas.masked.any() else None  # what lies behind the window is not known at all
         row.lowest_confidence = float(still.min()) if len(still) else unseen
 
+    def _choose(self, row: Row, candidates: Proposals) -> Proposals:
+        """What the commit rule of the row takes of at least one candidate."""
+        if row.settings.commit_rule not in BY_LOT:
+            return candidates.at(self._select(row, candidates))
+        if row.settings.commit_rule == "sampled":
+            assert row.lots is not None
+            chosen, row.action = sampled(candidates, row.lots)
+        else:
+            assert self.heads is not None
+            chosen, row.action = by_head(candidates, row, self.heads)
+        return chosen
+
     def _select(self, row: Row, candidates: Proposals) -> Indices:
-        """Which of at least one candidate the commit rule of the row takes."""
+        """Which of at least one candidate a rule without a policy takes."""
         settings, least = row.settings, 1
         if settings.steps_per_block is not None:
             begin, end = row.canvas.commit_block(settings.block_length, *row.block)
@@ -138,8 +160,10 @@ class Steps:
                 if query is None:
                     continue
                 row.asked, key = query.text, self.retriever.key(query)
-                if first or key != row.query_key:
+                if first or (key != row.query_key and self._wants(row, query)):
                     row.query_key, row.searched = key, True
+                    if row.settings.search == "head":
+                        row.searched_words = frozenset(words(query.text))
                     asking.append(row)
                     queries.append(query)
         if not asking:
@@ -154,6 +178,16 @@ class Steps:
             search = Search(asking, lambda: found)
         self._charge(rows)
         return search
+
+    def _wants(self, row: Row, query: Query) -> bool:
+        """Whether the evidence is to be refreshed with a query that has changed."""
+        if row.settings.search != "head":
+            return True
+        assert self.heads is not None
+        yes, features, log_prob = searches(row, query.text, self.heads)
+        known = row.action or Action()
+        row.action = replace(known, search_features=tuple(features.tolist()), search_log_prob=log_prob)
+        return yes
 
     def _query(self, row: Row) -> Query | None:
         """What a row asks now; None where no refresh is due."""
@@ -261,10 +295,11 @@ class Steps:
                     seconds=row.seconds,
                     dropped=row.dropped,
                     edited=row.edited,
+                    action=row.action,
                 )
             )
             row.asked, row.searched, row.seconds = None, False, {}
-            row.committed, row.remasked, row.edited = (), (), ()
+            row.committed, row.remasked, row.edited, row.action = (), (), (), None
         answered = [row for row in rows if not row.rollout.error and row.ended]
         with stage("detokenize"):
             for row in answered:
@@ -295,10 +330,16 @@ def _checked(found: SearchResult) -> SearchResult:
 def view_of(row: Row) -> View:
     """What the model is shown of a row; draws the numbers that its sampling takes."""
     assert row.arrangement is not None
-    uniform, positions = None, row.positions
-    if row.settings.temperature:  # one number for every position of the canvas, masked or not
-        drawn = torch.rand(row.canvas.length, generator=row.generator, dtype=torch.float64)
-        uniform = drawn.numpy()[positions]
+    settings, positions = row.settings, row.positions
+    uniform, soft, lots = None, None, None
+    # Numbers for every position of the canvas, masked or not: one each, or five for a policy.
+    if settings.by_lot:
+        row.lots = _drawn(row, 5)
+        if settings.commit_rule == "sampled":
+            soft = (settings.temperature or 1.0, settings.commit_threshold, settings.gate_width)
+            lots = row.lots[:2, positions]
+    elif settings.temperature:
+        uniform = _drawn(row, 1)[0, positions]
     begin, end = row.window
     return View(
         slot=row.slot,
@@ -306,10 +347,18 @@ def view_of(row: Row) -> View:
         canvas=row.canvas.ids[:end],
         positions=positions,
         finished=begin,
-        temperature=row.settings.temperature,
+        temperature=0.0 if soft else settings.temperature,
         uniform=uniform,
-        spread=row.settings.commit_rule in SPREAD_RULES,
+        spread=settings.commit_rule in SPREAD_RULES,
+        soft=soft,
+        lots=lots,
     )
+
+
+def _drawn(row: Row, count: int) -> np.ndarray:
+    """Uniform numbers (count, length) of the row's own."""
+    drawn = torch.rand(count, row.canvas.length, generator=row.generator, dtype=torch.float64)
+    return drawn.numpy()
 
 
 def read_response(rollout: Rollout, canvas: Canvas, tokenizer: Tokenizer) -> None:

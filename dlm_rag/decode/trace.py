@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.rollout import Committed, Rollout, Step
+from dlm_rag.decode.rollout import Action, Committed, Rollout, Step
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
 from dlm_rag.files.jsonl import parse_object
@@ -23,6 +23,7 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, read_tokenizer
 
 VERSION = 2
+RARE = ("remasked", "dropped", "edited", "action")  # left out of a step that has none
 
 
 @dataclass(frozen=True)
@@ -311,10 +312,7 @@ def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, A
         "question": rollout.question,
         "prompt_layout": rollout.prompt_layout,
         "canvas_length": rollout.canvas_length,
-        "steps": [
-            {k: v for k, v in asdict(step).items() if v or k not in ("remasked", "dropped", "edited")}
-            for step in rollout.steps
-        ],
+        "steps": [{k: v for k, v in asdict(step).items() if v or k not in RARE} for step in rollout.steps],
         "response": rollout.response,
     } | {key: value for key, value in optional.items() if value}
 
@@ -333,6 +331,7 @@ def _rollout(
             seconds=line["seconds"],
             dropped=tuple(line.get("dropped", ())),
             edited=tuple(Committed(**token) for token in line.get("edited", ())),
+            action=Action.from_record(line["action"]) if "action" in line else None,
         )
         for line in record["steps"]
     ]

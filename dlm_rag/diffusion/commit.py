@@ -26,12 +26,14 @@ class Proposals:
     entropy: Values  # nats of the distribution at the position
     margin: Values  # probability of the first minus that of the second token
     written: Values  # probability of the token that stands there now
+    draws: Values | None = None  # (9, n) what `policy.drawn` says, where a policy decides by lot
 
     def at(self, keep: NDArray[np.bool_] | Indices) -> "Proposals":
         """The proposals at a mask or at indices."""
         return Proposals(
             self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
             self.entropy[keep], self.margin[keep], self.written[keep],
+            None if self.draws is None else self.draws[:, keep],
         )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from dlm_rag.model.families import FAMILIES, family_of
 from dlm_rag.model.families.base import Family, Part
 from dlm_rag.model.families.mask import find_mask
 from dlm_rag.model.headers import WEIGHTS, match
+from dlm_rag.model.heads import HEADS, PREFIX, save_heads
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 from dlm_rag.progress import progress
 
@@ -106,6 +107,7 @@ class Checkpoint:
         texts = {path for path in parts if path.is_file() and path.suffix != ".safetensors"}
         texts -= {path for path in texts if path.name.startswith(".") or any(map(path.match, NOT_READ))}
         shards = {path for parts in self.homes.values() for path, _ in parts}
+        shards |= {path for path in (self.folder / HEADS,) if path.is_file()}
         lines = [f"{path.relative_to(self.folder)} {digest_file(path)}" for path in sorted(shards | texts)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -191,6 +193,7 @@ def save_tensors(
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = {name: value.detach().contiguous() for name, value in tensors.items()}
+    save_heads({name: named.pop(name) for name in list(named) if name.startswith(PREFIX)}, folder)
     if config.tie_word_embeddings:
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}

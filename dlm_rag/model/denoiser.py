@@ -25,6 +25,7 @@ from dlm_rag.model.block import AttentionProbe, Block, Call, Embedding, Norm, ro
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.cost import Work, encode_work, head_work
 from dlm_rag.model.feedforward import Linear, MixtureOfExperts
+from dlm_rag.model.heads import Heads, read_heads
 from dlm_rag.model.kernels import FLASH_MODULE, choose_backend
 from dlm_rag.model.rows import Rows, rectangle
 from dlm_rag.model.shape import DenoiserConfig
@@ -47,6 +48,7 @@ class Denoiser(nn.Module):
         self.checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
         self.work = Work()  # of all calls since
+        self.heads: Heads | None = None  # what decides when, where that was trained
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -104,7 +106,7 @@ class Denoiser(nn.Module):
         with torch.device("meta"):
             denoiser = cls(checkpoint.config)
         denoiser.load(checkpoint, device, dtype)
-        denoiser.attention = attention
+        denoiser.attention, denoiser.heads = attention, read_heads(checkpoint.folder)
         return denoiser.eval()
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:

@@ -111,12 +111,18 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
         means = [sum(line[name] for line in part) / len(part) for part in told if part]
         axis.plot(steps, means, label=label, linewidth=1.5, **style)
 
-    curve(left, "loss", "masked tokens, training", color="#1f5c99")
+    rollouts = any("rollout_reward" in line for line in metrics)
+    if rollouts:
+        curve(left, "rollout_forwards", "forwards of a rollout", color="#1f5c99")
+        curve(left, "rollout_searches", "searches of a rollout", color="#b8862b")
+        curve(right, "rollout_exact_match", "exact match of rollouts", color="0.55")
+    else:
+        curve(left, "loss", "masked tokens, training", color="#1f5c99")
     curve(left, "pointer_loss", "pointers, training", color="#b8862b")
     curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
     curve(right, "name_accuracy", "masked names right, training", color="0.55")
     bounded = [line for line in metrics if "nelbo_per_token" in line]
-    if bounded:
+    if bounded and not rollouts:
         at = [line["step"] + 1 for line in bounded]
         left.plot(at, [line["nelbo_per_token"] for line in bounded], "o-", color="#b3423c", markersize=3,
                   label="NELBO per token, validation")  # fmt: skip
@@ -129,8 +135,8 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
                 break
             values = [line[f"exact_match_{hops}_hops"] for line in validated]
             right.plot(at, values, "o-", color=shade, markersize=3, label=f"exact match, {hops} hops")
-    left.set_ylabel("nats")
-    left.set_ylim(0, 6)
+    left.set_ylabel("a rollout" if rollouts else "nats")
+    left.set_ylim(0, None if rollouts else 6)
     right.set_ylim(0, 1.02)
     for axis in (left, right):
         axis.set_xlabel("step")

@@ -15,6 +15,7 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.layout import check_order
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.heads import PREFIX
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, read_tokenizer
 from dlm_rag.training.vocabulary import learn_tokenizer
@@ -34,10 +35,12 @@ class Origin:
     checkpoint: Checkpoint | None  # that the weights come from; None: fresh ones
     seed: int
     lora_rank: int
+    heads: bool = False  # beside weights that stay
 
     def empty(self, frozen: torch.dtype) -> Denoiser:
-        """The denoiser on the meta device; `frozen`: of weights beside which adapters are trained."""
-        return empty_denoiser(self.config, self.lora_rank, frozen)
+        """The denoiser on the meta device; `frozen`: of weights beside which others are
+        trained."""
+        return empty_denoiser(self.config, self.lora_rank, frozen, self.heads)
 
     def fill(self, denoiser: Denoiser, device: torch.device, trained: bool = True) -> None:
         """Gives what `empty` made, or its shards, memory on the device and the first weights.
@@ -60,7 +63,8 @@ class Origin:
 
         tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
         """
-        tensors = {name: value.to(dtype) for name, value in merged(tensors, self.lora_rank).items()}
+        whole = merged(tensors, self.lora_rank)
+        tensors = {n: value if n.startswith(PREFIX) else value.to(dtype) for n, value in whole.items()}
         template = self.tokenizer.template
         extra: dict[str, Any] = {
             "prompt": {"head": template.head, "fact": template.fact, "tail": template.tail},
@@ -124,7 +128,7 @@ def _from_checkpoint(config: Config, path: str) -> Origin:
     shape = trained_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
     template = PromptTemplate.read(checkpoint.raw.get("prompt"), shape.evidence_layout)
     tokenizer = Tokenizer(inner, mask_id, template, checkpoint.end_token_ids, vocabulary)
-    return Origin(shape, tokenizer, checkpoint, train.seed, train.lora_rank)
+    return Origin(shape, tokenizer, checkpoint, train.seed, train.lora_rank, train.learn == "heads")
 
 
 def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
@@ -147,6 +151,10 @@ def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
 
 def _fresh(config: Config) -> Origin:
     train, layout = config.train, config.model.evidence_layout or "independent"
+    if any(phase.objective == "rl" for phase in list(train.in_phases().values())[:1]):
+        raise ConfigError(
+            "rl begins with a model that answers: set model.path, or put a phase of sft before"
+        )
     if train.lora_rank:
         raise ConfigError("lora_rank needs a checkpoint: a fresh denoiser has nothing to stand beside")
     heads, canvas = train.hidden_size // train.head_dim, config.decode.canvas_length

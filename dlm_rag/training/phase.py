@@ -4,15 +4,18 @@ import json
 import random
 from pathlib import Path
 
-from dlm_rag.config import Config
+from dlm_rag.config import Config, TrainConfig
 from dlm_rag.data.world import make_question, make_world, passage_record, write_world
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.machine import choose_device
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.index import build_once
 from dlm_rag.training.origin import Origin, begin
 from dlm_rag.training.processes import Processes
+from dlm_rag.training.rl import Rl
+from dlm_rag.training.rollouts import FileQuestions, Questions, WorldQuestions
 from dlm_rag.training.rows.answered import AnsweredQuestions, response_of
 from dlm_rag.training.rows.documents import Documents, open_documents
 from dlm_rag.training.rows.worlds import WorldExamples
@@ -45,7 +48,7 @@ def open_trainer(
 def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tuple[Task, Validation]:
     """The task of a phase, and what it is validated with; raises `UserError` for data that cannot do."""
     train, tokenizer = config.train.in_phases()[phase], origin.tokenizer
-    if train.objective != "sft":
+    if train.objective in ("pretrain", "adapt"):
         files = config.data.documents or {"worlds": str(world_documents(config, folder))}
         where = config.retrieval.index_folder
         sources = {name: open_documents(path, tokenizer, where) for name, path in files.items()}
@@ -59,8 +62,11 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
         kind = Adapt if train.objective == "adapt" else Pretrain
         return kind(documents, train, tokenizer.end_ids), DocumentValidation(documents)
     if config.data.questions is None or config.data.corpus is None:
-        worlds = WorldExamples(tokenizer, train, origin.config, config.retrieval.top_k)
-        return Sft(worlds, config, train, origin), world_validation(config, phase, folder / "validation")
+        validation, top_k = world_validation(config, phase, folder / "validation"), config.retrieval.top_k
+        if train.objective == "rl":
+            return rl_task(WorldQuestions(train, top_k), config, train, origin), validation
+        worlds = WorldExamples(tokenizer, train, origin.config, top_k)
+        return Sft(worlds, config, train, origin), validation
     retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
     retriever = load_retriever(retrieval, corpus)
     questions = read_questions(config.data.questions)
@@ -68,8 +74,20 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
     kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
     truths = [response_of(question) for question in asked]
     validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed)
+    if train.objective == "rl":
+        if unanswered := [question.id for question in questions if not question.golden_answers]:
+            raise QuestionError(f"question '{unanswered[0]}' has no 'golden_answers' to be rewarded by")
+        return rl_task(FileQuestions(kept, retriever, train, phase), config, train, origin), validation
     answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase)
     return Sft(answers, config, train, origin), validation
+
+
+def rl_task(questions: Questions, config: Config, train: TrainConfig, origin: Origin) -> Rl:
+    """The task of learning by reward from these questions."""
+    device = choose_device(config.model.device)
+    return Rl(
+        questions, config, train, origin.tokenizer, lambda: origin.denoiser(device).requires_grad_(False)
+    )
 
 
 def world_validation(config: Config, phase: str, folder: Path) -> QuestionValidation:

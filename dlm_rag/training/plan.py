@@ -83,7 +83,7 @@ class PhasePlan:
         """Bytes that a device's operators read and write in a step, each by itself, as without compile."""
         # AdamW reads weight, gradient and its state, and writes all but the gradient.
         update = 2 * (self.bytes()["weights"] + self.bytes()["optimizer"]) + self.bytes()["gradients"]
-        return self.train.accumulate * self.memory.moved + (0 if self.train.lora_rank else update)
+        return self.train.accumulate * self.memory.moved + (0 if self.train.frozen else update)
 
     def sent(self) -> float:
         """Bytes that a device sends in a step, in rings: sums of gradients, shards, keys and values."""
@@ -138,7 +138,7 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
                 name=name,
                 train=train,
                 tokens=float(train.items * tokens_of(shape, one, layout)),
-                flops=train.items * step_flops(shape, one, layout, bool(train.lora_rank)),
+                flops=train.items * step_flops(shape, one, layout, train.frozen),
                 part=part,
                 memory=memory,
                 per_item=max(0, (memory.activations - compared.activations) / (part - other)),
@@ -228,7 +228,7 @@ def refuse_unfit(config: Config, count: int, device: torch.device) -> None:
     each = FLOAT32 * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.in_phases().values():
         check_sharing(train, train.items, count)
-        need = each / 2 if train.lora_rank else 2 * each + optimizer_bytes(denoiser, train)
+        need = each / 2 if train.frozen else 2 * each + optimizer_bytes(denoiser, train)
         if train.parallel == "fsdp":
             need /= count
         if need > have:

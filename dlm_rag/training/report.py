@@ -20,7 +20,11 @@ from dlm_rag.program import note
 WINDOW = 50  # steps that the figures on the screen are means of
 VALIDATED = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
 COUNTED = ("step", "seconds", "rows", "supervised_tokens")  # what every line of metrics has
-SHOWN = ("loss", "name_accuracy", "pointer_mass")
+SHOWN = {  # metrics of the steps, by what they are called on the screen
+    "loss": "loss", "name_accuracy": "name accuracy", "pointer_mass": "pointer mass",
+    "rollout_reward": "reward", "rollout_exact_match": "sampled EM", "rollout_forwards": "forwards",
+    "rollout_searches": "searches",
+}  # fmt: skip
 
 
 class Report:
@@ -68,14 +72,21 @@ class Report:
             file.write(json.dumps(metrics) + "\n")
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
+        if "alarm" in metrics:
+            note(f"step {metrics['step'] + 1:,}: {metrics['alarm']}")
         self._recent.append(metrics)
         self._last = metrics
         seconds = sum(m["seconds"] for m in self._recent)
-        rates = [sum(m[name] for m in self._recent) / seconds for name in ("tokens", "supervised_tokens")]
-        figures = [
-            f"{name.replace('_', ' ')} {self._mean(name):.3f}" for name in SHOWN if metrics.get(name)
-        ]
-        figures.append(f"{rates[0]:,.0f} tokens/s, {rates[1]:,.0f} supervised")
+        figures = [f"{shown} {self._mean(name):.3f}" for name, shown in SHOWN.items() if metrics.get(name)]
+        tokens, supervised, rows = (
+            sum(m[name] for m in self._recent) / seconds for name in ("tokens", "supervised_tokens", "rows")
+        )
+        rollouts = "rollout_reward" in metrics
+        figures.append(
+            f"{rows:,.1f} rollouts/s"
+            if rollouts
+            else f"{tokens:,.0f} tokens/s, {supervised:,.0f} supervised"
+        )
         if "mfu" in metrics:
             figures.append(f"MFU {self._mean('mfu'):.0%}")
         for name, form in (("exact_match", "EM {:.1%}"), ("nelbo_per_token", "NELBO {:.3f}")):

@@ -46,7 +46,7 @@ def run_settings(config: Config) -> dict[str, Any]:
     """What the whole run depends on."""
     names = [
         "seed", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers", "vocabulary",
-        "passage_length", "lora_rank",
+        "passage_length", "lora_rank", "learn",
     ]  # fmt: skip
     return {f"train.{name}": getattr(config.train, name) for name in names} | {
         "model.path": config.model.path,

@@ -23,7 +23,7 @@ from dlm_rag.errors import RunError
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.cost import head_work
 from dlm_rag.model.transfer import to_host
-from dlm_rag.stages import stage, step_range
+from dlm_rag.stages import StageClock, stage, step_range
 from dlm_rag.training.machines import this_machine
 from dlm_rag.training.objective import arithmetic
 from dlm_rag.training.optimizers import Rates, make_optimizers
@@ -94,7 +94,7 @@ class Trainer:
     def step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics. Raises `RunError` where the loss is not a number."""
         state, task = self.state, self.task
-        with step_range(state.step, task.rows):
+        with step_range(state.step, task.rows), StageClock() as clock:
             with stage("data"):
                 parts, terms = self._parts(), task.terms(state.phase_step)
                 mine = added([task.counts(part, terms) for part in parts])
@@ -118,6 +118,7 @@ class Trainer:
             "rows": round(counts["rows"]),
             "tokens": round(counts["tokens"]),
             "supervised_tokens": round(counts["supervised"]),
+            "stage_seconds": {name: round(value, 4) for name, value in clock.take().items()},
         }
         state.tasks[task.name] = task.advance(self.task_state, metrics, counts)
         state.step, state.phase_step = state.step + 1, state.phase_step + 1
@@ -192,7 +193,7 @@ class Trainer:
     def _flops(self, before: Any, counts: dict[str, float]) -> float:
         """What forward and backward took since `before`."""
         head = head_work(self.denoiser.config, counts["supervised"] / self.processes.sharing, 4)
-        return (self.denoiser.work - before + head).with_backward(bool(self.origin.lora_rank))
+        return (self.denoiser.work - before + head).with_backward(self.train.frozen)
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
         """Tokens a second, all and supervised; peak memory; FLOP/s of this process and, on a known machine,

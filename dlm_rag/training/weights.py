@@ -13,6 +13,7 @@ from torch import Tensor
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.heads import PREFIX, Heads, read_heads
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.randomness import keyed_generator
 
@@ -20,15 +21,20 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ROWS_READ = 4096  # of a tensor whose mean is taken
 
 
-def empty_denoiser(config: DenoiserConfig, lora_rank: int, frozen: torch.dtype) -> Denoiser:
+def empty_denoiser(
+    config: DenoiserConfig, lora_rank: int, frozen: torch.dtype, heads: bool = False
+) -> Denoiser:
     """A denoiser on the meta device: shapes, float32 where it is trained, else in `frozen`."""
     with torch.device("meta"):
         denoiser = Denoiser(config)
         if lora_rank:
             add_adapters(denoiser, lora_rank)
-            for parameter in denoiser.parameters():
-                if not parameter.requires_grad:
-                    parameter.data = parameter.data.to(frozen)
+        if heads:
+            denoiser.requires_grad_(False)
+            denoiser.heads = Heads()
+        for parameter in denoiser.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(frozen)
     return denoiser
 
 
@@ -61,7 +67,14 @@ def fill(denoiser: Denoiser, checkpoint: Checkpoint | None, seed: int, trained: 
     adapters = {name: value for name, value in wanted.items() if ".lora_" in name}
     for name, value in adapters.items():
         _take(value, fresh_adapter(name, value.shape, seed))
-    plain = {name: value for name, value in wanted.items() if name not in adapters}
+    heads = {name: value for name, value in wanted.items() if name.startswith(PREFIX)}
+    if heads and denoiser.heads is not None:
+        there = None if checkpoint is None else read_heads(checkpoint.folder)
+        if there is None:
+            denoiser.heads.begin(seed)
+        else:
+            denoiser.heads.load_state_dict(there.state_dict())
+    plain = {name: value for name, value in wanted.items() if name not in adapters and name not in heads}
     if checkpoint is None:
         if plain:
             for name, made in fresh_weights(denoiser.config, seed):

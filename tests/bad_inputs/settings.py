@@ -122,6 +122,19 @@ CASES = [
     Case("a step of a billion", f"{TRAIN} train.groups=1000000000", "groups=1000000000 is out of range"),
     Case("a model for the doctor", "doctor --model model", "leave model.path out"),
     Case("quick for training", f"{TRAIN} quick=true", "leave limit and quick out"),
+    # Learning by reward, and heads.
+    Case("reward for nothing", f"{TRAIN} train.objective=rl", "rl begins with a model that answers: set model.path"),
+    Case("heads by examples", f"{TRAIN} train.learn=heads", "learn=heads is for objective=rl"),
+    Case("adapters of no rank", f"{TRAIN} train.learn=lora", "learn=lora does not go with lora_rank=0"),
+    Case("no hops", f"{TRAIN} --model model train.objective=rl train.least_hops=4 train.hops=2", "least_hops=4 is more"),
+    Case("reward without answers", f"{TRAIN} --model model train.objective=rl train.passage_length=96"
+         " data.questions=questions.jsonl data.corpus=corpus.jsonl", "has no 'golden_answers' to be rewarded by"),
+    word("decode.commit_rule=head", "commit_rule=head needs heads beside the model"),
+    word("decode.search=head", "search=head needs heads beside the model"),
+    word("decode.search=never", "search='never' is not one of"),
+    Case("a threshold without a logit", f"{ASK} decode.commit_rule=sampled decode.commit_threshold=1", "has no logit"),
+    word("decode.gate_width=0", "gate_width=0.0 is out of range"),
+    Case("heads that are none", f"{ASK} decode.commit_rule=head", "is no safetensors file", {"model/heads.safetensors": "x"}),
     # Config files.
     Case("a YAML file that is not there", f"{ASK} --config sardy", "nearest: 'sardi.yaml'"),
     Case("a folder as YAML", f"{ASK} --config model", "'model' is a folder or a pipe"),
@@ -195,9 +208,9 @@ CASES = [
     # Values that a shell has lost, and data that another objective reads.
     Case("a corpus of nothing", f"{ASK_MODEL} retrieval.corpus=", "corpus is empty"),
     Case("evaluate into -", f"{EVALUATE} --out -", "evaluation needs --out FOLDER"),
-    Case("documents for sft", f"{TRAIN} data.documents.a=corpus.jsonl", "data.documents are not read by sft"),
+    Case("documents for sft", f"{TRAIN} data.documents.a=corpus.jsonl", "data.documents are read by pretrain and adapt"),
     Case("questions for documents", f"{TRAIN} train.objective=pretrain data.questions=questions.jsonl"
-         " data.corpus=corpus.jsonl", "data.questions are read by sft alone"),
+         " data.corpus=corpus.jsonl", "data.questions are read by sft and rl"),
     # Paths.
     Case("a corpus that leads to itself", f"{ASK_MODEL} --corpus loop", "'loop' was not found",
          {"loop": lambda path: path.symlink_to("loop")}),

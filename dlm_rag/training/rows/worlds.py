@@ -47,6 +47,15 @@ class IndexedWorld:
         return self.retriever.search([build_query("proxy", question, response)])[0]
 
 
+def ask(rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None) -> WorldQuestion:
+    """A question of so many hops, or of fewer where there is no way so long."""
+    while True:
+        question = make_question(rng, indexed.world, hops, training=True, start=start)
+        if question is not None:
+            return question
+        hops = 1 + rng.randrange(hops)  # some starts have no long way to go
+
+
 class WorldExamples:
     """Batches of examples for every step; the worlds change as training goes on."""
 
@@ -79,7 +88,7 @@ class WorldExamples:
         return self._open[number]
 
     def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
-        question = self._ask(rng, indexed, rng.choice(self._hops))
+        question = ask(rng, indexed, rng.choice(self._hops))
         written = rng.randrange(question.hops + 1)
         evidence = self._evidence(rng, indexed, question, written, count)
         for row in range(self._train.rows):
@@ -87,18 +96,8 @@ class WorldExamples:
                 yield self._example(rng, question, evidence, written)
             else:
                 start = indexed.by_id[rng.choice(evidence).id]
-                side = self._ask(rng, indexed, rng.choice(self._side_hops), start)
+                side = ask(rng, indexed, rng.choice(self._side_hops), start)
                 yield self._example(rng, side, evidence, rng.randrange(side.hops + 1))
-
-    @staticmethod
-    def _ask(
-        rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None
-    ) -> WorldQuestion:
-        while True:
-            question = make_question(rng, indexed.world, hops, training=True, start=start)
-            if question is not None:
-                return question
-            hops = 1 + rng.randrange(hops)  # some starts have no long way to go
 
     @staticmethod
     def _evidence(

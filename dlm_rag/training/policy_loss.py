@@ -1,0 +1,241 @@
+"""The gradient of the expected reward: what was decided, made more likely by its advantage.
+
+    loss = - sum over steps of weight x log pi(step) / divisor
+
+The divisor is constant, so that long rollouts count no more a step than short ones (arXiv 2503.20783). The
+log-probabilities are those of the decoder, computed again with gradients: `ratio_error` says how far apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from torch.utils.checkpoint import checkpoint
+
+from dlm_rag.config import DecodeConfig, TrainConfig
+from dlm_rag.decode.actions import SEARCH_ODDS, gate_base
+from dlm_rag.decode.trace import Header, training_rows
+from dlm_rag.diffusion.policy import Soft, gate_log_prob, outcomes, picked, step_log_prob
+from dlm_rag.evidence.encode import encode_canvases, encode_contexts
+from dlm_rag.evidence.layout import State, arrange
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.heads import COMMIT, SEARCH
+from dlm_rag.model.rows import Segment
+from dlm_rag.model.transfer import to_device
+from dlm_rag.stages import stage
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.rollouts import Taken
+
+SUMS = ("policy", "ratio_error", "entropy", "divergence", "scale_score", "learned")
+NUDGE = 1e-2  # by which the scale of logits is moved, to see what the score along it is
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What gates decided at S steps: n of them, by features of each."""
+
+    features: NDArray[np.float64]  # (n, F)
+    step: NDArray[np.int64]  # (n,) from 0
+    opened: NDArray[np.bool_]  # (n,)
+    weights: NDArray[np.float64]  # (S,)
+    recorded: NDArray[np.float64]  # (S,) log-probabilities
+
+    @classmethod
+    def of_commits(cls, taken: Sequence[Taken]) -> "Gates":
+        """Of candidates: which were committed. Where one was forced, none had opened."""
+        kept = [(t, t.step.action) for t in taken if t.step.action is not None and t.step.action.features]
+        features: list[tuple[float, ...]] = []
+        step: list[int] = []
+        opened: list[bool] = []
+        for number, (part, action) in enumerate(kept):
+            written = set() if action.forced else {token.position for token in part.step.committed}
+            features += action.features
+            step += [number] * len(action.features)
+            opened += [position in written for position in action.candidates]
+        return cls(
+            np.array(features, np.float64).reshape(-1, len(COMMIT)), np.array(step, np.int64),
+            np.array(opened, np.bool_), np.array([part.weight for part, _ in kept], np.float64),
+            np.array([action.log_prob for _, action in kept], np.float64),
+        )  # fmt: skip
+
+    @classmethod
+    def of_searches(cls, taken: Sequence[Taken]) -> "Gates":
+        """Of steps whose query had changed: whether the evidence was refreshed."""
+        kept = [
+            (t, t.step.action) for t in taken if t.step.action is not None and t.step.action.search_features
+        ]
+        return cls(
+            np.array([action.search_features for _, action in kept], np.float64).reshape(-1, len(SEARCH)),
+            np.arange(len(kept)), np.array([part.step.retrieved for part, _ in kept], np.bool_),
+            np.array([part.weight for part, _ in kept], np.float64),
+            np.array([action.search_log_prob for _, action in kept], np.float64),
+        )  # fmt: skip
+
+
+class HeadsObjective(nn.Module):
+    """Of the two heads; the denoiser is part of the environment, and is not run."""
+
+    def __init__(self, denoiser: Denoiser, settings: DecodeConfig) -> None:
+        super().__init__()
+        self.denoiser, self.settings = denoiser, settings
+
+    def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the gates of a part add to the loss of a step, and sums over its decisions."""
+        heads, settings = self.denoiser.heads, self.settings
+        assert heads is not None
+        loss = torch.stack([value.sum() for value in heads.parameters()]).sum() * 0.0  # all take part
+        sums = {name: loss.detach() * 0.0 for name in SUMS}
+        with stage("loss"):
+            for gates, head in ((part.commits, heads.commit), (part.searches, heads.search)):
+                if not len(gates.weights):
+                    continue
+                arrays = [gates.features, gates.step, gates.opened, gates.weights, gates.recorded]
+                features, step, opened, weights, recorded = to_device(arrays, loss.device)
+                fresh = gate_base(features, settings) if head is heads.commit else SEARCH_ODDS
+                logit = fresh + head(features)
+                log_prob = gate_log_prob(logit, step, opened, len(weights))
+                loss = loss - (weights * log_prob).sum() / counts["divisor"]
+                with torch.no_grad():
+                    add(sums, log_prob, recorded, weights)
+                    yes = logit.sigmoid()
+                    sums["entropy"] -= (yes * logsigmoid(logit) + (1 - yes) * logsigmoid(-logit)).sum()
+        return loss, sums
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """A step that the denoiser learns from: what it saw, what it did, how likely that was."""
+
+    state: State
+    candidates: tuple[int, ...]
+    taken: tuple[int, ...]  # of each candidate the token that it committed, -1 where it stayed
+    forced: bool
+    weight: float
+    recorded: float
+
+
+def policy_rows(
+    taken: Sequence[Taken], header: Header, tokenizer: Tokenizer, shape: Any, finished_blocks: str
+) -> list[PolicyRow]:
+    """The rows of steps of rollouts; what a step saw follows from its rollout."""
+    by_rollout: dict[int, list[Taken]] = {}
+    for part in taken:
+        by_rollout.setdefault(id(part.rollout), []).append(part)
+    found = []
+    for parts in by_rollout.values():
+        rollout = parts[0].rollout
+        rows = {row.step: row for row in training_rows(rollout, header, tokenizer)}
+        for part in parts:
+            row, action = rows[part.step.step], part.step.action
+            assert action is not None
+            laid = arrange(row.prompt, shape, rollout.prompt_layout, finished_blocks)
+            begin, end = laid.block_of(row.canvas.index(header.mask_id))
+            finished = max(0, begin) if laid.block else 0
+            written = {token.position: token.token_id for token in row.committed}
+            found.append(
+                PolicyRow(
+                    laid.state(row.canvas[: min(end, len(row.canvas))], finished, shape.shifted),
+                    action.candidates,
+                    tuple(written.get(position, -1) for position in action.candidates),
+                    action.forced,
+                    part.weight,
+                    action.log_prob,
+                )
+            )
+    return found
+
+
+class PolicyObjective(nn.Module):
+    """Of the denoiser itself: the soft threshold over its own logits."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        settings: DecodeConfig,
+        mask_id: int,
+        train: TrainConfig,
+        reference: Denoiser | None = None,
+    ) -> None:
+        super().__init__()
+        self.denoiser, self.mask_id, self.train_config = denoiser, mask_id, train
+        self.soft = Soft(settings.temperature, settings.commit_threshold, settings.gate_width)
+        self._reference = (reference,)  # no part of what is trained
+
+    def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the rows of a part add to the loss of a step, and sums over their decisions."""
+        rows: list[PolicyRow] = part.rows
+        if not rows:  # sharded weights are gathered by all together all the same
+            rows = [PolicyRow(State((), Segment((self.mask_id,) * 2, 0), 0), (0,), (-1,), False, 0.0, 0.0)]
+        states, read = [row.state for row in rows], [row.candidates for row in rows]
+        hidden = encode_canvases(self.denoiser, states, encode_contexts(self.denoiser, states), read)
+        with stage("loss"):
+            first = self._first_logits(states, read)
+            arrays = [
+                np.array([token for row in rows for token in row.taken], np.int64),
+                np.repeat(np.arange(len(rows)), [len(row.candidates) for row in rows]),
+                np.array([row.forced for row in rows], np.bool_),
+                np.array([row.weight for row in rows], np.float32),
+                np.array([row.recorded for row in rows], np.float32),
+                np.array([self.mask_id]),
+            ]
+            taken, step, forced, weights, recorded, mask_id = to_device(arrays, hidden.device)
+            chunk = self.train_config.logit_chunk
+            pieces = zip(hidden.split(chunk), taken.split(chunk), first or repeat(None), strict=False)
+            # Logits exist a chunk at a time: backward computes them again.
+            parts = torch.cat(
+                [checkpoint(self._picked, x, at, mask_id, z, use_reentrant=False) for x, at, z in pieces], 1
+            )
+            took = taken >= 0
+            log_prob = step_log_prob(parts[:4], step, took, forced)
+            learned = log_prob
+            if self.train_config.committed_only:
+                learned = log_prob.new_zeros(len(forced)).index_add(0, step, parts[3].where(took, 0.0))
+            divergence = parts[5].sum()
+            loss = -(weights * learned).sum() / counts["divisor"]
+            loss = loss + self.train_config.kl_weight * divergence / counts["divisor"]
+        sums = {name: loss.detach().double() * 0.0 for name in SUMS}
+        if part.rows:
+            with torch.no_grad():
+                add(sums, log_prob.double(), recorded.double(), weights.double())
+                sums["entropy"] += parts[4].sum()
+                sums["divergence"] += divergence
+                up, down = (step_log_prob(parts[n : n + 4], step, took, forced) for n in (6, 10))
+                sums["scale_score"] += ((up - down) / (2 * NUDGE)).sum()
+        return loss, sums
+
+    def _picked(self, hidden: Tensor, taken: Tensor, mask_id: Tensor, first: Tensor | None) -> Tensor:
+        """(14, n): `picked`, entropy, divergence from the first weights; `picked` with the scale moved."""
+        logits = self.denoiser.read_out(hidden).float()
+        found = outcomes(logits, mask_id, self.soft)
+        parts, chosen = [found.entropy().detach()[None]], picked(found, taken)
+        if first is None:
+            parts.append(torch.zeros_like(parts[0]))
+        else:
+            parts.append(found.divergence(outcomes(first, mask_id, self.soft))[None])
+        with torch.no_grad():
+            moved = [logits.detach() * (1 + by) for by in (NUDGE, -NUDGE)]
+            parts += [picked(outcomes(z, mask_id, self.soft), taken) for z in moved]
+        return torch.cat((chosen, *parts))
+
+    def _first_logits(self, states: Sequence[State], read: Sequence[Sequence[int]]) -> list[Tensor] | None:
+        """Logits of the first weights, as many at a time as there are of the others."""
+        (reference,) = self._reference
+        if reference is None:
+            return None
+        with torch.no_grad():
+            hidden = encode_canvases(reference, states, encode_contexts(reference, states), read)
+            chunks = hidden.split(self.train_config.logit_chunk)
+            return [reference.read_out(x).float() for x in chunks]
+
+
+def add(sums: dict[str, Tensor], log_prob: Tensor, recorded: Tensor, weights: Tensor) -> None:
+    """Adds decisions to the sums."""
+    sums["policy"] += (weights * log_prob).sum()
+    sums["ratio_error"] += ((log_prob - recorded).exp() - 1).abs().sum()
+    sums["learned"] += len(weights)

@@ -1,0 +1,161 @@
+"""The task of learning by reward: rollouts of the policy of the step, and the gradient of their reward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.decode.engine import with_checkpoints_own
+from dlm_rag.decode.trace import header_of
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.sharing import SequenceShare
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.policy_loss import Gates, HeadsObjective, PolicyObjective, PolicyRow, policy_rows
+from dlm_rag.training.rollouts import Buffer, Questions, decoder_of, make_buffer, rollout_settings
+from dlm_rag.training.task import State
+
+STEPS = 8.0  # that a rollout counts in the divisor, whatever it took
+PATIENCE = 10  # steps that something must last to be told
+FEW_NATS = 0.02  # of entropy a step, under which nothing is tried any more
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some groups of a step: what was counted of them, and what is learned from."""
+
+    sums: dict[str, float]
+    rows: list[PolicyRow]
+    commits: Gates
+    searches: Gates
+
+
+class Rl:
+    """Groups of rollouts by reward (GRPO, arXiv 2402.03300), on policy: one update of each buffer.
+
+    The state is what the alarms count: steps without a mixed group, steps nearly without entropy, and the
+    searches of a rollout at first and now.
+    """
+
+    name, ahead_of_time = "rl", False
+
+    def __init__(
+        self,
+        questions: Questions,
+        config: Config,
+        train: TrainConfig,
+        tokenizer: Tokenizer,
+        first: Callable[[], Denoiser],
+    ) -> None:
+        """first: makes the denoiser with its first weights, from which divergence is counted."""
+        self._questions, self._config, self._train = questions, config, train
+        self._tokenizer, self._first = tokenizer, first
+        self.items, self.rows = train.items, train.items * train.rows
+        self._denoiser: Denoiser | None = None
+
+    def objective(self, denoiser: Denoiser, share: SequenceShare | None) -> nn.Module:
+        self._denoiser = denoiser
+        check_shape(denoiser.config, self._train)
+        settings = rollout_settings(self._config, self._train)
+        if self._train.learn == "heads":
+            return HeadsObjective(denoiser, settings)
+        reference = self._first() if self._train.kl_weight else None
+        return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self._train, reference)
+
+    def conditions(self, state: State) -> None:
+        return None
+
+    def part(self, step: int, items: Sequence[int], conditions: None) -> Part:
+        assert self._denoiser is not None
+        train = self._train
+        asked, retriever = self._questions.ask(step, items)
+        decoder = decoder_of(self._denoiser, retriever, self._tokenizer, self._config, train)
+        buffer = make_buffer(decoder, asked, train, step / train.steps)
+        rows = self._rows(buffer, decoder.evidence_layout) if train.learn != "heads" else []
+        return Part(buffer.sums, rows, Gates.of_commits(buffer.taken), Gates.of_searches(buffer.taken))
+
+    def _rows(self, buffer: Buffer, layout: str) -> list[PolicyRow]:
+        assert self._denoiser is not None
+        shape = self._denoiser.config
+        settings = with_checkpoints_own(rollout_settings(self._config, self._train), shape)
+        header = header_of(
+            shape, self._tokenizer, layout, settings,
+            top_k=self._config.retrieval.top_k, model="", corpus="",
+        )  # fmt: skip
+        assert settings.finished_blocks is not None
+        return policy_rows(buffer.taken, header, self._tokenizer, shape, settings.finished_blocks)
+
+    def terms(self, step: int) -> None:
+        return None
+
+    def counts(self, part: Part, terms: None) -> dict[str, float]:
+        runs = [row.state.run for row in part.rows]
+        return part.sums | {
+            "rows": part.sums["rollouts"],
+            "tokens": float(sum(len(run.ids) for run in runs)),
+            "supervised": float(sum(len(row.candidates) for row in part.rows)),
+            "divisor": (part.sums["rollouts"] + part.sums["failed"]) * STEPS,
+        }
+
+    def metrics(self, sums: dict[str, float], counts: dict[str, float], state: State) -> dict[str, float]:
+        rollouts, groups = max(1.0, counts["rollouts"]), max(1.0, counts["groups"])
+        learned = max(1.0, sums["learned"])
+        means = ("reward", "exact_match", "f1", "recall", "forwards", "searches", "unanswered")
+        found = {
+            "loss": -sums["policy"] / counts["divisor"]
+            + self._train.kl_weight * sums["divergence"] / counts["divisor"],
+            **{f"rollout_{name}": counts[name] / rollouts for name in means},
+            "rollouts_failed": counts["failed"],
+            **{name: counts[name] / groups for name in ("groups_right", "groups_wrong", "groups_mixed")},
+            "forced_share": counts["forced"] / max(1.0, counts["steps"]),
+            "ratio_error": sums["ratio_error"] / learned,
+            "entropy": sums["entropy"] / learned,
+            "scale_score": sums["scale_score"] / learned,
+        }
+        if self._train.kl_weight:
+            found["divergence"] = sums["divergence"] / learned
+        return found
+
+    def advance(self, state: State, metrics: dict[str, Any], counts: dict[str, float]) -> State:
+        first = state.get("searches_at_first", metrics["rollout_searches"])
+        state = {
+            "unmixed": 0 if metrics["groups_mixed"] else state.get("unmixed", 0) + 1,
+            "certain": state.get("certain", 0) + 1 if 0 < metrics["entropy"] < FEW_NATS else 0,
+            "searches_at_first": first,
+            "searches": 0.9 * state.get("searches", first) + 0.1 * metrics["rollout_searches"],
+        }
+        if told := alarm(state):
+            metrics["alarm"] = told
+        return state
+
+
+def alarm(state: State) -> str:
+    """What goes wrong while the reward may not show it, in a sentence; told once when it begins."""
+    if state["unmixed"] == PATIENCE:
+        return (
+            f"no group of {PATIENCE} steps had both right and wrong rollouts, so nothing was learned: ask "
+            "other questions (least_hops, hops), or reward parts of an answer (f1_weight, recall_weight)"
+        )
+    if state["certain"] == PATIENCE:
+        return (
+            "hardly anything is decided by lot any more, so nothing new is tried: lower the learning rate, "
+            "or raise rollout_temperature or decode.gate_width"
+        )
+    if state["searches"] > 2 * max(1.0, state["searches_at_first"]):
+        return "rollouts search twice as often as at first: set search_price, or look at the retriever"
+    return ""
+
+
+def check_shape(shape: DenoiserConfig, train: TrainConfig) -> None:
+    """Raises `ConfigError` for a denoiser whose steps cannot be computed again as they were."""
+    if train.learn == "heads" or not shape.attention_block:
+        return
+    if shape.shifted or shape.finished_blocks in ("append", "kept"):
+        raise ConfigError(
+            "rl of the denoiser computes steps again from the canvas alone, which does not do for "
+            + ("shifted models in blocks" if shape.shifted else f"finished_blocks={shape.finished_blocks}")
+            + ": set train.learn=heads"
+        )

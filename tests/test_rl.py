@@ -1,0 +1,332 @@
+"""Learning by reward: rollouts that can be computed again, gradients by them, runs that can be stopped."""
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_denoiser
+from safetensors.torch import load_file
+from test_decoder import LAYOUTS, QUESTIONS, make_decoder, records
+from test_training import ALONE, MICRO, weights_of
+
+from dlm_rag import Denoiser
+from dlm_rag.config import EngineConfig, TrainConfig, load_config
+from dlm_rag.decode.actions import gate_base
+from dlm_rag.decode.proposer import DenoiserProposer
+from dlm_rag.decode.rollout import Action, Rollout, Step
+from dlm_rag.decode.trace import TraceWriter, header_of, read_trace
+from dlm_rag.diffusion.policy import gate_log_prob
+from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.model.heads import HEADS, Heads, read_heads, save_heads
+from dlm_rag.questions import Question
+from dlm_rag.training.phase import open_trainer
+from dlm_rag.training.policy_loss import Gates, PolicyObjective, policy_rows
+from dlm_rag.training.reward import Outcome, advantages, outcome, reward
+from dlm_rag.training.rl import PATIENCE, alarm
+from dlm_rag.training.rollouts import Taken, make_buffer, steps_of
+
+RL = [*MICRO, "train.objective=rl", "train.optimizer=adamw", "train.learning_rate=0.01",
+      "train.warmup_steps=0",
+      "train.f1_weight=1", "train.recall_weight=1", "train.forward_price=0.01", "train.hops=1",
+      "decode.canvas_length=48", "decode.batch_size=16", "decode.commit_threshold=0.05",
+      "decode.gate_width=2"]  # fmt: skip
+
+
+def lively_heads(seed=0):
+    """Heads that say something: not those of the start."""
+    heads = Heads()
+    with torch.no_grad():
+        for value in heads.parameters():
+            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)))
+    return heads.requires_grad_(False)
+
+
+def header_for(decoder):
+    return header_of(
+        decoder.denoiser.config, decoder.tokenizer, decoder.evidence_layout, decoder.config,
+        top_k=2, model="m", corpus="c",
+    )  # fmt: skip
+
+
+def learned(rollouts):
+    return [Taken(r, step, 1.0 + n) for r in rollouts for n, step in enumerate(r.steps) if step.action]
+
+
+SAMPLED = {"commit_rule": "sampled", "temperature": 0.7, "commit_threshold": 0.5, "gate_width": 1.0}
+BLOCKS = {"attention_block": 4, "evidence_layout": "independent"}
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("batch", "pool"), [(1, 0), (1, 1), (64, 1)])
+def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout, shifted, batch, pool):
+    decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=batch, **SAMPLED)
+    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig(pool_gib=pool))
+    check_recorded(decoder)
+
+
+@pytest.mark.parametrize("finished_blocks", ["reread", "text"])
+@pytest.mark.parametrize("grid", ["canvas", "prompt"])
+def test_and_where_attention_has_blocks(corpus_file, finished_blocks, grid):
+    decoder = make_decoder(corpus_file, "independent", finished_blocks=finished_blocks, **SAMPLED)
+    decoder.denoiser = tiny_denoiser(finished_blocks=finished_blocks, block_grid=grid, **BLOCKS)
+    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig())
+    check_recorded(decoder, finished_blocks)
+
+
+def check_recorded(decoder, finished_blocks="reread"):
+    questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)]
+    rollouts = decoder.decode(questions)
+    taken = learned(rollouts)
+    assert any(t.step.action.forced for t in taken) and any(not t.step.action.forced for t in taken)
+    rows = policy_rows(
+        taken, header_for(decoder), decoder.tokenizer, decoder.denoiser.config, finished_blocks
+    )
+    objective = PolicyObjective(decoder.denoiser, decoder.config, 256, TrainConfig(logit_chunk=7))
+    whole = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+    expected = sum(t.weight * t.step.action.log_prob for t in taken)
+    assert float(whole[1]["policy"]) == pytest.approx(expected, rel=1e-5)
+    assert float(whole[1]["ratio_error"]) / len(taken) < 1e-5
+    parts = [objective(SimpleNamespace(rows=rows[n::3]), {"divisor": 1.0}, None)[0] for n in range(3)]
+    assert sum(part.item() for part in parts) == pytest.approx(whole[0].item(), rel=1e-5)
+
+
+def test_rollouts_by_lot_are_those_they_are_alone(corpus_file):
+    questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 3)]
+    for settings in (SAMPLED, {"commit_rule": "head", "head_cut": None, "search": "head"}):
+        found = []
+        for batch in (1, 9):
+            decoder = make_decoder(corpus_file, "independent", batch_size=batch, **settings)
+            decoder.denoiser.heads = lively_heads()
+            found.append(decoder.decode(questions))
+        assert records(found[0]) == records(found[1])
+        assert len({str(tokens) for tokens in records(found[0])}) > 3, "members of a group should differ"
+
+
+def test_heads_decide_as_they_say_and_a_trace_holds_what_learning_needs(corpus_file, tmp_path):
+    decoder = make_decoder(corpus_file, commit_rule="head", search="head", head_cut=None, query="proxy")
+    decoder.denoiser.heads = heads = lively_heads(1)
+    heads.search.outer.weight.mul_(0.3)
+    heads.search.outer.bias.fill_(-2.0)
+    rollouts = decoder.decode([Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)])
+    taken = learned(rollouts)
+    kept = [t for t in taken if t.step.action.search_features and not t.step.retrieved]
+    assert kept, "the head should keep the evidence now and then"
+    writer = TraceWriter(tmp_path / "t.jsonl", header_for(decoder))
+    for rollout in rollouts:
+        writer.write(rollout)
+    again = learned(read_trace(tmp_path / "t.jsonl"))
+    for gates, head, fresh in (
+        (Gates.of_commits(again), heads.commit, lambda x: gate_base(x, decoder.config)),
+        (Gates.of_searches(again), heads.search, lambda x: 2.0),
+    ):
+        features = torch.from_numpy(gates.features)
+        log_prob = gate_log_prob(
+            fresh(features) + head(features), torch.from_numpy(gates.step), torch.from_numpy(gates.opened),
+            len(gates.weights),
+        )  # fmt: skip
+        assert log_prob.tolist() == pytest.approx(gates.recorded.tolist(), abs=1e-12)
+        assert 0 < gates.opened.mean() < 1
+
+
+def test_a_fresh_head_is_the_soft_threshold_and_at_a_hard_gate_the_commit_threshold(corpus_file):
+    plain = make_decoder(corpus_file).decode(QUESTIONS)
+    decoder = make_decoder(corpus_file, commit_rule="head", head_cut=0.5)
+    decoder.denoiser.heads = Heads()
+    decoder.denoiser.heads.begin(3)
+    assert records(decoder.decode(QUESTIONS)) == records(plain)
+
+
+def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
+    heads = lively_heads()
+    denoiser = tiny_denoiser()
+    denoiser.heads = heads
+    denoiser.save_pretrained(tmp_path)
+    again = Denoiser.from_pretrained(tmp_path).heads
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
+    assert not any(
+        "head" in name and "lm_head" not in name for name in load_file(tmp_path / "model.safetensors")
+    )
+    denoiser.heads = None
+    denoiser.save_pretrained(tmp_path)
+    assert read_heads(tmp_path) is None, "those of the model before are gone"
+    save_heads({"heads.commit.inner.weight": torch.zeros(3, 3)}, tmp_path)
+    with pytest.raises(CheckpointError, match="heads of another version"):
+        read_heads(tmp_path)
+    (tmp_path / HEADS).write_bytes(b"none")
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        read_heads(tmp_path)
+
+
+def test_settings_that_need_heads_say_so(corpus_file):
+    for settings in ({"commit_rule": "head"}, {"search": "head"}):
+        with pytest.raises(ConfigError, match="needs heads beside the model"):
+            make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])
+
+
+# Rewards.
+
+
+def test_the_reward_by_hand():
+    question = Question("q", "Who?", ("Jane Austen",), ("a", "b"))
+    steps = [
+        Step(0, "q", ("a", "c"), True),
+        Step(1, "r", ("a", "c"), False),
+        Step(2, "s", ("b", "x"), True),
+    ]
+    rollout = Rollout("q", "Who?", "joint", 8, steps, response="It was her. ### Jane Bennet")
+    found = outcome(rollout, question)
+    assert found == Outcome(0.0, 0.5, 0.5, 2.0, 2.0, 0.0)
+    train = TrainConfig(f1_weight=0.5, recall_weight=0.1, forward_price=0.01, search_price=0.02)
+    assert reward(found, train, priced=False) == pytest.approx(0.25 + 0.05)
+    assert reward(found, train, priced=True) == pytest.approx(0.25 + 0.05 - 0.02 - 0.04)
+    assert outcome(replace(rollout, response="It was her."), question).unanswered == 1.0
+
+
+def test_advantages_by_hand():
+    assert advantages([1, 0, 0, 1], priced=False).tolist() == [1, -1, -1, 1]
+    assert advantages([1, 0, 0, 1], priced=True).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert advantages([1, 1, 1], priced=False).tolist() == [0, 0, 0]
+    assert advantages([], priced=True).tolist() == []
+
+
+def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatch):
+    steps = [Step(n, None, (), False, action=Action()) for n in range(5)]
+    rollout = Rollout("q", "Who?", "joint", 8, [Step(9, "q", (), True), *steps])
+    train = TrainConfig(steps_of_rollout=2)
+    total, subsets = np.zeros(5), list(itertools.combinations(steps, 2))
+    for subset in subsets:
+        monkeypatch.setattr(random.Random, "sample", lambda self, population, k, s=subset: list(s))
+        for taken in steps_of(rollout, 0.7, train):
+            total[taken.step.step] += taken.weight / len(subsets)
+    assert total.tolist() == pytest.approx([0.7] * 5)
+    assert [t.weight for t in steps_of(rollout, 0.7, TrainConfig())] == [0.7] * 5
+
+
+class FailsFor:
+    """A retriever that has no answer for one question."""
+
+    def __init__(self, inner, word):
+        self._inner, self._word = inner, word
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def search(self, queries):
+        if any(self._word in query.text for query in queries):
+            raise RuntimeError("gone")
+        return self._inner.search(queries)
+
+
+def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file):
+    decoder = make_decoder(corpus_file, batch_size=1, **SAMPLED)
+    decoder.retriever = FailsFor(decoder.retriever, "Dune")
+    asked = [Question("a", QUESTIONS[0], ("x",)), Question("b", QUESTIONS[2], ("x",))]
+    buffer = make_buffer(decoder, asked, TrainConfig(rows=3, f1_weight=1.0), 0.0)
+    assert buffer.sums["failed"] == 3 and buffer.sums["rollouts"] == 3 and buffer.sums["groups"] == 2
+    assert all(taken.rollout.id.startswith("a.") for taken in buffer.taken)
+
+
+def test_alarms_are_told_once_in_a_sentence():
+    calm = {"unmixed": 0, "certain": 0, "searches_at_first": 5.0, "searches": 6.0}
+    assert alarm(calm) == "" == alarm(calm | {"unmixed": PATIENCE + 1})
+    assert "nothing was learned" in alarm(calm | {"unmixed": PATIENCE})
+    assert "nothing new is tried" in alarm(calm | {"certain": PATIENCE})
+    assert "search twice as often" in alarm(calm | {"searches": 10.5})
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model that was trained for a few steps: it answers nothing, in the right form."""
+    folder = tmp_path_factory.mktemp("rl")
+    trainer, _ = open_trainer(
+        load_config(None, [*MICRO, "train.hops=1", "decode.canvas_length=48"]), folder / "run"
+    )
+    for _ in range(2):
+        trainer.step()
+    trainer.export(folder / "model")
+    return folder / "model"
+
+
+def open_rl(folder, model, *words):
+    return open_trainer(load_config(None, [*RL, f"model.path={model}", *words]), folder, ALONE)
+
+
+LEARN = {
+    "heads": ["train.learn=heads", "decode.commit_rule=head", "decode.search=head"],
+    "all": [
+        "train.learn=all",
+        "train.learning_rate=0.001",
+        "train.steps_of_rollout=2",
+        "train.kl_weight=0.1",
+    ],
+}
+
+
+@pytest.mark.parametrize("learn", LEARN)
+def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, model, learn):
+    whole, _ = open_rl(tmp_path / "whole", model, *LEARN[learn])
+    told = [whole.step() for _ in range(4)]
+    assert all(metrics["ratio_error"] < 1e-5 for metrics in told)
+    assert any(metrics["gradient_norm"] > 0 for metrics in told)
+    stopped, _ = open_rl(tmp_path / "stopped", model, *LEARN[learn])
+    for _ in range(3):
+        stopped.step()
+        if stopped.state.step == 2:
+            stopped.save()
+    second, _ = open_rl(tmp_path / "stopped", model, *LEARN[learn])
+    assert second.restore() and second.state.step == 2
+    again = [second.step() for _ in range(2)]
+    for ours, theirs in zip(again, told[2:], strict=True):
+        assert ours | {"stage_seconds": 0} == theirs | {"stage_seconds": 0}
+        assert set(theirs["stage_seconds"]) >= {"rollout", "reward", "forward", "backward", "optimizer"}
+    ours, theirs = weights_of(second), weights_of(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path, model):
+    trainer, validation = open_rl(tmp_path / "run", model, *LEARN["heads"])
+    for _ in range(2):
+        trainer.step()
+    assert 0 <= validation.scores(trainer)["exact_match"] <= 1
+    trainer.export(tmp_path / "model")
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "model"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    heads, trained = read_heads(tmp_path / "model"), trainer.denoiser.heads
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), trained.parameters(), strict=True))
+    assert heads.commit.outer.weight.any(), "something was learned"
+    onward, _ = open_rl(tmp_path / "onward", tmp_path / "model", *LEARN["heads"])
+    assert torch.equal(onward.denoiser.heads.commit.outer.weight, heads.commit.outer.weight)
+
+
+def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
+    words = [*LEARN["all"], "train.groups=4", "train.rows=3"]
+    one, two = (
+        open_rl(tmp_path / str(parts), model, *words, f"train.accumulate={parts}")[0].step()
+        for parts in (1, 2)
+    )
+    for name in ("rollout_reward", "rollout_forwards", "groups_mixed", "forced_share"):
+        assert one[name] == pytest.approx(two[name])
+    assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-3)
+
+
+def test_questions_of_ones_own_are_learned_from(tmp_path, model, corpus_file):
+    file = tmp_path / "questions.jsonl"
+    lines = [
+        {"id": str(n), "question": f"Who wrote number {n}?", "golden_answers": ["x"]} for n in range(20)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = [f"data.questions={file}", f"data.corpus={corpus_file}", *LEARN["heads"]]
+    trainer, _ = open_rl(tmp_path / "run", model, *own)
+    assert trainer.step()["rows"] == 8
+    file.write_text(json.dumps({"id": "a", "question": "Who?"}) + "\n")
+    with pytest.raises(Exception, match="has no 'golden_answers'"):
+        open_rl(tmp_path / "other", model, *own)
