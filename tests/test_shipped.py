@@ -15,7 +15,7 @@ from dlm_rag.data.world import write_world
 from dlm_rag.evaluation.metrics import mean_score, score
 from dlm_rag.questions import read_questions
 
-MODEL, WORLD = SHIPPED / "model", SHIPPED / "world"
+MODEL, WHOLE, WORLD = SHIPPED / "model", SHIPPED / "whole", SHIPPED / "world"
 
 
 def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
@@ -24,14 +24,15 @@ def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
         assert (tmp_path / name).read_bytes() == (WORLD / name).read_bytes()
 
 
-def test_the_shipped_model_is_small_and_says_where_it_comes_from():
-    assert sum(path.stat().st_size for path in MODEL.iterdir()) < 25e6
-    with safe_open(MODEL / "model.safetensors", framework="pt") as file:
+@pytest.mark.parametrize(("folder", "config"), [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml")])
+def test_the_shipped_models_are_small_and_say_where_they_come_from(folder, config):
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 5e6
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
-    card = json.loads((MODEL / "training.json").read_text())
+    card = json.loads((folder / "training.json").read_text())
     assert card["commit"] and "dirty" not in card["commit"]
-    assert "train.py --config world.yaml" in card["command"]
-    assert card["config"]["train"]["evidence_layout"] == "independent"
+    assert f"train.py --config {config}" in card["command"]
+    assert json.loads((folder / "config.json").read_text())["evidence_layout"] == "independent"
 
 
 @pytest.fixture(scope="module")
