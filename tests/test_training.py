@@ -30,7 +30,7 @@ from dlm_rag.files.whole import give_back, take_lock
 from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
-from dlm_rag.training.loss import ChunkedLogProbabilities, ChunkedLoss
+from dlm_rag.training.loss import ChunkedLoss
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.objective import Objective, Terms, counts_of, encode, states_of
 from dlm_rag.training.optimizers import share_left
@@ -154,38 +154,6 @@ def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found * 0.3, (x, head)), slopes)
         assert torch.equal(right, (x @ head.t()).argmax(-1) == targets)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_the_softmax_with_their_gradients(temperature):
-    """Also where every token has a slope of its own, as in a clipped ratio."""
-    generator = torch.Generator().manual_seed(0)
-    x, head = (torch.randn(n, 8, generator=generator, requires_grad=True) for n in (23, 50))
-    targets, slopes = torch.arange(23) % 50, torch.randn(23, generator=generator)
-    expected = (x @ head.t() / temperature).log_softmax(-1)[torch.arange(23), targets]
-    gradients = torch.autograd.grad((expected.exp() * slopes).sum(), (x, head))
-    for chunk in (1, 5, 23, 100):
-        found = ChunkedLogProbabilities.apply(x, head, targets, temperature, chunk)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad((found.exp() * slopes).sum(), (x, head)), gradients)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = ChunkedLogProbabilities.apply(x, head, targets, temperature, 5)
-    assert low.dtype == torch.float32 and not torch.equal(low, found)
-    torch.testing.assert_close(low, found, rtol=0.05, atol=0.1)
-    torch.testing.assert_close(
-        torch.autograd.grad(low.exp() @ slopes, x)[0], gradients[0], rtol=0.1, atol=0.1
-    )
-    (nothing,) = torch.autograd.grad(
-        ChunkedLogProbabilities.apply(x[:0], head, targets[:0], 1.0, 5).sum(), [head]
-    )
-    assert not nothing.any()
-
-
-def test_log_probabilities_hold_a_chunk_of_logits_at_a_time():
-    x, head = (torch.randn(n, 4, requires_grad=True) for n in (640, 500))
-    with LiveBytes() as alive:
-        ChunkedLogProbabilities.apply(x, head, torch.zeros(640, dtype=torch.long), 1.0, 16).sum().backward()
-    assert alive.peak < 640 * 500 * 4 / 4
 
 
 def test_supervised_and_hidden_are_two_masks(examples):

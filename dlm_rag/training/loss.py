@@ -1,4 +1,4 @@
-"""Cross-entropy and log-probabilities of single tokens, whose logits exist a chunk at a time."""
+"""Cross-entropy whose logits exist a chunk at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -51,45 +51,6 @@ class ChunkedLoss(torch.autograd.Function):
         for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True):
             found.append(None if gradient is None else gradient.mul_(slope).to(dtype))
         return (*found, None, None, None)
-
-
-class ChunkedLogProbabilities(torch.autograd.Function):
-    """Of each target by itself, for losses that are not linear in them.
-
-    What a token's slope will be is known in backward only, so that the logits are computed again there.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, head: Tensor, targets: Tensor, temperature: float, chunk: int
-    ) -> Tensor:
-        """x (n, hidden), head (V, hidden), targets (n,) -> log-probabilities (n,) in float32, of the
-        softmax of logits / temperature.
-        """
-        ctx.save_for_backward(x, head, targets)
-        ctx.temperature, ctx.chunk, ctx.low = temperature, chunk, arithmetic_dtype(x)
-        found = x.new_empty(len(x), dtype=torch.float32)
-        for rows, _, logits in chunks(x, head.to(ctx.low), chunk):
-            logits /= temperature
-            found[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - logits.logsumexp(-1)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
-        x, head, targets = ctx.saved_tensors
-        need_x, need_head = ctx.needs_input_grad[:2]
-        d_x = torch.empty_like(x) if need_x else None
-        d_head = torch.zeros_like(head, dtype=torch.float32) if need_head else None
-        low = head.to(ctx.low)
-        for rows, part, logits in chunks(x, low, ctx.chunk):
-            slope = logits.div_(ctx.temperature).softmax(-1).neg_()
-            slope.scatter_add_(1, targets[rows, None], torch.ones_like(slope[:, :1]))
-            slope = (slope * (slopes[rows, None] / ctx.temperature)).to(low.dtype)
-            if d_x is not None:
-                d_x[rows] = slope @ low
-            if d_head is not None:
-                d_head += slope.t() @ part
-        return d_x, None if d_head is None else d_head.to(head.dtype), None, None, None
 
 
 def chunks(x: Tensor, low: Tensor, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
