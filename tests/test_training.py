@@ -31,7 +31,6 @@ from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
 from dlm_rag.training.loss import ChunkedLoss
-from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.objective import Objective, Terms, counts_of, encode, states_of
 from dlm_rag.training.optimizers import share_left
 from dlm_rag.training.origin import TEMPLATE, begin

@@ -88,7 +88,7 @@ class DecodeConfig(Checked):
         choices=("reread", "text", "append", "kept"),
     )
     lookahead: int = setting(
-        16,
+        8,
         "positions behind the block under work that queries may guess at, where attention has blocks",
         low=0,
         high=2**20,

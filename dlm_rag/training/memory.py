@@ -99,8 +99,13 @@ def step_memory(
 ) -> StepMemory:
     """What one part of a step needs, with the arithmetic in `dtype`; nothing is allocated.
 
-    Of shared sequences: what one of the processes needs that share them.
+    Of shared sequences: what one of the processes needs that share them. Of heads: the frozen weights; what
+    rollouts need beside them is the pool's to say.
     """
+    if train.learn == "heads":
+        with torch.device("meta"):
+            numbers = sum(p.numel() for p in Denoiser(shape).parameters())
+        return StepMemory(dtype.itemsize * numbers, 0, 0, 0, 0, 0, numbers, 0)
     count = train.context_parallel
     share = SequenceShare(0, count, group=None) if count > 1 else None
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -23,6 +23,7 @@ from dlm_rag.training.machines import Machine
 from dlm_rag.training.memory import FLOAT32, StepMemory, optimizer_bytes, step_memory
 from dlm_rag.training.origin import QUESTION_LENGTH, begin, trained_shape
 from dlm_rag.training.processes import check_sharing
+from dlm_rag.training.rl import STEPS
 from dlm_rag.training.rows.example import Example
 
 GB = 1e9
@@ -125,7 +126,7 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
     for name, train in config.train.in_phases().items():
         devices = config.plan.devices
         check_sharing(train, train.items, devices)
-        layout = shape.evidence_layout if train.objective == "sft" else "joint"
+        layout = shape.evidence_layout if train.objective in ("sft", "rl") else "joint"
         part = math.ceil(train.items * train.context_parallel / (devices * train.accumulate))
         other = part // 2 or 2
         memory, compared = (
@@ -138,7 +139,8 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
                 name=name,
                 train=train,
                 tokens=float(train.items * tokens_of(shape, one, layout)),
-                flops=train.items * step_flops(shape, one, layout, train.frozen),
+                flops=train.items
+                * (step_flops(shape, one, layout, train.frozen) + rollout_flops(config, train, shape)),
                 part=part,
                 memory=memory,
                 per_item=max(0, (memory.activations - compared.activations) / (part - other)),
@@ -172,17 +174,19 @@ def sample_items(config: Config, train: TrainConfig, shape: DenoiserConfig, coun
     def ids(length: int) -> tuple[int, ...]:
         return tuple(rng.randrange(shape.vocab_size) for _ in range(length))
 
-    if train.objective != "sft":
+    if train.objective in ("pretrain", "adapt"):
         length = train.sequence_length
         hidden = tuple(n % 2 == 0 for n in range(length))
         return [
             Example(Prompt((), (), ()), ids(length), hidden, (), 1.0, float(length)) for _ in range(count)
         ]
     hidden = tuple(n % 2 == 0 for n in range(shape.canvas_length))
-    found = []
+    found, rows = [], train.rows
+    if train.objective == "rl":  # the steps that are learned from; of heads none runs a layer
+        rows = 0 if train.learn == "heads" else rows * (train.steps_of_rollout or int(STEPS))
     for _ in range(count):
         facts = tuple(ids(train.passage_length) for _ in range(config.retrieval.top_k))
-        for _ in range(train.rows):
+        for _ in range(rows):
             found.append(Example(Prompt(ids(QUESTION_LENGTH), facts, ()), ids(shape.canvas_length), hidden))
     return found
 
@@ -201,6 +205,15 @@ def _calls(
     seen = [sum(len(segment.ids) for segment in state.context) for state in states]
     canvases = ([state.run for state in states], seen, [len(e.places) for e in examples])
     return [(segments, [0] * len(segments), [0] * len(segments)), canvases] if segments else [canvases]
+
+
+def rollout_flops(config: Config, train: TrainConfig, shape: DenoiserConfig) -> float:
+    """FLOPs of the rollouts of an item: `STEPS` passes over each canvas, its evidence encoded once."""
+    if train.objective != "rl":
+        return 0.0
+    each = replace(train, learn=None, steps_of_rollout=int(STEPS))
+    one = sample_items(config, each, shape, 1)
+    return step_flops(shape, one, shape.evidence_layout, False) / 3  # backward is two thirds of a step
 
 
 def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, frozen: bool) -> float:

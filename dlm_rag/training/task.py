@@ -1,8 +1,8 @@
 """What a trainer asks of a task: how a step's parts are made, what their loss is, what is told of them.
 
-Supervised fine-tuning, pre-training and adaptation are three (`tasks.py`), learning by reward a fourth (`rl.py`):
-its `ahead_of_time` is False, so that its parts are made with the weights of the step, by a decoder around the
-denoiser that `objective` was given.
+Supervised fine-tuning, pre-training and adaptation are three (`tasks.py`), learning by reward a fourth
+(`rl.py`): its `ahead_of_time` is False, so that its parts are made with the weights of the step, by a
+decoder around the denoiser that `objective` was given.
 """
 
 from collections.abc import Hashable, Sequence
