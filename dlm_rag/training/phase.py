@@ -67,16 +67,17 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
             return rl_task(WorldQuestions(train, top_k), config, train, origin), validation
         worlds = WorldExamples(tokenizer, train, origin.config, top_k)
         return Sft(worlds, config, train, origin), validation
+    questions = read_questions(config.data.questions)
+    unanswered = [question.id for question in questions if not question.golden_answers]
+    if train.objective == "rl" and unanswered:
+        raise QuestionError(f"question '{unanswered[0]}' has no 'golden_answers' to be rewarded by")
     retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
     retriever = load_retriever(retrieval, corpus)
-    questions = read_questions(config.data.questions)
     held = min(train.validation_questions, len(questions) // 10)
     kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
     truths = [response_of(question) for question in asked]
     validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed)
     if train.objective == "rl":
-        if unanswered := [question.id for question in questions if not question.golden_answers]:
-            raise QuestionError(f"question '{unanswered[0]}' has no 'golden_answers' to be rewarded by")
         return rl_task(FileQuestions(kept, retriever, train, phase), config, train, origin), validation
     answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase)
     return Sft(answers, config, train, origin), validation

@@ -127,8 +127,12 @@ CASES = [
     Case("heads by examples", f"{TRAIN} train.learn=heads", "learn=heads is for objective=rl"),
     Case("adapters of no rank", f"{TRAIN} train.learn=lora", "learn=lora does not go with lora_rank=0"),
     Case("no hops", f"{TRAIN} --model model train.objective=rl train.least_hops=4 train.hops=2", "least_hops=4 is more"),
-    Case("reward without answers", f"{TRAIN} --model model train.objective=rl train.passage_length=96"
-         " data.questions=questions.jsonl data.corpus=corpus.jsonl", "has no 'golden_answers' to be rewarded by"),
+    Case(
+        "reward without answers",
+        f"{TRAIN} --model model train.objective=rl train.passage_length=96 data.questions=questions.jsonl data.corpus=corpus.jsonl",
+        "has no 'golden_answers' to be rewarded by",
+        {"questions.jsonl": '{"id": "a", "question": "Who?"}\n'},
+    ),
     word("decode.commit_rule=head", "commit_rule=head needs heads beside the model"),
     word("decode.search=head", "search=head needs heads beside the model"),
     word("decode.search=never", "search='never' is not one of"),
