@@ -25,7 +25,7 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.model.heads import HEADS, Heads, read_heads, save_heads
 from dlm_rag.questions import Question
 from dlm_rag.training.phase import open_trainer
-from dlm_rag.training.policy_loss import Gates, PolicyObjective, policy_rows
+from dlm_rag.training.policy_loss import Gates, PolicyObjective, policy_rows, surrogate
 from dlm_rag.training.reward import Outcome, advantages, outcome, reward
 from dlm_rag.training.rl import PATIENCE, alarm
 from dlm_rag.training.rollouts import Taken, make_buffer, steps_of
@@ -90,7 +90,7 @@ def check_recorded(decoder, finished_blocks="reread"):
     objective = PolicyObjective(decoder.denoiser, decoder.config, 256, TrainConfig(logit_chunk=7))
     whole = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
     expected = sum(t.weight * t.step.action.log_prob for t in taken)
-    assert float(whole[1]["policy"]) == pytest.approx(expected, rel=1e-5)
+    assert float(whole[1]["policy"].detach()) == pytest.approx(expected, rel=1e-5)
     assert float(whole[1]["ratio_error"]) / len(taken) < 1e-5
     parts = [objective(SimpleNamespace(rows=rows[n::3]), {"divisor": 1.0}, None)[0] for n in range(3)]
     assert sum(part.item() for part in parts) == pytest.approx(whole[0].item(), rel=1e-5)
@@ -240,6 +240,21 @@ def test_alarms_are_told_once_in_a_sentence():
     assert "search twice as often" in alarm(calm | {"searches": 10.5})
 
 
+def test_the_surrogate_by_hand():
+    """Ratios of 1.5 and 0.5: what they gain is bounded, what they lose is not."""
+    recorded = torch.log(torch.tensor([0.2, 0.2, 0.2, 0.2]))
+    log_prob = torch.log(torch.tensor([0.3, 0.3, 0.1, 0.1])).requires_grad_()
+    weights = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    gained, clipped = surrogate(log_prob, recorded, weights, TrainConfig(updates=2, clip=0.2))
+    assert float(gained.detach()) == pytest.approx(1.2 - 1.5 + 0.5 - 0.8) and float(clipped) == 2
+    (slopes,) = torch.autograd.grad(gained, log_prob)
+    assert slopes.tolist() == pytest.approx([0, -1.5, 0.5, 0])
+    same = recorded.clone().requires_grad_()
+    for updates in (1, 2):
+        gained, _ = surrogate(same, recorded, weights, TrainConfig(updates=updates))
+        assert torch.autograd.grad(gained, same)[0].tolist() == pytest.approx(weights.tolist())
+
+
 # Runs.
 
 
@@ -316,6 +331,15 @@ def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
     for name in ("rollout_reward", "rollout_forwards", "groups_mixed", "forced_share"):
         assert one[name] == pytest.approx(two[name])
     assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_several_updates_of_a_buffer_move_its_probabilities_and_are_clipped(tmp_path, model):
+    words = [*LEARN["heads"], "train.updates=6", "train.learning_rate=0.3", "train.clip=0.05"]
+    trainer, _ = open_rl(tmp_path / "run", model, *words)
+    told = [trainer.step() for _ in range(2)]
+    assert all(metrics["ratio_error"] > 0.01 for metrics in told)
+    assert any(metrics["clipped_share"] > 0 for metrics in told)
 
 
 def test_questions_of_ones_own_are_learned_from(tmp_path, model, corpus_file):

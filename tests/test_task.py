@@ -19,7 +19,7 @@ class Regression:
     As in a policy gradient, parts are made with the weights of the step.
     """
 
-    name, items, rows, ahead_of_time = "regression", 4, 4, False
+    name, items, rows, updates, ahead_of_time = "regression", 4, 4, 1, False
 
     def objective(self, denoiser, share):
         self.denoiser = denoiser

@@ -143,6 +143,10 @@ class TrainConfig(Checked):
     steps_of_rollout: int | None = setting(
         None, "rl: denoising steps of each rollout that the denoiser learns from, by lot; unset: all", low=1
     )
+    updates: int = setting(1, "rl: updates of the weights with the rollouts of a step", low=1, high=2**10)
+    clip: float = setting(
+        0.2, "rl: how far an update may move the probability of a step, with several updates", low=0
+    )
     kl_weight: float = setting(0.0, "rl: of the divergence from the first weights, in nats", low=0)
     committed_only: bool = setting(
         False, "rl: learn from the committed tokens alone, as if positions were given (biased; a control)"
@@ -175,6 +179,8 @@ class TrainConfig(Checked):
         phases = self.in_phases()
         if self.learn == "heads" and any(phase.objective != "rl" for phase in phases.values()):
             raise ConfigError("learn=heads is for objective=rl: nothing else teaches when to commit")
+        if self.committed_only and self.updates > 1:
+            raise ConfigError("committed_only has no ratio to be clipped: set updates=1")
         if self.objective == "rl" and self.least_hops > self.hops:
             raise ConfigError(f"least_hops={self.least_hops} is more than hops={self.hops}")
 

@@ -2,8 +2,10 @@
 
     loss = - sum over steps of weight x log pi(step) / divisor
 
-The divisor is constant, so that long rollouts count no more a step than short ones (arXiv 2503.20783). The
+The divisor is constant, so that long rollouts count no less a step than short ones (arXiv 2503.20783). The
 log-probabilities are those of the decoder, computed again with gradients: `ratio_error` says how far apart.
+With several updates of a buffer the weights are no longer those that it was made with, and in place of
+log pi(step) stands the ratio to the recorded probability, clipped (PPO, arXiv 1707.06347), of whole steps.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ from dlm_rag.stages import stage
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.rollouts import Taken
 
-SUMS = ("policy", "ratio_error", "entropy", "divergence", "scale_score", "learned")
+SUMS = ("policy", "ratio_error", "clipped", "entropy", "divergence", "scale_score", "learned")
 NUDGE = 1e-2  # by which the scale of logits is moved, to see what the score along it is
 
 
@@ -81,9 +83,9 @@ class Gates:
 class HeadsObjective(nn.Module):
     """Of the two heads; the denoiser is part of the environment, and is not run."""
 
-    def __init__(self, denoiser: Denoiser, settings: DecodeConfig) -> None:
+    def __init__(self, denoiser: Denoiser, settings: DecodeConfig, train: TrainConfig) -> None:
         super().__init__()
-        self.denoiser, self.settings = denoiser, settings
+        self.denoiser, self.settings, self.train_config = denoiser, settings, train
 
     def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
         """What the gates of a part add to the loss of a step, and sums over its decisions."""
@@ -100,9 +102,12 @@ class HeadsObjective(nn.Module):
                 fresh = gate_base(features, settings) if head is heads.commit else SEARCH_ODDS
                 logit = fresh + head(features)
                 log_prob = gate_log_prob(logit, step, opened, len(weights))
-                loss = loss - (weights * log_prob).sum() / counts["divisor"]
+                gained, clipped = surrogate(log_prob, recorded, weights, self.train_config)
+                loss = loss - gained / counts["divisor"]
                 with torch.no_grad():
-                    add(sums, log_prob, recorded, weights)
+                    sums["policy"] += gained
+                    sums["clipped"] += clipped
+                    add(sums, log_prob, recorded)
                     yes = logit.sigmoid()
                     sums["entropy"] -= (yes * logsigmoid(logit) + (1 - yes) * logsigmoid(-logit)).sum()
         return loss, sums
@@ -162,6 +167,7 @@ class PolicyObjective(nn.Module):
         train: TrainConfig,
         reference: Denoiser | None = None,
     ) -> None:
+        """reference: the first weights, where divergence from them is wanted."""
         super().__init__()
         self.denoiser, self.mask_id, self.train_config = denoiser, mask_id, train
         self.soft = Soft(settings.temperature, settings.commit_threshold, settings.gate_width)
@@ -197,12 +203,14 @@ class PolicyObjective(nn.Module):
             if self.train_config.committed_only:
                 learned = log_prob.new_zeros(len(forced)).index_add(0, step, parts[3].where(took, 0.0))
             divergence = parts[5].sum()
-            loss = -(weights * learned).sum() / counts["divisor"]
-            loss = loss + self.train_config.kl_weight * divergence / counts["divisor"]
+            gained, clipped = surrogate(learned, recorded, weights, self.train_config)
+            loss = (self.train_config.kl_weight * divergence - gained) / counts["divisor"]
         sums = {name: loss.detach().double() * 0.0 for name in SUMS}
         if part.rows:
             with torch.no_grad():
-                add(sums, log_prob.double(), recorded.double(), weights.double())
+                sums["policy"] += gained
+                sums["clipped"] += clipped
+                add(sums, log_prob.double(), recorded.double())
                 sums["entropy"] += parts[4].sum()
                 sums["divergence"] += divergence
                 up, down = (step_log_prob(parts[n : n + 4], step, took, forced) for n in (6, 10))
@@ -234,8 +242,18 @@ class PolicyObjective(nn.Module):
             return [reference.read_out(x).float() for x in chunks]
 
 
-def add(sums: dict[str, Tensor], log_prob: Tensor, recorded: Tensor, weights: Tensor) -> None:
+def surrogate(
+    log_prob: Tensor, recorded: Tensor, weights: Tensor, train: TrainConfig
+) -> tuple[Tensor, Tensor]:
+    """What is to be made large, summed over steps (S,), and how many of them are clipped."""
+    if train.updates == 1:
+        return (weights * log_prob).sum(), log_prob.new_zeros(())
+    ratio = (log_prob - recorded).exp()
+    bounded = weights * ratio.clamp(1 - train.clip, 1 + train.clip)
+    return torch.minimum(weights * ratio, bounded).sum(), (bounded < weights * ratio).sum().detach()
+
+
+def add(sums: dict[str, Tensor], log_prob: Tensor, recorded: Tensor) -> None:
     """Adds decisions to the sums."""
-    sums["policy"] += (weights * log_prob).sum()
     sums["ratio_error"] += ((log_prob - recorded).exp() - 1).abs().sum()
-    sums["learned"] += len(weights)
+    sums["learned"] += len(recorded)

@@ -34,7 +34,7 @@ class Part:
 
 
 class Rl:
-    """Groups of rollouts by reward (GRPO, arXiv 2402.03300), on policy: one update of each buffer.
+    """Groups of rollouts by reward (GRPO, arXiv 2402.03300).
 
     The state is what the alarms count: steps without a mixed group, steps nearly without entropy, and the
     searches of a rollout at first and now.
@@ -53,7 +53,7 @@ class Rl:
         """first: makes the denoiser with its first weights, from which divergence is counted."""
         self._questions, self._config, self._train = questions, config, train
         self._tokenizer, self._first = tokenizer, first
-        self.items, self.rows = train.items, train.items * train.rows
+        self.items, self.rows, self.updates = train.items, train.items * train.rows, train.updates
         self._denoiser: Denoiser | None = None
 
     def objective(self, denoiser: Denoiser, share: SequenceShare | None) -> nn.Module:
@@ -61,7 +61,7 @@ class Rl:
         check_shape(denoiser.config, self._train)
         settings = rollout_settings(self._config, self._train)
         if self._train.learn == "heads":
-            return HeadsObjective(denoiser, settings)
+            return HeadsObjective(denoiser, settings, self._train)
         reference = self._first() if self._train.kl_weight else None
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self._train, reference)
 
@@ -105,13 +105,13 @@ class Rl:
         learned = max(1.0, sums["learned"])
         means = ("reward", "exact_match", "f1", "recall", "forwards", "searches", "unanswered")
         found = {
-            "loss": -sums["policy"] / counts["divisor"]
-            + self._train.kl_weight * sums["divergence"] / counts["divisor"],
+            "loss": (self._train.kl_weight * sums["divergence"] - sums["policy"]) / counts["divisor"],
             **{f"rollout_{name}": counts[name] / rollouts for name in means},
             "rollouts_failed": counts["failed"],
             **{name: counts[name] / groups for name in ("groups_right", "groups_wrong", "groups_mixed")},
             "forced_share": counts["forced"] / max(1.0, counts["steps"]),
             "ratio_error": sums["ratio_error"] / learned,
+            "clipped_share": sums["clipped"] / learned,
             "entropy": sums["entropy"] / learned,
             "scale_score": sums["scale_score"] / learned,
         }

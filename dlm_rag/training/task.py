@@ -26,6 +26,7 @@ class Task(Protocol):
     name: str  # what its state is saved under
     items: int  # of a step, over all processes
     rows: int  # in a step
+    updates: int  # of the weights that a step makes with its parts
     ahead_of_time: bool  # whether parts may be made while the step before is computed, by another thread
 
     def objective(self, denoiser: Denoiser, share: SequenceShare | None) -> nn.Module:

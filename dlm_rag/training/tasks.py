@@ -30,7 +30,7 @@ class AnswerRows(Protocol):
 class Pretrain:
     """Packed documents: the NELBO per token."""
 
-    name, ahead_of_time = "pretrain", True
+    name, updates, ahead_of_time = "pretrain", 1, True
 
     def __init__(self, documents: Documents, train: TrainConfig, end_ids: frozenset[int]) -> None:
         self._documents, self._train, self._end_ids = documents, train, end_ids
@@ -77,7 +77,7 @@ class Sft:
     The state is the stage of the curriculum and the running accuracy on names that ends it.
     """
 
-    name, ahead_of_time = "sft", True
+    name, updates, ahead_of_time = "sft", 1, True
 
     def __init__(self, answers: AnswerRows, config: Config, train: TrainConfig, origin: Origin) -> None:
         self._answers, self._train, self._top_k = answers, train, config.retrieval.top_k

@@ -92,7 +92,10 @@ class Trainer:
         return self.state.tasks.get(self.task.name, {})
 
     def step(self) -> dict[str, Any]:
-        """One optimizer step; returns its metrics. Raises `RunError` where the loss is not a number."""
+        """One step, of one update of the weights or more; returns its metrics, of the last update.
+
+        Raises `RunError` where the loss is not a number.
+        """
         state, task = self.state, self.task
         with step_range(state.step, task.rows), StageClock() as clock:
             with stage("data"):
@@ -101,14 +104,15 @@ class Trainer:
                 counts = self._summed(mine, self.processes.sharing)
             before = replace(self.denoiser.work)
             share = self._rates.set(state.phase_step)
-            found = self._gradients(parts, counts, terms)
-            self.flops = self._flops(before, mine)
-            with stage("optimizer"):
-                norm, own = self._norm_and_sums(found)
-                sums = self._summed(own)
-                told = task.metrics(sums, counts, self.task_state)
-                self._finite(told["loss"], "loss")
-                self._update(norm)
+            for _ in range(task.updates):
+                found = self._gradients(parts, counts, terms)
+                with stage("optimizer"):
+                    norm, own = self._norm_and_sums(found)
+                    sums = self._summed(own)
+                    told = task.metrics(sums, counts, self.task_state)
+                    self._finite(told["loss"], "loss")
+                    self._update(norm)
+            self.flops = self._flops(before, mine["supervised"] * task.updates)
         metrics = {
             "step": state.step,
             **({"phase": state.phase} if state.phase else {}),
@@ -190,9 +194,9 @@ class Trainer:
                 "begin again in another --out with a lower learning rate"
             )
 
-    def _flops(self, before: Any, counts: dict[str, float]) -> float:
-        """What forward and backward took since `before`."""
-        head = head_work(self.denoiser.config, counts["supervised"] / self.processes.sharing, 4)
+    def _flops(self, before: Any, supervised: float) -> float:
+        """What forward and backward took since `before`, with logits of so many tokens."""
+        head = head_work(self.denoiser.config, supervised / self.processes.sharing, 4)
         return (self.denoiser.work - before + head).with_backward(self.train.frozen)
 
     def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
