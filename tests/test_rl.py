@@ -301,8 +301,8 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, mod
     assert second.restore() and second.state.step == 2
     again = [second.step() for _ in range(2)]
     for ours, theirs in zip(again, told[2:], strict=True):
-        assert ours | {"stage_seconds": 0} == theirs | {"stage_seconds": 0}
-        assert set(theirs["stage_seconds"]) >= {"rollout", "reward", "forward", "backward", "optimizer"}
+        assert ours == theirs
+    assert set(whole.stage_seconds) >= {"rollout", "reward", "forward", "backward", "optimizer"}
     ours, theirs = weights_of(second), weights_of(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -337,9 +337,8 @@ def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
 def test_several_updates_of_a_buffer_move_its_probabilities_and_are_clipped(tmp_path, model):
     words = [*LEARN["heads"], "train.updates=6", "train.learning_rate=0.3", "train.clip=0.05"]
     trainer, _ = open_rl(tmp_path / "run", model, *words)
-    told = [trainer.step() for _ in range(2)]
-    assert all(metrics["ratio_error"] > 0.01 for metrics in told)
-    assert any(metrics["clipped_share"] > 0 for metrics in told)
+    told = trainer.step()
+    assert told["ratio_error"] > 0.01 and told["clipped_share"] > 0
 
 
 def test_questions_of_ones_own_are_learned_from(tmp_path, model, corpus_file):

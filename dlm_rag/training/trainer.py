@@ -72,6 +72,7 @@ class Trainer:
             self.denoiser.set_rope(train.rope_theta)
         if train.compile:
             self.denoiser.compile_layers()
+        self.stage_seconds: dict[str, float] = {}  # of the last step
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
         machine = this_machine(device)
         self._peak = None if machine is None else machine.flops.get(self.dtype)
@@ -122,8 +123,8 @@ class Trainer:
             "rows": round(counts["rows"]),
             "tokens": round(counts["tokens"]),
             "supervised_tokens": round(counts["supervised"]),
-            "stage_seconds": {name: round(value, 4) for name, value in clock.take().items()},
         }
+        self.stage_seconds = clock.take()
         state.tasks[task.name] = task.advance(self.task_state, metrics, counts)
         state.step, state.phase_step = state.step + 1, state.phase_step + 1
         return metrics
@@ -199,11 +200,11 @@ class Trainer:
         head = head_work(self.denoiser.config, supervised / self.processes.sharing, 4)
         return (self.denoiser.work - before + head).with_backward(self.train.frozen)
 
-    def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Tokens a second, all and supervised; peak memory; FLOP/s of this process and, on a known machine,
-        MFU.
+    def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Seconds of each stage; tokens a second, all and supervised; peak memory; FLOP/s of this process
+        and, on a known machine, MFU.
         """
-        found = {"seconds": seconds}
+        found: dict[str, Any] = {"seconds": seconds, "stage_seconds": self.stage_seconds}
         for name in ("tokens", "supervised_tokens"):
             found[f"{name}_per_second"] = metrics[name] / seconds
         if self.device.type == "cuda":
