@@ -110,14 +110,16 @@ class DenoiserProposer:
         with stage("denoise"):
             segments = [run.segment for run in runs]
             read = [[] if run.row is None else self._read(run, views[run.row]) for run in runs]
-            added, of = wanted_of(views, self._mask_id)
+            added = wanted_of(views, self._mask_id)
             rows = pack(segments, self.denoiser.device, read, context, add=added)
             hidden, _ = self.denoiser.encode(rows)
             self._contexts.take_up()
             mask_id, *arrays = rows.added
+            pieces = hidden.split(ROWS_READ)
+            of = len(arrays) // len(pieces)
             found = [
                 read_proposals(self.denoiser.read_out(part).float(), Wanted(mask_id, *arrays[at : at + of]))
-                for at, part in zip(range(0, len(arrays), of), hidden.split(ROWS_READ), strict=True)
+                for at, part in zip(range(0, len(arrays), of), pieces, strict=True)
             ]
             values = to_host(torch.cat(found, dim=1)).astype(np.float64)
         ends = np.cumsum([len(view.positions) for view in views])
@@ -146,11 +148,8 @@ def _proposals(view: View, found: NDArray[np.float64]) -> Proposals:
     return Proposals(view.positions, tokens, confidence, log_prob, entropy, margin, written, draws)
 
 
-def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> tuple[list[NDArray[Any]], int]:
-    """As it goes to the device: the mask, then the rest of `Wanted` for every `ROWS_READ` positions.
-
-    Returns also how many arrays that is each time.
-    """
+def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> list[NDArray[Any]]:
+    """As it goes to the device: the mask, then the rest of `Wanted` for every `ROWS_READ` positions."""
     counts = [len(view.positions) for view in views]
     written = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
     temperature = np.repeat([view.temperature for view in views], counts)
@@ -173,4 +172,4 @@ def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> tuple[list[N
         if any_soft:
             drawing = np.flatnonzero(soft[part])
             arrays += [drawing, lots[:, part][:, drawing]]
-    return arrays, 7 if any_soft else 5
+    return arrays
