@@ -45,14 +45,14 @@ def ask(model: Path, corpus: Path, questions: list[dict]) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        passages, questions = invent(120)
+        passages, questions = invent(140)
         corpus = write(Path(folder, "passages.jsonl"), passages)
-        learned = write(Path(folder, "questions.jsonl"), questions[12:])
-        ask(SHIPPED / "model", corpus, questions[:12])
+        learned = write(Path(folder, "questions.jsonl"), questions[24:])
+        ask(SHIPPED / "model", corpus, questions[:24])
         data = [f"data.questions={learned}", f"data.corpus={corpus}", "retrieval.top_k=3"]
         length = "train.steps=50 train.warmup_steps=5 train.groups=4 train.rows=3 decode.canvas_length=40"
         train(["--model", str(SHIPPED / "model"), "--out", f"{folder}/run", *data, *length.split()])
-        ask(Path(folder, "run/model"), corpus, questions[:12])
+        ask(Path(folder, "run/model"), corpus, questions[:24])
 
 
 if __name__ == "__main__":
