@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import multiprocessing
 import random
+import signal
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -304,6 +307,49 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, mod
         assert ours == theirs
     assert set(whole.stage_seconds) >= {"rollout", "reward", "forward", "backward", "optimizer"}
     ours, theirs = weights_of(second), weights_of(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def go_on(folder, model, words, ready, until):
+    """A process of a run: goes on from what is saved, and saves after each step."""
+    trainer, _ = open_rl(folder, model, *words, "train.steps=200")
+    trainer.restore()
+    ready.set()
+    while trainer.state.step < until:
+        trainer.step()
+        trainer.save()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learn", LEARN)
+def test_a_run_killed_twenty_times_ends_with_the_same_bits(tmp_path, model, learn):
+    """A kill may come within rollouts, gradients, an optimizer's step or a checkpoint."""
+    context, rng = multiprocessing.get_context("fork"), random.Random(0)
+
+    def start(folder, until):
+        ready = context.Event()
+        process = context.Process(target=go_on, args=(tmp_path / folder, model, LEARN[learn], ready, until))
+        process.start()
+        return process, ready
+
+    for _ in range(20):
+        process, ready = start("killed", 200)
+        assert ready.wait(60)
+        time.sleep(rng.random() * 0.6)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    killed, _ = open_rl(tmp_path / "killed", model, *LEARN[learn], "train.steps=200")
+    assert killed.restore() and killed.state.step >= 5, "some steps were done between the kills"
+    until = killed.state.step + 1
+    for folder in ("killed", "whole"):
+        process, _ = start(folder, until)
+        process.join()
+        assert process.exitcode == 0
+    whole, _ = open_rl(tmp_path / "whole", model, *LEARN[learn], "train.steps=200")
+    assert killed.restore() and whole.restore() and killed.state == whole.state
+    assert whole.state.step == until
+    ours, theirs = weights_of(killed), weights_of(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
