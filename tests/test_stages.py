@@ -83,7 +83,7 @@ def test_every_stage_of_a_decode_reaches_nvtx_in_one_domain(corpus_file, monkeyp
     finally:
         stages._range.cache_clear()
     assert open_ranges == []
-    decoding = [name for name in STAGES[: STAGES.index("data")] if name != "retrieve/embed"]
+    decoding = [name for name in STAGES[: STAGES.index("rollout")] if name != "retrieve/embed"]
     assert set(decoding) <= set(seen)
     assert "step 1 rows 3" in seen and any(name.startswith("step 2 rows ") for name in seen)
 

@@ -698,7 +698,7 @@ def test_wandb_offline_needs_no_account_and_no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     with Report(tmp_path, load_config(None, [*MICRO, "train.wandb=offline"]), from_step=0) as report:
         shown = dict.fromkeys(("loss", "name_accuracy", "pointer_mass"), 0.5)
-        report.add({"step": 0, "seconds": 1.0, "tokens": 20, "supervised_tokens": 10, **shown})
+        report.add({"step": 0, "seconds": 1.0, "tokens": 20, "supervised_tokens": 10, "rows": 4, **shown})
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert list(run.glob("*.wandb")) and (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
