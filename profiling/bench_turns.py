@@ -1,0 +1,98 @@
+"""The code of another commit and this one in turns: answers a second of the model that each ships.
+
+    git worktree add ../before c5e5331
+    python profiling/bench_turns.py --before ../before limit=96 decode.batch_size=16
+
+The same questions of the shipped world, nothing held out, in one process of each, which keeps what it has
+loaded and forgets the rest before every round. Counted is the time of the processor, on one thread.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+from dlm_rag.commands.words import parse
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.program import note, run
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS: dict[str, tuple[str | int, str]] = {
+    "before": ("", "the other checkout"),
+    "rounds": (4, "of each"),
+}
+SIDE = """
+import json, sys, time
+from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+from dlm_rag.config import load_config
+count, world, *words = json.loads(sys.argv[1])
+named = [f"retrieval.corpus={world}/corpus.jsonl", f"questions={world}/questions.jsonl"]
+config = with_shipped(load_config(None, [*named, *words]), [])
+plain = [question for question in gather_questions(config, []) if not question.labels]
+chosen = plain[:: max(1, len(plain) // count)][:count]
+decoder = prepare(config, chosen).load()
+print("ready", flush=True)
+for _ in sys.stdin:
+    decoder.forget()
+    begun = time.process_time()
+    found = decoder.decode(chosen)
+    spent = time.process_time() - begun
+    print(json.dumps([spent, sum(r.forwards for r in found) / count]), flush=True)
+"""
+
+
+def start(code: Path, count: int, settings: list[str]) -> "subprocess.Popen[str]":
+    """A side, once it has loaded; the model is that of its code, the questions are of the world here."""
+    shipped = code / "dlm_rag" / "shipped"
+    told = [count, str(ROOT / "dlm_rag/shipped/world"), f"model.path={shipped / 'model'}", *settings]
+    side = subprocess.Popen(
+        [sys.executable, "-c", SIDE, json.dumps(told)],
+        env=os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"},
+        cwd=code,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert side.stdout is not None
+    for line in side.stdout:
+        if line.strip() == "ready":
+            return side
+    raise RunError(f"the code in {code} ended with {side.wait()} before it answered")
+
+
+def take(side: "subprocess.Popen[str]") -> tuple[float, float]:
+    """Seconds and forwards an answer of a round."""
+    assert side.stdin is not None and side.stdout is not None
+    side.stdin.write("go\n")
+    side.stdin.flush()
+    seconds, forwards = json.loads(side.stdout.readline())
+    return seconds, forwards
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    before, count = words.options["before"], words.config.limit or 96
+    if not before or not (Path(before) / "dlm_rag").is_dir():
+        raise ConfigError("--before names the other checkout, a folder with dlm_rag/ in it")
+    settings = [word for word in words.settings if not word.startswith("limit=")]
+    sides = [start(code.resolve(), count, settings) for code in (Path(before), ROOT)]
+    gains = []
+    for number in range(words.options["rounds"] + 1):
+        order = (0, 1) if number % 2 else (1, 0)
+        found = dict(sorted((side, take(sides[side])) for side in order))
+        if number:  # the first warms up
+            gains.append(found[0][0] / found[1][0])
+            told = [
+                f"{count / seconds:.2f} answers/s, {forwards:.2f} forwards"
+                for seconds, forwards in found.values()
+            ]
+            note(f"before {told[0]} · now {told[1]} · {gains[-1]:.2f} times")
+    print(f"{median(gains):.2f} times the answers a second [{min(gains):.2f}, {max(gains):.2f}]")
+    for side in sides:
+        side.communicate()
+
+
+if __name__ == "__main__":
+    run(main)
