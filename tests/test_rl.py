@@ -237,10 +237,11 @@ def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file):
 
 def test_alarms_are_told_once_in_a_sentence():
     calm = {"unmixed": 0, "certain": 0, "searches_at_first": 5.0, "searches": 6.0}
-    assert alarm(calm) == "" == alarm(calm | {"unmixed": PATIENCE + 1})
-    assert "nothing was learned" in alarm(calm | {"unmixed": PATIENCE})
-    assert "nothing new is tried" in alarm(calm | {"certain": PATIENCE})
-    assert "search twice as often" in alarm(calm | {"searches": 10.5})
+    assert alarm(calm, False) == "" == alarm(calm | {"unmixed": PATIENCE + 1}, False)
+    assert "nothing was learned" in alarm(calm | {"unmixed": PATIENCE}, False)
+    assert "only prices were learned" in alarm(calm | {"unmixed": PATIENCE}, True)
+    assert "nothing new is tried" in alarm(calm | {"certain": PATIENCE}, False)
+    assert "search twice as often" in alarm(calm | {"searches": 10.5}, False)
 
 
 def test_the_surrogate_by_hand():

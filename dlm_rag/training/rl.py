@@ -127,16 +127,17 @@ class Rl:
             "searches_at_first": first,
             "searches": 0.9 * state.get("searches", first) + 0.1 * metrics["rollout_searches"],
         }
-        if told := alarm(state):
+        if told := alarm(state, bool(self._train.forward_price or self._train.search_price)):
             metrics["alarm"] = told
         return state
 
 
-def alarm(state: State) -> str:
+def alarm(state: State, priced: bool) -> str:
     """What goes wrong while the reward may not show it, in a sentence; told once when it begins."""
     if state["unmixed"] == PATIENCE:
+        learned = "only prices were" if priced else "nothing was"
         return (
-            f"no group of {PATIENCE} steps had both right and wrong rollouts, so nothing was learned: ask "
+            f"no group of {PATIENCE} steps had both right and wrong rollouts, so {learned} learned: ask "
             "other questions (least_hops, hops), or reward parts of an answer (f1_weight, recall_weight)"
         )
     if state["certain"] == PATIENCE:
