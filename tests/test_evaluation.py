@@ -21,8 +21,9 @@ from dlm_rag.evaluation.report import answers_per_second, grids, markdown, perce
 from dlm_rag.questions import Question
 
 
-def a_score(exact_match, recall=1.0):
-    return Score(exact_match, exact_match, recall, recall, forwards=3.0, tokens=60.0, seconds=0.5)
+def a_score(exact_match, recall=1.0, searches=2.0):
+    found = (exact_match, exact_match, recall, recall)
+    return Score(*found, forwards=3.0, searches=searches, tokens=60.0, seconds=0.5)
 
 
 def test_f1_by_the_rules_of_two_data_sets():
@@ -82,8 +83,8 @@ def test_seconds_of_nested_stages_count_once():
 
 def test_tokens_per_forward_is_a_ratio_of_sums():
     """90 tokens in 3 forwards and 10 in 17 are 5 a forward, not the mean of 30 and 0.6."""
-    fast, slow = (Score(1.0, 1.0, None, None, n, tokens, 0.1) for n, tokens in ((3, 90), (17, 10)))
-    failed = Score(0.0, 0.0, None, None, 0, 0, 0.1)
+    fast, slow = (Score(1.0, 1.0, None, None, n, n, tokens, 0.1) for n, tokens in ((3, 90), (17, 10)))
+    failed = Score(0.0, 0.0, None, None, 0, 0, 0, 0.1)
     scores = [fast, slow, failed]
     assert mean_score(scores).tokens_per_forward == pytest.approx(5.0)
     found = summarise(scores, {"all": [0, 1, 2], "failed": [2], "one": [1]})
@@ -149,15 +150,17 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     questions = [Question("a", "?", hops=1), Question("b", "?", hops=2)]
     groups = group_questions(questions)
     scores = {"one": [a_score(1.0), a_score(1.0)], "two": [a_score(0.0), a_score(1.0, None)]}
+    scores["three"] = [a_score(1.0, searches=4.0)] * 2
     summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
     found = grids(groups, summaries, compare_to_first(scores, groups), "hotpotqa")
-    assert found[0].rows[1] == ["1 hop (1)", "100.0 [100, 100]", "0.0 [0, 0]"]
+    assert found[0].rows[1][:3] == ["1 hop (1)", "100.0 [100, 100]", "0.0 [0, 0]"]
     assert found[1].headings[1] == "F1 (hotpotqa) %"
     assert found[1].rows[0][-2:] == ["20.00 [20.00, 20.00]", "2.00 [2.00, 2.00]"], "answers a second"
-    assert found[-1].rows[1] == ["1 hop (1)", "+100.0 [+100, +100]"]
+    assert found[-2].rows[1] == ["1 hop (1)", "+100.0 [+100, +100]", "+0.0 [+0, +0]"]
+    assert found[-1].rows[1] == ["three", "+0.00 [+0.00, +0.00]", "-2.00 [-2.00, -2.00]"]
     stamp = {"commit": "c0ffee", "date": "d", "device": "cpu", "threads": 2, "attention": "sdpa", "seed": 0}
     text = markdown(found, stamp)
-    assert "| 1 hop (1) | 100.0 [100, 100] | 0.0 [0, 0] |" in text and "c0ffee" in text
+    assert "| 1 hop (1) | 100.0 [100, 100] | 0.0 [0, 0] | 100.0 [100, 100] |" in text and "c0ffee" in text
     plot(tmp_path / "scores.png", groups, summaries)
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
 

@@ -135,11 +135,11 @@ def summarise(scores: Sequence[Score], groups: Groups) -> Summary:
 
 
 def differences(one: Sequence[Score], other: Sequence[Score], groups: Groups) -> Summary:
-    """`one` minus `other`, question by question, in exact match and F1."""
+    """`one` minus `other`, question by question, in what it achieved and took."""
     return {
         group: {
             metric: bootstrap([getattr(one[n], metric) - getattr(other[n], metric) for n in places])
-            for metric in ("exact_match", "f1")
+            for metric in ("exact_match", "f1", "forwards", "searches")
         }
         for group, places in groups.items()
     }

@@ -64,6 +64,7 @@ class Score:
     recall_first: float | None  # evidence recall after the search with the question alone
     recall_last: float | None  # and after the last step; None when no support is known
     forwards: float
+    searches: float
     tokens: float  # positions that hold a token at the end
     seconds: float  # this question's share of all stages
 
@@ -83,6 +84,7 @@ def score(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score
         ),
         recall_last=evidence_recall(rollout.evidence, question.supporting_ids),
         forwards=rollout.forwards,
+        searches=rollout.retrievals,
         tokens=rollout.tokens_committed,
         seconds=sum(without_nested(rollout.seconds).values()),
     )

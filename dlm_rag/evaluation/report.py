@@ -16,6 +16,7 @@ from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
 from dlm_rag.files.whole import new_file
 from dlm_rag.text import visible
 
+COSTS = ("forwards", "searches")
 FRAME = 3  # characters that a table puts around a cell
 
 
@@ -54,11 +55,12 @@ def percent(estimate: Estimate | None, signed: bool = False) -> str:
     return f"{mean:{sign}.1f} [{low:{sign}.0f}, {high:{sign}.0f}]"
 
 
-def plain(estimate: Estimate | None) -> str:
+def plain(estimate: Estimate | None, signed: bool = False) -> str:
     """`2.41 [2.30, 2.52]`: a quantity with its interval."""
     if estimate is None:
         return "-"
-    return f"{estimate.mean:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+    sign = "+" if signed else ""
+    return f"{estimate.mean:{sign}.2f} [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
 
 
 def answers_per_second(seconds: Estimate | None) -> Estimate | None:
@@ -85,13 +87,13 @@ def grids(
         [
             name,
             percent(summary["all"]["f1"]),
-            plain(summary["all"]["forwards"]),
+            *(plain(summary["all"][cost]) for cost in COSTS),
             plain(summary["all"]["tokens_per_forward"]),
             plain(answers_per_second(summary["all"]["seconds"])),
         ]
         for name, summary in summaries.items()
     ]
-    headings = ["setting", f"F1 ({f1_rule}) %", "forwards", "tokens/forward", "answers/s"]
+    headings = ["setting", f"F1 ({f1_rule}) %", *COSTS, "tokens/forward", "answers/s"]
     found = [
         by_group("Exact match %, with 95 % bootstrap intervals", summaries, "exact_match"),
         Grid("All questions", headings, costs),
@@ -101,6 +103,12 @@ def grids(
     if against:
         title = f"Exact match, points by which {next(iter(summaries))} is above (paired)"
         found.append(by_group(title, against, "exact_match", signed=True))
+        took = [
+            [name, *(plain(less["all"][cost], signed=True) for cost in COSTS)]
+            for name, less in against.items()
+        ]
+        title = f"All questions, by which {next(iter(summaries))} takes more (paired)"
+        found.append(Grid(title, ["setting", *COSTS], took))
     return found
 
 
