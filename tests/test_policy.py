@@ -1,6 +1,8 @@
 """Policies over a step: outcomes that are enumerated, scores whose mean is 0, gradients by differences."""
 
+import functools
 import itertools
+import json
 import math
 
 import numpy as np
@@ -14,6 +16,9 @@ from dlm_rag.decode.actions import sampled
 from dlm_rag.decode.proposals import Wanted, read_proposals
 from dlm_rag.diffusion.commit import Proposals, threshold
 from dlm_rag.diffusion.policy import Soft, drawn, gate_log_prob, outcomes, picked, step_log_prob
+from dlm_rag.retrieval.base import Query
+from dlm_rag.retrieval.bm25 import BM25Retriever
+from dlm_rag.retrieval.corpus import open_corpus
 
 V, MASK = 4, torch.tensor([3])  # three tokens and the mask
 SOFT = Soft(0.8, 0.7, 0.6)
@@ -61,13 +66,39 @@ def test_certain_and_hopeless_logits_have_finite_scores():
     assert bool(extreme.grad.isfinite().all())
 
 
-def test_policy_gradient_of_two_steps_equals_finite_differences_of_the_expected_reward():
-    """A toy whose second step sees what the first has written; reward by the final canvas."""
-    table = torch.randn(2 * V, V, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 1.5
+WORDS = ("amber", "birch", "cedar")
+TEXTS = ("amber of the coast", "birch and birch and cedar", "cedar, a wood")
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory):
+    """BM25 over three passages: the number of the best for what is written, by words."""
+    path = tmp_path_factory.mktemp("toy") / "corpus.jsonl"
+    records = [{"id": str(n), "title": "", "text": text} for n, text in enumerate(TEXTS)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    retriever = BM25Retriever(open_corpus(path), 1)
+
+    @functools.cache
+    def best(canvas):
+        query = " ".join(WORDS[token] for token in canvas if token < V - 1)
+        return int(retriever.search([Query(query, (), "toy")])[0][0].id) if query else 0
+
+    assert [best((0, 3)), best((3, 1)), best((2, 3)), best((2, 1))] == [0, 1, 2, 1]
+    return best
+
+
+@pytest.mark.parametrize("evidence", ["none", "BM25"])
+def test_policy_gradient_of_two_steps_equals_finite_differences_of_the_expected_reward(evidence, search):
+    """A toy whose second step sees what the first has written, or the passage that this finds (the query
+    being the committed tokens); reward by the final canvas."""
+    passages = len(TEXTS) if evidence == "BM25" else 1
+    shape = (passages, 2 * V, V)
+    table = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 1.5
 
     def logits_at(weights, canvas):
-        """Of each position, by what stands at the other (V - 1: the mask)."""
-        return torch.stack([weights[at * V + canvas[1 - at]] for at in range(2)])
+        """Of each position, by what stands at the other (V - 1: the mask) and the evidence."""
+        seen = weights[search(canvas) if evidence == "BM25" else 0]
+        return torch.stack([seen[at * V + canvas[1 - at]] for at in range(2)])
 
     def reward(canvas):
         return float(canvas == (1, 2)) + 0.3 * float(canvas[0] == 1)
@@ -84,7 +115,7 @@ def test_policy_gradient_of_two_steps_equals_finite_differences_of_the_expected_
             after = list(canvas)
             for at, token in zip(open_, taken, strict=True):
                 after[at] = token if token >= 0 else canvas[at]
-            value, part = walk(weights, tuple(after), log_prob + float(own), score + own)
+            value, part = walk(weights, tuple(after), log_prob + float(own.detach()), score + own)
             expected, surrogate = expected + value, surrogate + part
         return expected, surrogate
 
@@ -92,14 +123,17 @@ def test_policy_gradient_of_two_steps_equals_finite_differences_of_the_expected_
     start = (V - 1, V - 1)
     _, surrogate = walk(weights, start, 0.0, torch.zeros((), dtype=torch.float64))
     (gradient,) = torch.autograd.grad(surrogate, weights)
+    places = [(0, 0), (3, 1), (3, 2), (5, 1), (7, 0), (7, 2)]
+    assert all(bool(gradient[passage].any()) for passage in range(passages)), "each has its say"
     with torch.no_grad():
-        for row, column in [(0, 0), (3, 1), (3, 2), (5, 1), (7, 0), (7, 2)]:
+        for passage, (row, column) in itertools.product(range(passages), places):
             values = []
             for step in (1e-5, -1e-5):
                 moved = table.clone()
-                moved[row, column] += step
+                moved[passage, row, column] += step
                 values.append(walk(moved, start, 0.0, torch.zeros(()))[0])
-            assert float(gradient[row, column]) == pytest.approx((values[0] - values[1]) / 2e-5, abs=1e-8)
+            found = float(gradient[passage, row, column])
+            assert found == pytest.approx((values[0] - values[1]) / 2e-5, abs=1e-8)
 
 
 def proposals_of(logits, soft, lots):
