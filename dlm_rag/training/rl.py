@@ -15,7 +15,7 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.policy_loss import Gates, HeadsObjective, PolicyObjective, PolicyRow, policy_rows
-from dlm_rag.training.rollouts import Buffer, Questions, decoder_of, make_buffer, rollout_settings
+from dlm_rag.training.rollouts import Buffer, Questions, Taken, decoder_of, make_buffer, rollout_settings
 from dlm_rag.training.task import State
 
 STEPS = 8.0  # that a rollout counts in the divisor, whatever it took
@@ -69,15 +69,20 @@ class Rl:
         return None
 
     def part(self, step: int, items: Sequence[int], conditions: None) -> Part:
+        buffer, layout = self.buffer(step, items)
+        rows = self.policy_rows(buffer.taken, layout) if self._train.learn != "heads" else []
+        return Part(buffer.sums, rows, Gates.of_commits(buffer.taken), Gates.of_searches(buffer.taken))
+
+    def buffer(self, step: int, items: Sequence[int]) -> tuple[Buffer, str]:
+        """The rollouts of some questions of a step, and how their evidence was laid out."""
         assert self._denoiser is not None
         train = self._train
         asked, retriever = self._questions.ask(step, items)
         decoder = decoder_of(self._denoiser, retriever, self._tokenizer, self._config, train)
-        buffer = make_buffer(decoder, asked, train, step / train.steps)
-        rows = self._rows(buffer, decoder.evidence_layout) if train.learn != "heads" else []
-        return Part(buffer.sums, rows, Gates.of_commits(buffer.taken), Gates.of_searches(buffer.taken))
+        return make_buffer(decoder, asked, train, step / train.steps), decoder.evidence_layout
 
-    def _rows(self, buffer: Buffer, layout: str) -> list[PolicyRow]:
+    def policy_rows(self, taken: Sequence[Taken], layout: str) -> list[PolicyRow]:
+        """What the denoiser learns from steps that were taken."""
         assert self._denoiser is not None
         shape = self._denoiser.config
         settings = with_checkpoints_own(rollout_settings(self._config, self._train), shape)
@@ -86,7 +91,7 @@ class Rl:
             top_k=self._config.retrieval.top_k, model="", corpus="",
         )  # fmt: skip
         assert settings.finished_blocks is not None
-        return policy_rows(buffer.taken, header, self._tokenizer, shape, settings.finished_blocks)
+        return policy_rows(taken, header, self._tokenizer, shape, settings.finished_blocks)
 
     def terms(self, step: int) -> None:
         return None
