@@ -35,6 +35,8 @@ SAME = {  # case on two processes -> case on one
     "adapters": "adapters",
     "adapters sharded": "adapters",
     "uneven": "uneven",
+    "rl": "rl",
+    "rl sharded": "rl",
     "pretrain": "pretrain",
     "pretrain sharded": "pretrain",
     "pretrain shared": "pretrain",
@@ -156,18 +158,22 @@ def test_what_shards_export_is_whole(alone, together, folders, case):
 
 
 @slow
-@pytest.mark.parametrize(("begun", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded")])
+@pytest.mark.parametrize(
+    ("begun", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded"), ("rl sharded", "rl")]
+)
 def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path, begun, resumed):
     """Two in shards -> one; one -> two in shards: the losses of the second half are the same."""
-    assert alone("sft") and together("sft sharded")
-    source = folders[1 if begun == "sft sharded" else 0] / begun
+    whole, shards = SAME[begun], begun.endswith("sharded")
+    assert alone(whole) and (not shards or together(begun))
+    source = folders[1 if shards else 0] / begun
     shutil.copytree(source / "checkpoints", tmp_path / resumed / "checkpoints")
+    (tmp_path / "checkpoint").symlink_to(source.parent / "checkpoint")
     found = (
-        run(resumed, tmp_path / resumed, ALONE) if resumed == "sft"
+        run(resumed, tmp_path / resumed, ALONE) if resumed == whole
         else torchrun(tmp_path, resumed)[resumed]
     )  # fmt: skip
     assert found["from"] == 2
-    assert found["loss"] == pytest.approx(alone("sft")["loss"][2:], rel=1e-3)
+    assert found["loss"] == pytest.approx(alone(whole)["loss"][2:], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,15 @@ from test_decoder import LAYOUTS, QUESTIONS, make_decoder, records
 from test_training import ALONE, MICRO, weights_of
 
 from dlm_rag import Denoiser
-from dlm_rag.config import EngineConfig, TrainConfig, load_config
+from dlm_rag.config import DecodeConfig, EngineConfig, TrainConfig, load_config
 from dlm_rag.decode.actions import gate_base
+from dlm_rag.decode.engine import with_checkpoints_own
 from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.decode.rollout import Action, Rollout, Step
 from dlm_rag.decode.trace import TraceWriter, header_of, read_trace
 from dlm_rag.diffusion.policy import gate_log_prob
 from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.heads import HEADS, Heads, read_heads, save_heads
 from dlm_rag.questions import Question
 from dlm_rag.training.phase import open_trainer
@@ -367,8 +369,12 @@ def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path,
     heads, trained = read_heads(tmp_path / "model"), trainer.denoiser.heads
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), trained.parameters(), strict=True))
     assert heads.commit.outer.weight.any(), "something was learned"
+    own = with_checkpoints_own(DecodeConfig(), open_checkpoint(tmp_path / "model").config)
+    assert (own.commit_rule, own.search) == ("head", "head"), "by themselves, where nothing else is said"
     onward, _ = open_rl(tmp_path / "onward", tmp_path / "model", *LEARN["heads"])
     assert torch.equal(onward.denoiser.heads.commit.outer.weight, heads.commit.outer.weight)
+    whole, _ = open_rl(tmp_path / "all", tmp_path / "model", *LEARN["all"])
+    assert whole.denoiser.config.commit_rule == "threshold", "whose export has no heads"
 
 
 def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):

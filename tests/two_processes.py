@@ -22,11 +22,26 @@ SHAPE = [
     "decode.canvas_length=48", "retrieval.top_k=3", "train.optimizer=adamw", "train.learning_rate=0.001",
 ]  # fmt: skip
 SFT = [*SHAPE, "train.groups=4", "train.rows=4"]
+RL = [
+    *SFT,
+    "train.objective=rl",
+    "train.learn=all",
+    "decode.commit_rule=threshold",
+    "decode.commit_threshold=0.05",
+    "decode.gate_width=2",
+    "train.hops=1",
+    "train.f1_weight=1",
+    "train.recall_weight=1",
+    "train.forward_price=0.01",
+    "train.steps_of_rollout=2",
+    "model.path={checkpoint}",
+    "train.passage_length=96",
+]
 PRETRAIN = [
     *SHAPE, "train.objective=pretrain", "train.sequence_length=96", "train.batch_tokens=384",
 ]  # fmt: skip
 LOW = "train.dtype=bfloat16"
-ADAPTERS = [*SFT, LOW, "train.lora_rank=4", "model.path={root}/checkpoint", "train.passage_length=96"]
+ADAPTERS = [*SFT, LOW, "train.lora_rank=4", "model.path={checkpoint}", "train.passage_length=96"]
 # Three questions, one after another: two for the first process, one for the second.
 UNEVEN = [*SFT, "train.parallel=fsdp", "train.hops=3", "decode.batch_size=1"]
 CASES = {
@@ -43,6 +58,8 @@ CASES = {
     "adapters sharded": [*ADAPTERS, "train.parallel=fsdp"],
     "uneven": UNEVEN,
     "uneven, searches fail on one": UNEVEN,
+    "rl": RL,
+    "rl sharded": [*RL, "train.parallel=fsdp"],
     "pretrain": PRETRAIN,
     "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
     "pretrain shared": [*PRETRAIN, "train.context_parallel=2"],
@@ -52,7 +69,8 @@ CASES = {
 
 
 def make_trainer(case: str, folder: Path, processes: Processes) -> tuple[Trainer, Validation]:
-    words = [word.format(root=folder.parent) for word in CASES[case]]
+    checkpoint = (folder.parent / "checkpoint").resolve()
+    words = [word.format(checkpoint=checkpoint) for word in CASES[case]]
     trainer, validation = open_trainer(load_config(None, words), folder, processes)
     if "searches fail" in case and processes.rank == 1:
         validation._retriever = Failing(validation._retriever)

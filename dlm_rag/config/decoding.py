@@ -93,9 +93,9 @@ class DecodeConfig(Checked):
         low=0,
         high=2**20,
     )
-    commit_rule: str = setting(
-        "threshold",
-        "which masked positions are written down at a step",
+    commit_rule: str | None = setting(
+        None,
+        "which masked positions are written down at a step; unset: the checkpoint's own, else threshold",
         choices=(
             "threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded", "sequential", "sampled",
             "head",
@@ -160,9 +160,10 @@ class DecodeConfig(Checked):
     retrieve_below: float | None = setting(
         None, "refresh only when the lowest confidence is under this; unset: always", low=0, high=1
     )
-    search: str = setting(
-        "always",
-        "whether a query that has changed is searched for: always, or as the head beside the model says",
+    search: str | None = setting(
+        None,
+        "whether a query that has changed is searched for: always, or as the head beside the model says; "
+        "unset: the checkpoint's own, else always",
         choices=("always", "head"),
     )
     temperature: float = setting(0.0, "0 takes the most probable token, above 0 samples", low=0)

@@ -193,7 +193,7 @@ def check_heads(settings: DecodeConfig, there: bool) -> None:
 
 
 def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:
-    """`settings` with the lengths of canvas and blocks that it leaves to the checkpoint.
+    """`settings` with what they leave to the checkpoint: lengths of canvas and blocks, who decides.
 
     Raises `ConfigError` for settings that the checkpoint cannot be decoded by.
     """
@@ -207,5 +207,11 @@ def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeC
             f"edit_threshold={settings.edit_threshold} is for checkpoints whose attention has blocks, and "
             "this one's has none: leave it out, or set revision_threshold"
         )
-    finished = settings.finished_blocks or own.finished_blocks
-    return replace(settings, canvas_length=canvas, block_length=block, finished_blocks=finished)
+    return replace(
+        settings,
+        canvas_length=canvas,
+        block_length=block,
+        finished_blocks=settings.finished_blocks or own.finished_blocks,
+        commit_rule=settings.commit_rule or own.commit_rule,
+        search=settings.search or own.search,
+    )

@@ -119,6 +119,7 @@ class Steps:
             begin, end = row.canvas.commit_block(settings.block_length, *row.block)
             sizes = step_sizes(end - begin, settings.steps_per_block, settings.schedule)
             least = sizes[min(row.rollout.steps_within(begin, end), len(sizes) - 1)]
+        assert settings.commit_rule is not None
         return select(
             settings.commit_rule,
             candidates,

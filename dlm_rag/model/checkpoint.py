@@ -36,7 +36,7 @@ SAMPLED = 256  # numbers of a tensor that are looked at: the rest stays on disk 
 # What no public architecture knows and a checkpoint trained here carries all the same.
 OWN_FIELDS = (
     "evidence_layout", "passage_length", "canvas_length", "block_length", "attention_block", "block_grid",
-    "finished_blocks",
+    "finished_blocks", "commit_rule", "search",
 )  # fmt: skip
 
 

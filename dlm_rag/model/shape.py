@@ -86,7 +86,10 @@ class DenoiserConfig:
     # (1: causal), counted from the first token of the prompt or of the canvas.
     attention_block: int | None = None
     block_grid: str = "canvas"
-    finished_blocks: str = "reread"  # as in DecodeConfig, where the config names none
+    # As in DecodeConfig, where the config names none; `head` where heads lie beside the weights.
+    finished_blocks: str = "reread"
+    commit_rule: str = "threshold"
+    search: str = "always"
 
     def __post_init__(self) -> None:
         _check_fields(self, mask_token_id=0, block_length=0)
@@ -110,6 +113,8 @@ class DenoiserConfig:
             ("evidence_layout", EVIDENCE_LAYOUTS),
             ("block_grid", BLOCK_GRIDS),
             ("finished_blocks", FINISHED_BLOCKS),
+            ("commit_rule", ("threshold", "head")),
+            ("search", ("always", "head")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r:.60} is none of {', '.join(known)}")

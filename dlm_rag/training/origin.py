@@ -145,6 +145,8 @@ def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
         block_length=own.block_length if decode.block_length is None else decode.block_length,
         attention_block=own.attention_block if block is None else block or None,
         finished_blocks=decode.finished_blocks or own.finished_blocks,
+        commit_rule="head" if train.learn == "heads" else "threshold",
+        search=(decode.search or own.search) if train.learn == "heads" else "always",
         max_position_embeddings=max(own.max_position_embeddings, *longest, 0),
     )
 
