@@ -23,6 +23,10 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+def test_who_may_read_one_file_of_a_checkpoint_may_read_all(folder):
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
 def edit_config(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -209,17 +209,18 @@ def save_tensors(
         if shards[-1] and sum(x.nbytes for x in shards[-1].values()) + value.nbytes > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = value
-    if len(shards) == 1:
-        save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
-        return
     homes: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
         save_file(shard, folder / name, metadata={"format": "pt"})
         homes |= dict.fromkeys(shard, name)
-    total = sum(value.nbytes for value in named.values())
-    index = {"metadata": {"total_size": total}, "weight_map": homes}
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if len(shards) > 1:
+        total = sum(value.nbytes for value in named.values())
+        index = {"metadata": {"total_size": total}, "weight_map": homes}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / f"{WEIGHTS}.index.json").write_text(text, encoding="utf-8")
+    for path in folder.glob("*.safetensors"):  # which safetensors makes for their owner alone
+        path.chmod((folder / "config.json").stat().st_mode)
 
 
 def _named(tensors: dict[str, Tensor], config: DenoiserConfig, family: Family) -> dict[str, Tensor]:
