@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import warnings
 
 import pytest
 
@@ -163,6 +164,13 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     assert "| 1 hop (1) | 100.0 [100, 100] | 0.0 [0, 0] | 100.0 [100, 100] |" in text and "c0ffee" in text
     plot(tmp_path / "scores.png", groups, summaries)
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+    long = {
+        "+".join([name, "decode.block_length=0", "model.path=" + 60 * "a"]): summaries[name]
+        for name in scores
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as that axes have no room left
+        plot(tmp_path / "long.png", groups, long)
 
 
 def test_numbers_as_people_read_them():

@@ -159,7 +159,9 @@ def _draw(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
     from matplotlib import pyplot
 
     shown = [of_hops(n) for n in range(1, 100) if of_hops(n) in groups] or ["all"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    below = max(map(len, summaries)) > 30  # names that would leave no room beside them
+    size = (11, 4.2 + 0.25 * len(summaries) * below)
+    figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     panels = {"exact_match": "exact match", "recall_last": "evidence recall after the last step"}
     for axis, (metric, title) in zip(axes, panels.items(), strict=True):
         for number, (name, summary) in enumerate(summaries.items()):
@@ -182,7 +184,8 @@ def _draw(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
         axis.grid(axis="y", color="0.9")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("%")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    where = "outside lower left" if below else "outside right center"
+    figure.legend(*axes[0].get_legend_handles_labels(), loc=where, frameon=False)
     with new_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
     pyplot.close(figure)
