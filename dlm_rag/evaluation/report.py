@@ -184,8 +184,11 @@ def _draw(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
         axis.grid(axis="y", color="0.9")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("%")
-    where = "outside lower left" if below else "outside right center"
-    figure.legend(*axes[0].get_legend_handles_labels(), loc=where, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside lower left" if below else "outside right center",
+        frameon=False,
+    )
     with new_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
     pyplot.close(figure)
