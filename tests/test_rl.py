@@ -315,6 +315,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, mod
 
 def go_on(folder, model, words, told, until):
     """A process of a run: goes on from what is saved, saves after each step, tells of both."""
+    torch.set_num_threads(1)  # the threads that torch began before a fork are not in the child: it would wait
     trainer, _ = open_rl(folder, model, *words, "train.steps=200")
     trainer.restore()
     told.release()
@@ -332,7 +333,8 @@ def test_a_run_killed_twenty_times_ends_with_the_same_bits(tmp_path, model, lear
 
     def start(folder, until):
         told = context.Semaphore(0)
-        process = context.Process(target=go_on, args=(tmp_path / folder, model, LEARN[learn], told, until))
+        words = (tmp_path / folder, model, LEARN[learn], told, until)
+        process = context.Process(target=go_on, args=words, daemon=True)
         process.start()
         return process, told
 
