@@ -315,7 +315,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, mod
 
 def go_on(folder, model, words, told, until):
     """A process of a run: goes on from what is saved, saves after each step, tells of both."""
-    torch.set_num_threads(1)  # the threads that torch began before a fork are not in the child: it would wait
+    torch.set_num_threads(1)  # a fork lacks the threads that torch began before it, and waits for them
     trainer, _ = open_rl(folder, model, *words, "train.steps=200")
     trainer.restore()
     told.release()
