@@ -9,24 +9,27 @@ and what the two searches find taking turns (`two_rounds`); then the question wi
 query, and part by part, fused by reciprocal ranks or taking turns.
 """
 
+import re
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from dlm_rag.commands.words import parse
-from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.errors import ConfigError, QuestionError, nearest
 from dlm_rag.evaluation.metrics import evidence_recall
-from dlm_rag.files.records import read_records
 from dlm_rag.program import run
-from dlm_rag.questions import Question, read_questions
+from dlm_rag.questions import Question, read_questions, read_rows
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse, take_turns
+from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import Query, build_query
-from dlm_rag.text import fold
+from dlm_rag.synthesis.sentences import split_sentences
+from dlm_rag.text import answer_span, fold
+
+KINDS = ("bm25", "dense", "hybrid")
 
 
 def recalls(rankings: Sequence[Ranking], retriever: CorpusRetriever, questions: Sequence[Question]) -> str:
@@ -60,32 +63,71 @@ def two_rounds(
     return {"with the best passage, one query": second, "two rounds taking turns": merged}
 
 
+def written(question: Question) -> dict[str, list[str]]:
+    """What stands of a response when its last sentence is needed, and then with that one begun.
+
+    Begun is what stands before the answer in it, up to a bracket or comma: "Kasthuri Raja" of "Kasthuri
+    Raja (born 1960) is an Indian director.", with " is a" behind it, for no more could be guessed.
+    """
+    response = question.response or ""
+    start, stop = answer_span(response)
+    *said, last = split_sentences(response[:start].removesuffix("### "))
+    begun = re.split(r"[(,]", last.partition(response[start:stop])[0])[0].strip()
+    begun = begun if begun.endswith((" is", " was", " are", " were")) else f"{begun} is"
+    return {"all sentences but the last": said, "the last one begun": [*said, f"{begun} a"]}
+
+
+def rows_of(
+    retriever: CorpusRetriever, questions: Sequence[Question], added: dict[str, list[list[str]]]
+) -> dict[str, list[Ranking]]:
+    """The rankings of every row of the table; added: by a name, what stands beside each question."""
+    alone = [Query(fold(q.question), (q.question,)) for q in questions]
+    first = retriever.rank(alone, retriever.top_k)
+    rows = {"question alone": first} | two_rounds(retriever, questions, first)
+    for name, lines in added.items():
+        parts = [[q.question, *more] for q, more in zip(questions, lines, strict=True)]
+        long = [Query(fold(" ".join(p)), (fold(" ".join(p)),)) for p in parts]
+        rows |= {f"with {name}, one long query": retriever.rank(long, retriever.top_k)}
+        rows |= {f"with {name}, parts fused": by_parts(retriever, parts, turns=False)}
+        rows |= {f"with {name}, parts taking turns": by_parts(retriever, parts, turns=True)}
+    return rows
+
+
 def main(argv: list[str]) -> None:
-    config = parse(__doc__ or "", argv, typed=False).config
+    options: dict[str, tuple[str | int, str]] = {
+        "kinds": ("bm25,dense,hybrid", "ways of retrieval.kind, a column each"),
+        "hops": (0, "only questions of so many hops; 0: all"),
+    }
+    words = parse(__doc__ or "", argv, typed=False, options=options)
+    config, hops, kinds = words.config, words.options["hops"], words.options["kinds"].split(",")
     if config.questions is None or config.retrieval.corpus is None:
         raise ConfigError("give --questions and --corpus")
-    questions = read_questions(config.questions)
-    extra = [row for _, row in read_records(Path(config.questions), QuestionError)]
-    table = Table("query", "BM25", "dense", "hybrid", title=f"recall@{config.retrieval.top_k}, in percent")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"--kinds: '{kind}' is none of {', '.join(KINDS)}{nearest(kind, KINDS)}")
+    questions, extra = read_questions(config.questions), [row for _, row in read_rows(config.questions)]
+    kept = [n for n, question in enumerate(questions) if hops in (0, question.hops)]
+    if not kept:
+        raise QuestionError(f"{config.questions} has no question of {hops} hops")
+    questions, extra = [questions[n] for n in kept], [extra[n] for n in kept]
+    added = {
+        name: [row.get(name, []) for row in extra]
+        for name in ("chain", "sub_questions")
+        if any(row.get(name) for row in extra)
+    }
+    if all(question.response for question in questions):
+        responses = [written(question) for question in questions]
+        added |= {name: [each[name] for each in responses] for name in responses[0]}
+    top = config.retrieval.top_k
+    table = Table("query", *kinds, title=f"recall@{top} of {len(questions):,} questions, in percent")
+    corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
     columns: dict[str, list[str]] = {}
-    for kind in ("bm25", "dense", "hybrid"):
+    for kind in kinds:
         start = time.perf_counter()
         config.retrieval.kind = kind
-        retriever = load_retriever(config.retrieval)
+        retriever = load_retriever(config.retrieval, corpus)
         print(f"{kind}: ready after {time.perf_counter() - start:.1f} s", file=sys.stderr)
-        alone = [Query(fold(q.question), (q.question,)) for q in questions]
-        first = retriever.rank(alone, retriever.top_k)
-        rows = {"question alone": first} | two_rounds(retriever, questions, first)
-        for name in ("chain", "sub_questions"):
-            parts = [[q.question, *row.get(name, [])] for q, row in zip(questions, extra, strict=True)]
-            if not any(len(question) > 1 for question in parts):
-                continue
-            long = [Query(fold(" ".join(p)), (fold(" ".join(p)),)) for p in parts]
-            found = retriever.rank(long, retriever.top_k)
-            rows |= {f"with {name}, one long query": found}
-            rows |= {f"with {name}, parts fused": by_parts(retriever, parts, turns=False)}
-            rows |= {f"with {name}, parts taking turns": by_parts(retriever, parts, turns=True)}
-        for label, rankings in rows.items():
+        for label, rankings in rows_of(retriever, questions, added).items():
             columns.setdefault(label, []).append(recalls(rankings, retriever, questions))
     for label, cells in columns.items():
         table.add_row(label, *cells)

@@ -5,10 +5,12 @@ import os
 import time
 
 import pytest
+from blake3 import blake3
 from conftest import PASSAGES, write_lines
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.files.digest import digest_file
+from dlm_rag.retrieval import corpus as corpus_module
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 
 GOOD = b'{"id": "a", "contents": "text"}\n'
@@ -161,3 +163,14 @@ def test_real_corpora_are_read_whole(real):
         corpus = open_corpus(real / name / "corpus.jsonl")
         assert len(corpus) == passages == len({passage.id for passage in corpus})
         assert all(passage.text.count(passage.title) >= 1 for passage in corpus)
+
+
+def test_ids_that_agree_in_their_digests_are_still_different(tmp_path, monkeypatch):
+    """Only 8 bytes of each are kept while a file is read."""
+    path = write_lines(tmp_path / "many.jsonl", [{"id": n, "contents": "text"} for n in range(5)])
+    monkeypatch.setattr(corpus_module, "blake3", lambda _: blake3(b""))
+    assert [passage.id for passage in open_corpus(path)] == ["0", "1", "2", "3", "4"]
+    with path.open("a") as file:
+        file.write('{"id": "3", "contents": "again"}\n')
+    with pytest.raises(CorpusError, match="line 6: the id '3' occurs a second time"):
+        open_corpus(path)

@@ -55,7 +55,7 @@ def build(monkeypatch):
 
     def opened(corpus, encoder):
         monkeypatch.setattr(dense, "load_encoder", lambda *_: encoder)
-        dense.open_dense(corpus, 3, "model", batch_size=1)
+        dense.open_dense(corpus, 3, dense.TextEncoder("model", batch_size=1))
         return {path.parent.name: path.read_bytes() for path in corpus.folder.glob("*/vectors.npy")}
 
     return opened

@@ -14,12 +14,14 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evaluation.metrics import evidence_recall
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.base import fuse, take_turns
-from dlm_rag.retrieval.bm25 import BM25Retriever, terms
+from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
+from dlm_rag.retrieval.fixed import NoRetriever
 from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.incremental import SuccessiveSearch
 from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.scores import terms
 
 
 def ask(text, *parts):
@@ -321,3 +323,66 @@ def test_scores_under_the_unit_of_the_kept_sums_still_count():
     assert successive.rank("a", [0], 3) == [2, 0, 3]
     assert successive.rank("a", [0, 1], 3) == [1, 2, 0]
     assert successive.rank("a", [0, 0], 2) == [2, 0]
+
+
+def test_words_of_parts_takes_turns_of_a_search_for_each_part(corpus_file):
+    """By hand: what bm25 finds for each part, the best of each first; the whole query finds otherwise."""
+    parts = ("novel by Frank Herbert", "Jane Austen was born in", "village in Hampshire")
+    query = Query(" ".join(parts), parts, asker="q1")
+    whole = load_retriever(corpus_file, top_k=3)
+    by_parts = load_retriever(corpus_file, top_k=3, words_of="parts")
+    assert ids(by_parts.search([query])) == [["dune", "austen", "steventon"]]
+    alone = [whole.rank([ask(part)], 3)[0] for part in parts]
+    assert by_parts.rank([query, ask("zzz")], 3) == [take_turns(alone, 3), []]
+    assert whole.rank([query], 3) != by_parts.rank([query], 3)
+
+
+def test_one_part_is_the_query_itself_and_no_part_finds_nothing(corpus_file):
+    texts = ["Where was Jane Austen born?", "village in Hampshire", "novel"]
+    for depth in (1, 3, 5):
+        asked = [ask(text) for text in texts]
+        by_parts = load_retriever(corpus_file, top_k=depth, words_of="parts")
+        for _ in range(2):  # the second time from memory
+            assert by_parts.rank(asked, depth) == load_retriever(corpus_file, top_k=depth).rank(
+                asked, depth
+            )
+        assert by_parts.rank([Query("", ())], depth) == [[]]
+
+
+def test_the_key_of_parts_is_their_texts_and_all_that_is_asked_anew_is_searched(corpus_file, monkeypatch):
+    searched = []
+    rank = BM25Retriever.rank
+    monkeypatch.setattr(
+        BM25Retriever, "rank", lambda self, q, d: searched.append([x.text for x in q]) or rank(self, q, d)
+    )
+    retriever = load_retriever(corpus_file, top_k=3, words_of="parts")
+    first, second = Query("a b", ("Emma", "Dune"), "q1"), Query("x", ("Dune", "Emma"), "q2")
+    assert retriever.key(first) != retriever.key(second)
+    assert retriever.key(first) == retriever.key(Query("other text", ("Emma", "Dune"), "q9"))
+    before = retriever.rank([first], 3)
+    retriever.forget("q1")
+    retriever.forget("q1")
+    alone = load_retriever(corpus_file, top_k=3)
+    dune, emma = (alone.rank([ask(text)], 3)[0] for text in ("Dune", "Emma"))
+    searched.clear()
+    assert retriever.rank([first, second], 3) == [before[0], take_turns([dune, emma], 3)]
+    assert not searched, "all of it was known"
+    retriever.rank([ask("Dune", "Dune", "Tacoma")], 3)
+    retriever.rank([first], 2)
+    assert searched == [["Tacoma"], ["Emma", "Dune"]], "another depth is another search"
+
+
+def test_hybrid_fuses_the_turns_of_parts_with_dense(corpus_file, monkeypatch):
+    """Dense search is played by the whole corpus backwards."""
+
+    class Backwards(NoRetriever):
+        def rank(self, queries, depth):
+            return [[4, 3, 2, 1, 0][:depth] for _ in queries]
+
+    monkeypatch.setattr("dlm_rag.retrieval._dense", lambda config, corpus: Backwards(corpus, config.top_k))
+    parts = ("novel by Frank Herbert", "Jane Austen was born in")
+    query = Query(" ".join(parts), parts)
+    hybrid = load_retriever(corpus_file, kind="hybrid", top_k=3, words_of="parts")
+    turns = load_retriever(corpus_file, top_k=5, words_of="parts").rank([query], 50)[0]
+    assert hybrid.rank([query], 3) == [fuse([turns, [4, 3, 2, 1, 0]], 3)]
+    assert hybrid.key(query) != load_retriever(corpus_file, kind="hybrid").key(query)

@@ -3,35 +3,48 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dlm_rag.retrieval.base import CorpusRetriever
+    from dlm_rag.retrieval.base import CorpusRetriever, Retriever
     from dlm_rag.retrieval.corpus import Corpus
 
 log = logging.getLogger(__name__)
 
 
+@overload
 def load_retriever(
-    config: "RetrievalConfig | str | Path", corpus: "Corpus | None" = None, **settings: Any
-) -> "CorpusRetriever":
+    config: str | Path, corpus: "Corpus | None" = None, **settings: Any
+) -> "CorpusRetriever": ...
+@overload
+def load_retriever(config: RetrievalConfig, corpus: "Corpus", **settings: Any) -> "CorpusRetriever": ...
+@overload
+def load_retriever(
+    config: RetrievalConfig | None = None, corpus: None = None, **settings: Any
+) -> "Retriever": ...
+def load_retriever(
+    config: "RetrievalConfig | str | Path | None" = None, corpus: "Corpus | None" = None, **settings: Any
+) -> "Retriever":
     """The retriever that a config describes, building its index where there is none yet.
 
     `config` may be just the path of a corpus; `settings` are fields of `RetrievalConfig`, as in
-    `load_retriever("corpus.jsonl", kind="hybrid", top_k=5)`. `corpus` is the opened corpus where
-    the caller has it. Raises `UserError` for what is wrong with corpus, index or dense model.
+    `load_retriever("corpus.jsonl", kind="hybrid", top_k=5)` and `load_retriever(url="http://...")`.
+    `corpus` is the opened corpus where the caller has it. Raises `UserError` for what is wrong with
+    corpus, index, dense model or service; a service is asked once.
     """
     if not isinstance(config, RetrievalConfig):
-        config = RetrievalConfig(corpus=str(config))
+        config = RetrievalConfig(corpus=None if config is None else str(config))
     config = replace(config, **settings)
+    if config.url is not None:
+        return _by_url(config)
     if corpus is None:
         from dlm_rag.retrieval.corpus import open_corpus
 
         if config.corpus is None:
-            raise ConfigError("no corpus: give --corpus FILE")
+            raise ConfigError("no corpus: give --corpus FILE, or retrieval.url=URL")
         corpus = open_corpus(config.corpus, config.index_folder)
     if config.top_k > len(corpus):
         log.warning("top_k=%d, but the corpus has %d passages: all are used", config.top_k, len(corpus))
@@ -49,20 +62,27 @@ def load_retriever(
     return HybridRetriever(parts, config.top_k, config.fusion_depth)
 
 
+def _by_url(config: RetrievalConfig) -> "Retriever":
+    assert config.url is not None
+    if config.url.startswith("milvus://"):
+        from dlm_rag.retrieval.remote import open_milvus
+
+        return open_milvus(config)
+    from dlm_rag.retrieval.http import open_service
+
+    return open_service(config.url, config.top_k, config.url_seconds)
+
+
 def _bm25(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
     from dlm_rag.retrieval.bm25 import BM25Retriever
+    from dlm_rag.retrieval.parts import PartsRetriever
 
+    if config.words_of == "parts":
+        return PartsRetriever(BM25Retriever(corpus, config.top_k))
     return BM25Retriever(corpus, config.top_k, int(config.search_memory_gib * 2**30))
 
 
 def _dense(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
-    from dlm_rag.retrieval.dense import open_dense
+    from dlm_rag.retrieval.dense import open_dense, open_encoder
 
-    return open_dense(
-        corpus,
-        config.top_k,
-        config.dense_model,
-        batch_size=config.dense_batch_size,
-        query_prompt=config.query_prompt,
-        passage_prompt=config.passage_prompt,
-    )
+    return open_dense(corpus, config.top_k, open_encoder(config))

@@ -2,11 +2,12 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from dlm_rag.errors import UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
+from dlm_rag.retrieval.link import SearchUnavailableError
 from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,12 @@ class CorpusRetriever(ABC):
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         """For each query the best `depth` rows or fewer, best first; ties in corpus order."""
 
+    def scores(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
+        """The rows of `rank` in that order, with what each scores: 1 / rank where nothing else is known."""
+        return [
+            {row: 1 / rank for rank, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)
+        ]
+
     @abstractmethod
     def key(self, query: Query) -> Hashable:
         """As in `Retriever`."""
@@ -78,33 +85,57 @@ class CorpusRetriever(ABC):
         """As in `Retriever`.
 
         Where the whole corpus fits into `top_k` there is nothing to choose: once a query finds
-        anything, the passages it did not find follow in corpus order. A batch that fails is ranked query by
-        query, for one bad query must not cost the others theirs.
+        anything, the passages it did not find follow in corpus order.
         """
-        try:
-            return self._search(queries)
-        except UserError:  # the corpus has changed, which is not about one query
-            raise
-        except Exception:
-            if len(queries) == 1:
-                raise
-        found: list[list[Passage] | Exception] = []
-        for query in queries:
-            try:
-                found += self._search([query])
-            except Exception as error:
-                log.warning("a search failed", exc_info=error)
-                found.append(error)
-        if any(isinstance(passages, Exception) for passages in found):
-            raise PartialSearchError(found)
-        return [passages for passages in found if not isinstance(passages, Exception)]
+        return search_each(self._search, queries)
 
     def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         rankings = self.rank(queries, self.top_k)
-        if self.top_k == len(self.corpus):
-            everything = range(len(self.corpus))
-            rankings = [list(dict.fromkeys((*rows, *everything))) if rows else [] for rows in rankings]
-        return [self.corpus.rows(rows) for rows in rankings]
+        return [self.corpus.rows(with_the_rest(rows, self.top_k, len(self.corpus))) for rows in rankings]
+
+    def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:
+        """As `search` with `depth` for `top_k`, each passage with its score, 0 where it was not found."""
+        depth, results = min(depth, len(self.corpus)), []
+        for scores in self.scores(queries, depth):
+            rows = with_the_rest(scores, depth, len(self.corpus))
+            scored = (scores.get(row, 0.0) for row in rows)
+            results.append(list(zip(self.corpus.rows(rows), scored, strict=True)))
+        return results
+
+
+Search = Callable[[Sequence[Query]], list[list[Passage]]]
+
+
+def search_each(search: Search, queries: Sequence[Query]) -> list[list[Passage]]:
+    """What `search` finds; a batch that fails is searched query by query.
+
+    One bad query must not cost the others theirs. What is wrong with all, a corpus that has changed or an
+    engine that does not answer, is raised.
+    """
+    try:
+        return search(queries)
+    except (UserError, SearchUnavailableError):
+        raise
+    except Exception:
+        if len(queries) == 1:
+            raise
+    found: list[list[Passage] | Exception] = []
+    for query in queries:
+        try:
+            found += search([query])
+        except Exception as error:
+            log.warning("a search failed", exc_info=error)
+            found.append(error)
+    if any(isinstance(passages, Exception) for passages in found):
+        raise PartialSearchError(found)
+    return [passages for passages in found if not isinstance(passages, Exception)]
+
+
+def with_the_rest(rows: Iterable[int], depth: int, passages: int) -> Ranking:
+    """The rows that a query found, and all others behind them where there is room for the corpus."""
+    found = list(rows)
+    whole = found and depth == passages
+    return list(dict.fromkeys((*found, *range(passages)))) if whole else found
 
 
 def fuse(rankings: Sequence[Ranking], depth: int, constant: int = 60) -> Ranking:

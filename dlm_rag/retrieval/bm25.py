@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -10,7 +9,6 @@ from time import perf_counter
 import bm25s
 import numpy as np
 from bm25s.numba import retrieve_utils
-from bm25s.stopwords import STOPWORDS_EN
 
 from dlm_rag.errors import CorpusError, fold_message
 from dlm_rag.machine import memory
@@ -20,13 +18,11 @@ from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.incremental import SuccessiveSearch
 from dlm_rag.retrieval.index import build_once, slug
 from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.scores import terms
 from dlm_rag.stages import stage
 
 log = logging.getLogger(__name__)
 
-# The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
-_TERMS = re.compile(r"(?u)\b\w\w+\b").findall
-_STOP_WORDS = frozenset(STOPWORDS_EN)
 SUCCESSIVE_FROM = 50_000  # passages
 SAMPLE = 10_000  # passages, from which the costs of a build are told
 # Of a build, measured as in `profiling/bench_bm25.py`: peak of memory and disk for each term of a passage,
@@ -36,11 +32,6 @@ FACTS = "columns.json"  # what `SuccessiveSearch` needs to know about the column
 
 # bm25s compiles its search in every process, for 5 seconds; numba can keep it on disk (0.2 seconds).
 retrieve_utils._retrieve_internal_jitted_serial.enable_caching()
-
-
-def terms(text: str) -> list[str]:
-    """The BM25 terms of a text, in order, repeated ones kept."""
-    return [word for word in _TERMS(text.lower()) if word not in _STOP_WORDS]
 
 
 class BM25Retriever(CorpusRetriever):
@@ -99,19 +90,24 @@ class BM25Retriever(CorpusRetriever):
                 for number, (query, ids) in enumerate(zip(queries, asked, strict=True)):
                     if ids and query.asker:
                         found[number] = successive.rank(query.asker, ids, depth)
-            rest = iter(
-                self._search_ids([a for a, f in zip(asked, found, strict=True) if f is None], depth)
-            )
-            return [next(rest) if ranking is None else ranking for ranking in found]
+            fresh = [ids for ids, ranking in zip(asked, found, strict=True) if ranking is None]
+            rest = iter(self._search_ids(fresh, depth))
+            return [list(next(rest)) if ranking is None else ranking for ranking in found]
 
-    def _search_ids(self, asked: list[list[int]], depth: int) -> list[Ranking]:
+    def scores(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
+        """As in `CorpusRetriever`; every search is a fresh one."""
+        asked = [self._index.get_tokens_ids(terms(query.text)) for query in queries]
+        found = iter(self._search_ids([ids for ids in asked if ids], min(depth, len(self.corpus))))
+        return [next(found) if ids else {} for ids in asked]
+
+    def _search_ids(self, asked: list[list[int]], depth: int) -> list[dict[int, float]]:
         if not asked:
             return []
         results = self._index.retrieve(
             asked, k=depth, n_threads=1, show_progress=False, backend_selection="numba"
         )
         return [
-            [row for row, score in zip(rows, scores, strict=True) if score > 0]
+            {row: score for row, score in zip(rows, scores, strict=True) if score > 0}
             for rows, scores in zip(results.documents.tolist(), results.scores.tolist(), strict=True)
         ]
 

@@ -4,12 +4,14 @@ import json
 import logging
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+from blake3 import blake3
 
 from dlm_rag.errors import CorpusError, nearest
 from dlm_rag.files.digest import digest_file
@@ -102,6 +104,11 @@ class Corpus(Sequence[Passage]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest line of the file."""
+        return int(np.diff(self._offsets).max())
+
     @overload
     def __getitem__(self, row: int) -> Passage: ...
     @overload
@@ -153,7 +160,7 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
             folder = path
             path, expected = _read_manifest(folder)
         else:
-            path = _as_lines(path, fingerprint_texts(path), read_texts(path), root)
+            path = _as_lines(path, fingerprint_texts(path), partial(read_texts, path), root)
     path = find_file(path, "corpus", CorpusError)
     try:
         state, fingerprint = state_of(path), digest_file(path)
@@ -165,7 +172,7 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
             "index is built anew"
         )
     if not is_json_lines(path, CorpusError):
-        path = _as_lines(path, fingerprint, read_records(path, CorpusError), root)
+        path = _as_lines(path, fingerprint, partial(read_records, path, CorpusError), root)
         state, fingerprint = state_of(path), digest_file(path)
     if folder is None:
         folder = root / slug(path.stem, fingerprint)
@@ -179,13 +186,15 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
     return Corpus(path, folder, fingerprint, state)
 
 
-def _as_lines(path: Path, fingerprint: str, records: Iterator[Record], root: Path) -> Path:
+def _as_lines(path: Path, fingerprint: str, read: Callable[[], Iterator[Record]], root: Path) -> Path:
     """The file of JSON lines with the passages of a corpus in another form, written at the first use."""
     name = f"{path.name.partition('.')[0]}.jsonl"
 
     def build(scratch: Path) -> None:
         log.info("reading %s into JSON lines", path)
-        passages = _all_different((place, parse_passage(record, place)) for place, record in records)
+        passages = _all_different(
+            lambda: ((place, parse_passage(record, place)) for place, record in read())
+        )
         with (scratch / name).open("w", encoding="utf-8") as file:
             for passage in passages:
                 file.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
@@ -233,6 +242,8 @@ def _scan(path: Path) -> "array[int]":
 
     def passages() -> Iterator[tuple[str, Passage]]:
         nonlocal start
+        start = 0
+        del offsets[:]
         with path.open("rb") as file:
             for number, line in enumerate(lines(file, str(path), CorpusError), start=1):
                 if not is_blank(line):
@@ -243,7 +254,7 @@ def _scan(path: Path) -> "array[int]":
                 advance(len(line))
 
     with progress(f"reading {path.name}", size, "bytes") as advance:
-        for _ in _all_different(passages()):
+        for _ in _all_different(passages):
             pass
     if not offsets:
         raise CorpusError(f"{path} holds no passages")
@@ -251,11 +262,24 @@ def _scan(path: Path) -> "array[int]":
     return offsets
 
 
-def _all_different(passages: Iterator[tuple[str, Passage]]) -> Iterator[Passage]:
-    """The passages; raises `CorpusError` with the place of an id that occurs a second time."""
-    ids = set[str]()
-    for place, passage in passages:
-        if passage.id in ids:
-            raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
-        ids.add(passage.id)
+def _all_different(read: Callable[[], Iterator[tuple[str, Passage]]]) -> Iterator[Passage]:
+    """The passages; raises `CorpusError` with the place of an id that occurs a second time.
+
+    Of an id 8 bytes are kept: where two agree in these, the passages are read again to see.
+    """
+
+    def digest(passage: Passage) -> int:
+        return int.from_bytes(blake3(passage.id.encode()).digest(8))
+
+    digests = array("Q")
+    for _, passage in read():
+        digests.append(digest(passage))
         yield passage
+    found = np.frombuffer(digests, np.uint64)
+    found.sort()
+    twice, ids = set(found[1:][found[1:] == found[:-1]].tolist()), set[str]()
+    for place, passage in read() if twice else ():
+        if digest(passage) in twice:
+            if passage.id in ids:
+                raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
+            ids.add(passage.id)

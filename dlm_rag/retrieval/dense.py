@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import RunError
 from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, take_turns
@@ -36,6 +37,22 @@ BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 REMEMBERED_PARTS = 65536  # vectors of query parts kept: a sentence recurs from step to step
 
 
+class Remembered:
+    """Embeds texts; those that it embedded lately it knows."""
+
+    def __init__(self, embed: Embed) -> None:
+        self._embed, self._known = embed, dict[str, Tensor]()
+
+    def __call__(self, parts: list[str]) -> Tensor:
+        new = [part for part in parts if part not in self._known]
+        if len(self._known) + len(new) > REMEMBERED_PARTS:
+            self._known.clear()
+            new = parts
+        if new:
+            self._known.update(zip(new, self._embed(new), strict=True))
+        return torch.stack([self._known[part] for part in parts])
+
+
 class DenseRetriever(CorpusRetriever):
     """Cosine similarity of each query part with every passage; the parts take turns.
 
@@ -54,12 +71,11 @@ class DenseRetriever(CorpusRetriever):
         device: torch.device,
     ) -> None:
         super().__init__(corpus, top_k)
-        self._embed_query = embed_query
+        self._embed = Remembered(embed_query)
         # On the CPU this is a view of the mapped file: the system reads and drops its pages.
         mapped = torch.from_numpy(vectors)
         self._vectors = mapped.to(device) if _fits(vectors.nbytes, device) else mapped
         self._device = device
-        self._known: dict[str, Tensor] = {}
 
     def key(self, query: Query) -> Hashable:
         return query.parts
@@ -73,15 +89,6 @@ class DenseRetriever(CorpusRetriever):
         with stage("retrieve/search"):
             rankings = dict(zip(parts, self._nearest(vectors, depth), strict=True))
             return [take_turns([rankings[part] for part in query.parts], depth) for query in queries]
-
-    def _embed(self, parts: list[str]) -> Tensor:
-        new = [part for part in parts if part not in self._known]
-        if len(self._known) + len(new) > REMEMBERED_PARTS:
-            self._known.clear()
-            new = parts
-        if new:
-            self._known.update(zip(new, self._embed_query(new), strict=True))
-        return torch.stack([self._known[part] for part in parts])
 
     @torch.inference_mode()
     def _nearest(self, vectors: Tensor, depth: int) -> list[Ranking]:
@@ -101,42 +108,69 @@ class DenseRetriever(CorpusRetriever):
         return rows.tolist()
 
 
-def open_dense(
-    corpus: Corpus,
-    top_k: int,
-    model: str,
-    *,
-    batch_size: int,
-    query_prompt: str = "",
-    passage_prompt: str = "",
-    device: str | None = None,
-) -> DenseRetriever:
-    """Dense retrieval with the sentence-transformers model `model` (a folder or hub id).
+class TextEncoder:
+    """The sentence-transformers model `model` (a folder or hub id), and what is put before texts.
 
-    The passage vectors are computed once for these passages and these weights, and kept on disk.
-    Raises `CheckpointError` when the model cannot be loaded.
+    Raises `CheckpointError` when the model cannot be loaded, `RunError` where it makes no numbers.
     """
-    encoder = load_encoder(model, device)
 
-    def embed(texts: list[str], prompt: str) -> Tensor:
-        found = encoder.encode(
-            texts, prompt=prompt or None, batch_size=batch_size, convert_to_tensor=True,
+    def __init__(
+        self,
+        model: str,
+        *,
+        batch_size: int,
+        query_prompt: str = "",
+        passage_prompt: str = "",
+        device: str | None = None,
+    ) -> None:
+        self._encoder = load_encoder(model, device)
+        self.model, self.batch_size = model, batch_size
+        self._query_prompt, self._passage_prompt = query_prompt, passage_prompt
+        self.device = self._encoder.device
+        self.folder = slug("dense", Path(model).name, _fingerprint(self._encoder), passage_prompt)
+
+    def queries(self, texts: list[str]) -> Tensor:
+        """(n, width) float32 unit vectors."""
+        return self._embed(texts, self._query_prompt)
+
+    def passages(self, texts: list[str]) -> Tensor:
+        """(n, width) float32 unit vectors."""
+        return self._embed(texts, self._passage_prompt)
+
+    def _embed(self, texts: list[str], prompt: str) -> Tensor:
+        found = self._encoder.encode(
+            texts, prompt=prompt or None, batch_size=self.batch_size, convert_to_tensor=True,
             normalize_embeddings=True, show_progress_bar=False,
         ).float()  # fmt: skip
         if not torch.isfinite(found).all():
-            raise RunError(f"dense_model '{model}' makes no numbers of some text: its weights are damaged")
+            raise RunError(
+                f"dense_model '{self.model}' makes no numbers of some text: its weights are damaged"
+            )
         return found
 
-    def build(scratch: Path) -> None:
-        log.info("embedding %s passages with %s", f"{len(corpus):,}", model)
-        # Many batches at a time, for the encoder sorts texts by length to waste less padding.
-        _embed_all(corpus, scratch, lambda texts: embed(texts, passage_prompt), 64 * batch_size)
 
-    name = slug("dense", Path(model).name, _fingerprint(encoder), passage_prompt)
-    folder = build_once(corpus.folder / name, build, goes_on=True)
+def open_encoder(config: RetrievalConfig) -> TextEncoder:
+    """The encoder that a config names; raises `CheckpointError` when it cannot be loaded."""
+    return TextEncoder(
+        config.dense_model,
+        batch_size=config.dense_batch_size,
+        query_prompt=config.query_prompt,
+        passage_prompt=config.passage_prompt,
+    )
+
+
+def open_dense(corpus: Corpus, top_k: int, encoder: TextEncoder) -> DenseRetriever:
+    """Dense retrieval; the passage vectors are computed once for these passages and weights, and kept."""
+
+    def build(scratch: Path) -> None:
+        log.info("embedding %s passages with %s", f"{len(corpus):,}", encoder.model)
+        # Many batches at a time, for the encoder sorts texts by length to waste less padding.
+        _embed_all(corpus, scratch, encoder.passages, 64 * encoder.batch_size)
+
+    folder = build_once(corpus.folder / encoder.folder, build, goes_on=True)
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
     vectors = np.load(folder / VECTORS, mmap_mode="c")
-    return DenseRetriever(corpus, top_k, lambda texts: embed(texts, query_prompt), vectors, encoder.device)
+    return DenseRetriever(corpus, top_k, encoder.queries, vectors, encoder.device)
 
 
 def _embed_all(corpus: Corpus, scratch: Path, embed: Embed, block: int) -> None:

@@ -1,0 +1,234 @@
+"""Search over HTTP, in the protocol of Search-R1's retrieval server, which many agents speak.
+
+    POST {"queries": ["Who wrote Emma?"], "topk": 3, "return_scores": true}
+    {"result": [[{"document": {"id": "emma", "contents": "Emma\\n..."}, "score": 4.2}, ...]]}
+
+`contents` is the whole text, the title its first line. The server of this project (`dlm-rag
+retrieve-server`) says under `dlm_rag` what it searches and which forms of a query it asks by; it alone is
+told the parts of one. Others know the text only, and are known by their URL.
+"""
+
+import hashlib
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException, IncompleteRead
+from typing import Any
+from urllib.parse import urlsplit
+
+from dlm_rag.errors import ConfigError, CorpusError, UserError, fold_message
+from dlm_rag.files.jsonl import parse_json
+from dlm_rag.files.records import field_of
+from dlm_rag.retrieval.corpus import Passage, parse_passage
+from dlm_rag.retrieval.link import Link, SearchUnavailableError, Unreachable
+from dlm_rag.retrieval.query import Query
+from dlm_rag.text import fold
+
+CONNECT_SECONDS = 1.0  # at most, of the seconds of an attempt
+TOO_BUSY = (429, 502, 503, 504)  # what may pass
+MOST_BYTES = 2**26  # of an answer
+MOST_KEPT = 100_000  # passages that recur
+PROBE = Query("Who wrote Emma?", ("Who wrote Emma?",))
+
+Found = list[list[Passage]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a service says that it is; one that says nothing asks by the text."""
+
+    fingerprint: str = ""
+    asks: tuple[str, ...] = ("text",)  # fields of `Query`
+
+
+FOREIGN = Kind()
+
+
+def open_service(url: str, top_k: int, seconds: float) -> "HttpRetriever":
+    """The service at a URL, after one search; raises `ConfigError` where it gives no answer to that."""
+    service = HttpRetriever(url, top_k, seconds)
+    try:
+        service.begin()
+    except (Unreachable, SearchUnavailableError) as error:
+        reason = str(error).removeprefix(f"{url}: ")
+        raise ConfigError(
+            f"retrieval.url={url} cannot be searched: {reason}: is the service up, and this its URL?"
+        ) from None
+    return service
+
+
+class HttpRetriever:
+    """A `Retriever` that asks a service for the `top_k` best passages; any number of threads may search.
+
+    A search that fails raises `SearchUnavailableError`, for all of its queries. Once the service says that
+    it searches other passages than at first, that is a `ConfigError`: no answer of the run can be right.
+    """
+
+    def __init__(self, url: str, top_k: int, seconds: float) -> None:
+        """seconds: that an attempt may take. Nothing is sent before `begin`."""
+        parts = urlsplit(url)
+        assert parts.hostname is not None, "see RetrievalConfig"
+        self._url, self._top_k, self._seconds = url, top_k, seconds
+        self._address = parts.hostname, parts.port or 80
+        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._idle: list[HTTPConnection] = []
+        self._link = Link(url, seconds)
+        self._known: dict[Passage, Passage] = {}
+        self._kind = FOREIGN
+
+    @property
+    def fingerprint(self) -> str:
+        """What the service says that it searches, and how; its URL where it says nothing."""
+        return self._kind.fingerprint or self._url
+
+    def begin(self) -> None:
+        """One search, to see what the service is; raises `Unreachable` or `SearchUnavailableError`."""
+        _, self._kind = self._ask([PROBE], self._seconds)
+
+    def key(self, query: Query) -> Hashable:
+        return tuple(getattr(query, name) for name in self._kind.asks)
+
+    def forget(self, asker: str) -> None:
+        """Nothing is kept for an asker."""
+
+    def search(self, queries: Sequence[Query]) -> Found:
+        """As in `Retriever`."""
+        found, kind = self._link.call(lambda seconds: self._ask(queries, seconds))
+        if kind != self._kind:
+            raise ConfigError(
+                f"{self._url} searches other passages than when this run began, or in another way: answers "
+                "so far are of what it was; begin again with what it is"
+            )
+        return found
+
+    def _ask(self, queries: Sequence[Query], seconds: float) -> tuple[Found, Kind]:
+        """What each query finds, and what the service says that it is; raises as `Link` wants it."""
+        asked: dict[str, Any] = {"queries": [query.text for query in queries], "topk": self._top_k}
+        asked["return_scores"] = True
+        if "parts" in self._kind.asks:
+            asked["parts"] = [query.parts for query in queries]
+        status, body = self._post(json.dumps(asked).encode(), seconds)
+        if status != 200:
+            words = fold(body[:200].decode(errors="replace"))
+            raised = Unreachable if status in TOO_BUSY else self._error
+            raise raised(f"HTTP status {status}" + f" ({words})" * bool(words))
+        try:
+            answer = parse_json(body, "it answers no search", UserError, "answer")
+        except UserError as error:
+            raise self._error(str(error)) from None
+        found = answer.get("result") if isinstance(answer, dict) else None
+        if not isinstance(found, list):
+            raise self._error("it answers no search: there is no list 'result'")
+        if len(found) != len(queries):
+            raise self._error(f"it gives {len(found)} results for {len(queries)} queries")
+        return [self._passages(items) for items in found], _kind(answer.get("dlm_rag"))
+
+    def _error(self, reason: str) -> SearchUnavailableError:
+        return SearchUnavailableError(f"{self._url}: {reason}")
+
+    def _passages(self, items: Any) -> list[Passage]:
+        """The passages of one result, each once, at most `top_k`; those that recur are the same object."""
+        ranked: dict[str, Passage] = {}
+        if not isinstance(items, list):
+            raise self._error("it gives a result that is no list")
+        for item in items:
+            try:
+                passage = parse_document(item)
+            except CorpusError as error:
+                raise self._error(str(error)) from None
+            if len(self._known) >= MOST_KEPT:
+                self._known.clear()
+            passage = self._known.setdefault(passage, passage)
+            if ranked.setdefault(passage.id, passage) != passage:
+                raise self._error(f"it gives two passages with the id '{passage.id}'")
+        return list(ranked.values())[: self._top_k]
+
+    def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
+        """Status and body of an answer that is there within the time; raises as `Link` wants it."""
+        late, begun = threading.Event(), time.monotonic()
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = HTTPConnection(*self._address)
+
+        used: list[socket.socket] = []  # the connection may forget it before the answer has come
+
+        def cut_off() -> None:
+            late.set()
+            for sock in used:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(seconds, cut_off)  # an answer that trickles breaks no socket's time limit
+        timer.daemon = True
+        timer.start()
+        try:
+            if connection.sock is not None and _has_ended(connection.sock):
+                connection.close()
+            if connection.sock is None:
+                connection.timeout = min(seconds, CONNECT_SECONDS)
+                connection.connect()
+            used.append(connection.sock)
+            connection.sock.settimeout(max(seconds - (time.monotonic() - begun), 0.001))
+            connection.request("POST", self._path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            found = response.read(MOST_BYTES + 1)
+            if response.length and len(found) <= MOST_BYTES:
+                raise IncompleteRead(found, response.length)
+        except (OSError, HTTPException) as error:
+            connection.close()
+            if late.is_set() or isinstance(error, TimeoutError):
+                what, limit = ("answer", seconds) if used else ("connection", connection.timeout)
+                raise Unreachable(f"no {what} within {limit:g} s") from None
+            if isinstance(error, OSError | IncompleteRead):
+                reason = getattr(error, "strerror", None) or "it closed the connection"
+                raise Unreachable(reason) from None
+            raise self._error(f"it does not speak HTTP ({fold_message(error)})") from None
+        except BaseException:  # an interrupt: half an answer is no beginning for the next
+            connection.close()
+            raise
+        finally:
+            timer.cancel()
+        if len(found) > MOST_BYTES:
+            connection.close()
+            raise self._error(f"its answer has more than {MOST_BYTES >> 20} MiB")
+        self._idle.append(connection)
+        return response.status, found
+
+
+def _kind(said: Any) -> Kind:
+    """What a service is, by what it says under `dlm_rag`."""
+    told = said if isinstance(said, dict) else {}
+    fingerprint, asks = told.get("fingerprint"), told.get("asks")
+    if not isinstance(fingerprint, str) or asks not in (["text"], ["parts"], ["text", "parts"]):
+        return FOREIGN
+    return Kind(fingerprint, tuple(asks))
+
+
+def parse_document(item: Any) -> Passage:
+    """The passage in an item of a result; raises `CorpusError`.
+
+    Without scores an item is the document itself. One without an id is called by a digest of its text.
+    What a document calls `contents` is the whole text, whatever it calls its title; `text` is without it.
+    """
+    document = item.get("document", item) if isinstance(item, dict) else item
+    if not isinstance(document, dict):
+        raise CorpusError("it gives a document that is no object")
+    if field_of(document, "id")[1] is None:
+        text = str(field_of(document, "contents")[1])
+        document = {**document, "id": f"sha256-{hashlib.sha256(text.encode()).hexdigest()[:16]}"}
+    passage = parse_passage(document, "it gives a document that is no passage")
+    whole = document.get("contents") is not None and passage.text != passage.contents
+    return replace(passage, title="") if whole else passage
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Whether the other side has closed an idle connection, or sent what nobody asked for."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))

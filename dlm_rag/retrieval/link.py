@@ -1,0 +1,94 @@
+"""Calls to a service: attempts with a deadline, tried again where that may help, none while it is down."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_chance = random.Random().random  # of its own: waits change nothing that is drawn elsewhere
+
+ATTEMPTS = 3  # of a call
+FIRST_WAIT = (
+    0.1  # seconds before the second attempt, twice as many before the next; jitter halves or adds half
+)
+OPENS_AFTER = 3  # calls that failed in a row
+PAUSE = 5.0  # seconds that the circuit stays open at least
+
+
+class SearchUnavailableError(RuntimeError):
+    """A service gave no answer, or none that can be used; one sentence that names it."""
+
+
+class Unreachable(Exception):  # noqa: N818 - a state, which an attempt may find changed
+    """An attempt failed in a way that another may not: refused, cut off, too late, too busy."""
+
+
+class Link:
+    """Calls to the service `name`, which sentences begin with; any number of threads may call.
+
+    After `OPENS_AFTER` calls that failed in a row the circuit is open: calls fail at once, with the last
+    reason. After `PAUSE` seconds one call gets one attempt, on trial, while others go on failing; its
+    success closes the circuit, its failure begins the pause anew.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        chance: Callable[[], float] = _chance,
+    ) -> None:
+        """seconds: that an attempt may take. chance: a number of [0, 1), for the jitter."""
+        self._name, self._seconds = name, seconds
+        self._clock, self._sleep, self._chance = clock, sleep, chance
+        self._lock = threading.Lock()
+        self._failed, self._reason = 0, ""  # calls in a row, and why the last did
+        self._open_until, self._on_trial = 0.0, False
+
+    def call(self, ask: Callable[[float], T]) -> T:
+        """What `ask` returns, which is given the seconds that it may take.
+
+        It raises `Unreachable` for what is tried again; anything else that it raises goes through at once,
+        and counts as an answer. Raises `SearchUnavailableError` once all attempts have failed.
+        """
+        trial, reason = self._enter(), ""
+        try:
+            return self._attempt(ask, 1 if trial else ATTEMPTS)
+        except Unreachable as error:
+            reason = str(error)
+            raise SearchUnavailableError(f"{self._name}: {reason}") from None
+        finally:
+            self._leave(trial, reason)
+
+    def _attempt(self, ask: Callable[[float], T], attempts: int) -> T:
+        for attempt in range(attempts - 1):
+            try:
+                return ask(self._seconds)
+            except Unreachable:
+                self._sleep(FIRST_WAIT * 2**attempt * (0.5 + self._chance()))
+        return ask(self._seconds)
+
+    def _enter(self) -> bool:
+        """Whether a call is on trial; raises `SearchUnavailableError` where it is not let through."""
+        with self._lock:
+            if self._failed < OPENS_AFTER:
+                return False
+            if self._on_trial or self._clock() < self._open_until:
+                raise SearchUnavailableError(
+                    f"{self._name}: {self._reason}; {self._failed} calls failed in a row, and it is left "
+                    "alone for a while"
+                )
+            self._on_trial = True
+            return True
+
+    def _leave(self, trial: bool, reason: str) -> None:
+        with self._lock:
+            if trial:
+                self._on_trial = False
+            self._failed, self._reason = (self._failed + 1, reason) if reason else (0, "")
+            if self._failed >= OPENS_AFTER:
+                self._open_until = self._clock() + PAUSE

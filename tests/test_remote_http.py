@@ -1,0 +1,635 @@
+"""Search over HTTP: the same trajectories as with a local search, and what becomes of a run without."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.client import HTTPConnection
+
+import pytest
+from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
+from test_decoder import records
+from test_retrieval import ask, ids, letter_retriever
+
+from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
+from dlm_rag.commands import sample
+from dlm_rag.commands.prepare import SHIPPED
+from dlm_rag.config import DecodeConfig, RetrievalConfig
+from dlm_rag.errors import ConfigError
+from dlm_rag.program import run
+from dlm_rag.questions import read_questions
+from dlm_rag.retrieval import http, link, server
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.hybrid import HybridRetriever
+from dlm_rag.retrieval.link import SearchUnavailableError
+from dlm_rag.retrieval.query import Query
+
+
+@contextmanager
+def serving(searches, port=0):
+    """A server in a thread of this process; gives its URL."""
+    with server.SearchServer("127.0.0.1", port) as served:
+        served.searches = searches
+        served.server_activate()
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield served.url
+        finally:
+            served.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def local(corpus_file):
+    return load_retriever(corpus_file, top_k=3)
+
+
+@pytest.fixture
+def url(local):
+    with serving(server.Searches(local, RetrievalConfig(top_k=3))) as found:
+        yield found
+
+
+def post(url, body, path="/retrieve", **headers):
+    """Status and answer of one request."""
+    host, port = url.split("/")[2].split(":")
+    connection = HTTPConnection(host, int(port), timeout=5)
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    connection.request("GET" if body is None else "POST", path, data, headers)
+    response = connection.getresponse()
+    found = response.status, json.loads(response.read())
+    connection.close()
+    return found
+
+
+# The same as a local search.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
+def test_the_shipped_model_takes_the_same_steps_over_http_as_over_a_local_search(overlap):
+    local = load_retriever(SHIPPED / "world" / "corpus.jsonl", top_k=7)
+    questions = read_questions(str(SHIPPED / "world" / "questions.jsonl"))[::25]
+    denoiser = Denoiser.from_pretrained(SHIPPED / "model")
+    tokenizer = Tokenizer.from_pretrained(SHIPPED / "model")
+    settings = DecodeConfig(batch_size=8, overlap=overlap)
+    with serving(server.Searches(local, RetrievalConfig())) as url:
+        there = Decoder(denoiser, load_retriever(url=url, top_k=7), tokenizer, settings).decode(questions)
+    here = Decoder(denoiser, local, tokenizer, settings).decode(questions)
+    assert len(here) == 16 and not any(rollout.error for rollout in there)
+    assert records(there) == records(here)
+
+
+QUERIES = [
+    ask("Where was Jane Austen born?"),
+    ask("a novel", "a novel", "Frank Herbert"),
+    ask("the of"),
+    ask(""),
+]
+
+
+@pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid"])
+@pytest.mark.parametrize("top_k", [1, 3, 5, 9])
+def test_every_kind_finds_the_same_passages_in_the_same_order(corpus_file, kind, top_k):
+    sparse = load_retriever(corpus_file, top_k=top_k)
+    dense = letter_retriever(sparse.corpus, top_k)
+    both = HybridRetriever([sparse, dense], top_k, fusion_depth=4)
+    local = {"bm25": sparse, "dense": dense, "hybrid": both}[kind]
+    with serving(server.Searches(local, RetrievalConfig(kind=kind, top_k=2))) as url:
+        remote = load_retriever(url=url, top_k=top_k)
+        found, expected = remote.search(QUERIES), local.search(QUERIES)
+        asked = [*QUERIES, Query("a novel", ("a", "novel")), Query("novel a", QUERIES[1].parts)]
+    same = [[one.key(a) == one.key(b) for a in asked for b in asked] for one in (remote, local)]
+    assert same[0] == same[1], "so nothing is asked again that a local search would not"
+    assert ids(found) == ids(expected) and any(ids(found))
+    assert [[p.text for p in passages] for passages in found] == [
+        [p.text for p in passages] for passages in expected
+    ]
+
+
+def test_texts_arrive_as_a_local_corpus_has_them_whatever_title_and_contents_are(tmp_path):
+    forms = [
+        (t, c)
+        for t in ("", "T", " T ", "A\nB", '"T"')
+        for c in ("T", "T\nx", '"T"\nx', " T \nx", "T\nT\nx")
+    ]
+    lines = [{"id": n, "title": t, "contents": f"{c} red"} for n, (t, c) in enumerate(forms)]
+    local = load_retriever(write_lines(tmp_path / "c.jsonl", lines), top_k=len(forms))
+    with serving(server.Searches(local, RetrievalConfig())) as url:
+        (found,) = load_retriever(url=url, top_k=len(forms)).search([ask("red")])
+    assert {p.id: p.text for p in found} == {p.id: p.text for p in local.corpus}
+
+
+def test_a_passage_that_recurs_is_kept_once(url):
+    retriever = load_retriever(url=url, top_k=3)
+    (first,), (second,) = retriever.search([ask("Tacoma")]), retriever.search([ask("Herbert Tacoma")])
+    assert first[0] is next(p for p in second if p.id == first[0].id)
+
+
+def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew(url, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        http.HTTPConnection, "connect", lambda c, f=HTTPConnection.connect: (made.append(c), f(c))
+    )
+    monkeypatch.setattr(link, "ATTEMPTS", 1)
+    retriever = load_retriever(url=url, top_k=3)
+    for _ in range(3):
+        retriever.search([ask("Tacoma")])
+    assert len(made) == 1
+    monkeypatch.setattr(server._Handler, "timeout", 0.01)
+    retriever._idle.clear()
+    retriever.search([ask("Tacoma")])
+    (idle,) = retriever._idle
+    while not http._has_ended(idle.sock):
+        time.sleep(0.01)
+    assert ids(retriever.search([ask("Tacoma")])) == [["herbert"]] and len(made) == 3
+
+
+# What is no answer.
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
+
+
+def document(**fields):
+    return {"result": [[{"document": {"id": "a", "contents": "x"} | fields, "score": 1.0}]]}
+
+
+BAD_ANSWERS = {
+    "not JSON": (b"<html>", "it answers no search: the answer is not JSON"),
+    "no object": ([], "there is no list 'result'"),
+    "no result": ({"results": []}, "there is no list 'result'"),
+    "fewer results": ({"result": []}, "it gives 0 results for 1 queries"),
+    "documents without lists": ({"result": [{"contents": "x"}]}, "a result that is no list"),
+    "a number": ({"result": [[3]]}, "a document that is no object"),
+    "no contents": ({"result": [[{"document": {"id": "a"}}]]}, "no passage: the passage has no 'contents'"),
+    "contents of numbers": (document(contents=3), "'contents' must be a text"),
+    "an id of a list": (document(id=[]), "must be a text"),
+    "a title of a list": (document(title=[]), "'title' must be a text"),
+    "half a character": (b'{"result": [[{"id": "a", "contents": "\\ud800"}]]}', "a lone surrogate"),
+    "one id for two": (
+        {"result": [[{"id": "a", "contents": "x"}, {"id": "a", "contents": "y"}]]},
+        "two passages with the id 'a'",
+    ),
+}
+
+
+class Canned(server.Searches):
+    """Says what it is told to; `status` is that of a refusal."""
+
+    def __init__(self, said, status=0):
+        self.said, self.status = said, status
+
+    def answer(self, body):
+        if self.status:
+            raise server.RefusedError(self.status, self.said)
+        return self.said
+
+
+@pytest.mark.parametrize("what", BAD_ANSWERS)
+def test_an_answer_that_is_none_is_an_error_and_never_fewer_passages(what):
+    answer, says = BAD_ANSWERS[what]
+    if isinstance(answer, bytes):
+        service = speaking(HEAD.replace(b"100", b"%d" % len(answer)) + answer)
+    else:
+        service = serving(Canned(answer))
+    with service as url, pytest.raises(ConfigError, match=f"cannot be searched: .*{says}"):
+        load_retriever(url=url)
+
+
+@pytest.mark.parametrize("status", [301, 400, 404, 500, 503])
+def test_a_status_that_is_no_success_is_told_with_its_reason(status):
+    with serving(Canned("go away", status)) as url, pytest.raises(ConfigError, match=f"{status} .*go away"):
+        load_retriever(url=url)
+
+
+def test_the_path_must_be_that_of_a_search(url):
+    with pytest.raises(ConfigError, match="HTTP status 404 .*a search is POST /retrieve"):
+        load_retriever(url=url.replace("/retrieve", "/search"))
+
+
+def test_an_answer_may_be_too_large(url, monkeypatch):
+    monkeypatch.setattr(http, "MOST_BYTES", 20)
+    with pytest.raises(ConfigError, match="its answer has more than 0 MiB"):
+        load_retriever(url=url)
+
+
+@contextmanager
+def speaking(*parts, wait=0.0):
+    """A service that reads a request, says each of `parts` after a wait, and closes; gives its URL."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    over = threading.Event()
+
+    def speak():
+        while not over.is_set():
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                try:
+                    for part in parts:
+                        over.wait(wait)
+                        connection.sendall(part)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):  # else what was not read yet makes it a reset
+                        pass
+                except OSError:
+                    pass
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/retrieve"
+    finally:
+        over.set()
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("parts", "wait", "says"),
+    [
+        ((b"SSH-2.0-OpenSSH_9.2\r\n",), 0.0, "it does not speak HTTP"),
+        ((), 0.0, "closed"),
+        ((HEAD, b'{"result": '), 0.0, "it closed the connection"),
+        ((HEAD, b"x"), 9.0, "no answer within 0.2 s"),
+        ((HEAD, *[b"x"] * 99), 0.04, "no answer within 0.2 s"),
+        ([bytes([byte]) for byte in HEAD], 0.04, "no answer within 0.2 s"),
+        ((HEAD.replace(b"1.1", b"1.0"), *[b"x"] * 99), 0.04, "no answer within 0.2 s"),
+    ],
+    ids=[
+        "another protocol",
+        "closed",
+        "cut off",
+        "nothing",
+        "a trickle",
+        "a trickle of the head",
+        "a trickle to its end",
+    ],
+)
+def test_a_deadline_holds_whatever_the_service_does(parts, wait, says):
+    with speaking(*parts, wait=wait) as url, pytest.raises(ConfigError, match=says):
+        load_retriever(url=url, url_seconds=0.2)
+
+
+def test_documents_come_in_the_forms_that_servers_give():
+    whole = Passage("7", "", '"Emma"\nEmma is a novel.')
+    assert http.parse_document({"document": {"id": 7, "contents": whole.contents}, "score": 1}) == whole
+    assert http.parse_document({"id": "7", "contents": whole.contents}) == whole, "without scores"
+    assert http.parse_document({"id": "7", "title": "Emma", "text": "A novel."}).text == "Emma\nA novel."
+    three = {"title": 'A "B', "text": "x", "contents": 'A "B"\nx'}  # as theirs are over Lucene
+    assert http.parse_document(three).text == three["contents"]
+    bare = [http.parse_document({"document": {"contents": text}}) for text in ("x", "y", "x")]
+    assert bare[0] == bare[2] and bare[0].id != bare[1].id and bare[0].text == "x"
+
+
+def test_a_service_of_others_is_known_by_its_url_and_told_no_parts():
+    asked = []
+
+    class Foreign(Canned):
+        def answer(self, body):
+            asked.append(json.loads(body))
+            return {"result": [[{"id": "a", "contents": "x"}, {"id": "b", "contents": "y"}]]}
+
+    with serving(Foreign(None)) as url:
+        retriever = load_retriever(url=url, top_k=1)
+        query = Query("q one", ("q", "one"))
+        assert ids(retriever.search([query])) == [["a"]], "one that gives more than asked for is cut"
+        assert retriever.fingerprint == url and retriever.key(query) == ("q one",)
+    assert asked[1] == {"queries": ["q one"], "topk": 1, "return_scores": True}
+
+
+# The server.
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"{", "the body is not JSON"),
+        (b"\xff", "the body is not UTF-8"),
+        ([], "a list 'queries'"),
+        ({}, "'queries' must be a list of texts"),
+        ({"queries": "Emma"}, "'queries' must be a list of texts"),
+        ({"queries": [3]}, "'queries' must be a list of texts"),
+        ({"queries": ["x"] * 4097}, "4097 queries are more than 4096"),
+        ({"queries": ["x"], "topk": 1001}, "'topk' must be a whole number between 1 and 1000"),
+        ({"queries": ["x"], "topk": -1}, "'topk' must be"),
+        ({"queries": ["x"], "topk": True}, "'topk' must be"),
+        ({"queries": ["x"], "topk": "3"}, "'topk' must be"),
+        ({"queries": ["x"], "return_scores": "yes"}, "'return_scores' must be true or false"),
+        ({"queries": ["x"], "parts": [["x"], ["y"]]}, "'parts' must be a list of texts for each query"),
+        ({"queries": ["x"], "parts": ["x"]}, "'parts' must be"),
+    ],
+)
+def test_a_wrong_body_is_answered_in_a_sentence(url, body, says):
+    status, answer = post(url, body)
+    assert status == 400 and says in answer["error"]
+
+
+def test_other_paths_other_lengths(url, monkeypatch):
+    assert post(url, {}, "/search")[0] == 404 and post(url, None, "/retrieve")[0] == 404
+    assert post(url, None, "/favicon.ico")[0] == 404
+    monkeypatch.setattr(server, "MOST_BYTES", 10)
+    assert post(url, {"queries": ["x"]}) == (413, {"error": "the body has 18 bytes, the most is 10"})
+    assert post(url, b"", **{"Content-Length": "x"})[0] == 411
+
+
+def test_what_is_searched_is_said(url, local):
+    status, about = post(url, None, "/")
+    assert status == 200 and (about["passages"], about["kind"], about["topk"]) == (5, "bm25", 3)
+    assert about["dlm_rag"]["fingerprint"] == load_retriever(url=url).fingerprint != local.fingerprint
+
+
+def test_scores_are_those_of_the_index_and_depth_is_that_of_the_request(url, local):
+    asked = {"queries": ["Jane Austen novel", "zzz"], "topk": 2, "return_scores": True}
+    _, answer = post(url, asked)
+    (found, nothing), (expected, _) = answer["result"], local.scores([ask(t) for t in asked["queries"]], 2)
+    assert [item["score"] for item in found] == list(expected.values()) and nothing == []
+    assert found[0]["score"] > found[1]["score"] > 0
+    _, plain = post(url, {"queries": asked["queries"]})
+    assert [d["id"] for d in plain["result"][0]][:2] == [item["document"]["id"] for item in found]
+    assert len(plain["result"][0]) == 3, "the depth of the server where none is asked for"
+
+
+def test_a_ranking_without_scores_says_the_reciprocal_rank(corpus):
+    assert [list(s.values()) for s in letter_retriever(corpus, 3).scores([ask("Dune")], 3)] == [
+        [1, 1 / 2, 1 / 3]
+    ]
+
+
+def test_what_the_server_searches_and_how_is_its_fingerprint(local, corpus_file, tmp_path):
+    other = load_retriever(write_lines(tmp_path / "o.jsonl", [{"id": 1, "contents": "x"}]), top_k=1)
+    described = [
+        (local, RetrievalConfig()),
+        (local, RetrievalConfig(kind="dense")),
+        (other, RetrievalConfig()),
+    ]
+    said = [server.Searches(*pair).about()["dlm_rag"]["fingerprint"] for pair in described]
+    assert len({*said}) == 3
+    again = server.Searches(local, RetrievalConfig(corpus="elsewhere", top_k=9))
+    assert again.about()["dlm_rag"]["fingerprint"] == said[0], "neither its path nor a depth changes it"
+
+
+def test_clients_that_say_nothing_or_half_of_it_keep_nobody_waiting(url):
+    host, port = url.split("/")[2].split(":")
+    halves = [b"", b"POST /retr", b"POST /retrieve HTTP/1.1\r\nContent-Length: 50\r\n\r\n{"]
+    open_ones = [socket.create_connection((host, int(port))) for _ in range(20) for _ in halves]
+    for number, connection in enumerate(open_ones):
+        connection.sendall(halves[number % 3])
+    assert ids(load_retriever(url=url, top_k=1).search([ask("Tacoma")])) == [["herbert"]]
+    for connection in open_ones:
+        connection.close()
+
+
+def test_a_search_that_fails_in_the_server_is_an_error_of_the_client(url, corpus_file):
+    retriever = load_retriever(url=url, top_k=1)
+    corpus_file.write_text(corpus_file.read_text() + "\n")
+    with pytest.raises(SearchUnavailableError, match="500 .*has changed while it was in use"):
+        retriever.search([ask("Tacoma")])
+
+
+# A run.
+
+
+@pytest.fixture
+def model(tmp_path):
+    tiny_denoiser().save_pretrained(tmp_path / "model", eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def answer(monkeypatch, capsys, model, tmp_path):
+    """Answers six questions into a file: exit code, what is said, the records without their times."""
+    asked = [
+        {"id": f"n{n}", "question": f"Who wrote {w}?"} for n, w in enumerate("Emma Dune a b c d".split())
+    ]
+    six = write_lines(tmp_path / "questions.jsonl", asked)
+
+    def invoke(*words, out="answers.jsonl", questions=six):
+        given = ["--questions", questions, "--out", tmp_path / out, "--model", model]
+        given += ["decode.canvas_length=8", "decode.batch_size=2", "retrieval.top_k=3"]
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, given), *words])
+        with pytest.raises(SystemExit) as stop:
+            run(sample.main)
+        lines = (tmp_path / out).read_text().splitlines() if (tmp_path / out).is_file() else []
+        found = {line["id"]: line for line in map(json.loads, lines)}
+        assert len(found) == len(lines), "nothing twice"
+        for line in found.values():
+            line.pop("seconds", None)
+        return stop.value.code, capsys.readouterr().err, found
+
+    return invoke
+
+
+class Troubled(server.Searches):
+    """A server that answers some searches, and does to all others what `trouble` does."""
+
+    def __init__(self, retriever, config, healthy, trouble):
+        super().__init__(retriever, config)
+        self.healthy, self.trouble, self.over = healthy, trouble, threading.Event()
+
+    def answer(self, body):
+        self.healthy -= 1
+        found = super().answer(body)
+        return found if self.healthy >= 0 else self.trouble(self, found)
+
+
+def dies(searches, found):
+    raise server._GoneError
+
+
+def hangs(searches, found):
+    searches.over.wait(5)
+    return found
+
+
+def is_busy(searches, found):
+    raise server.RefusedError(503, "come back later")
+
+
+def talks_nonsense(searches, found):
+    return {"result": [[] for _ in found["result"]][1:]}
+
+
+def breaks(searches, found):
+    raise RuntimeError("the disk is gone")
+
+
+TROUBLES = {  # with what the error of a question says
+    dies: "it closed the connection",
+    hangs: "no answer within",
+    is_busy: "503 .*come back later",
+    talks_nonsense: "results for",
+    breaks: "500 .*the disk is gone",
+}
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.__name__)
+def test_trouble_in_mid_run_is_an_error_of_rows_and_the_run_goes_on_from_there(
+    answer, local, corpus_file, trouble, overlap, caplog, monkeypatch
+):
+    monkeypatch.setattr(link, "FIRST_WAIT", 0.001)
+    expected = answer("--corpus", str(corpus_file), out="local.jsonl")[2]
+    config = RetrievalConfig(top_k=3)
+    troubled = Troubled(local, config, 8, trouble)
+    settings = [f"decode.overlap={overlap}", "retrieval.url_seconds=0.1"]
+    with serving(troubled) as url:
+        port = int(url.split(":")[2].split("/")[0])
+        code, err, found = answer(f"retrieval.url={url}", *settings)
+        troubled.over.set()
+    failed = {name: line["error"] for name, line in found.items() if line.get("error")}
+    assert code == 1 and failed and all(re.search(TROUBLES[trouble], error) for error in failed.values())
+    assert trouble is breaks or not any(record.exc_info for record in caplog.records), "no tracebacks"
+    with serving(server.Searches(local, config), port) as url:
+        settings[1] = "retrieval.url_seconds=5"
+        code, err, found = answer(f"retrieval.url={url}", *settings)
+    assert code == 0 and f"{6 - len(failed)} of 6 questions are answered already" in err
+    assert found == expected
+
+
+def test_a_passing_trouble_costs_nothing(answer, local, corpus_file):
+    expected = answer("--corpus", str(corpus_file), out="local.jsonl")[2]
+
+    def once(searches, found):
+        searches.healthy = 5
+        raise server.RefusedError(503, "come back later")
+
+    with serving(Troubled(local, RetrievalConfig(top_k=3), 3, once)) as url:
+        code, _, found = answer(f"retrieval.url={url}")
+    assert code == 0 and found == expected
+
+
+def test_answers_of_another_service_are_not_gone_on_with(answer, local, url, corpus_file, tmp_path):
+    assert answer(f"retrieval.url={url}")[0] == 0
+    with serving(server.Searches(local, RetrievalConfig())) as same:
+        assert answer(f"retrieval.url={same}")[0] == 0, "at another port, the same"
+    other = load_retriever(write_lines(tmp_path / "o.jsonl", [{"id": 1, "contents": "Emma"}]), top_k=1)
+    with serving(server.Searches(other, RetrievalConfig())) as elsewhere:
+        code, err, _ = answer(f"retrieval.url={elsewhere}")
+    assert code == 2 and "holds answers with corpus=" in err
+    code, err, _ = answer("--corpus", str(corpus_file))
+    assert code == 2 and "holds answers with corpus=" in err
+
+
+def test_a_service_that_becomes_another_in_mid_run_ends_the_run(answer, local, tmp_path):
+    other = load_retriever(write_lines(tmp_path / "o.jsonl", [{"id": 1, "contents": "Emma"}]), top_k=1)
+    new = server.Searches(other, RetrievalConfig())
+
+    def becomes_another(searches, found):
+        return found | {"dlm_rag": new.about()["dlm_rag"]}
+
+    with serving(Troubled(local, RetrievalConfig(top_k=3), 5, becomes_another)) as url:
+        code, err, _ = answer(f"retrieval.url={url}")
+    assert code == 2 and "searches other passages than when this run began" in err
+
+
+@pytest.mark.parametrize("out", [[], ["--out", "answers.jsonl"]], ids=["on the screen", "into a file"])
+def test_a_dead_service_is_found_before_torch_is_imported(tmp_path, out):
+    """In a fresh process, for what is not known there is not imported; `evaluate` plans as `--out` does."""
+    words = ["dlm-rag", "sample", "Who?", "retrieval.url=http://127.0.0.1:1/retrieve", *out]
+    script = f"""
+import sys
+sys.argv = {words!r}
+from dlm_rag.__main__ import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert "cannot be searched: Connection refused" in done.stderr and not list(tmp_path.iterdir())
+
+
+# The program.
+
+
+@pytest.fixture
+def program(corpus_file):
+    """Starts the program at a port of its own, again and again; gives the process once it serves."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "dlm_rag", "retrieve-server", "--corpus", str(corpus_file)]
+    command += ["--port", port, "retrieval.top_k=3"]
+    begun = []
+
+    def begin():
+        process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            # Ctrl-C is ignored where the tests themselves run in the background of a shell.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        begun.append(process)
+        line = begun[-1].stderr.readline()
+        assert f"5 passages, by bm25, are searched at {begin.url}" in line
+        return begun[-1]
+
+    begin.url, begin.command = f"http://127.0.0.1:{port}/retrieve", command
+    yield begin
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_the_program_serves_until_it_is_told_to_end(program, sent):
+    begun = program()
+    retriever = load_retriever(url=program.url, top_k=1)
+    assert ids(retriever.search([ask("Tacoma")])) == [["herbert"]]
+    second = subprocess.run(program.command, cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode == 2
+    assert "cannot be listened at (Address already in use)" in second.stderr
+    begun.send_signal(sent)
+    assert begun.communicate(timeout=20)[1].splitlines()[-1] == "ended" and begun.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_or_stopped_again_and_again_costs_no_answer(
+    program, answer, corpus_file, tmp_path
+):
+    """Each time once at least two questions more are answered; `EXAMPLES` says how often."""
+    times = int(os.environ.get("EXAMPLES", 4))
+    asked = [{"id": f"n{n}", "question": f"Who wrote book {n} of {n % 7}?"} for n in range(40 + 8 * times)]
+    path, out = write_lines(tmp_path / "many.jsonl", asked), tmp_path / "answers.jsonl"
+    expected = answer("--corpus", str(corpus_file), out="local.jsonl", questions=path)[2]
+
+    def answered():
+        lines = out.read_text().splitlines() if out.is_file() else []
+        return sum('"error"' not in line for line in lines)
+
+    def harm(process, sent, count):
+        while answered() < count and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(sent)
+
+    failures = 0
+    for number in range(times):
+        process, sent = program(), (signal.SIGKILL, signal.SIGSTOP)[number % 2]
+        watch = threading.Thread(target=harm, args=(process, sent, answered() + 2))
+        watch.start()
+        code, err, found = answer(
+            f"retrieval.url={program.url}", "retrieval.url_seconds=0.5", questions=path
+        )
+        failures += sum("error" in line for line in found.values())
+        process.kill()
+        watch.join()
+        assert code == 1 and "Traceback" not in err and len(found) == len(asked)
+    assert failures >= times
+    program()
+    code, _, found = answer(f"retrieval.url={program.url}", questions=path)
+    assert code == 0 and found == expected
