@@ -1,0 +1,99 @@
+"""A decoder without a model for tests of workers: imported there, so nothing heavy is imported here."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.errors import CorpusError
+from dlm_rag.questions import Question
+
+STEPS = 3  # of each question
+
+
+@dataclass(frozen=True)
+class Counted:
+    """As `Machinery`: a word, and how many questions."""
+
+    answers: int = 0
+
+    def __add__(self, other):
+        return Counted(self.answers + other.answers)
+
+    def describe(self):
+        return f"{self.answers} answered"
+
+
+@dataclass
+class FakeDecoder:
+    """Its own engine; a question says what becomes of it."""
+
+    places: int
+    seconds: float  # of a step
+    denoiser: object = field(default_factory=lambda: SimpleNamespace(device=SimpleNamespace(type="cpu")))
+    machinery: Counted = Counted()
+    rows: list = field(default_factory=list)
+    guesses: bool = False
+
+    def new_engine(self):
+        return self
+
+    def close(self):
+        pass
+
+    @property
+    def capacity(self):
+        return self.places - len(self.rows)
+
+    @property
+    def busy(self):
+        return bool(self.rows)
+
+    def submit(self, question, guesses=False):
+        assert self.capacity > 0
+        self.rows.append([question, 0])
+
+    def step(self):
+        time.sleep(self.seconds)
+        events = []
+        for row in list(self.rows):
+            row[1] += 1
+            if row[0].question == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if row[0].question == "raise":
+                raise CorpusError("the corpus has changed")
+            if row[1] == STEPS:
+                self.rows.remove(row)
+                events.append(Event(finished(row[0])))
+        self.machinery = Counted(self.machinery.answers + len(events))
+        return events
+
+
+@dataclass(frozen=True)
+class Event:
+    rollout: Rollout
+    finished: bool = True
+
+
+def finished(question: Question, error: str = "") -> Rollout:
+    """What is answered to a question."""
+    said = "" if error else f"### {question.id}"
+    return Rollout(question.id, question.question, "joint", 8, response=said, finished=True, error=error)
+
+
+@dataclass(frozen=True)
+class FakeOpening:
+    """As `worker.Opening`."""
+
+    places: int = 4
+    seconds: float = 0.02
+    dies: bool = False
+    model: object = "fake"
+    energy: str = "none"
+
+    def __call__(self, denoiser, sharing):
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return FakeDecoder(self.places, self.seconds), {"name": "a machine", "sharing": sharing}
