@@ -42,7 +42,7 @@ from dlm_rag.training.origin import TEMPLATE
 from dlm_rag.training.phase import world_documents
 from dlm_rag.training.rows.documents import Documents, open_documents
 from dlm_rag.training.rows.example import Example
-from dlm_rag.training.vocabulary import learn_tokenizer
+from dlm_rag.training.vocabulary import learn_tokenizer, world_texts
 
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
 BATCH, SEQUENCE = 4096, 512  # tokens
@@ -52,7 +52,7 @@ OPTIONS = {"steps": (20, "optimizer steps in each turn"), "rounds": (3, "turns o
 
 def make_batches(steps: int, folder: Path, joined: bool) -> list[list[Example]]:
     """The batches of all steps: passages and answered questions of invented worlds, or all in one text."""
-    tokenizer = Tokenizer(learn_tokenizer(0, 1024), 0, TEMPLATE, (1,))
+    tokenizer = Tokenizer(learn_tokenizer(world_texts(0), 1024), 0, TEMPLATE, (1,))
     train = TrainConfig(objective="pretrain", sequence_length=SEQUENCE, batch_tokens=BATCH)
     path = world_documents(Config(train=train), folder)
     if joined:

@@ -5,17 +5,23 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 from safetensors import safe_open
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.job import SHIPPED
-from dlm_rag.config import DecodeConfig
+from dlm_rag.commands.prepare import SHIPPED
+from dlm_rag.config import DecodeConfig, TrainConfig
 from dlm_rag.data.world import write_world
 from dlm_rag.evaluation.metrics import mean_score, score
 from dlm_rag.questions import read_questions
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.training.objective import Objective, Terms, counts_of
+from dlm_rag.training.rows.answered import AnsweredQuestions
+from dlm_rag.training.rows.made import make_questions
 
 MODEL, WHOLE, WORLD = SHIPPED / "model", SHIPPED / "whole", SHIPPED / "world"
+READER = SHIPPED / "reader"
 
 
 def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
@@ -24,7 +30,9 @@ def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
         assert (tmp_path / name).read_bytes() == (WORLD / name).read_bytes()
 
 
-@pytest.mark.parametrize(("folder", "config"), [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml")])
+@pytest.mark.parametrize(
+    ("folder", "config"), [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml"), (READER, "corpus.yaml")]
+)
 def test_the_shipped_models_are_small_and_say_where_they_come_from(folder, config):
     assert sum(path.stat().st_size for path in folder.iterdir()) < 5e6
     with safe_open(folder / "model.safetensors", framework="pt") as file:
@@ -61,3 +69,29 @@ def test_sample_without_arguments_answers():
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == 8 and all(answer["answer"] and answer["citations"] for answer in answers)
+
+
+@pytest.mark.slow
+def test_the_reader_copies_names_from_passages_that_it_was_not_asked_about(real, tmp_path):
+    """Masked tokens of held-out chains, among other passages; the card says on which corpus."""
+    passages, titles = [], set()
+    for folder in ("hotpotqa", "2wikimultihopqa"):
+        for line in (real / folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["title"] not in titles:
+                titles.add(entry["title"])
+                passages.append(entry | {"id": str(len(passages))})
+    path = tmp_path / "passages.jsonl"
+    path.write_text("".join(f"{json.dumps(entry)}\n" for entry in passages), encoding="utf-8")
+    corpus = open_corpus(path, str(tmp_path / "index"))
+    denoiser, tokenizer = Denoiser.from_pretrained(READER), Tokenizer.from_pretrained(READER)
+    made = make_questions(corpus, tokenizer, denoiser.config, 4, 0.25)
+    retriever = load_retriever(path, top_k=4, index_folder=str(tmp_path / "index"))
+    train = TrainConfig(groups=40, rows=1)
+    rows = AnsweredQuestions(made.held_out, retriever, tokenizer, denoiser.config, train, "")
+    examples = rows.examples(0, range(40), (4, 4))
+    terms = Terms()
+    counts = counts_of(examples, tokenizer.end_ids, terms.end)
+    with torch.no_grad():
+        _, sums = Objective(denoiser, "independent", tokenizer.end_ids)(examples, counts, terms)
+    assert sums["names_right"] / counts["pointed"] > 0.45

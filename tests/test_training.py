@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, tiny_denoiser
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +32,7 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
 from dlm_rag.training.loss import ChunkedLoss
 from dlm_rag.training.objective import Objective, Terms, counts_of, encode, states_of
-from dlm_rag.training.optimizers import share_left
+from dlm_rag.training.optimizers import make_optimizers, share_left
 from dlm_rag.training.origin import TEMPLATE, begin
 from dlm_rag.training.phase import open_phase, open_trainer
 from dlm_rag.training.pointers import Places, pointer_loss
@@ -43,7 +43,7 @@ from dlm_rag.training.saving import look, newest, position
 from dlm_rag.training.state import phase_settings
 from dlm_rag.training.trainer import added
 from dlm_rag.training.validation import QuestionValidation
-from dlm_rag.training.vocabulary import learn_tokenizer
+from dlm_rag.training.vocabulary import learn_tokenizer, world_texts
 
 MICRO = [
     "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=400", "train.groups=2",
@@ -61,7 +61,7 @@ def make_trainer(folder, *words):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer(learn_tokenizer(0, 1024, worlds=20), 0, TEMPLATE, (1,))
+    return Tokenizer(learn_tokenizer(world_texts(0, 20), 1024), 0, TEMPLATE, (1,))
 
 
 @pytest.fixture(scope="module")
@@ -422,6 +422,23 @@ def test_a_gradient_that_is_not_a_number_changes_no_weight(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
 
 
+def test_muon_on_a_cpu_is_that_of_float32():
+    """Against the iteration in float64 (Jordan et al. 2024); torch's own, in bfloat16, is far from it."""
+    gradient = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    true = gradient.double() / gradient.double().norm()
+    for _ in range(5):
+        gram = true @ true.T
+        true = 3.4445 * true + (-4.7750 * gram + 2.0315 * gram @ gram) @ true
+    found = {}
+    (ours, _) = make_optimizers(tiny_denoiser(), TrainConfig())
+    for kind in (type(ours), torch.optim.Muon):
+        weight = torch.nn.Parameter(torch.zeros(6, 10))
+        weight.grad = gradient.clone()
+        kind([weight], lr=1.0, weight_decay=0.0).step()
+        found[kind] = (weight.detach() + true).abs().max().item()
+    assert found[type(ours)] < 1e-5 and found[torch.optim.Muon] > 1e-3
+
+
 def test_what_float16_cannot_hold_is_skipped_by_all_optimizers_and_the_scale_is_kept(tmp_path):
     """The matrices are Muon's, the rest AdamW's: neither may move on gradients clipped by a NaN."""
     words = ["train.dtype=float16", "train.save_every=1"]
@@ -575,12 +592,12 @@ def test_what_is_no_whole_checkpoint_is_passed_over_and_left_alone(tmp_path, cap
 def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
     """A real process; what it says is how to go on, and the run that goes on is the whole one's."""
 
-    def start(*more):
+    def start(folder, *more):
         command = [
             sys.executable,
             "train.py",
             "--out",
-            str(tmp_path),
+            str(folder),
             *MICRO,
             "train.save_every=1000",
             *more,
@@ -589,7 +606,7 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
             command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
-        metrics = tmp_path / "metrics.jsonl"
+        metrics = folder / "metrics.jsonl"
         before = metrics.read_text().count("\n") if metrics.exists() else 0
         deadline = time.monotonic() + 90
         while not (metrics.exists() and metrics.read_text().count("\n") > before):
@@ -598,17 +615,19 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
         process.send_signal(signal.SIGINT)
         return process
 
-    process = start("train.steps=100000")
+    process = start(tmp_path, "train.steps=100000")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "which is saved: --resume goes on" in err, err
     assert "stopping after this step" in err and "Traceback" not in err
     saved = position(tmp_path, [""])[0]
     assert saved > 0
-    process = start("train.steps=100000", "--resume", "train.validate_every=1")
+    # Steps of several seconds, so that the second comes in the one that the first has let go on.
+    process = start(tmp_path / "long", "train.steps=100000", "train.groups=200")
     time.sleep(1.2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err
+    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
+    assert "stopping after this step" in err and "stopped after step" not in err
 
 
 def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
@@ -618,6 +637,13 @@ def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
         make_trainer(tmp_path, "train.learning_rate=0.1").restore()
     with pytest.raises(ConfigError, match=r"the run was begun with retrieval.top_k=3, not 4"):
         make_trainer(tmp_path, "retrieval.top_k=4").restore()
+    state = newest(tmp_path)[0] / "state.json"
+    record = json.loads(state.read_text())
+    del record["phase"]["train.weight_decay"]  # of a run that was begun before there was such a setting
+    state.write_text(json.dumps(record))
+    assert make_trainer(tmp_path).restore()
+    with pytest.raises(ConfigError, match=r"begun with train.weight_decay=0.0, not 0.1"):
+        make_trainer(tmp_path, "train.weight_decay=0.1").restore()
     adapted = [*MICRO, "train.objective=adapt"]
     assert "train.steps" in phase_settings(load_config(None, adapted).train), "attention opens in a share"
 

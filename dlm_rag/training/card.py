@@ -74,13 +74,16 @@ def _text(record: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 def _title(config: dict[str, Any]) -> str:
-    start = config["model"]["path"]
-    return f"A denoiser trained from {start or 'nothing'} on {_data(config)}"
+    start, layers = config["model"]["path"], config["train"]["layers"]
+    begun = start or (f"the layers of {layers}" if layers else "nothing")
+    return f"A denoiser trained from {begun} on {_data(config)}"
 
 
 def _data(config: dict[str, Any]) -> str:
     data = config["data"]
     named = [*data["documents"], *([data["questions"]] if data["questions"] else [])]
+    if data["corpus"] and not data["questions"]:
+        named.append(f"questions made from {data['corpus']}")
     return ", ".join(named) or "invented worlds"
 
 

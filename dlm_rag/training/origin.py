@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_rag.config import Config
+from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.layout import check_order
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.heads import PREFIX
 from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, read_tokenizer
-from dlm_rag.training.vocabulary import learn_tokenizer
+from dlm_rag.training.gemma import TrainedGemma, own_names, refuse
+from dlm_rag.training.vocabulary import corpus_texts, learn_tokenizer, world_texts
 from dlm_rag.training.weights import empty_denoiser, fill, place
 
 QUESTION_LENGTH = 64  # tokens of a long question of a world; small vocabularies need up to twice as many
@@ -36,19 +38,25 @@ class Origin:
     seed: int
     lora_rank: int
     heads: bool = False  # beside weights that stay
+    layers: Checkpoint | None = None  # of which a fresh denoiser has the layers
 
-    def empty(self, frozen: torch.dtype) -> Denoiser:
+    def empty(self, frozen: torch.dtype) -> Any:
         """The denoiser on the meta device; `frozen`: of weights beside which others are
         trained."""
+        if self.config.noise is not None and self.checkpoint is not None:
+            return TrainedGemma(self.checkpoint)
         return empty_denoiser(self.config, self.lora_rank, frozen, self.heads)
 
-    def fill(self, denoiser: Denoiser, device: torch.device, trained: bool = True) -> None:
+    def fill(self, denoiser: Any, device: torch.device, trained: bool = True) -> None:
         """Gives what `empty` made, or its shards, memory on the device and the first weights.
 
         trained: as in `weights.fill`.
         """
+        if isinstance(denoiser, TrainedGemma):
+            denoiser.load(device)
+            return
         place(denoiser, device)
-        fill(denoiser, self.checkpoint, self.seed, trained)
+        fill(denoiser, self.checkpoint, self.seed, trained, self.layers)
 
     def denoiser(self, device: torch.device, frozen: torch.dtype = torch.float32) -> Denoiser:
         """The whole denoiser with its first weights, float32 where they are trained."""
@@ -64,6 +72,8 @@ class Origin:
         tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
         """
         whole = merged(tensors, self.lora_rank)
+        if self.config.noise is not None and self.checkpoint is not None:
+            whole = own_names(whole, self.checkpoint)
         tensors = {n: value if n.startswith(PREFIX) else value.to(dtype) for n, value in whole.items()}
         template = self.tokenizer.template
         extra: dict[str, Any] = {
@@ -85,8 +95,21 @@ class Origin:
 def begin(config: Config) -> Origin:
     """What the config says the run begins with; raises `UserError` before any weight is read."""
     origin = _fresh(config) if config.model.path is None else _from_checkpoint(config, config.model.path)
-    _check_blocks(config, origin.config)
+    if origin.config.noise is None:
+        _check_masks(config)
+        _check_blocks(config, origin.config)
     return origin
+
+
+def _check_masks(config: Config) -> None:
+    """Raises `ConfigError` for what only a model of uniform noise is trained with."""
+    plain = TrainConfig()
+    for train in config.train.in_phases().values():
+        for name in ("uniform_loss", "self_conditioning"):
+            if (value := getattr(train, name)) != getattr(plain, name):
+                raise ConfigError(
+                    f"{name}={value} is for models of uniform noise, and this one has masks: leave it out"
+                )
 
 
 def _check_blocks(config: Config, shape: DenoiserConfig) -> None:
@@ -108,6 +131,8 @@ def _check_blocks(config: Config, shape: DenoiserConfig) -> None:
 def _from_checkpoint(config: Config, path: str) -> Origin:
     checkpoint = open_checkpoint(path, config.model.attention_block)
     train, own = config.train, checkpoint.config
+    if own.noise is not None:
+        refuse(config, checkpoint)
     inner = read_tokenizer(checkpoint.folder)
     mask_id = own.mask_token_id
     if mask_id is None:
@@ -134,6 +159,8 @@ def _from_checkpoint(config: Config, path: str) -> Origin:
 def trained_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
     """A checkpoint's architecture with what training gives it: layout, lengths, room for long contexts."""
     train, decode, block = config.train, config.decode, config.model.attention_block
+    if own.noise is not None:  # its layout and its blocks are its own
+        return replace(own, canvas_length=decode.canvas_length or own.canvas_length)
     longest = [
         p.sequence_length + 1 for p in train.in_phases().values() if p.objective != "sft" and p.rope_theta
     ]
@@ -165,17 +192,26 @@ def _fresh(config: Config) -> Origin:
     passages = 1 if layout == "independent" else config.retrieval.top_k
     room = passages * train.passage_length + 2 * QUESTION_LENGTH + canvas
     longest = [p.sequence_length + 1 for p in train.in_phases().values() if p.objective != "sft"]
-    shape = DenoiserConfig(
+    layers = None if train.layers is None else _layers(train.layers)
+    own = (
+        layers.config
+        if layers
+        else DenoiserConfig(
+            vocab_size=train.vocabulary,
+            hidden_size=train.hidden_size,
+            num_hidden_layers=train.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=train.head_dim,
+            intermediate_size=train.intermediate_size,
+            qk_norm=True,
+            tie_word_embeddings=True,
+        )
+    )
+    shape = replace(
+        own,
         vocab_size=train.vocabulary,
-        hidden_size=train.hidden_size,
-        num_hidden_layers=train.num_hidden_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=train.head_dim,
-        intermediate_size=train.intermediate_size,
         max_position_embeddings=max(room, *longest, 0),
-        qk_norm=True,
-        tie_word_embeddings=True,
         mask_token_id=0,
         evidence_layout=layout,
         passage_length=train.passage_length,
@@ -184,8 +220,21 @@ def _fresh(config: Config) -> Origin:
         attention_block=config.model.attention_block or None,
         finished_blocks=config.decode.finished_blocks or DenoiserConfig.finished_blocks,
     )
-    tokenizer = Tokenizer(learn_tokenizer(train.seed, train.vocabulary), 0, TEMPLATE, (1,))
-    return Origin(shape, tokenizer, None, train.seed, 0)
+    path = config.data.corpus
+    corpus = None if path is None else open_corpus(path, config.retrieval.index_folder)
+    texts = world_texts(train.seed) if corpus is None else corpus_texts(corpus)
+    tokenizer = Tokenizer(learn_tokenizer(texts, train.vocabulary), 0, TEMPLATE, (1,))
+    return Origin(shape, tokenizer, None, train.seed, 0, layers=layers)
+
+
+def _layers(path: str) -> Checkpoint:
+    """The checkpoint whose layers a fresh denoiser takes over; raises `CheckpointError`."""
+    found = open_checkpoint(path)
+    if found.config.noise is not None:
+        raise CheckpointError(f"{found.folder} is a model of uniform noise: give it as model.path instead")
+    if found.config.shifted:
+        raise CheckpointError(f"{found.folder} predicts the next token: a fresh denoiser predicts in place")
+    return found
 
 
 def merged(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:

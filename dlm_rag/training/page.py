@@ -4,16 +4,21 @@ python train.py --config gb300.yaml --plan [plan.machine=gb10 plan.devices=20 pl
 """
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Column, Table
 
 from dlm_rag.config import Config, PlanConfig
+from dlm_rag.energy.reading import short
 from dlm_rag.training.machines import MACHINES, Machine
 from dlm_rag.training.plan import GB, PhasePlan, plan_phases, shape_of
+from dlm_rag.training.report import read_metrics
 
 DAY = 86_400.0  # seconds
+GBIT = 1e9 / 8  # bytes
 
 
 def print_plan(config: Config) -> None:
@@ -21,6 +26,8 @@ def print_plan(config: Config) -> None:
     shape = shape_of(config)
     plan = config.plan
     machines = [MACHINES[plan.machine]] if plan.machine else list(MACHINES.values())
+    if plan.link_gbit is not None:
+        machines = [replace(machine, link=plan.link_gbit * GBIT) for machine in machines]
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(config.train.dtype, torch.bfloat16)
     phases = plan_phases(config, shape, dtype)
     console = Console(width=100) if not sys.stdout.isatty() else Console()
@@ -53,7 +60,10 @@ def print_plan(config: Config) -> None:
         "memory and network at all of theirs; together, if the longest hides the others:\n"
     )
     console.print(_machine_table(machines, phases, share, dtype, plan))
+    console.print(f"kWh are reckoned from the power of a device at full load. {spent(config)}\n")
     for machine in machines:
+        if plan.devices > 1 and dtype in machine.flops:
+            console.print(link_verdict(machine, phases, dtype, plan), highlight=False)
         if plan.days is not None:
             console.print(verdict(machine, flops, dtype, plan.devices, plan.days))
         console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
@@ -84,6 +94,35 @@ def _machine_table(
             f"{energy:,.0f}" if energy > 100 else f"{energy:.3g}", f"${cost:,.2f}",
         )  # fmt: skip
     return table
+
+
+def spent(config: Config) -> str:
+    """What the run in the folder has drawn as far as it was measured, beside what is reckoned."""
+    folder = Path(config.out or "runs/train")
+    steps, joules = 0, 0.0
+    for metrics in read_metrics(folder / "metrics.jsonl"):
+        if isinstance(metrics.get("joules"), int | float):
+            steps, joules = steps + metrics["joules_steps"], joules + metrics["joules"]
+    if not steps:
+        return f"Nothing was measured in {folder}."
+    whole = sum(phase.steps for phase in config.train.in_phases().values())
+    return (
+        f"Measured in {folder}: {short(joules / steps)} J a step over {steps:,} steps, which makes "
+        f"{joules / steps * whole / 3.6e6:.3g} kWh of {whole:,}."
+    )
+
+
+def link_verdict(machine: Machine, phases: list[PhasePlan], dtype: torch.dtype, plan: PlanConfig) -> str:
+    """How fast the link must be for all devices to be faster than one, and for it to hold up none."""
+    steps = [(phase.train.steps, phase, phase.seconds(machine, dtype, plan.mfu)) for phase in phases]
+    sent = sum(n * phase.sent() for n, phase, _ in steps)
+    apart = sum(n * max(step["compute"], step["memory"]) for n, _, step in steps)
+    least, enough = (sent / seconds / GBIT for seconds in (plan.devices * apart, apart))
+    return (
+        f"{plan.devices} x {machine.name} have a link of {machine.link / GBIT:.3g} Gb/s: they are faster "
+        f"than one (were its memory large enough) from {least:.2g} Gb/s on, and wait for no link of "
+        f"{enough:.2g}."
+    )
 
 
 def verdict(machine: Machine, flops: float, dtype: torch.dtype, devices: int, days: float) -> str:

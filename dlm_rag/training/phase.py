@@ -8,19 +8,21 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.data.world import make_question, make_world, passage_record, write_world
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.machine import choose_device
-from dlm_rag.questions import read_questions
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.index import build_once
 from dlm_rag.training.origin import Origin, begin
 from dlm_rag.training.processes import Processes
+from dlm_rag.training.redrawn import RedrawnSft
 from dlm_rag.training.rl import Rl
 from dlm_rag.training.rollouts import FileQuestions, Questions, WorldQuestions
 from dlm_rag.training.rows.answered import AnsweredQuestions, response_of
 from dlm_rag.training.rows.documents import Documents, open_documents
+from dlm_rag.training.rows.made import make_questions
 from dlm_rag.training.rows.worlds import WorldExamples
 from dlm_rag.training.task import Task
-from dlm_rag.training.tasks import Adapt, Pretrain, Sft
+from dlm_rag.training.tasks import Adapt, AnswerRows, Pretrain, Sft
 from dlm_rag.training.trainer import Trainer
 from dlm_rag.training.validation import DocumentValidation, QuestionValidation, Validation
 
@@ -61,26 +63,44 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
         documents = Documents(sources, tokenizer, train, phase, origin.config.shifted)
         kind = Adapt if train.objective == "adapt" else Pretrain
         return kind(documents, train, tokenizer.end_ids), DocumentValidation(documents)
-    if config.data.questions is None or config.data.corpus is None:
+    if config.data.corpus is None:
         validation, top_k = world_validation(config, phase, folder / "validation"), config.retrieval.top_k
         if train.objective == "rl":
             return rl_task(WorldQuestions(train, top_k), config, train, origin), validation
         worlds = WorldExamples(tokenizer, train, origin.config, top_k)
-        return Sft(worlds, config, train, origin), validation
-    questions = read_questions(config.data.questions)
-    unanswered = [question.id for question in questions if not question.golden_answers]
+        return sft_task(worlds, config, train, origin), validation
+    retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
+    beside: list[Question] = []
+    if config.data.questions is None:
+        made = make_questions(corpus, tokenizer, origin.config, train.hops, config.data.held_out)
+        kept, beside = made.chains, made.beside
+        asked = some(made.held_out, train.validation_questions, train.seed)
+    else:
+        questions = read_questions(config.data.questions)
+        held = min(train.validation_questions, len(questions) // 10)
+        kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
+    unanswered = [question.id for question in (*kept, *asked) if not question.golden_answers]
     if train.objective == "rl" and unanswered:
         raise QuestionError(f"question '{unanswered[0]}' has no 'golden_answers' to be rewarded by")
-    retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
     retriever = load_retriever(retrieval, corpus)
-    held = min(train.validation_questions, len(questions) // 10)
-    kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
     truths = [response_of(question) for question in asked]
-    validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed)
+    engine = config.engine.beside_training
+    validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed, engine)
     if train.objective == "rl":
         return rl_task(FileQuestions(kept, retriever, train, phase), config, train, origin), validation
-    answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase)
-    return Sft(answers, config, train, origin), validation
+    answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase).beside(beside)
+    return sft_task(answers, config, train, origin), validation
+
+
+def some(questions: list[Question], count: int, seed: int) -> list[Question]:
+    """As many of the questions as are wanted, by lot."""
+    return random.Random(f"validation/{seed}").sample(questions, min(count, len(questions)))
+
+
+def sft_task(answers: AnswerRows, config: Config, train: TrainConfig, origin: Origin) -> Sft:
+    """The task of learning to answer, with the model's own kind of noise."""
+    kind = Sft if origin.config.noise is None else RedrawnSft
+    return kind(answers, config, train, origin)
 
 
 def rl_task(questions: Questions, config: Config, train: TrainConfig, origin: Origin) -> Rl:
@@ -102,7 +122,8 @@ def world_validation(config: Config, phase: str, folder: Path) -> QuestionValida
     retriever = load_retriever(
         built / "corpus.jsonl", top_k=config.retrieval.top_k, index_folder=str(built / "index")
     )
-    return QuestionValidation(questions, truths, retriever, config.decode, train.seed)
+    engine = config.engine.beside_training
+    return QuestionValidation(questions, truths, retriever, config.decode, train.seed, engine)
 
 
 def write_validation(folder: Path, seed: int, passages: int, questions: int, hops: int) -> None:

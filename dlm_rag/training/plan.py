@@ -1,7 +1,6 @@
 """What a run takes, before anything is allocated: bytes, FLOPs, seconds; and what cannot be."""
 
 import math
-import os
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +11,12 @@ import torch
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.layout import arrange
+from dlm_rag.evidence.pool import free_bytes
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.cost import Work, encode_work, head_work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.families import FAMILIES
+from dlm_rag.model.live import RESERVE
 from dlm_rag.model.rows import Segment
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
@@ -26,8 +27,7 @@ from dlm_rag.training.processes import check_sharing
 from dlm_rag.training.rl import STEPS
 from dlm_rag.training.rows.example import Example
 
-GB = 1e9
-RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
+GB, GIB = 1e9, 2**30
 REMEDY = (
     "see what fits with --plan (accumulate, checkpointing, parallel=fsdp on several devices, lora_rank, a "
     "smaller checkpoint)"
@@ -65,7 +65,9 @@ class PhasePlan:
     per_item: float  # bytes of activations that another item adds
     devices: int
     width: int  # bytes of a number of the arithmetic
-    gathered: float  # bytes of what shards are gathered into
+    gathered: float  # bytes of what shards are gathered into: the layer at work, the next one, and the rest
+    outside: int  # parameters outside of the layers
+    calls: int  # of the layers in a forward: passages run before what sees them
     shared_row: float  # bytes of keys and values of all layers of an item
 
     def bytes(self) -> dict[str, float]:
@@ -91,10 +93,11 @@ class PhasePlan:
         train, memory = self.train, self.memory
         others = (self.devices - 1) / self.devices
         if train.parallel == "fsdp":
-            # Gathered for forward and for backward; gradients are summed in float32, in every part.
-            each = (
-                others * (2 * self.width * memory.parameters + FLOAT32 * memory.trained) * train.accumulate
-            )
+            # A layer is gathered for each call, forward and backward; what is outside of the layers stays
+            # gathered. Gradients are summed in float32, in every part.
+            layers = memory.parameters - self.outside
+            numbers = self.width * (2 * self.calls * layers + self.outside)
+            each = others * (numbers + FLOAT32 * memory.trained) * train.accumulate
         else:
             each = 2 * others * memory.gradients
         apart = train.context_parallel
@@ -122,7 +125,12 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
 
     Raises `ConfigError` where so many devices cannot share a phase.
     """
+    if shape.noise is not None:
+        raise ConfigError("a plan is made for denoisers of masks, and this is a model of uniform noise")
     found = []
+    denoiser = _bare(shape)
+    in_layers = sum(p.numel() for p in denoiser.layers.parameters())
+    outside = sum(p.numel() for p in denoiser.parameters()) - in_layers
     for name, train in config.train.in_phases().items():
         devices = config.plan.devices
         check_sharing(train, train.items, devices)
@@ -146,7 +154,9 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
                 per_item=max(0, (memory.activations - compared.activations) / (part - other)),
                 devices=devices,
                 width=dtype.itemsize,
-                gathered=gathered_bytes(shape, dtype),
+                gathered=dtype.itemsize * (2 * in_layers / shape.num_hidden_layers + outside),
+                outside=outside,
+                calls=len(_calls(shape, one, layout)),
                 shared_row=2.0
                 * shape.num_hidden_layers
                 * shape.num_key_value_heads
@@ -156,15 +166,6 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
             )
         )
     return found
-
-
-def gathered_bytes(shape: DenoiserConfig, dtype: torch.dtype) -> float:
-    """Two layers, the one at work and the next, with embedding and head."""
-    with torch.device("meta"):
-        denoiser = Denoiser(shape)
-    layers = sum(p.numel() for p in denoiser.layers.parameters())
-    whole = sum(p.numel() for p in denoiser.parameters())
-    return float(dtype.itemsize * (2 * layers / shape.num_hidden_layers + whole - layers))
 
 
 def sample_items(config: Config, train: TrainConfig, shape: DenoiserConfig, count: int) -> list[Example]:
@@ -231,13 +232,23 @@ def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, froz
 
 def refuse_unfit(config: Config, count: int, device: torch.device) -> None:
     """Raises `ConfigError` for a phase that `count` processes cannot share, or that is more than the device
-    of each holds.
+    of each has free, or than `engine.memory_gib`.
 
-    On a CPU only weights, gradients and optimizer are looked at; elsewhere the whole step is planned.
+    On a CPU without such a budget, and of a model of uniform noise, only weights, gradients and optimizer
+    are looked at; else the whole step is planned, with the pool of the decoders that validate.
     """
-    have = device_memory(device) / (count if device.type == "cpu" else 1)
-    with torch.device("meta"):
-        denoiser = Denoiser(shape_of(config))
+    have, told = free_bytes(device) / (count if device.type == "cpu" else 1), f"this {device.type} has"
+    engine, kept = config.engine, config.engine.beside_training.pool_gib or 0.0
+    if engine.memory_gib is not None:
+        given = engine.memory_gib * GIB
+        if given > have:
+            raise ConfigError(
+                f"engine.memory_gib={engine.memory_gib:g} is {given / GB:.3g} GB for each process, and "
+                f"{told} {have / GB:.3g} GB free for it: lower it, or wait until others have ended"
+            )
+        have, told = given, f"engine.memory_gib={engine.memory_gib:g} is"
+    shape = shape_of(config)
+    denoiser = begin(config).empty(torch.float32) if shape.noise is not None else _bare(shape)
     each = FLOAT32 * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.in_phases().values():
         check_sharing(train, train.items, count)
@@ -246,27 +257,24 @@ def refuse_unfit(config: Config, count: int, device: torch.device) -> None:
             need /= count
         if need > have:
             raise ConfigError(
-                f"weights, gradients and optimizer alone take {need / GB:.0f} GB on each device, and this "
-                f"{device.type} has {have / GB:.0f} GB: {REMEDY}"
+                f"weights, gradients and optimizer alone take {need / GB:.3g} GB on each device, and "
+                f"{told} {have / GB:.3g} GB: {REMEDY}"
             )
-    if device.type == "cpu":
+    if shape.noise is not None or (device.type == "cpu" and engine.memory_gib is None):
         return
     devices = replace(config, plan=replace(config.plan, devices=count))
-    for phase in plan_phases(devices, shape_of(config), choose_dtype(config.train.dtype, device)):
-        need = sum(phase.bytes().values())
+    for phase in plan_phases(devices, shape, choose_dtype(config.train.dtype, device)):
+        need = sum(phase.bytes().values()) + kept * GIB
         if need > have:
             name = f"the phase {phase.name}" if phase.name else "a step"
             raise ConfigError(
-                f"{name} takes {need / GB:.0f} GB on each device, and this {device.type} has "
-                f"{have / GB:.0f} GB: {REMEDY}"
+                f"{name} takes {need / GB:.3g} GB on each device, and {told} {have / GB:.3g} GB: {REMEDY}"
             )
 
 
-def device_memory(device: torch.device) -> float:
-    """Bytes of a device's memory."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+def _bare(shape: DenoiserConfig) -> Denoiser:
+    with torch.device("meta"):
+        return Denoiser(shape)
 
 
 def shape_of(config: Config) -> DenoiserConfig:

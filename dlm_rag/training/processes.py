@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,19 +28,22 @@ from dlm_rag.program import whole
 class Processes:
     """This process among those that torchrun started; alone without it.
 
-    `sharing` neighbours work on the same sequences, each on its part of them.
+    `sharing` neighbours work on the same sequences, each on its part of them. None waits for another for
+    longer than `timeout`; where it is None, than torch's own.
     """
 
     rank: int
     count: int
     local_rank: int
     sharing: int = 1
+    timeout: timedelta | None = None
 
     @classmethod
-    def join(cls) -> "Processes":
+    def join(cls, timeout_minutes: float | None = None) -> "Processes":
         """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
 
-        Raises `ConfigError` where the environment is not as torchrun leaves it.
+        Who waits for another for so long raises what `failures.lost_another` knows: a cable that was pulled
+        out closes no connection. Raises `ConfigError` where the environment is not as torchrun leaves it.
         """
         names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # with what is least
         rank, count, local = (
@@ -51,9 +55,11 @@ class Processes:
                 f"RANK={rank} and WORLD_SIZE={count} in the environment are not torchrun's: unset them, or "
                 "start with torchrun"
             )
+        timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
         if count > 1 and not dist.is_initialized():
-            dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
-        return cls(rank, count, local)
+            backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=timeout)
+        return cls(rank, count, local, timeout=timeout)
 
     @property
     def first(self) -> bool:
@@ -93,7 +99,7 @@ class Processes:
         """These processes with `count` neighbours at a time on the same sequences; every one must call."""
         if count == 1:
             return self, None
-        group, _ = dist.new_subgroups(group_size=count)
+        group, _ = dist.new_subgroups(group_size=count, timeout=self.timeout)
         return replace(self, sharing=count), SequenceShare(self.rank % count, count, group)
 
     def check_folder(self, folder: Path) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dlm_rag.config import Config
+from dlm_rag.energy.reading import short
 from dlm_rag.errors import ConfigError, fold_message
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.files.whole import new_file
@@ -89,6 +90,10 @@ class Report:
         )
         if "mfu" in metrics:
             figures.append(f"MFU {self._mean('mfu'):.0%}")
+        measured = [m for m in self._recent if m.get("joules") is not None]
+        if measured:
+            joules, steps = (sum(m[name] for m in measured) for name in ("joules", "joules_steps"))
+            figures.append(f"{short(joules / steps)} J/step")
         for name, form in (("exact_match", "EM {:.1%}"), ("nelbo_per_token", "NELBO {:.3f}")):
             if name in self._validated:
                 figures.append(form.format(self._validated[name]))
@@ -119,10 +124,7 @@ class Report:
 
     def lines(self) -> list[dict[str, Any]]:
         """The metrics of all steps, of this process and those before it."""
-        if not self._path.is_file():
-            return []
-        with self._path.open("rb") as file:
-            return [metrics for line in file if (metrics := parse_metrics(line))]
+        return read_metrics(self._path)
 
     def _rewrite(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
         """Writes the file anew, with what `change` makes of the metrics of each step."""
@@ -134,6 +136,14 @@ class Report:
                     line = json.dumps(changed).encode() + b"\n"
                 if changed or (metrics is None and line.endswith(b"\n")):
                     new.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The metrics of all steps in a file; none where there is no file."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return [metrics for line in file if (metrics := parse_metrics(line))]
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | None:

@@ -170,4 +170,5 @@ def decoder_of(
     denoiser: Denoiser, retriever: CorpusRetriever, tokenizer: Tokenizer, config: Config, train: TrainConfig
 ) -> Decoder:
     """A decoder of rollouts around the weights as they are now; it keeps nothing of older ones."""
-    return Decoder(denoiser, retriever, tokenizer, rollout_settings(config, train), engine=config.engine)
+    settings, engine = rollout_settings(config, train), config.engine.beside_training
+    return Decoder(denoiser, retriever, tokenizer, settings, engine=engine)

@@ -9,8 +9,9 @@ from dlm_rag.training.task import State
 
 # What may change while a run goes on: how long it is, what is reported, how the work is done.
 FREE = {
-    "steps", "decay_share", "save_every", "validate_every", "validation_questions", "wandb", "phases",
-    "accumulate", "checkpointing", "logit_chunk", "compile", "parallel", "context_parallel",
+    "timeout_minutes", "steps", "decay_share", "save_every", "validate_every", "validation_questions",
+    "wandb", "phases", "accumulate", "checkpointing", "logit_chunk", "compile", "parallel",
+    "context_parallel",
 }  # fmt: skip
 
 
@@ -34,7 +35,11 @@ class TrainState:
 
 
 def refuse_others(what: str, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises `ConfigError` for the first setting that has another value than before."""
+    """Raises `ConfigError` for the first setting that has another value than before.
+
+    One that did not exist yet when the run was begun had its default.
+    """
+    then = run_settings(Config()) | phase_settings(TrainConfig()) | then
     for key, value in now.items():
         if then.get(key) != value:
             raise ConfigError(

@@ -116,10 +116,13 @@ class Sft:
         pointed = max(1, counts["pointed"])
         found = {
             "loss": sums["tokens"] / counts["divisor"],
-            "pointer_loss": sums["pointers"] / pointed,
-            "pointer_mass": sums["passage_mass"] / pointed,
             "name_accuracy": sums["names_right"] / pointed,
         }
+        if "pointers" in sums:
+            found |= {
+                "pointer_loss": sums["pointers"] / pointed,
+                "pointer_mass": sums["passage_mass"] / pointed,
+            }
         return found | ({"passages": self.conditions(state)[1]} if self._curriculum else {})
 
     def advance(self, state: State, metrics: dict[str, Any], counts: dict[str, float]) -> State:

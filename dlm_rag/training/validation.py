@@ -1,14 +1,17 @@
 """Validation: the real decoder and the NELBO on questions, the NELBO on documents, all held out."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from dlm_rag.config import DecodeConfig
+from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
 from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times, mask_tokens
+from dlm_rag.diffusion.uniform import from_others, redraw_tokens, uniform_nelbo
 from dlm_rag.evaluation.metrics import score
 from dlm_rag.evidence.fitting import Room, fit
 from dlm_rag.model.denoiser import Denoiser
@@ -18,13 +21,15 @@ from dlm_rag.randomness import keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.stages import stage
-from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.tokenizer import Prompt, Tokenizer
+from dlm_rag.training.gemma import TrainedGemma
 from dlm_rag.training.objective import Terms, counts_of, encode
 from dlm_rag.training.rows.documents import Documents
 from dlm_rag.training.rows.example import Example
 from dlm_rag.training.trainer import Trainer, added
 
 NELBO_TIMES = 4  # for each question
+LINEAR = SCHEDULES["linear"]
 
 
 class Validation(Protocol):
@@ -40,10 +45,10 @@ class QuestionValidation:
 
     def __init__(
         self, questions: list[Question], truths: list[str], retriever: CorpusRetriever,
-        decode: DecodeConfig, seed: int,
+        decode: DecodeConfig, seed: int, engine: EngineConfig | None = None,
     ) -> None:  # fmt: skip
         self._questions, self._truths, self._seed = questions, truths, seed
-        self._retriever, self._config = retriever, decode
+        self._retriever, self._config, self._engine = retriever, decode, engine
 
     def scores(self, trainer: Trainer) -> dict[str, float]:
         """Exact match and forwards for all questions, exact match by hops, and the NELBO.
@@ -65,7 +70,8 @@ class QuestionValidation:
     def sums(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> dict[str, float]:
         """Over some of the questions, under names that do not depend on which."""
         asked = [self._questions[number] for number in which]
-        decoder = Decoder(denoiser, self._retriever, tokenizer, self._config)
+        weights = denoiser.decoding() if isinstance(denoiser, TrainedGemma) else denoiser
+        decoder = Decoder(weights, self._retriever, tokenizer, self._config, engine=self._engine)
         found = dict.fromkeys(["exact_match", *map(_by_hops, self._hops()), "forwards_per_answer"], 0.0)
         for rollout, question in zip(decoder.decode(asked), asked, strict=True):
             scored = score(rollout, question)
@@ -95,9 +101,9 @@ class QuestionValidation:
         number of these tokens.
 
         Given the passages that hold the answer (where they are not named: those found for question and
-        response); linear schedule, antithetic times, one sample of masks for every question and time.
+        response); linear schedule, antithetic times, one sample of noise for every question and time. A
+        model of uniform noise fills its canvases with end tokens, which are in its bound.
         """
-        schedule = SCHEDULES["linear"]
         total = tokens = 0.0
         for number in which:
             question, truth = self._questions[number], self._truths[number]
@@ -105,33 +111,64 @@ class QuestionValidation:
             times = antithetic_times(NELBO_TIMES, generator)
             assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
-            ids = torch.tensor(target).expand(len(times), -1)
-            hidden = mask_tokens(ids, schedule.alpha(times), -1, generator) < 0
-            some = hidden.any(dim=1)  # a row without masks adds nothing
             found = tokenizer.prompt(question.question, self._evidence(question, truth))
             prompt = fit(found, Room.of(denoiser.config))[0]
             tokens += len(target)
-            examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
-            if examples:
-                losses = torch.zeros(hidden.shape, dtype=torch.float64)
-                losses[hidden] = _losses(denoiser, examples, ids[hidden])
-                total += float(nelbo(losses[some], times[some], schedule).sum()) / len(times)
+            bounds = _masked_bounds if denoiser.config.noise is None else _uniform_bounds
+            total += float(bounds(denoiser, prompt, target, times, generator).sum()) / len(times)
         return total, tokens
 
     def _evidence(self, question: Question, truth: str) -> list[str]:
         if not question.supporting_ids:
             (found,) = self._retriever.search([build_query("proxy", question.question, truth)])
             return [passage.text for passage in found]
-        wanted = set(question.supporting_ids)
-        texts = {passage.id: passage.text for passage in self._retriever.corpus if passage.id in wanted}
-        return [texts[name] for name in question.supporting_ids if name in texts]
+        return [self._support[name] for name in question.supporting_ids if name in self._support]
+
+    @cached_property
+    def _support(self) -> dict[str, str]:
+        """The texts of the passages that support the questions, by their ids."""
+        wanted = {name for question in self._questions for name in question.supporting_ids}
+        return {passage.id: passage.text for passage in self._retriever.corpus if passage.id in wanted}
 
 
-def _losses(denoiser: Denoiser, examples: list[Example], targets: torch.Tensor) -> torch.Tensor:
+def _masked_bounds(
+    denoiser: Denoiser, prompt: Prompt, target: tuple[int, ...], times: Tensor, generator: torch.Generator
+) -> Tensor:
+    """The NELBO in nats of one response at each of these times (rows,)."""
+    ids = torch.tensor(target).expand(len(times), -1)
+    hidden = mask_tokens(ids, LINEAR.alpha(times), -1, generator) < 0
+    some = hidden.any(dim=1)  # a row without masks adds nothing
+    examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
+    losses = torch.zeros(hidden.shape, dtype=torch.float64)
+    if examples:
+        losses[hidden] = _losses(denoiser, examples, ids[hidden])
+    return nelbo(losses, times, LINEAR)
+
+
+def _losses(denoiser: Denoiser, examples: list[Example], targets: Tensor) -> Tensor:
     """Cross-entropies (n,) of all hidden tokens, on the host."""
     seen = encode(denoiser, examples, denoiser.config.evidence_layout)
     (there,) = to_device([targets.numpy()], seen.hidden.device)
     return torch.from_numpy(to_host(token_losses(denoiser.read_out(seen.hidden), there).double()))
+
+
+def _uniform_bounds(
+    denoiser: Any, prompt: Prompt, target: tuple[int, ...], times: Tensor, generator: torch.Generator
+) -> Tensor:
+    """The same under uniform noise: canvas after canvas, those before it in the prompt."""
+    shape, device, total = denoiser.config, denoiser.device, torch.zeros_like(times)
+    alone = torch.zeros(len(times), dtype=torch.bool, device=device)
+    for start in range(0, len(target), shape.attention_block):
+        canvas = target[start : start + shape.attention_block]
+        ids = torch.tensor((*canvas, *target[-1:] * (shape.attention_block - len(canvas))))
+        ids = ids.expand(len(times), -1)
+        noisy = redraw_tokens(ids, LINEAR.alpha(times), shape.vocab_size, generator)
+        logits = denoiser([[*prompt.ids, *target[:start]]] * len(times), noisy.to(device), alone).cpu()
+        at = times[:, None].expand(ids.shape)
+        if not denoiser.from_others:
+            logits = from_others(logits, noisy, at, LINEAR)
+        total += uniform_nelbo(logits, noisy, ids, at, LINEAR).sum(1)
+    return total
 
 
 def _by_hops(hops: int) -> str:

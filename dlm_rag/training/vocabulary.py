@@ -1,24 +1,26 @@
-"""The tokenizer of our own models: byte-level BPE learned on training worlds.
+"""The tokenizer of our own models: byte-level BPE learned on training worlds, or on passages.
 
 A blank is put before every text and after every line break, so that a name has the same tokens at the
 head of a passage and in the middle of a sentence: it can be copied token by token.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from dlm_rag.data.world import make_question, make_world
+from dlm_rag.retrieval.corpus import Corpus
 
+PASSAGES = 100_000  # that a tokenizer is learned from, at most
 MASK, END = "<mask>", "<end>"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
 
-def learn_tokenizer(seed: int, vocabulary: int, worlds: int = 60) -> PreTrainedTokenizerFast:
-    """Ids 0 and 1 are the mask and the end token; the rest is learned from `worlds` small worlds."""
+def learn_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Ids 0 and 1 are the mask and the end token; the rest, all bytes among them, is learned from texts."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(" "), normalizers.Replace("\n", "\n ")])
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -34,11 +36,17 @@ def learn_tokenizer(seed: int, vocabulary: int, worlds: int = 60) -> PreTrainedT
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_texts(seed, worlds), trainer)
+    backend.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token=MASK, eos_token=END)
 
 
-def _texts(seed: int, worlds: int) -> Iterator[str]:
+def corpus_texts(corpus: Corpus) -> Iterator[str]:
+    """The texts of at most `PASSAGES` passages, from all over the corpus."""
+    yield from (corpus[row].text for row in range(0, len(corpus), -(-len(corpus) // PASSAGES)))
+
+
+def world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
+    """Passages, questions and responses of `worlds` small training worlds."""
     for number in range(worlds):
         world = make_world(seed * 1_000_003 - 1 - number, "train", 150)
         rng = random.Random(f"vocabulary/{seed}/{number}")

@@ -18,6 +18,7 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.randomness import keyed_generator
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 ROWS_READ = 4096  # of a tensor whose mean is taken
 
 
@@ -57,10 +58,14 @@ def place(denoiser: Denoiser, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill(denoiser: Denoiser, checkpoint: Checkpoint | None, seed: int, trained: bool = True) -> None:
+def fill(
+    denoiser: Denoiser, checkpoint: Checkpoint | None, seed: int, trained: bool = True,
+    layers: Checkpoint | None = None,
+) -> None:  # fmt: skip
     """Gives a placed denoiser its first weights: the checkpoint's, or fresh ones that depend on the seed.
 
-    trained: also what is under training; else only what is frozen, as where the rest was saved by a run.
+    layers: whose weights stand in for all fresh ones but the embeddings. trained: also what is under
+    training; else only what is frozen, as where the rest was saved by a run.
     """
     values = denoiser.named_parameters()
     wanted = {name: value for name, value in values if trained or not value.requires_grad}
@@ -78,13 +83,15 @@ def fill(denoiser: Denoiser, checkpoint: Checkpoint | None, seed: int, trained: 
     if checkpoint is None:
         if plain:
             for name, made in fresh_weights(denoiser.config, seed):
+                if layers is not None and name not in EMBEDDINGS:
+                    made = layers.rows(name, slice(0, made.shape[0])).float()
                 _take(plain[name], made)
         return
     for name, value in plain.items():
         own = rows_of(value)
         local = _local(value)
         theirs = name.replace(".base_layer", "")
-        embedding = theirs in ("embed_tokens.weight", "lm_head.weight")
+        embedding = theirs in EMBEDDINGS
         old = checkpoint.config.vocab_size if embedding else value.shape[0]
         kept = slice(min(own.start, old), min(own.stop, old))
         if kept.start < kept.stop:

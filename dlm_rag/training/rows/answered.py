@@ -1,8 +1,9 @@
 """Training examples from questions of one's own: evidence as our own retriever finds it while decoding.
 
-An item of a step is one question at one moment: some sentences of its response stand, the passages are
-those that the query of that moment brings, the rest is masked in several ways. Everything follows from
-(seed, phase, step, item).
+An item of a step is one set of passages: those that the query of a moment of some question brings, when
+some sentences of its response stand. Its rows are that question's, masked in several ways; with questions
+`beside`, half of them are of such as these passages answer too. Everything follows from (seed, phase, step,
+item).
 """
 
 import random
@@ -16,10 +17,15 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import permutation
 from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.text import sentence_spans
 from dlm_rag.tokenizer import Prompt, Tokenizer
+from dlm_rag.training.rows.evidence import among, copies
 from dlm_rag.training.rows.example import Example, masked_canvas
+
+GUESSED_WORDS = 3  # of the next sentence, in the query of a moment
+RIGHT_GUESS, WRONG_GUESS = 0.4, 0.3  # shares of the moments with such words, and with those of another
 
 
 class AnsweredQuestions:
@@ -32,49 +38,100 @@ class AnsweredQuestions:
         """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
         self._questions, self._retriever, self._tokenizer = questions, retriever, tokenizer
         self._denoiser, self._train, self._key = denoiser, train, (train.seed, phase)
+        self._beside: dict[str, list[Question]] = {}
         for question in questions:
-            response = response_of(question)
-            if not response:
-                raise QuestionError(f"question '{question.id}' has neither 'response' nor 'golden_answers'")
-            length = len(tokenizer.encode(response)) + 1
-            if length > denoiser.canvas_length:
-                raise QuestionError(
-                    f"question '{question.id}': its response and an end token are {length} tokens, more "
-                    f"than the canvas of {denoiser.canvas_length}: set decode.canvas_length"
-                )
-            try:
-                self._prompt(question, [])
-            except QuestionError as error:
-                raise QuestionError(f"question '{question.id}': {error}") from None
+            self._check(question)
+
+    def beside(self, questions: Iterable[Question]) -> "AnsweredQuestions":
+        """Adds questions that a single passage answers, and with them a curriculum of few passages first.
+
+        Raises as the constructor.
+        """
+        for question in questions:
+            self._check(question)
+            self._beside.setdefault(question.supporting_ids[0], []).append(question)
+        return self
+
+    def _check(self, question: Question) -> None:
+        response, longest = response_of(question), self._denoiser.canvas_length
+        if not response:
+            raise QuestionError(f"question '{question.id}' has neither 'response' nor 'golden_answers'")
+        length = len(self._tokenizer.encode(response)) + 1
+        if length > longest:
+            raise QuestionError(
+                f"question '{question.id}': its response and an end token are {length} tokens, more "
+                f"than the canvas of {longest}: set decode.canvas_length"
+            )
+        try:
+            self._prompt(question, [])
+        except QuestionError as error:
+            raise QuestionError(f"question '{question.id}': {error}") from None
 
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
-        """Rows of some questions of a step; all that is found goes into the prompt."""
+        """Rows of some sets of passages of a step.
+
+        passages: at least and at most so many in a prompt, where there are questions beside; else all that
+        is found.
+        """
         moments = []
         for item in items:
             epoch, place = divmod(step * self._train.items + item, len(self._questions))
             order = permutation((*self._key, "questions", epoch), len(self._questions))
             rng = random.Random(f"answered/{self._key}/{step}/{item}")
             question = self._questions[int(order[place])]
-            response = response_of(question)
-            ends = [0, *(end for _, end in sentence_spans(response))]
-            moments.append((rng, question, response, rng.choice(ends)))
+            ends = _ends(question)
+            moments.append((rng, question, rng.choice(ends), ends))
         queries = [
-            build_query("proxy", q.question, response[:stands]) for _, q, response, stands in moments
+            build_query("proxy", question.question, self._known(rng, question, stands))
+            for rng, question, stands, _ in moments
         ]
         found = self._retriever.search(queries)
         examples = []
-        for (rng, question, response, stands), passages_found in zip(moments, found, strict=True):
-            prompt = self._prompt(question, [passage.text for passage in passages_found])
-            ids = list(self._tokenizer.encode(response))
-            standing = len(self._tokenizer.encode(response[:stands])) if stands else 0
-            for _ in range(self._train.rows):
-                laid, end_id = arrange(prompt, self._denoiser), self._tokenizer.end_id
-                target, hidden, finished = masked_canvas(rng, ids, standing, laid, self._denoiser, end_id)
-                examples.append(Example(prompt, target, hidden, finished=finished))
+        for (rng, question, stands, ends), evidence in zip(moments, found, strict=True):
+            if self._beside:
+                needed = question.supporting_ids[: ends.index(stands) + 1]
+                evidence = among(rng, evidence, needed, rng.randint(*passages))
+            others = [other for passage in evidence for other in self._beside.get(passage.id, ())]
+            for row in range(self._train.rows):
+                if others and row >= self._train.rows // 2:
+                    side = rng.choice(others)
+                    examples.append(self._example(rng, side, evidence, rng.choice(_ends(side))))
+                else:
+                    examples.append(self._example(rng, question, evidence, stands))
         return examples
+
+    def _known(self, rng: random.Random, question: Question, stands: int) -> str:
+        """The part of a response that is in the query: what stands, and now and then a guess behind it."""
+        response = response_of(question)
+        lot = rng.random() if self._beside else 1.0
+        if lot >= RIGHT_GUESS + WRONG_GUESS:
+            return response[:stands]
+        guess = response[stands:]
+        if lot >= RIGHT_GUESS:
+            other = rng.choice(self._questions)
+            guess = response_of(other)[rng.choice(_ends(other)) :]
+        return " ".join((response[:stands], *guess.split()[:GUESSED_WORDS]))
+
+    def _example(
+        self, rng: random.Random, question: Question, evidence: Sequence[Passage], stands: int
+    ) -> Example:
+        """A row of a question of whose response the first `stands` characters stand."""
+        tokenizer, shape, response = self._tokenizer, self._denoiser, response_of(question)
+        prompt = self._prompt(question, [passage.text for passage in evidence])
+        ids = list(tokenizer.encode(response))
+        standing = len(tokenizer.encode(response[:stands])) if stands else 0
+        laid = arrange(prompt, shape)
+        target, hidden, finished = masked_canvas(rng, ids, standing, laid, shape, tokenizer.end_id)
+        pointers = tuple(p for p in copies(ids, prompt.facts) if p.position < len(target))
+        return Example(prompt, target, hidden, pointers, finished=finished)
 
     def _prompt(self, question: Question, passages: list[str]) -> Prompt:
         return fit(self._tokenizer.prompt(question.question, passages), Room.of(self._denoiser))[0]
+
+
+def _ends(question: Question) -> list[int]:
+    """Where a response may stand: at its beginning and behind each of its sentences, in characters."""
+    return [0, *(end for _, end in sentence_spans(response_of(question)))]
 
 
 def response_of(question: Question) -> str:

@@ -22,6 +22,7 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.rows.evidence import among
 from dlm_rag.training.rows.example import Example, Pointer, masked_canvas
 
 HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
@@ -110,14 +111,9 @@ class WorldExamples:
             response = f"{response} {question.sentences[written].partition(' ')[0]} {guess}."
         found = indexed.search(question.question, response)
         needed = {subject.id for subject in question.subjects[: written + 1]}
-        kept = [passage for passage in found if passage.id in needed][-count:]
-        if len(kept) < count and not kept:
-            kept = [indexed.passages[question.subjects[0].id]]
-        others = [passage for passage in found if passage not in kept]
-        rng.shuffle(others)
-        evidence = kept + others[: count - len(kept)]
-        rng.shuffle(evidence)
-        return evidence
+        if not any(passage.id in needed for passage in found):
+            found = [indexed.passages[question.subjects[0].id], *found]
+        return among(rng, found, needed, count)
 
     def _example(
         self, rng: random.Random, question: WorldQuestion, evidence: list[Passage], written: int

@@ -1,0 +1,186 @@
+"""Questions with reasoning, answer and support by construction, from a corpus of titled passages alone.
+
+A sentence of passage A names the title of passage B. The name is left out of it and asked for:
+
+    What is the thing left out here: 'En Aasai Rasave is a 1998 Tamil drama film directed by ____.'?
+    En Aasai Rasave is a 1998 Tamil drama film directed by Kasthuri Raja. Kasthuri Raja is an Indian film
+    director based in Chennai. ### an Indian film director based in Chennai
+
+The first sentence of the response can be found by the question, the second only by the first.
+"""
+
+import hashlib
+import re
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.synthesis.chains import MOST_WORDS, Names, Sentences, Titled, components
+from dlm_rag.synthesis.shards import Outcome
+from dlm_rag.text import FUNCTION_WORDS, normalize_answer, words
+
+GAP = "____"
+LEAST_WORDS = 4  # no function words, left of a sentence around its gap
+LARGEST_COMPONENT = 100  # passages; a larger one cannot be on one side of the split as a whole
+TEMPLATES = {
+    "what": "What is {name}?",
+    "complete": "Which name is left out here: '{gap}'?",
+    "chain2": "What is the thing left out here: '{gap}'?",
+    "chain3": "What is the thing that the first sentence about the thing left out here names: '{gap}'?",
+}
+CHECKS = ["one_sentence", "one_passage", "answer_not_in_question"]
+_CAPITALS = re.compile(r"(?:[A-ZÀ-ÖØ-Þ][\w’'-]*[^\W_] ){1,4}[A-ZÀ-ÖØ-Þ][\w’'-]*[^\W_]")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A sentence of one passage with a name left out; `named`: the row whose name it is, where one is."""
+
+    row: int
+    before: str
+    name: str
+    after: str
+    named: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        """The sentence as it stands in the passage."""
+        return f"{self.before}{self.name}{self.after}"
+
+
+class CorpusRows:
+    """The rows of a corpus, passage by passage; all that it keeps is some three times the texts."""
+
+    def __init__(self, corpus: Iterable[Passage], longest: int = 3, held_out: float = 0.25) -> None:
+        """longest: passages of a chain at most. held_out: share of the passages not to be trained on."""
+        self.passages = [Titled.of(passage) for passage in corpus]
+        self.names = Names(self.passages)
+        self._sentences = Sentences(self.passages)
+        self._longest, self._held_out = longest, held_out
+        self._gaps = [list(self._gaps_of(row)) for row in range(len(self.passages))]
+        edges = [(gap.row, gap.named) for gaps in self._gaps for gap in gaps if self._defined(gap.named)]
+        self._group = components((row, named) for row, named in edges if named is not None)
+        self._sizes: dict[int, int] = {}
+        for root in self._group.values():
+            self._sizes[root] = self._sizes.get(root, 0) + 1
+
+    def __len__(self) -> int:
+        return len(self.passages)
+
+    def outcomes(self, done: set[str]) -> Generator[Outcome]:
+        """What becomes of each passage that is not done."""
+        for place, passage in enumerate(self.passages):
+            if passage.id not in done:
+                yield Outcome(place, passage.id, *self.rows(place))
+
+    def rows(self, row: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """The rows that begin with a passage, and how many were left out by reason.
+
+        Every one passes `CHECKS`: only one sentence of the corpus fits the gap, only one passage has the
+        name, and the answer does not stand in the question.
+        """
+        found, dropped = [], dict[str, int]()
+        for kind, chain, gap in self._chains(row):
+            made = self._row(kind, chain, gap)
+            if len({self.held_out(each) for each in chain}) > 1:
+                reason = "across the split"
+            elif _says(made["question"], made["golden_answers"][0]):
+                reason = "the answer stands in the question"
+            else:
+                found.append(made)
+                continue
+            dropped[reason] = dropped.get(reason, 0) + 1
+        for number, made in enumerate(found):
+            made["id"] = f"{made['id']}#{number}"
+        return found, dropped
+
+    def held_out(self, row: int) -> bool:
+        """The side of a passage: that of all it is connected with by chains, where these are not too many.
+
+        No passage of a chain to train on is in a chain that is held out.
+        """
+        root = self._group.get(row, row)
+        whole = self._sizes.get(root, 1) <= LARGEST_COMPONENT
+        key = self.passages[root if whole else row].id
+        return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < self._held_out * 2**32
+
+    def _chains(self, row: int) -> Iterator[tuple[str, list[int], Gap | None]]:
+        """Kind, rows of the passages and gap of everything that can be asked from a passage on."""
+        if self.passages[row].what and self._known(row):
+            yield "what", [row], None
+        for gap in self._gaps[row]:
+            yield "complete", [row], gap
+            if self._longest > 1 and gap.named is not None and self._defined(gap.named):
+                yield "chain2", [row, gap.named], gap
+                third = self._only_named(gap.named) if self._longest > 2 else None
+                if third is not None and third != row and self._defined(third):
+                    yield "chain3", [row, gap.named, third], gap
+
+    def _row(self, kind: str, chain: list[int], gap: Gap | None) -> dict[str, Any]:
+        passages = [self.passages[row] for row in chain]
+        blank = f"{gap.before}{GAP}{gap.after}" if gap else ""
+        answer = gap.name if gap and kind == "complete" else passages[-1].what
+        said = [gap.sentence] if gap else []
+        said += [passage.sentences[0] for passage in passages[len(said) :]]
+        ids = [passage.id for passage in passages]
+        return {
+            "id": f"{ids[0]}#{kind}",
+            "question": TEMPLATES[kind].format(name=passages[0].name, gap=blank),
+            "golden_answers": [answer],
+            "supporting_ids": ids,
+            "hops": len(ids),
+            "response": f"{' '.join(said)} ### {answer}",
+            "source_ids": ids,
+            "template": kind,
+            "filters": CHECKS,
+            "held_out": self.held_out(chain[0]),
+        }
+
+    def _gaps_of(self, row: int) -> Iterator[Gap]:
+        """Names of passages, the own one among them, and runs of capitalised words; each alone in a gap."""
+        for sentence in self.passages[row].sentences:
+            if len(sentence.split()) > MOST_WORDS:
+                continue
+            spans = list(self.names.find(sentence))
+            taken = [(start, stop) for start, stop, _ in spans]
+            for run in _CAPITALS.finditer(sentence):
+                begins = run.start()
+                if run[0].partition(" ")[0].lower() in FUNCTION_WORDS:  # "The", "In", as a sentence begins
+                    begins += run[0].index(" ") + 1
+                if " " in sentence[begins : run.end()] and not any(
+                    a < run.end() and b > begins for a, b in taken
+                ):
+                    spans.append((begins, run.end(), -1))
+            for start, stop, named in sorted(spans):
+                before, name, after = sentence[:start], sentence[start:stop], sentence[stop:]
+                left = [word for word in words(f"{before} {after}") if word not in FUNCTION_WORDS]
+                once = not _says(f"{before} {GAP} {after}", name)
+                if once and len(left) >= LEAST_WORDS and self._sentences.fit(before, after) == 1:
+                    yield Gap(row, before, name, after, None if named in (-1, row) else named)
+
+    def _only_named(self, row: int) -> int | None:
+        """The one other passage that a passage names where it says what it is, if it is one."""
+        passage = self.passages[row]
+        verb = passage.sentences[0].index(passage.what)
+        found = self.names.find(passage.sentences[0])
+        named = {other for start, _, other in found if start >= verb} - {row}
+        return named.pop() if len(named) == 1 else None
+
+    def _defined(self, row: int | None) -> bool:
+        """Whether a passage says what it is, in a first sentence that is not too long."""
+        if row is None or not self.passages[row].what:
+            return False
+        return len(self.passages[row].sentences[0].split()) <= MOST_WORDS
+
+    def _known(self, row: int) -> bool:
+        """Whether the name of a passage stands for it alone."""
+        return self._defined(row) and any(
+            found == row and stop - start == len(self.passages[row].name)
+            for start, stop, found in self.names.find(self.passages[row].name)
+        )
+
+
+def _says(text: str, answer: str) -> bool:
+    """Whether the words of an answer stand in a text, in that order, as SQuAD compares them."""
+    return f" {normalize_answer(answer)} " in f" {normalize_answer(text)} "

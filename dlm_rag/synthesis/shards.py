@@ -1,0 +1,289 @@
+"""The folder of rows: a journal while they are made, then files to train on, whatever is killed in between.
+
+    .journal.jsonl       one line a source, once it is decided what becomes of it; gone when all is written
+    rows-00000.parquet   the rows to train on, in the order of their sources
+    held_out/            the others, where there are any
+    rows.json            settings, stamp, counts
+    README.md            the card
+
+A line of the journal stands for a source as a whole: a kill loses what was not written yet, and the same
+command makes just that. The files are made of the journal alone, in the order of the sources, so that they
+are the same bytes whatever was stopped and in whatever order the sources were done.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from dlm_rag.config import SynthesisConfig
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.files.jsonl import end_last_line, parse_object, read_note
+from dlm_rag.files.whole import give_back, take_lock, write_whole
+from dlm_rag.progress import progress
+from dlm_rag.synthesis.card import card
+from dlm_rag.synthesis.duplicates import Duplicates
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+log = logging.getLogger(__name__)
+
+JOURNAL, NOTE, PARTS, HELD_OUT, LOCK = (
+    ".journal.jsonl", "rows.json", ".parts", "held_out", "synthesis.lock",
+)  # fmt: skip
+# Columns of questions, and of texts, in the words of Arrow.
+QUESTIONS = {
+    "id": "string", "question": "string", "golden_answers": "list", "supporting_ids": "list",
+    "hops": "int64", "response": "string", "source_ids": "list", "template": "string", "filters": "list",
+    "model": "string", "settings": "string", "finish_reason": "string", "prompt_tokens": "int64",
+    "response_tokens": "int64",
+}  # fmt: skip
+TEXTS = {
+    "id": "string", "title": "string", "text": "string", "source_ids": "list", "template": "string",
+    "filters": "list", "model": "string", "settings": "string", "finish_reason": "string",
+    "prompt_tokens": "int64", "response_tokens": "int64",
+}  # fmt: skip
+BUFFER = 10_000  # rows in memory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a source: its place among all of them, its rows, what was left out and what it took.
+
+    Rows have `held_out` beside their columns where they are none to train on.
+    """
+
+    place: int
+    source: str
+    rows: list[dict[str, Any]]
+    dropped: dict[str, int] = field(default_factory=dict)  # rows by reason
+    spent: dict[str, int] = field(default_factory=dict)  # tokens, requests
+
+
+class RowsFolder:
+    """A folder that rows are made into; the constructor only reads.
+
+    Raises `ConfigError` for a folder that is not this program's, or holds rows of other settings.
+    """
+
+    def __init__(self, folder: Path, depends_on: dict[str, Any], model: str = "") -> None:
+        """depends_on: all that can change a row. model: who made the rows, for their column."""
+        self.folder, self._depends_on = folder, depends_on
+        digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
+        self._common = {"model": model, "settings": digest}
+        self._journal, self._note = folder / JOURNAL, folder / NOTE
+        self._lock: FileLock | None = None
+        self._file: IO[bytes] | None = None
+        self.done: set[str] = set()
+        self._check()
+
+    def _check(self) -> None:
+        note = read_note(self._note)
+        then = note.get("depends_on")
+        try:
+            names = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
+        except OSError as error:
+            raise ConfigError(f"out={self.folder} cannot be a folder: {error.strerror}") from None
+        if not isinstance(then, dict):
+            # A kill may leave the lock, and the note while it was being written.
+            if foreign := sorted(name for name in names if name != LOCK and not name.startswith(".")):
+                raise ConfigError(
+                    f"{self.folder} holds '{foreign[0]}', which is of no rows: name a new or empty folder"
+                )
+            then = self._depends_on
+        for key in sorted({*then, *self._depends_on}):
+            if then.get(key) != self._depends_on.get(key):
+                raise ConfigError(
+                    f"out={self.folder} holds rows with {key}={then.get(key)}, this run has "
+                    f"{self._depends_on.get(key)}: choose another --out"
+                )
+        self.complete = note.get("complete", False)
+
+    def begin(self, stamp: dict[str, Any]) -> None:
+        """Takes the folder for this process; `done` then names the sources that are decided."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"out={self.folder} cannot be a folder: {error.strerror}") from None
+        self._lock = take_lock(self.folder / LOCK, f"out={self.folder}")
+        try:
+            self._check()
+            if self.complete:
+                self._clear()
+                return
+            if not self._note.exists():
+                self._write_note({"stamp": stamp})
+            self._journal.touch()
+            end_last_line(self._journal)
+            self.done = {line["source"] for _, line in self._lines()}
+            self._file = self._journal.open("ab", buffering=0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _write_note(self, more: dict[str, Any]) -> dict[str, Any]:
+        note = read_note(self._note) | {"depends_on": self._depends_on} | more
+        write_whole(self._note, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
+        return note
+
+    def add(self, outcome: Outcome) -> None:
+        """One line of the journal, out at once. Raises `RunError` where the disk is full."""
+        assert self._file is not None and outcome.source not in self.done
+        line = (json.dumps(asdict(outcome), ensure_ascii=False) + "\n").encode()
+        try:
+            if self._file.write(line) < len(line):  # what is there of it is cut off when the run goes on
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RunError(
+                f"out={self.folder} cannot be written any more ({error.strerror}); what is there is kept: "
+                "make room, and the same command goes on from there"
+            ) from error
+        self.done.add(outcome.source)
+
+    def add_energy(self, part: dict[str, Any] | None) -> None:
+        """Adds to the note what a part of the run has drawn; None: nobody asked."""
+        if part is None:
+            return
+        try:
+            self._write_note({"energy": [*read_note(self._note).get("energy", []), part]})
+        except OSError as error:  # the rows are there
+            log.warning("%s does not get the joules of this part: %s", self._note, error.strerror)
+
+    def finish(
+        self, config: SynthesisConfig, columns: dict[str, str], complete: bool = True
+    ) -> dict[str, int]:
+        """Writes the files and the card, and then that they are written; returns the counts.
+
+        complete: whether every source is decided. Until then the journal stays, and the files are written
+        anew by the run that goes on.
+        """
+        counts: Counter[str] = Counter(sources=len(self.done))
+        parts = self.folder / PARTS
+        shutil.rmtree(parts, ignore_errors=True)
+        (parts / HELD_OUT).mkdir(parents=True)
+        shards = {
+            side: Shards(parts / name, config, columns) for side, name in ((False, ""), (True, HELD_OUT))
+        }
+        duplicates = Duplicates(config.near_duplicates, config.against)
+        with progress("writing rows", len(self.done)) as advance:
+            for rows in self._blocks(counts, advance):
+                for row, reason in duplicates.sort(rows):
+                    if reason:
+                        counts[f"left out: {reason}"] += 1
+                        continue
+                    held_out = row.get("held_out", False)
+                    counts[f"{'held out' if held_out else 'rows'}: {row['template']}"] += 1
+                    shards[held_out].add(self._common | row)
+        files = [path for side in shards.values() for path in side.close()]
+        names = [str(path.relative_to(parts)) for path in files]
+        for stale in {*read_note(self._note).get("files", [])} - {*names}:
+            (self.folder / stale).unlink(missing_ok=True)
+        for path, name in zip(files, names, strict=True):
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            path.replace(self.folder / name)
+        told = dict(sorted(counts.items()))
+        note = self._write_note({"counts": told, "files": names})
+        write_whole(self.folder / "README.md", card(self.folder, told, note))
+        if complete:
+            self._write_note({"complete": True})
+            self._clear()
+        return told
+
+    def _clear(self) -> None:
+        """Takes away what a folder that is complete needs no more."""
+        shutil.rmtree(self.folder / PARTS, ignore_errors=True)
+        for path in self.folder.glob(".part-*"):  # of a note that a kill has cut short
+            path.unlink()
+        self._journal.unlink(missing_ok=True)
+
+    def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Where each line of the journal begins, and what it says."""
+        start = 0
+        with self._journal.open("rb") as file:
+            for line in file:
+                yield start, parse_object(line, f"{self._journal}, byte {start}", ConfigError)
+                start += len(line)
+
+    def _blocks(self, counts: "Counter[str]", advance: Any) -> Iterator[list[dict[str, Any]]]:
+        """The rows in the order of their sources, some thousand at a time."""
+        starts = [start for _, start in sorted((line["place"], start) for start, line in self._lines())]
+        block: list[dict[str, Any]] = []
+        with self._journal.open("rb") as file:
+            for start in starts:
+                file.seek(start)
+                line = json.loads(file.readline())
+                counts.update({f"left out: {reason}": n for reason, n in line["dropped"].items()})
+                counts.update({f"spent: {what}": n for what, n in line["spent"].items()})
+                block += line["rows"]
+                if len(block) >= BUFFER:
+                    yield block
+                    block = []
+                advance(1)
+        yield block
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        if self._file is not None:
+            self._file.close()
+        if self._lock is not None:
+            give_back(self._lock)
+            self._lock = None
+
+
+class Shards:
+    """Files of `shard_rows` rows each, `rows-00000` and so on, all with the same columns."""
+
+    def __init__(self, folder: Path, config: SynthesisConfig, columns: dict[str, str]) -> None:
+        self._folder, self._columns = folder, columns
+        self._form, self._most = config.form, config.shard_rows
+        self._rows: list[dict[str, Any]] = []
+        self._paths: list[Path] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Adds a row; columns that it does not have are empty, fields that are no columns left out."""
+        self._rows.append({name: row.get(name) for name in self._columns})
+        if len(self._rows) == self._most:
+            self._write()
+
+    def close(self) -> list[Path]:
+        """Writes what is left; the files, in order."""
+        if self._rows:
+            self._write()
+        return self._paths
+
+    def _write(self) -> None:
+        path = self._folder / f"rows-{len(self._paths):05d}.{self._form}"
+        if self._form == "jsonl":
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
+            path.write_text("".join(lines), encoding="utf-8")
+        else:
+            import pyarrow
+            from pyarrow import parquet
+
+            kinds = {"list": pyarrow.list_(pyarrow.string())}
+            schema = pyarrow.schema(
+                [(name, kinds.get(kind) or kind) for name, kind in self._columns.items()]
+            )
+            parquet.write_table(pyarrow.Table.from_pylist(self._rows, schema), path)
+        self._paths.append(path)
+        self._rows = []
+
+
+def check_form(form: str) -> None:
+    """Raises `ConfigError` where the package that writes the files is not installed."""
+    if form == "parquet":
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                "parquet needs pyarrow: install it with `pip install 'dlm_rag[synthesis]'`, or set "
+                "synthesis.form=jsonl"
+            ) from None

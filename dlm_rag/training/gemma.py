@@ -1,0 +1,170 @@
+"""DiffusionGemma under training: the class of `transformers`, as the trainer knows a denoiser.
+
+The prompt runs through the causal encoder, whose keys and values the decoder sees beside a canvas; both
+have the same weights, and gradients flow through the keys and values.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.decode.engine import with_checkpoints_own
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.checkpoint import Checkpoint
+from dlm_rag.model.cost import Work
+from dlm_rag.model.families.gemma import VISION, tensor_shapes, transformers_config
+from dlm_rag.model.gemma import NoiseDenoiser, load_model
+
+# Settings of a phase that this class, or this kind of noise, has nothing for.
+FOREIGN = (
+    "context_parallel", "compile", "rope_theta", "logit_chunk", "pointer_weight", "late_pointer_weight"
+)  # fmt: skip
+
+
+class TrainedGemma(nn.Module):
+    """`DiffusionGemmaForBlockDiffusion` beside what the trainer asks of a denoiser.
+
+    It has no weights before `load`; what only images meet is frozen.
+    """
+
+    backend, compilations, heads = "transformers", None, None
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises `CheckpointError`."""
+        from transformers import DiffusionGemmaForBlockDiffusion
+
+        super().__init__()
+        self._checkpoint, self.config = checkpoint, checkpoint.config
+        self.attention, self.work = "auto", Work()
+        self.from_others = False  # whether its logits go by the other positions alone, as the NELBO has it
+        raw = transformers_config(checkpoint.raw, checkpoint.folder / "config.json")
+        with torch.device("meta"):
+            self.model: Any = _without_vision(DiffusionGemmaForBlockDiffusion(raw))
+
+    def load(self, device: torch.device) -> None:
+        """Takes the checkpoint's weights, in float32; raises `CheckpointError`."""
+        self.model = _without_vision(load_model(self._checkpoint, device, torch.float32)).train()
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self.model.device
+        return found
+
+    def decoding(self) -> NoiseDenoiser:
+        """The same weights as a decoder takes them."""
+        return NoiseDenoiser(self.model, self.config)
+
+    @property
+    def checkpointing(self) -> str:
+        """`none`, or `full`: activations of the decoder's layers are computed again."""
+        return "full" if self.model.is_gradient_checkpointing else "none"
+
+    @checkpointing.setter
+    def checkpointing(self, value: str) -> None:
+        if value == "full":
+            self.model.gradient_checkpointing_enable()
+
+    def forward(self, prompts: Sequence[Sequence[int]], canvases: Tensor, conditioned: Tensor) -> Tensor:
+        """Logits (rows, n, V) for canvases (rows, n) behind prompts of any lengths.
+
+        conditioned (rows,): which rows are shown the logits of a first pass, without gradients, as decoding
+        shows those of the step before (Analog Bits, arXiv 2208.04202).
+        """
+        (rows, n), longest = canvases.shape, max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=canvases.device)
+        lengths = torch.tensor([[len(p)] for p in prompts], device=canvases.device)
+        # Padding stands in front: layers with a sliding window keep what is last.
+        there = torch.arange(longest, device=canvases.device) >= longest - lengths
+        places = torch.arange(n, device=canvases.device) + lengths
+        encoder = self.model.model.encoder
+        kept = encoder(
+            input_ids=ids, attention_mask=there.long(), position_ids=(there.cumsum(-1) - 1).clamp(min=0)
+        ).past_key_values
+        seen = torch.cat([there, there.new_ones(rows, n)], dim=1).long()
+
+        def denoise(before: Tensor | None) -> Tensor:
+            found: Tensor = self.model(
+                past_key_values=kept,
+                decoder_input_ids=canvases,
+                decoder_attention_mask=seen,
+                decoder_position_ids=places,
+                self_conditioning_logits=before,
+                self_conditioning_mask=None if before is None else conditioned,
+            ).logits
+            return found
+
+        before, twice = None, bool(conditioned.any())
+        if twice:
+            with torch.no_grad():
+                before = denoise(None)
+        self._count([len(p) for p in prompts], n, twice)
+        return denoise(before)
+
+    def _count(self, lengths: Sequence[int], n: int, twice: bool) -> None:
+        """Adds the FLOPs of a call without logits; a first pass, which has no backward, counts a third."""
+        passes, config = 1 + twice / 3, self.model.config.text_config
+        prompts, canvases = sum(lengths), len(lengths) * n * passes
+        share, flops, attention = config.top_k_experts / config.num_experts, 0.0, 0.0
+        for layer in self.model.model.decoder.layers:
+            each = sum(
+                p.numel() * (share if p.dim() == 3 else 1) for p in layer.parameters() if p.dim() > 1
+            )
+            seen = layer.self_attn.sliding_window or max(lengths)
+            pairs = sum(k * min(k, seen) / 2 + n * passes * (n + min(k, seen)) for k in lengths)
+            flops += 2 * each * (prompts + canvases)
+            attention += 4 * config.num_attention_heads * layer.self_attn.head_dim * pairs
+        self.work += Work(flops + attention, attention, 0.0, 1, prompts + round(canvases))
+
+
+def _without_vision(model: Any) -> Any:
+    """The model with what text never meets frozen."""
+    for name, parameter in model.named_parameters():
+        if name.startswith(VISION):
+            parameter.requires_grad_(False)
+    return model
+
+
+def own_names(state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of a `TrainedGemma` by a checkpoint's names, each once, without what it never had."""
+    text = tensor_shapes(checkpoint.raw, checkpoint.folder / "config.json")
+    sees = bool(checkpoint.raw.get("vision_config"))
+    named = {name.removeprefix("model."): value for name, value in state.items()}
+    return {name: v for name, v in named.items() if name in text or (sees and name.startswith(VISION))}
+
+
+def refuse(config: Config, checkpoint: Checkpoint) -> None:
+    """Raises `ConfigError` for settings that the training of a DiffusionGemma cannot honour, and those that
+    validation, which decodes, cannot.
+    """
+    model, plain, folder = config.model, TrainConfig(), checkpoint.folder
+    phases = list(config.train.in_phases().values())
+    for train in phases:  # first: settings of decoding that another objective brings are no news then
+        if train.objective != "sft":
+            raise ConfigError(
+                f"objective={train.objective} is for denoisers of masks: {folder} has uniform noise and "
+                "learns by objective=sft"
+            )
+    with_checkpoints_own(config.decode, checkpoint.config)
+    if model.evidence_layout not in (None, "prefix"):
+        raise ConfigError(
+            f"evidence_layout={model.evidence_layout} does not go with {folder}, whose encoder reads the "
+            "prompt in one piece: leave it out"
+        )
+    if model.attention not in ("auto", "sdpa"):
+        raise ConfigError(f"attention={model.attention} does not go with {folder}, which runs on sdpa only")
+    for train in phases:
+        if train.learn not in (None, "all") or train.lora_rank:
+            raise ConfigError(f"{folder} is trained with all its weights: leave lora_rank and learn out")
+        if train.parallel == "fsdp":
+            raise ConfigError(f"parallel=fsdp does not go with {folder}: set parallel=ddp or single")
+        if train.checkpointing == "selective":
+            raise ConfigError(f"checkpointing=selective does not go with {folder}: set checkpointing=full")
+        for name in FOREIGN:
+            if (value := getattr(train, name)) != getattr(plain, name):
+                raise ConfigError(
+                    f"{name}={value} is for denoisers of masks, and {folder} is a model of uniform noise: "
+                    "leave it out"
+                )

@@ -1,0 +1,188 @@
+"""Training on questions made from a corpus: what they are, which evidence they get, what is copied."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from conftest import ROOT, tiny_denoiser, tiny_tokenizer, write_lines
+
+from dlm_rag import Denoiser
+from dlm_rag.config import TrainConfig, load_config
+from dlm_rag.errors import CheckpointError, ConfigError, CorpusError
+from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.questions import Question
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import Passage, open_corpus
+from dlm_rag.training.origin import begin
+from dlm_rag.training.rows.answered import AnsweredQuestions
+from dlm_rag.training.rows.evidence import SHORTEST_COPY, among, copies
+from dlm_rag.training.rows.example import Pointer
+from dlm_rag.training.rows.made import make_questions
+
+PAINTERS = "Ada Brown,Bo Carver,Cleo Dunn,Dov Ellis,Ema Frost,Fay Grant,Gus Hale,Ivy Jones".split(",")
+FAR = "Much was said of it in the papers of that time, for and against, and more was sung of it. "
+TOWNS = ["Marwick", "Norvale", "Oakham", "Penrose"]
+SHAPE = DenoiserConfig(
+    vocab_size=258, mask_token_id=256, evidence_layout="independent", passage_length=160, canvas_length=200,
+    max_position_embeddings=600,
+)  # fmt: skip
+
+
+def said(number: int) -> str:
+    return f"{PAINTERS[number]} is painter number {number} and lives in {TOWNS[number % 4]}."
+
+
+@pytest.fixture
+def web(tmp_path):
+    """Eight painters, two of each town; every town in a land of its own."""
+    people = [{"id": f"p{n}", "title": name, "contents": said(n)} for n, name in enumerate(PAINTERS)]
+    people[0]["contents"] += f" {FAR}Later Ada Brown moved to Penrose in a year of war with a horse."
+    towns = [
+        {"id": f"t{n}", "title": name, "contents": f"{name} is a town in the land of king {n}."}
+        for n, name in enumerate(TOWNS)
+    ]
+    return write_lines(tmp_path / "corpus.jsonl", people + towns)
+
+
+def test_questions_are_made_from_titles_and_split_by_passages(web):
+    made = make_questions(open_corpus(web), tiny_tokenizer(), SHAPE, hops=3, held_out=0.5)
+    for question in (*made.chains, *made.held_out):
+        person, town = question.supporting_ids
+        number = int(person[1:])
+        said, answer = question.response.split(" ### ")
+        assert said.startswith(
+            f"{PAINTERS[number]} is painter number {number} and lives in {TOWNS[number % 4]}. "
+        )
+        assert town == f"t{number % 4}" and (answer,) == question.golden_answers
+        assert TOWNS[number % 4] not in question.question and "____" in question.question
+    trained = {name for q in (*made.chains, *made.beside) for name in q.supporting_ids}
+    held = {name for q in made.held_out for name in q.supporting_ids}
+    assert made.chains and made.beside and held and not trained & held
+    assert all(len(q.supporting_ids) == 1 for q in made.beside)
+    every = make_questions(open_corpus(web), tiny_tokenizer(), SHAPE, hops=3, held_out=0.0)
+    assert len(every.chains) == len(PAINTERS) and not every.held_out
+    assert len(made.chains) + len(made.held_out) == len(PAINTERS)
+
+
+def test_what_stands_where_a_passage_is_cut_is_not_asked(web):
+    cut = make_questions(open_corpus(web), tiny_tokenizer(), SHAPE, 3, 0.0)
+    longer = replace(SHAPE, passage_length=300, max_position_embeddings=800)
+    whole = make_questions(open_corpus(web), tiny_tokenizer(), longer, 3, 0.0)
+    assert not [q for q in (*cut.chains, *cut.beside) if "horse" in q.response]
+    assert [q.supporting_ids for q in whole.chains if "horse" in q.response] == [("p0", "t3")]
+    with pytest.raises(CorpusError, match="nothing can be asked: give data.questions too"):
+        make_questions(open_corpus(web), tiny_tokenizer(), replace(SHAPE, passage_length=16), 3, 0.0)
+
+
+def test_a_copy_is_the_longest_run_and_short_ones_are_chance():
+    facts = [(7, 1, 2, 3, 9), (5, 1, 2, 3, 4, 5, 6)]
+    assert copies([1, 2, 3, 4, 5, 8, 1, 2, 9, 1, 2, 3], facts) == (
+        *(Pointer(n, 1, n + 1) for n in range(5)),  # not the first fact, where three agree
+        *(Pointer(9 + n, 0, 1 + n) for n in range(3)),
+    )
+    assert copies([1, 2], facts) == copies([], facts) == copies([1, 2, 3], []) == ()
+
+
+def test_a_pointer_names_the_token_that_it_points_at():
+    rng = random.Random(0)
+    for _ in range(200):
+        facts = [[rng.randrange(5) for _ in range(rng.randrange(20))] for _ in range(3)]
+        ids = [rng.randrange(5) for _ in range(30)]
+        found = copies(ids, facts)
+        assert all(ids[p.position] == facts[p.fact][p.token] for p in found)
+        places = [p.position for p in found]
+        assert places == sorted(set(places))
+        # What has none is in no run of the facts that is long enough to begin there.
+        grams = {tuple(f[n : n + SHORTEST_COPY]) for f in facts for n in range(len(f) - SHORTEST_COPY + 1)}
+        assert all(tuple(ids[n : n + SHORTEST_COPY]) not in grams for n in set(range(30)) - set(places))
+
+
+def test_what_is_needed_stays_in_the_evidence():
+    found = [Passage(str(n), "", "text") for n in range(7)]
+    for seed in range(30):
+        kept = among(random.Random(seed), found, {"5", "6", "missing"}, 3)
+        assert len(kept) == len({p.id for p in kept}) == 3 and {"5", "6"} <= {p.id for p in kept}
+        assert {p.id for p in among(random.Random(seed), found, {"1", "2", "3"}, 2)} == {"2", "3"}
+    assert len(among(random.Random(0), found, (), 9)) == 7
+
+
+def test_half_of_the_rows_are_of_what_the_same_passages_answer(web):
+    made = make_questions(open_corpus(web), tiny_tokenizer(), SHAPE, 3, 0.0)
+    train = TrainConfig(groups=6, rows=4)
+    retriever, tokenizer = load_retriever(web, top_k=4), tiny_tokenizer()
+    rows = AnsweredQuestions(made.chains, retriever, tokenizer, SHAPE, train, "").beside(made.beside)
+    examples = [e for step in range(5) for e in rows.examples(step, range(6), (2, 3))]
+    assert len(examples) == 5 * 6 * 4
+    main, side = set(), set()
+    for n, example in enumerate(examples):
+        assert 2 <= len(example.prompt.facts) <= 3
+        asked = tokenizer.spans(example.prompt.ids)[0]
+        (side if n % 4 >= 2 else main).add(asked)
+        texts = [tokenizer.spans(fact)[0] for fact in example.prompt.facts]
+        if n % 4 >= 2:  # its one passage is there
+            (question,) = [q for q in made.beside if q.question in asked]
+            own = next(p for p in open_corpus(web) if p.id == question.supporting_ids[0])
+            assert any(own.text[:60] in text for text in texts)
+        for pointer in example.pointers:
+            assert example.target[pointer.position] == example.prompt.facts[pointer.fact][pointer.token]
+    assert not main & side and len(side) > 5
+    again = AnsweredQuestions(made.chains, retriever, tokenizer, SHAPE, train, "").beside(made.beside)
+    assert again.examples(3, range(6), (2, 3)) == rows.examples(3, range(6), (2, 3))
+
+
+def test_a_fresh_denoiser_begins_with_the_layers_of_another(tmp_path, web):
+    old = tiny_denoiser()
+    old.save_pretrained(tmp_path / "old", eos_token_id=257)
+    words = [f"train.layers={tmp_path / 'old'}", f"data.corpus={web}", "train.vocabulary=300"]
+    origin = begin(load_config(None, words))
+    made = origin.denoiser("cpu").state_dict()
+    assert made["embed_tokens.weight"].shape == (300, 32)
+    same = [name for name, value in old.state_dict().items() if made[name].equal(value)]
+    assert {name.partition(".")[0] for name in same} >= {"layers", "norm"}
+    assert {*old.state_dict()} - {*same} == {"embed_tokens.weight", "lm_head.weight"}
+    assert origin.tokenizer.spans(origin.tokenizer.encode("Ada of Żory"))[0].strip() == "Ada of Żory"
+    with pytest.raises(ConfigError, match="layers begins a fresh denoiser"):
+        load_config(None, [*words, "train.lora_rank=4"])
+    with pytest.raises(ConfigError, match="hidden_size=64 has no effect beside layers="):
+        load_config(None, [*words, "train.hidden_size=64"])
+    with pytest.raises(CheckpointError, match="nowhere"):
+        begin(load_config(None, ["train.layers=nowhere"]))
+
+
+@pytest.mark.slow
+def test_the_way_from_a_corpus_to_answers(tmp_path, web):
+    words = [
+        "--config", "corpus.yaml", "--out", str(tmp_path / "run"), f"data.corpus={web}",
+        "data.held_out=0.4", "train.steps=4", "train.validate_every=4", "train.save_every=4",
+        "train.groups=2", "train.rows=2",
+        "train.vocabulary=300", "train.layers=null", "train.hidden_size=64", "train.num_hidden_layers=2",
+        "energy=none",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *_, last = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert {"exact_match", "exact_match_2_hops", "name_accuracy", "nelbo_per_token"} <= {*last}
+    model = tmp_path / "run" / "model"
+    assert Denoiser.from_pretrained(model).config.vocab_size == 300
+    ask = [sys.executable, "sample.py", "What is Marwick?", "--model", str(model), "--corpus", str(web)]
+    done = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["question"] == "What is Marwick?", done.stderr
+
+
+def test_questions_without_a_corpus_and_a_share_that_is_none():
+    with pytest.raises(ConfigError, match="data.questions needs data.corpus too"):
+        load_config(None, ["data.questions=q.jsonl"])
+    with pytest.raises(ConfigError, match="held_out=0.95 is out of range"):
+        load_config(None, ["data.held_out=0.95"])
+
+
+def test_own_questions_get_what_they_got_before(web):
+    """Without questions beside, all that is found is in the prompt."""
+    own = [Question("a", "Where does Ada Brown live?", ("Marwick",), ("p0",))]
+    train = TrainConfig(groups=1, rows=3)
+    rows = AnsweredQuestions(own, load_retriever(web, top_k=5), tiny_tokenizer(), SHAPE, train, "")
+    for example in rows.examples(0, range(1), (2, 2)):
+        assert len(example.prompt.facts) > 2
