@@ -5,46 +5,92 @@
         --out runs/first
     dlm-rag evaluate ... --out runs/all --compare all --quick     # 200 of the questions, of every kind
     dlm-rag evaluate ... --out runs/two --compare interleaved,interleaved+decode.commit_threshold=0.8
+    dlm-rag evaluate ... --out runs/swept --sweep decode.commit_threshold=0.9,0.8,0.7 retrieval.top_k=7,3
+    dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # the paper's table
+    dlm-rag evaluate --reproduce runs/shipped --out runs/again     # and what has become different
 
 --compare all: interleaved retrieval (decode.query=proxy), committed tokens only, static retrieval,
 a second search with the best passage of the first (two_rounds, feedback), none, and oracle evidence.
-The folder gets scores.json, scores.md, scores.png and the answers and traces of every setting. A run that
-was stopped goes on when the same command is given again. In a checkout `python evaluate.py` does the same.
+--sweep: every combination of the values, under each setting of --compare where there is one.
+The folder gets scores.json, scores.md, a picture, config.yaml and the answers and traces of every setting.
+A run that was stopped goes on when the same command is given again. In a checkout `python evaluate.py` does
+the same.
 """
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import shlex
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.commands.job import gather_questions, plan, with_shipped
+from dlm_rag.commands.job import Job, plan
+from dlm_rag.commands.prepare import Once, gather_questions, with_shipped
+from dlm_rag.commands.scores import (
+    check_chosen,
+    picture,
+    report,
+    report_again,
+    score_folder,
+    scores_then,
+    written,
+)
 from dlm_rag.commands.words import CommandLine, parse
-from dlm_rag.errors import ConfigError, RunError, fold_message
-from dlm_rag.files.jsonl import parse_object, read_note
+from dlm_rag.config import dump_config, load_config
+from dlm_rag.errors import ConfigError
 from dlm_rag.files.whole import write_whole
 from dlm_rag.program import check_writable, note
-from dlm_rag.text import visible
+from dlm_rag.progress import progress
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
-    from dlm_rag.evaluation.compare import Groups
-    from dlm_rag.evaluation.metrics import Score
+    from dlm_rag.evaluation.results import Result
     from dlm_rag.questions import Question
+
+OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
+    "sweep": (
+        (),
+        "KEY=VALUE,VALUE ...: every combination is a setting; the first is held against the others",
+    ),
+    "dataset": ("", "one of the paper's, from data/: 2wiki, hotpotqa, musique, cofca, synthworlds"),
+    "reproduce": ("", "folder of an evaluation that is run again; prints what has become different"),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be run, as it was told: before what ships takes the place of what is not named."""
+
+    config: "Config"
+    settings: "dict[str, Config]"
+    alone: bool  # one setting, whose answers are in the folder itself
+    said: dict[str, Any]  # what scores.json begins with
+    then: "Result | None" = None  # that is run again
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, chosen=True)
-    config = with_shipped(words.config, [])
-    if config.out in (None, "-"):
+    words = parse(__doc__ or "", argv, typed=False, chosen=True, options=OPTIONS)
+    out = words.config.out
+    if out in (None, "-"):
         raise ConfigError("evaluation needs --out FOLDER")
+    if words.config.trace is not None:
+        raise ConfigError("evaluation keeps its traces in the folder of --out: leave --trace out")
+    if words.config.html is not None:
+        raise ConfigError(
+            "evaluation makes no page: leave --html out, and make it of a trace with dlm-rag page"
+        )
+    wanted = of_result(words) if words.options["reproduce"] else of_words(words)
+    evaluate(Path(str(out)), wanted, {"command": shlex.join(["dlm-rag", "evaluate", *argv])} | wanted.said)
+
+
+def evaluate(out: Path, wanted: Wanted, said: dict[str, Any]) -> None:
+    """Runs what is wanted into a folder, and reports; said: what scores.json begins with."""
+    config = with_shipped(wanted.config, [])
     if config.questions is None:
         raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
-    if config.trace is not None:
-        raise ConfigError("evaluation keeps its traces in the folder of --out: leave --trace out")
     questions = gather_questions(config, [])
     from dlm_rag.evaluation.compare import group_questions
+    from dlm_rag.evaluation.metrics import choose_f1
+    from dlm_rag.evaluation.results import CONFIG, folder_name
 
     for question in questions:
         if not question.golden_answers:
@@ -52,127 +98,155 @@ def main(argv: list[str]) -> None:
                 f"{config.questions} has questions without golden_answers, '{question.id}' for one: they "
                 "cannot be scored"
             )
-    out = Path(config.out)
-    groups, chosen = group_questions(questions), {"limit": config.limit, "quick": config.quick}
-    check_chosen(out, chosen)
-    settings = {name: with_shipped(setting, []) for name, setting in settings_of(words).items()}
-    folders = {name: out / name.replace("/", "_") if config.compare else out for name in settings}
+    said |= {
+        "f1_rule": choose_f1(config.f1, config.questions),
+        "chosen": {"limit": config.limit, "quick": config.quick},
+    }
+    groups = group_questions(questions)
+    check_chosen(out, said["chosen"])
+    before = wanted.then and scores_then(wanted.then, questions, said["f1_rule"])
+    folders = {name: out if wanted.alone else out / folder_name(name) for name in wanted.settings}
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
-    jobs = {}  # all are checked before the first one runs
+    jobs = plan_all(wanted, folders, questions)
+    for name in ("scores.json", "scores.md", picture(said), CONFIG):
+        check_writable(str(out / name), "out")
+    if dataset := said.get("dataset"):
+        questions = hold_to_the_paper(dataset, jobs, questions, said)
+    for folder, told in {
+        out: wanted.config,
+        **{folders[name]: c for name, c in wanted.settings.items()},
+    }.items():
+        with written(folder / CONFIG) as path:
+            write_whole(path, dump_config(replace(told, out=None, compare=None)))
+    run_all(jobs, config.workers)
+    scores = {name: score_folder(folder, questions, said["f1_rule"]) for name, folder in folders.items()}
+    report(out, groups, scores, folders, said)
+    if wanted.then and before:
+        report_again(out, wanted.then, before, groups, scores)
+
+
+def of_words(words: CommandLine) -> Wanted:
+    """The settings that the command line names. Raises `ConfigError`."""
+    from dlm_rag.evaluation.compare import cross, read_settings, read_sweep
+
+    said: dict[str, Any] = {}
+    if dataset := words.options["dataset"]:
+        from dlm_rag.evaluation.published import layout
+
+        words = replace(words, settings=[*layout(dataset, words.settings), *words.settings])
+        words = replace(words, config=words.config_with([]))
+        said["dataset"] = dataset
+    config = words.config
+    if words.options["sweep"] == []:
+        raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")
+    swept = read_sweep(words.options["sweep"])
+    if both := sorted({*swept} & {word.partition("=")[0] for word in words.settings}):
+        raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
+    if config.compare is None and not swept:
+        return Wanted(config, {f"{config.decode.query} {config.retrieval.kind}": config}, True, said)
+    if swept:
+        said["swept"] = swept
+    settings = {}
+    for name, more in cross(read_settings(config.compare) if config.compare else {"": []}, swept).items():
+        try:
+            settings[name] = words.config_with(more)
+        except ConfigError as error:
+            raise ConfigError(f"'{name}': {error}") from None
+    return Wanted(config, settings, False, said)
+
+
+def of_result(words: CommandLine) -> Wanted:
+    """The settings of a stored result, with what the command line says on top. Raises `ConfigError`."""
+    from dlm_rag.evaluation.results import CONFIG, read_result
+
+    config, options = words.config, words.options
+    named = {"--config": words.file, "--compare": config.compare, "--sweep": options["sweep"],
+             "--dataset": options["dataset"], "--limit": config.limit, "--quick": config.quick}  # fmt: skip
+    if given := [flag for flag, value in named.items() if value]:
+        raise ConfigError(f"--reproduce runs the settings of its result: leave {given[0]} out")
+    then = read_result(Path(options["reproduce"]))
+    folders = {name: then.folder_of(name) for name in then.settings}
+    for folder in (then.folder, *folders.values()):
+        if not (folder / CONFIG).is_file():
+            raise ConfigError(
+                f"{folder} has no {CONFIG}: an older program made it, and did not say its settings"
+            )
+    if Path(str(config.out)).resolve() == then.folder.resolve():
+        raise ConfigError("--reproduce and --out are the same folder: choose another --out")
+    config, *settings = (
+        load_config(str(folder / CONFIG), words.settings) for folder in (then.folder, *folders.values())
+    )
+    said: dict[str, Any] = {key: then.record[key] for key in ("dataset", "swept") if key in then.record}
+    alone = list(folders.values()) == [then.folder]
+    return Wanted(config, dict(zip(folders, settings, strict=True)), alone, said, then)
+
+
+def plan_all(wanted: Wanted, folders: dict[str, Path], questions: "list[Question]") -> dict[str, Job]:
+    """A job for each setting, all checked before the first one runs. Raises `UserError`."""
+    once, jobs = Once(), {}
     for name, folder in folders.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
-        jobs[name] = plan(
-            replace(settings[name], out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl")),
-            questions,
-        )
-    for name in ("scores.json", "scores.md", "scores.png"):
-        check_writable(str(out / name), "out")
-    from dlm_rag.evaluation.metrics import choose_f1
-
-    denoiser, model = None, None
-    for name, job in jobs.items():
-        if len(jobs) > 1:
-            note(f"{name}:")
-        denoiser = job.run(denoiser if settings[name].model == model else None)
-        model = settings[name].model
-        if job.failed:
-            note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
-    f1_rule = choose_f1(config.f1, config.questions)
-    scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
-    report(out, groups, scores, folders, {"f1_rule": f1_rule, "chosen": chosen})
+        config = with_shipped(wanted.settings[name], [])
+        config = replace(config, out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl"))
+        jobs[name] = plan(config, questions, once)
+    return jobs
 
 
-def check_chosen(out: Path, chosen: dict[str, Any]) -> None:
-    """Raises `ConfigError` where the folder has scores of other questions of the file, or not of ours."""
-    path = out / "scores.json"
-    if not path.is_file() or not path.stat().st_size:
-        return
-    try:
-        found = parse_object(path.read_bytes(), "scores", ConfigError)
-    except ConfigError:
-        found = {}
-    then = found.get("chosen", chosen)  # older programs did not write it down
-    if "settings" not in found or not isinstance(then, dict):
-        raise ConfigError(f"{path} is there and was not written by evaluate: choose another --out")
-    if then != chosen:
-        said = [", ".join(f"{key}={value}" for key, value in each.items()) for each in (then, chosen)]
-        raise ConfigError(
-            f"out={out} holds the scores of questions chosen with {said[0]}, this run has {said[1]}: "
-            "choose another --out"
-        )
+def run_all(jobs: dict[str, Job], workers: str | None) -> None:
+    """Runs the jobs; those of the same weights one after another, so that these are read once.
 
-
-def settings_of(words: CommandLine) -> "dict[str, Config]":
-    """The config of every setting by its name."""
-    from dlm_rag.evaluation.compare import read_settings
-
-    config = words.config
-    if config.compare is None:
-        return {f"{config.decode.query} {config.retrieval.kind}": config}
-    return {name: words.config_with(more) for name, more in read_settings(config.compare).items()}
-
-
-def report(
-    out: Path,
-    groups: "Groups",
-    scores: "dict[str, list[Score]]",
-    folders: dict[str, Path],
-    said: dict[str, Any],
-) -> None:
-    """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
-
-    said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for what cannot be written.
+    What one setting has kept of evidence is not passed on: the next would look faster than it is.
     """
-    from rich.console import Console
+    from dlm_rag.commands.engines import answering
 
-    from dlm_rag.evaluation.compare import as_record, compare_to_first, summarise
-    from dlm_rag.evaluation.report import grids, markdown, plot, show
-
-    stamps = {name: read_note(folder / "answers.jsonl.run.json") for name, folder in folders.items()}
-    summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
-    against = compare_to_first(scores, groups)
-    record = said | {
-        "questions": {group: len(places) for group, places in groups.items()},
-        "settings": {
-            name: {"groups": as_record(summary), "stamp": stamps[name]}
-            for name, summary in summaries.items()
-        },
-        "first_minus": {name: as_record(summary) for name, summary in against.items()},
-    }
-    brief = {name: places for name, places in groups.items() if ", " not in name}
-    stamp, rule = next(iter(stamps.values())), said["f1_rule"]
-    with written(out / "scores.json") as path:
-        write_whole(path, json.dumps(record, indent=2) + "\n")
-    show(Console(), grids(brief, summaries, against, rule))
-    with written(out / "scores.md") as path:
-        write_whole(path, markdown(grids(groups, summaries, against, rule), stamp))
-    with written(out / "scores.png") as path:
-        plot(path, groups, summaries)
-    print(f"scores.md, scores.json, scores.png and all answers are in {visible(str(out))}")
+    models = [job.prepared.config.model for job in jobs.values()]
+    total = sum(len(job.questions) for job in jobs.values())
+    left = sum(len(job.file.remaining(job.questions)) for job in jobs.values())
+    several = progress(f"answering under {len(jobs)} settings", total, done=total - left)
+    with (
+        answering(workers, [job.prepared for job in jobs.values()]) as engines,
+        several if len(jobs) > 1 else nullcontext(None) as advance,
+    ):
+        for name in sorted(jobs, key=lambda name: models.index(jobs[name].prepared.config.model)):
+            job = jobs[name]
+            if len(jobs) > 1:
+                note(f"{name}:")
+            job.run(engines, advance)
+            if job.failed:
+                note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
 
 
-@contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """Raises `RunError` for a file of the report that cannot be written; the answers are there."""
-    try:
-        yield path
-    except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(
-            f"{path} cannot be written ({fold_message(error)}): the answers are there, and the same "
-            "command scores them again"
-        ) from None
+def hold_to_the_paper(
+    dataset: str, jobs: dict[str, Job], questions: "list[Question]", said: dict[str, Any]
+) -> "list[Question]":
+    """Warns of all in which the settings leave the paper's, and notes it in `said`.
 
+    Returns the questions, with the support that the corpus has. Raises `ConfigError` for an index that is
+    not of the corpus.
+    """
+    from dlm_rag.evaluation.published import (
+        DATASETS,
+        check_index,
+        column_of,
+        departures,
+        with_known_support,
+    )
+    from dlm_rag.retrieval.corpus import open_corpus
 
-def score_folder(folder: Path, questions: "list[Question]", f1_rule: str) -> "list[Score]":
-    """The score of each question, from the folder's traces."""
-    from dlm_rag.decode.trace import read_trace
-    from dlm_rag.evaluation.metrics import score
-
-    asked = {question.id: question for question in questions}
-    rollouts = (rollout for rollout in read_trace(folder / "trace.jsonl") if rollout.id in asked)
-    scores = {rollout.id: score(rollout, asked[rollout.id], f1_rule) for rollout in rollouts}
-    return [scores[question.id] for question in questions]
+    said["columns"], said["departures"] = {}, {}
+    retrieval = next(iter(jobs.values())).prepared.config.retrieval
+    corpus = open_corpus(str(retrieval.corpus), retrieval.index_folder)
+    common = check_index(corpus)
+    if (published := DATASETS[dataset].questions) != len(questions):
+        common.append(f"{len(questions)} questions (paper: {published})")
+    for name, job in jobs.items():
+        config, dtype = job.prepared.config, str(job.prepared.dtype).removeprefix("torch.")
+        said["columns"][name] = column_of(config)
+        said["departures"][name] = departures(config, dtype) + common
+        for line in said["departures"][name]:
+            note(f"warning: {name} is not as published: {line}")
+    return with_known_support(questions, corpus)

@@ -1,16 +1,20 @@
 """Several settings on the same questions: means with intervals, and paired differences.
 
 A setting is a name from `PRESETS` or `KEY=VALUE`, joined by `+`: `static`, `oracle`,
-`interleaved+retrieval.kind=dense`, `decode.commit_rule=grounded+decode.commit_threshold=0.8`.
+`interleaved+retrieval.kind=dense`, `decode.commit_rule=grounded+decode.commit_threshold=0.8`. A sweep makes
+such names: every combination of the values of some keys, under each setting there is.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from dlm_rag.config import known_keys
 from dlm_rag.errors import ConfigError, QuestionError, nearest
 from dlm_rag.evaluation.metrics import Score
 from dlm_rag.questions import Question
@@ -27,6 +31,7 @@ PRESETS = {
 SECTIONS = ("model.", "retrieval.", "decode.")  # what settings may differ in
 METRICS = tuple(field.name for field in fields(Score))
 RESAMPLES = 4000
+MOST_SETTINGS = 1000  # of a sweep; more are a slip of the hand
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,47 @@ def read_settings(compare: str) -> dict[str, list[str]]:
             raise ConfigError(f"compare: '{name}' is named twice")
         settings[name] = words
     return settings
+
+
+def read_sweep(words: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each word `KEY=VALUE,VALUE` by its key. Raises `ConfigError`."""
+    keys = [key for key in known_keys() if key.startswith(SECTIONS)]
+    swept: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, said = word.partition("=")
+        values = [value.strip() for value in said.split(",")]
+        if not equals:
+            raise ConfigError(f"sweep: '{word}' is not KEY=VALUE,VALUE")
+        if key not in keys:
+            raise ConfigError(
+                f"sweep: '{key}' is none of the keys of {', '.join(SECTIONS)} in which settings differ"
+                f"{nearest(key, keys)}"
+            )
+        if "" in values:
+            raise ConfigError(f"sweep: a value of {word} is empty: write {key}=VALUE,VALUE")
+        if key in swept or len({*values}) < len(values):
+            raise ConfigError(f"sweep: {key if key in swept else f'a value of {word}'} is named twice")
+        swept[key] = values
+    if (count := prod(map(len, swept.values()))) > MOST_SETTINGS:
+        raise ConfigError(f"sweep: {count} settings are more than {MOST_SETTINGS}: take values out")
+    return swept
+
+
+def cross(
+    settings: Mapping[str, Sequence[str]], swept: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Every setting with every combination of the values, in order; the last key changes fastest.
+
+    Raises `ConfigError` where a setting says already what is swept.
+    """
+    found = {}
+    for name, words in settings.items():
+        if both := sorted({*swept} & {word.partition("=")[0] for word in words}):
+            raise ConfigError(f"sweep: '{name}' sets {both[0]}, which is swept: leave one out")
+        for values in product(*swept.values()):
+            more = [f"{key}={value}" for key, value in zip(swept, values, strict=True)]
+            found["+".join([*([name] if name else []), *more])] = [*words, *more]
+    return found
 
 
 def group_questions(questions: Sequence[Question]) -> Groups:

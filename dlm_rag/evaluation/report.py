@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dlm_rag.energy.reading import short
 from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
 from dlm_rag.files.whole import new_file
 from dlm_rag.text import visible
@@ -112,6 +113,27 @@ def grids(
     return found
 
 
+def energy_grid(energy: Mapping[str, Mapping[str, Any] | None]) -> list[Grid]:
+    """What each setting has spent (`energy.reading.summary`), in a table; none where nothing was measured.
+
+    Of a run in parts only those that were measured count, with their own answers.
+    """
+    if not any(energy.values()):
+        return []
+    headings = ["setting", "J/answer", "tokens/J", "W", "J", "±", "above idle", "s", "answers", "of"]
+    rows = []
+    for name, found in energy.items():
+        if found is None:
+            rows.append([name, *["-"] * (len(headings) - 2), "not measured"])
+            continue
+        joules, idle, each = found["joules"], found["idle_joules"], found["joules_per_answer"]
+        above = None if idle is None else joules - idle
+        values = (each, found["tokens_per_joule"], found["watts"], joules, found["error"], above)
+        cells = ["-" if value is None else short(value) for value in (*values, found["seconds"])]
+        rows.append([name, *cells, f"{found['answers']:,.0f}", f"{found['sensor']}: {found['scope']}"])
+    return [Grid("Energy, measured (tokens: committed before the end)", headings, rows)]
+
+
 def show(console: Console, found: Sequence[Grid]) -> None:
     """The tables on a terminal, the first at the end, where the eyes are; names are no markup."""
     for grid in (part for whole in reversed(found) for part in whole.parts(console.width - 1)):
@@ -123,21 +145,28 @@ def show(console: Console, found: Sequence[Grid]) -> None:
         console.print(table)
 
 
-def markdown(found: Sequence[Grid], stamp: Mapping[str, Any]) -> str:
-    """The tables and where they come from."""
-    parts = []
-    for grid in found:
-        rule = ["---", *["---:"] * (len(grid.headings) - 1)]
-        lines = [escaped(grid.headings), rule, *map(escaped, grid.rows)]
-        table = "\n".join(f"| {' | '.join(row)} |" for row in lines)
-        parts.append(f"**{grid.title}**\n\n{table}\n")
+def markdown(found: Sequence[Grid], stamp: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+    """The tables, notes and where they come from."""
+    listed = ["".join(f"- {escaped([visible(line)])[0]}\n" for line in notes)] if notes else []
+    return "\n".join([*map(table, found), *listed, origin(stamp)])
+
+
+def table(grid: Grid) -> str:
+    """The grid in Markdown, under its title."""
+    rule = ["---", *["---:"] * (len(grid.headings) - 1)]
+    lines = [escaped(grid.headings), rule, *map(escaped, grid.rows)]
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in lines)
+    return f"**{grid.title}**\n\n{rows}\n"
+
+
+def origin(stamp: Mapping[str, Any]) -> str:
+    """A line that says where a result comes from."""
     keys = ("commit", "date", "device", "threads", "attention", "seed")
     said = {key: stamp.get(key, "unknown") for key in keys}  # another version may have begun the run
-    origin = (
+    return (
         f"Commit {said['commit']}, {said['date']}, {said['device']}, {said['threads']} threads, "
         f"attention {said['attention']}, seed {said['seed']}.\n"
     )
-    return "\n".join([*parts, origin])
 
 
 def escaped(cells: Sequence[str]) -> list[str]:

@@ -1,0 +1,38 @@
+"""Make a page of a trace, which plays the decoding in a browser: no model and no network are needed.
+
+    dlm-rag page trace.jsonl --html page.html
+    dlm-rag page static.jsonl interleaved.jsonl --html page.html     # the same questions, side by side
+
+A trace is what `dlm-rag sample --trace FILE` writes; `dlm-rag sample --html FILE` makes the page at once.
+"""
+
+from pathlib import Path
+
+from dlm_rag.commands.job import check_paths
+from dlm_rag.errors import ConfigError, TraceError
+from dlm_rag.files.records import expand
+from dlm_rag.page.record import read_runs
+from dlm_rag.page.write import check_page, write_page
+from dlm_rag.program import Parser, note
+
+MOST_TRACES = 2
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(__doc__ or "", prog="dlm-rag page")
+    parser.add_argument("traces", nargs="+", metavar="TRACE")
+    parser.add_argument("--html", metavar="PATH", required=True, help="where the page goes")
+    given = parser.parse_args(argv)
+    if len(given.traces) > MOST_TRACES:
+        raise ConfigError(
+            f"a page shows one trace or {MOST_TRACES}, not {len(given.traces)}: leave some out"
+        )
+    traces = [expand(path, TraceError) for path in given.traces]
+    page = expand(given.html, ConfigError) if given.html.startswith("~") else given.html
+    read = {f"trace {path}": str(path) for path in traces}
+    if len(read) < len(traces):
+        raise ConfigError(f"{traces[0]} is named twice: name the trace of another run beside it")
+    check_paths({"html": str(page)}, read)
+    check_page(str(page))
+    write_page(Path(page), read_runs(traces))
+    note(f"the page is in {page}")

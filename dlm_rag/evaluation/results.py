@@ -1,0 +1,131 @@
+"""Stored results of evaluations: read, shown on a page, held against the same run of today.
+
+python -m dlm_rag.evaluation.results runs/tau_c runs/tau_q > results.md
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.errors import ConfigError
+from dlm_rag.evaluation.compare import Estimate, Groups, differences
+from dlm_rag.evaluation.metrics import Score
+from dlm_rag.evaluation.pareto import overview
+from dlm_rag.evaluation.report import Grid, origin, percent, plain, table
+from dlm_rag.files.jsonl import parse_object
+from dlm_rag.program import Parser, run
+
+CONFIG = "config.yaml"  # beside the answers: the settings, before the program's own files take their places
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `evaluate` left in a folder; record: its scores.json."""
+
+    folder: Path
+    record: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """By name: the summaries of its groups of questions and the stamp of its answers."""
+        return self.record["settings"]
+
+    def folder_of(self, name: str) -> Path:
+        """Where the answers of a setting are."""
+        below = folder_name(name)
+        return self.folder / below if (self.folder / below).is_dir() else self.folder
+
+
+def folder_name(setting: str) -> str:
+    """The name of the folder in which a setting's answers are."""
+    return setting.replace("/", "_")
+
+
+def read_result(path: Path) -> Result:
+    """The result in a folder or behind its scores.json. Raises `ConfigError` for what is none."""
+    file = path / "scores.json" if path.is_dir() else path
+    none = ConfigError(f"{path} is no result: name a folder of evaluate's --out that has a scores.json")
+    if not file.is_file():
+        raise none
+    record = parse_object(file.read_bytes(), str(file), ConfigError)
+    try:
+        for setting in record["settings"].values():
+            _all(setting["groups"])
+            {**setting["stamp"].get("versions", {}), **setting["stamp"].get("answers_depend_on", {})}
+        [_all(groups) for groups in record["first_minus"].values()]
+        record["questions"]["all"]
+    except (AttributeError, KeyError, TypeError):
+        raise none from None
+    return Result(file.parent, record)
+
+
+def _all(groups: Mapping[str, Any]) -> dict[str, Estimate | None]:
+    """The summary of all questions."""
+    return {key: found and Estimate(**found) for key, found in groups["all"].items()}
+
+
+def page(results: Sequence[Result]) -> str:
+    """Markdown: a heading with the day of the last, then each result, its table, where it is from."""
+    days = [str(s["stamp"].get("date", ""))[:10] for r in results for s in r.settings.values()]
+    parts = [f"# Results, {max(days) or 'undated'}\n"]
+    for result in results:
+        names = result.settings
+        shown = overview(
+            result.record["questions"]["all"],
+            {name: _all(setting["groups"]) for name, setting in names.items()},
+            {name: _all(groups) for name, groups in result.record["first_minus"].items()},
+            result.record.get("swept", ()),
+        )
+        command = result.record.get("command")
+        parts += [f"## {result.folder.name}\n", *([f"    {command}\n"] if command else []), table(shown)]
+        parts.append(origin(next(iter(names.values()))["stamp"]))
+    return "\n".join(parts)
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """In what two stamps differ: code, versions, machine, whatever answers depend on."""
+    for what in ("commit", "device", "threads", "attention"):
+        if then.get(what) != now.get(what):
+            yield f"{what}: {then.get(what)} then, {now.get(what)} now"
+    for part in ("versions", "answers_depend_on"):
+        one, other = then.get(part) or {}, now.get(part) or {}
+        for key in sorted({*one, *other}):
+            if one.get(key) != other.get(key):
+                yield f"{key}: {one.get(key)} then, {other.get(key)} now"
+
+
+def again(
+    then: Mapping[str, Sequence[Score]],
+    now: Mapping[str, Sequence[Score]],
+    groups: Groups,
+    same: Mapping[str, int],
+) -> Grid:
+    """Each setting then and now, and now minus then by question; same: how many responses are the same."""
+    rows = []
+    for name, scores in now.items():
+        less = differences(scores, then[name], groups)["all"]
+        means = [100 * sum(s.exact_match for s in each) / len(each) for each in (then[name], scores)]
+        rows.append(
+            [
+                name,
+                *(f"{mean:.1f}" for mean in means),
+                percent(less["exact_match"], signed=True),
+                percent(less["f1"], signed=True),
+                plain(less["forwards"], signed=True),
+                f"{same[name]} of {len(scores)}",
+            ]
+        )
+    headings = ["setting", "exact match % then", "now", "difference", "F1", "forwards", "the same response"]
+    return Grid("Now minus then, paired", headings, rows)
+
+
+def main(argv: list[str]) -> None:
+    """Prints the page of some results."""
+    parser = Parser(__doc__ or "")
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="folder of evaluate's --out")
+    print(page([read_result(Path(name)) for name in parser.parse_args(argv).results]))
+
+
+if __name__ == "__main__":
+    run(main)

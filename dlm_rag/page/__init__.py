@@ -1,0 +1,1 @@
+"""The trace page: one file of HTML that plays the denoising, in any browser and without a network."""

@@ -1,0 +1,281 @@
+"""What the page plays, as plain JSON: steps one by one, then what is known at the end.
+
+    {"names": [...], "settings": [[...], ...], "left_out": 0, "questions": [
+        {"id": "q1", "question": "...", "sides": [
+            {"canvas": 96, "guesses": true, "ghosts": true, "settings": [...], "steps": [...],
+             "end": {...}}]}]}
+
+A side is one trace of the question; two of them are shown beside one another. `guesses`: whether it asks
+with guesses; `ghosts`: whether its steps have a record of them (`decode/guesses.py`).
+
+What a word is, and which passage stands behind it, is decided here (`text.py`, `citations.py`) and nowhere
+in the page's script.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.decode.citations import Span, cited_units, content_words, overlapping
+from dlm_rag.decode.guesses import Guesses, are_sound
+from dlm_rag.decode.rollout import Rollout, Step
+from dlm_rag.decode.trace import Header, read_header, read_trace, scan_trace
+from dlm_rag.errors import TraceError
+from dlm_rag.retrieval.query import takes_guesses
+from dlm_rag.text import title_line, words
+
+EDITED, END = 1, 2  # of a written token: it took the place of another; it ends the text
+MOST_UNSEEN = 8  # characters between two tokens of a text: blanks, a character that is several tokens
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rollouts of one setting; header: None for those of a trace of version 1."""
+
+    name: str
+    header: Header | None
+    rollouts: Sequence[Rollout]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The traces of these files; raises `TraceError` for what is none, or holds no question."""
+    runs = []
+    for path, name in zip(paths, _names(paths), strict=True):
+        rollouts = list(read_trace(path))
+        if not rollouts:
+            raise TraceError(f"{path} holds no question that is finished: there is nothing to show")
+        for rollout in rollouts:
+            if not _is_sound(rollout):
+                raise TraceError(f"{path}: the line of question '{rollout.id}' is none of a decode")
+        header = read_header(path) if scan_trace(path).header else None
+        runs.append(Run(name, header, rollouts))
+    return runs
+
+
+def _is_sound(rollout: Rollout) -> bool:
+    """Whether a line, which others may have written, holds texts, positions and citations of a decode."""
+    steps, length = rollout.steps, rollout.canvas_length
+    tokens = [token for step in steps for token in step.written]
+    places = [token.position for token in tokens] + [place for step in steps for place in step.remasked]
+    cited = [passage for unit in rollout.citations for passage in unit.get("passages", ())]
+    texts = [rollout.question, rollout.response, *(token.token for token in tokens)]
+    texts += [step.query for step in steps if step.query is not None]
+    texts += [name for step in steps for name in (*step.passage_ids, *step.dropped)]
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(isinstance(token.confidence, float | int) for token in tokens)
+        and isinstance(length, int)
+        and all(isinstance(place, int) and 0 <= place < length for place in places)
+        and all({"text", "kind", "passages", "unsupported"} <= {*unit} for unit in rollout.citations)
+        and all({"id", "step", "words"} <= {*passage} for passage in cited)
+        and are_sound((step.guesses for step in steps), length)
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest way to tell the files apart: name, folder, or path."""
+    for names in ([path.stem for path in paths], [path.resolve().parent.name for path in paths]):
+        if len({*names}) == len(paths):
+            return names
+    return [str(path) for path in paths]
+
+
+def page_record(runs: Sequence[Run]) -> dict[str, Any]:
+    """The data of a page; of several runs, the questions that all of them have, by id and text.
+
+    Raises `TraceError` where there is none.
+    """
+    by_key = [{(r.id, r.question): r for r in run.rollouts} for run in runs]
+    common = [key for key in by_key[0] if all(key in rollouts for rollouts in by_key)]
+    if not common:
+        raise TraceError(
+            f"the traces {' and '.join(run.name for run in runs)} have no question in common, of the same "
+            "id and text: make both of the same questions"
+        )
+    ends = [run.header.end_ids if run.header else () for run in runs]
+    return {
+        "names": [run.name for run in runs],
+        "settings": _differing([run.header.settings if run.header else {} for run in runs]),
+        "left_out": len({key for rollouts in by_key for key in rollouts}) - len(common),
+        "questions": [_question([rollouts[key] for rollouts in by_key], ends) for key in common],
+    }
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The settings of each run in which they differ, as they are typed."""
+    keys = [key for key in settings[0] if len({repr(each.get(key)) for each in settings}) > 1]
+    free = ("batch_size", "overlap")  # which change no token
+    return [[f"decode.{key}={each.get(key)}" for key in keys if key not in free] for each in settings]
+
+
+def _question(rollouts: Sequence[Rollout], ends: Sequence[Collection[int]]) -> dict[str, Any]:
+    crossed = bridges(rollouts)
+    return {
+        "id": rollouts[0].id,
+        "question": rollouts[0].question,
+        "sides": [
+            {
+                "canvas": rollout.canvas_length,
+                "guesses": asks_with_guesses(rollout.settings),
+                "ghosts": any(step.guesses for step in rollout.steps),
+                "settings": [f"decode.{key}={value}" for key, value in rollout.settings.items()],
+                "steps": list(step_records(rollout, end_ids)),
+                "end": end_record(rollout, passed),
+            }
+            for rollout, end_ids, passed in zip(rollouts, ends, crossed, strict=True)
+        ],
+    }
+
+
+def asks_with_guesses(settings: Mapping[str, Any]) -> bool:
+    known = "query" in settings and "query_threshold" in settings
+    return known and takes_guesses(settings["query"], settings["query_threshold"])
+
+
+def step_records(rollout: Rollout, end_ids: Collection[int]) -> Iterator[dict[str, Any]]:
+    """The steps of a rollout, each with the texts of the passages that it is the first to find."""
+    seen: set[str] = set()
+    for step in rollout.steps:
+        new = [name for name in (*step.passage_ids, *step.dropped) if name not in seen]
+        seen.update(new)
+        yield step_record(step, {name: rollout.passages.get(name, "") for name in new}, end_ids)
+
+
+def step_record(step: Step, texts: Mapping[str, str], end_ids: Collection[int]) -> dict[str, Any]:
+    """One step; texts: of the passages that no step before has found, "" where they are not known."""
+    edited = {token.position for token in step.edited}
+    return {
+        "query": step.query,
+        "searched": step.retrieved,
+        "passages": step.passage_ids,
+        "dropped": step.dropped,
+        "remasked": step.remasked,
+        "written": [
+            (
+                token.position,
+                token.token,
+                round(token.confidence, 4),
+                (token.position in edited) * EDITED | (token.token_id in end_ids) * END,
+            )
+            for token in step.written
+        ],
+        "ghosts": ghosts(step.guesses, end_ids) if step.guesses else None,
+        "texts": {
+            name: {
+                "title": pieces(title_line(text) or name),
+                "body": pieces(text.strip().partition("\n")[2]),
+            }
+            for name, text in texts.items()
+        },
+    }
+
+
+def ghosts(guesses: Guesses, end_ids: Collection[int]) -> dict[str, Any]:
+    """What is guessed after a step: as it is recorded, and which of the new tokens end the text."""
+    texts = [(token, text, (token in end_ids) * END) for token, text in guesses.texts]
+    return {"confidence": guesses.confidence, "changed": guesses.changed, "texts": texts}
+
+
+def end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is known when the rollout is finished."""
+    return {
+        "response": rollout.response,
+        "answer": rollout.answer,
+        "error": rollout.error,
+        "words": attributed_words(rollout),
+        "sources": [
+            {"kind": unit["kind"], "text": pieces(unit["text"]), "unsupported": unit["unsupported"]}
+            | {"passages": [(p["id"], p["step"]) for p in unit["passages"]]}
+            for unit in rollout.citations
+        ],
+        "bridges": bridges,
+    }
+
+
+def pieces(text: str) -> list[str | list[str]]:
+    """A text cut up: [word], or [word, how it is compared], for content words, and what is between."""
+    cut: list[str | list[str]] = []
+    at = 0
+    for word, (start, stop) in content_words(text, 0, len(text)):
+        shown = text[start:stop]
+        cut += [text[at:start], [shown] if shown == word else [shown, word]]
+        at = stop
+    return [piece for piece in (*cut, text[at:]) if piece]
+
+
+def attributed_words(rollout: Rollout) -> list[dict[str, Any]]:
+    """The content words of the response, each with its positions, last step, and the passage cited for it.
+
+    The passage is None for a word that no passage in context held. Words that only passages hold which are
+    not cited, as the fewest are, are left out. Nothing for a trace without citations.
+    """
+    (last,) = [*rollout.replay()][-1:] or ({},)
+    spans = token_spans((last[n].token for n in takewhile(last.__contains__, count())), rollout.response)
+    steps = rollout.commit_steps()
+    found = []
+    for (unit, _), cited in zip(cited_units(rollout.response), rollout.citations, strict=False):
+        for word, span in content_words(rollout.response, *unit):
+            source = next((p["id"] for p in cited["passages"] if word in p["words"]), None)
+            at = overlapping(spans, *span)
+            if at and (source is not None or word in cited["unsupported"]):
+                step = max(steps[position] for position in at)
+                found.append({"word": word, "at": at, "step": step, "passage": source})
+    return found
+
+
+def token_spans(tokens: Iterable[str], text: str) -> list[Span]:
+    """Where each token stands in a text that was made of them; without a tokenizer, so by their own texts.
+
+    Blanks around a token are left out. Empty, where the token before ends, for a token that is not seen in
+    the text: a special one, a part of a character, or one behind the end.
+    """
+    spans, at = [], 0
+    for token in tokens:
+        shown = token.strip()
+        start = text.find(shown, at, at + len(shown) + MOST_UNSEEN) if shown else -1
+        spans.append((start, start + len(shown)) if start >= 0 else (at, at))
+        at = spans[-1][1]
+    return spans
+
+
+def bridges(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
+    """The entities over which the answer is reached, with the steps at which each rollout gets to them.
+
+    rollouts: of one question. A bridge is the title of a passage that one of them cites and that its
+    question alone did not find; all words of the title, not all of which the question has, are in one of
+    its queries. `asked` is the first step with such a query, `found` the first one with the passage in the
+    evidence; None where there is none.
+    """
+    crossed: dict[str, str] = {}
+    for rollout in rollouts:
+        first = [name for step in rollout.steps[:1] for name in (*step.passage_ids, *step.dropped)]
+        for name in (p["id"] for unit in rollout.citations for p in unit["passages"]):
+            entity = re.sub(
+                r"\s*\([^()]*\)$", "", title_line(rollout.passages.get(name, ""))
+            )  # Emma (novel)
+            new = not {*words(entity)} <= {*words(rollout.question)}
+            if name not in first and new and _first_asked(rollout, entity) is not None:
+                crossed[name] = entity
+    return [
+        sorted(
+            (
+                {
+                    "passage": name,
+                    "entity": entity,
+                    "asked": _first_asked(rollout, entity),
+                    "found": next((s.step for s in rollout.steps if name in s.passage_ids), None),
+                }
+                for name, entity in crossed.items()
+            ),
+            key=lambda bridge: len(rollout.steps) if bridge["asked"] is None else bridge["asked"],
+        )
+        for rollout in rollouts
+    ]
+
+
+def _first_asked(rollout: Rollout, entity: str) -> int | None:
+    sought = {*words(entity)}
+    return next((s.step for s in rollout.steps if s.query and sought <= {*words(s.query)}), None)

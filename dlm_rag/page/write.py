@@ -1,0 +1,68 @@
+"""The page as one file: our own style and script, and the traces as JSON that no text breaks out of."""
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.errors import ConfigError
+from dlm_rag.files.whole import write_whole
+from dlm_rag.page.record import Run, page_record
+
+HERE = Path(__file__).parent
+MARK = "<!doctype html><!-- a trace page of dlm_rag -->"
+
+
+def write_page(path: Path, runs: Sequence[Run]) -> None:
+    """Writes the page of one run, or of two beside one another, whole; raises as `page_record` does."""
+    write_whole(path, page_html(runs))
+
+
+def page_html(runs: Sequence[Run]) -> str:
+    """The text of the page; a browser runs its own script alone and loads nothing."""
+    return _html(page_record(runs))
+
+
+def live_html(keyed: bool) -> str:
+    """The page of a server, with a form to ask it; keyed: whether it needs a key."""
+    form = _text("live.html").replace("@hidden@", "" if keyed else "hidden")
+    empty: dict[str, Any] = {"names": [""], "settings": [[]], "left_out": 0, "questions": []}
+    return _html(empty, form, ("page.js", "live.js"), "; connect-src 'self'")
+
+
+def _html(
+    record: Mapping[str, Any], form: str = "", scripts: Sequence[str] = ("page.js",), more: str = ""
+) -> str:
+    """The page of a record; more: what its policy allows beside its own style and script."""
+    style, script = _text("page.css"), "\n".join(map(_text, scripts))
+    # Escaped, no text ends the element that holds it (`</script>`), nor a line of script (U+2028).
+    data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
+    policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'{more}"
+    page = _text("page.html")
+    places = {"policy": policy, "form": form, "style": style, "script": script, "data": data}
+    # The data last: what looks like a place for something else is a text in there.
+    for place, text in places.items():
+        page = page.replace(f"@{place}@", text, 1)
+    return f"{MARK}\n{page}"
+
+
+def _text(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """As a content security policy names what it lets through."""
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+def check_page(path: str) -> None:
+    """Raises `ConfigError` for a file that is there and is no page, which would be lost."""
+    page = Path(path)
+    if page.is_file() and page.stat().st_size:
+        with page.open("rb") as file:
+            if file.read(len(MARK)) != MARK.encode():
+                raise ConfigError(
+                    f"html={path} holds something that is no page of this program: choose another file"
+                )

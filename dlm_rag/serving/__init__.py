@@ -1,0 +1,1 @@
+"""Serving: questions over HTTP, answered together by one engine."""

@@ -1,0 +1,53 @@
+"""API keys: a file of them, and whose key a request brings."""
+
+from hashlib import sha256
+from pathlib import Path
+
+from dlm_rag.errors import ConfigError
+from dlm_rag.files.records import find_file
+
+SHORTEST, LONGEST = 16, 512  # characters
+LARGEST_FILE = 2**20  # bytes
+
+
+class Keys:
+    """Keys by their digests, so that comparing one takes as long whatever it is."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._names = {_digest(key.encode()): f"key{number}" for number, key in enumerate(keys, start=1)}
+
+    @classmethod
+    def read(cls, path: str) -> "Keys":
+        """The keys of a file, one a line; blank lines and what begins with # are skipped.
+
+        Raises `ConfigError` naming file and line.
+        """
+        found = find_file(path, "keys file", ConfigError)
+        if found.stat().st_size > LARGEST_FILE:
+            raise ConfigError(f"{path} is too large for a file of keys: {found.stat().st_size >> 20} MiB")
+        keys: list[str] = []
+        for number, raw in enumerate(Path(found).read_bytes().splitlines(), start=1):
+            line = raw.decode("ascii", errors="replace").strip()
+            if not line or line.startswith("#"):
+                continue
+            if not SHORTEST <= len(line) <= LONGEST or not line.isascii() or not line.isprintable():
+                raise ConfigError(
+                    f"{path}, line {number}: a key has {SHORTEST} to {LONGEST} letters, digits and signs"
+                )
+            if " " in line:
+                raise ConfigError(f"{path}, line {number}: a key holds no blank")
+            keys.append(line)
+        if not keys:
+            raise ConfigError(f"{path} holds no keys: write one a line, or leave serving.keys out")
+        return cls(keys)
+
+    def holder(self, authorization: str) -> str | None:
+        """Whose key an `Authorization: Bearer KEY` brings; None for nobody's."""
+        scheme, _, key = authorization.partition(" ")
+        if scheme.casefold() != "bearer":
+            return None
+        return self._names.get(_digest(key.strip().encode()))
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()

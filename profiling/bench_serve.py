@@ -1,0 +1,145 @@
+"""A server under load against `sample` without one: answers a second, and how long a client waits.
+
+    python profiling/bench_serve.py [--rounds 3] [--clients 64] [--each 10] [decode.batch_size=32]
+
+The shipped model on the questions of its world. Both sides answer the same questions and take turns, round
+after round: the server (a process of its own, on loopback, asked by so many clients at once, each with the
+next question of all when its last one is answered) and a decoder in this process, which waits for nobody.
+Both have one thread and keep their evidence from round to round; the clients run here, beside the server,
+as threads with the standard library's client, the cheapest there is: they share the server's processors.
+Answers must be the same. Expectation: 0.9 of the decoder's answers a second. Processor time is said too,
+which depends less on what else the machine does.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from statistics import median, quantiles
+
+import torch
+
+from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
+from dlm_rag.commands.words import parse
+from dlm_rag.errors import RunError
+from dlm_rag.machine import machine_name
+from dlm_rag.program import run
+
+OPTIONS: dict[str, tuple[str | int, str]] = {
+    "rounds": (3, "of each side"),
+    "clients": (64, "at once"),
+    "each": (10, "questions of a client, on average"),
+}
+
+
+def free_port() -> int:
+    """A port at which nobody listens now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def load(address: str, clients: int, questions: list[str]) -> tuple[list[str], list[float]]:
+    """What the clients were answered, and the seconds that each answer took."""
+    seconds: list[float] = []
+    left = iter(questions)  # one list: no client has questions left where others have none
+
+    def client(_: int) -> list[str]:
+        connection, texts = HTTPConnection(address, timeout=600), []
+        for question in left:
+            began = time.perf_counter()
+            body = {"messages": [{"role": "user", "content": question}]}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            answer = json.loads(connection.getresponse().read())
+            seconds.append(time.perf_counter() - began)
+            if "error" in answer:
+                raise RunError(f"the server refused a question: {answer['error']['message']}")
+            texts.append(answer["choices"][0]["message"]["content"])
+        connection.close()
+        return texts
+
+    with ThreadPoolExecutor(clients) as threads:
+        return [text for texts in threads.map(client, range(clients)) for text in texts], seconds
+
+
+def figures(address: str) -> dict[str, float]:
+    """The server's counters, by their names."""
+    connection = HTTPConnection(address)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return {name: float(n) for name, n in re.findall(r"^dlm_rag_(\S+)_total (\S+)$", text, re.MULTILINE)}
+
+
+def main(argv: list[str]) -> None:
+    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    rounds, clients, each = (words.options[name] for name in OPTIONS)
+    given = [word.partition("=")[0] for word in words.settings]
+    config = words.config if "decode.batch_size" in given else words.config_with(["decode.batch_size=32"])
+    config = with_shipped(config, [])
+    known = gather_questions(config, [])
+    asked = [known[n % len(known)] for n in range(clients * each)]
+    torch.set_num_threads(1)
+    decoder = prepare(config, known).load()
+    batch = config.decode.batch_size
+    command = [
+        sys.executable,
+        "-m",
+        "dlm_rag",
+        "serve",
+        "--port",
+        str(free_port()),
+        f"decode.batch_size={batch}",
+    ]
+    command += [word for word in words.settings if not word.startswith("decode.batch_size=")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        ready = re.compile(r"answers at http://(\S+)/;")
+        found = next((f for line in server.stderr if (f := ready.search(line))), None)
+        if found is None:
+            raise RunError("the server did not come up")
+        speeds, ratios, waits, costs = [], [], [], []
+        for number in range(rounds + 1):  # the first one warms both up
+            before = figures(found[1])["processor_seconds"]
+            began, here = time.perf_counter(), time.process_time()
+            texts, seconds = load(found[1], clients, [q.question for q in asked])
+            served = len(texts) / (time.perf_counter() - began)
+            there = figures(found[1])["processor_seconds"] - before
+            here = time.process_time() - here
+            began, itself = time.perf_counter(), time.process_time()
+            alone = [rollout.response for rollout in decoder.stream(asked)]
+            plain = len(asked) / (time.perf_counter() - began)
+            itself = time.process_time() - itself
+            if sorted(texts) != sorted(alone):
+                raise RunError("the server gave other answers than the decoder")
+            if number:
+                speeds.append(served)
+                ratios.append(served / plain)
+                waits += seconds
+                costs.append([1000 * spent / len(asked) for spent in (there, itself, here)])
+        counts = figures(found[1])
+        shared = f"{counts['row_steps'] / counts['steps']:.1f} of {batch} rows a step"
+    finally:
+        server.terminate()
+        server.wait()
+    marks = quantiles(waits, n=100)
+    print(f"{machine_name(decoder.denoiser.device)}, {clients} clients x {each} questions, {shared}")
+    print(f"served: {median(speeds):.1f} answers/s ({min(speeds):.1f} to {max(speeds):.1f})")
+    print(f"of the decoder's: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    server_ms, decoder_ms, clients_ms = (median(each) for each in zip(*costs, strict=True))
+    print(
+        f"processor time an answer, ms: server {server_ms:.1f}, decoder {decoder_ms:.1f}, "
+        f"clients {clients_ms:.1f}"
+    )
+    print("an answer took, s: " + ", ".join(f"p{n} {marks[n - 1]:.2f}" for n in (50, 95, 99)))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,578 @@
+"""Serving: what clients get is what the decoder says, whatever others do at the same time."""
+
+import asyncio
+import json
+import re
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from unittest.mock import patch
+
+import httpx
+import numpy as np
+import pytest
+from conftest import PASSAGES, tiny_denoiser, tiny_tokenizer, write_lines
+
+from dlm_rag.config import DecodeConfig, EngineConfig, RetrievalConfig, ServingConfig
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.guesses import Recorder
+from dlm_rag.decode.trace import TraceWriter, header_of
+from dlm_rag.page.record import page_record, read_runs
+from dlm_rag.questions import Question
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.serving.app import Service
+from dlm_rag.serving.replies import cut_at
+from dlm_rag.serving.station import Job, Station
+
+SETTINGS = DecodeConfig(canvas_length=16, batch_size=4, commit_threshold=0.1)
+ASKED = "Who wrote Emma?"
+
+KEYS = ["a-key-of-the-first-one", "a-key-of-another-one"]
+
+
+@pytest.fixture
+def decoder(corpus):
+    return made_decoder(corpus)
+
+
+def made_decoder(corpus, settings=SETTINGS):
+    retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
+    return Decoder(
+        tiny_denoiser(), retriever, tiny_tokenizer(), settings, engine=EngineConfig(pool_gib=0.1)
+    )
+
+
+@contextmanager
+def serving(decoder, **limits):
+    service = Service(decoder, "tiny", ServingConfig(**limits))
+    try:
+        yield service
+    finally:
+        if isinstance(decoder.proposer, Slow):
+            decoder.proposer.free.set()
+        service.close()
+
+
+def client_of(service, **headers):
+    transport = httpx.ASGITransport(service.app)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers)
+
+
+def chat(question=ASKED, **more):
+    return {"messages": [{"role": "user", "content": question}]} | more
+
+
+def ask(service, body, path="/v1/chat/completions", **headers):
+    """One request: the response, read whole."""
+
+    async def asked():
+        async with client_of(service, **headers) as client:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await client.post(path, content=content)
+
+    return asyncio.run(asked())
+
+
+def events(response):
+    """The server-sent events of a stream: name and data."""
+    found = []
+    for block in response.text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = fields["data"]
+        found.append((fields.get("event"), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+def metrics(text):
+    return {name: float(value) for name, value in re.findall(r"^dlm_rag_(\S+) (\S+)$", text, re.MULTILINE)}
+
+
+QUESTIONS = [f"Who wrote {name}?" for name in ("Emma", "Dune", "the song", "all of it", "this", "that")]
+
+
+def test_answers_are_those_of_the_decoder(decoder):
+    """Asked at once by many, with more questions than places."""
+    known = {rollout.question: rollout for rollout in decoder.decode(QUESTIONS)}
+
+    async def all_of_them(service):
+        async with client_of(service) as client:
+            asked = [client.post("/v1/chat/completions", json=chat(q)) for q in QUESTIONS]
+            return [response.json() for response in await asyncio.gather(*asked)]
+
+    with serving(decoder) as service:
+        for question, body in zip(QUESTIONS, asyncio.run(all_of_them(service)), strict=True):
+            rollout = known[question]
+            choice, outcome = body["choices"][0], body["dlm_rag"]
+            assert choice["message"]["content"] == rollout.response
+            assert outcome["citations"] == json.loads(json.dumps(rollout.citations))
+            assert (outcome["tokens"], outcome["forwards"]) == (rollout.tokens_committed, rollout.forwards)
+            ends = {token.token_id for step in rollout.steps for token in step.written} & {257}
+            assert choice["finish_reason"] == ("stop" if ends else "length")
+            assert body["usage"]["completion_tokens"] == rollout.tokens_before_end({257})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"revision_threshold": 0.6},
+        {"block_length": 4},
+        {"max_tokens": 5},
+    ],
+    ids=str,
+)
+def test_the_streamed_text_only_grows_to_the_final_one(decoder, settings):
+    with serving(decoder) as service:
+        for question in QUESTIONS:
+            whole = ask(service, chat(question, **settings)).json()
+            streamed = ask(service, chat(question, stream=True, **settings))
+            *chunks, (_, done) = events(streamed)
+            assert done == "[DONE]"
+            bodies = [body for _, body in chunks]
+            texts = [body["choices"][0]["delta"]["content"] for body in bodies]
+            assert "".join(texts) == whole["choices"][0]["message"]["content"]
+            assert bodies[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+            assert bodies[-1]["usage"] == whole["usage"]
+            assert all(body["choices"][0]["finish_reason"] is None for body in bodies[:-1])
+            steps = [body["dlm_rag"] for body in bodies[:-1]]
+            assert [step["step"] for step in steps] == list(range(len(steps)))
+            assert None not in steps[-1]["canvas"] or whole["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_stream_shows_the_canvas_of_every_step(decoder):
+    (rollout,) = decoder.decode([ASKED])
+    with serving(decoder) as service:
+        *chunks, _, _ = events(ask(service, chat(stream=True)))
+    states = list(rollout.replay())
+    for (_, chunk), state, step in zip(chunks, states, rollout.steps, strict=True):
+        shown = chunk["dlm_rag"]
+        assert shown["canvas"] == [state[n].token if n in state else None for n in range(16)]
+        assert (shown["query"], shown["passages"]) == (step.query, list(step.passage_ids))
+
+
+def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
+    with serving(decoder) as service:
+        text = ask(service, chat()).json()["choices"][0]["message"]["content"]
+        for stops in ([text[5:7]], [text[3:6], text[4:5]], text[1:3], [text[-1] + "never"]):
+            whole = ask(service, chat(stop=stops)).json()["choices"][0]
+            at = cut_at(text, [stops] if isinstance(stops, str) else stops)
+            assert whole["message"]["content"] == (text if at is None else text[:at])
+            assert at is None or whole["finish_reason"] == "stop"
+            chunks = events(ask(service, chat(stop=stops, stream=True)))[:-1]
+            parts = [body["choices"][0]["delta"]["content"] for _, body in chunks]
+            assert "".join(parts) == whole["message"]["content"]
+
+
+def recorded(decoder, question, folder):
+    """A question decoded, and what the page of its trace is given of it."""
+    (rollout,) = decoder.decode([question])
+    header = header_of(
+        decoder.denoiser.config, decoder.tokenizer, decoder.evidence_layout, decoder.config, top_k=2,
+        model="", corpus="",
+    )  # fmt: skip
+    TraceWriter(folder / "trace.jsonl", header).write(rollout)
+    (shown,) = page_record(read_runs([folder / "trace.jsonl"]))["questions"]
+    (side,) = json.loads(json.dumps(shown["sides"]))
+    return rollout, side
+
+
+def test_the_page_gets_the_records_of_a_trace(corpus, tmp_path):
+    """Guesses with them, which nobody else's rows record."""
+    decoder = made_decoder(corpus, replace(SETTINGS, commit_threshold=0.9))
+    decoder.guesses = True
+    rollout, side = recorded(decoder, ASKED, tmp_path)
+    assert any(step.guesses and step.guesses.confidence for step in rollout.steps)
+    with serving(decoder) as service:
+        (first, start), *steps, (last, end) = events(ask(service, {"question": ASKED}, "/v1/answers"))
+        with patch.object(Recorder, "take", side_effect=AssertionError("nobody looks")):
+            assert ask(service, chat()).json()["choices"][0]["message"]["content"] == rollout.response
+    assert (first, last) == ("start", "end") and {name for name, _ in steps} == {"step"}
+    assert all(start[key] == side[key] for key in ("settings", "canvas", "guesses", "ghosts"))
+    assert [{k: v for k, v in body.items() if k != "step"} for _, body in steps] == side["steps"]
+    record = end.pop("record")
+    assert end == side["end"] and record["response"] == rollout.response
+
+
+REFUSED = {
+    "several answers": (chat(n=2), "'n' cannot be honoured"),
+    "tools": (chat(tools=[{"type": "function"}]), "'tools' cannot be honoured"),
+    "log-probabilities": (chat(logprobs=True), "'logprobs' cannot"),
+    "JSON mode": (chat(response_format={"type": "json_object"}), "'response_format' cannot"),
+    "nucleus": (chat(top_p=0.5), "'top_p' cannot"),
+    "an unknown field": (chat(comit_threshold=0.5), "nearest: 'commit_threshold'"),
+    "a number as text": (chat(commit_threshold="0.5"), "'commit_threshold' must be a number"),
+    "an interpolation": (chat(commit_rule="${oc.env:HOME}"), "is not one of"),
+    "out of bounds": (chat(commit_threshold=2), "must be between 0 and 1"),
+    "true as a number": (chat(seed=True), "'seed' must be a whole number"),
+    "not a number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": NaN}', "must be"),
+    "the server's own": (chat(batch_size=2), "'batch_size' is the server's own"),
+    "a canvas too long": (chat(canvas_length=17), "more than the 16"),
+    "no token": (chat(max_tokens=0), "'max_tokens' must be a whole number above 0"),
+    "a rule without heads": (chat(commit_rule="head"), "needs heads"),
+    "edits without blocks": (chat(edit_threshold=0.9), "attention has blocks"),
+    "blocks that are not there": (chat(finished_blocks="text"), "no effect"),
+    "options without a stream": (chat(stream_options={"include_usage": True}), "without stream=true"),
+    "earlier turns": ({"messages": [*chat()["messages"], *chat()["messages"]]}, "single message"),
+    "another role": ({"messages": [{"role": "assistant", "content": "a"}]}, "single message"),
+    "an image": (chat([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]), "'text' only"),
+    "no messages": ({}, "'messages' must be a list"),
+    "a blank question": (chat(" \n"), "blank"),
+    "a list": ([], "must be a JSON object"),
+    "no JSON": (b"{", "is not JSON"),
+    "no UTF-8": (b"\xff", "is not UTF-8"),
+    "half a character": (b'{"messages": "\\ud800"}', "half of a character"),
+    "endless nesting": (b"[" * 500_000, "nesting beyond all measure"),
+    "a key twice": (b'{"n": 1, "n": 1}', "a second time"),
+    "too long for the context": (chat("word " * 1000), "context"),
+    "too long to be counted": (chat("word " * 50_000), "characters that are read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_honoured_is_refused(refusing, what):
+    body, words = REFUSED[what]
+    response = ask(refusing, body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and words in error["message"]
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 400
+    assert not refusing.station.rows and not refusing.station.waiting
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory):
+    path = tmp_path_factory.mktemp("refusing") / "corpus.jsonl"
+    write_lines(path, [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES])
+    with serving(made_decoder(open_corpus(path))) as service:
+        yield service
+
+
+def test_what_asks_for_nothing_is_taken(refusing):
+    """As clients send it by themselves."""
+    more = {"n": 1, "tools": [], "logprobs": False, "top_p": 1.0, "frequency_penalty": 0, "stop": None}
+    more |= {"user": "me", "stream": False, "seed": None, "response_format": {"type": "text"}}
+    plain = ask(refusing, chat()).json()["choices"]
+    assert ask(refusing, chat(**more)).json()["choices"] == plain
+    parts = [{"type": "text", "text": ASKED}]
+    assert ask(refusing, chat(parts)).json()["choices"] == plain
+
+
+def test_settings_hold_for_one_request(decoder):
+    """Rows of one batch have settings of their own, and are what each of them is alone."""
+    one = {"commit_threshold": 0.99, "query": "question"}
+    alone = Decoder(
+        decoder.denoiser, decoder.retriever, decoder.tokenizer, replace(SETTINGS, **one)
+    ).decode([ASKED])[0]
+
+    async def both(service):
+        async with client_of(service) as client:
+            asked = [client.post("/v1/chat/completions", json=chat(**own)) for own in (one, {}, one)]
+            return [response.json() for response in await asyncio.gather(*asked)]
+
+    with serving(decoder) as service:
+        first, other, again = asyncio.run(both(service))
+        assert first["choices"] == again["choices"]
+        assert first["choices"][0]["message"]["content"] == alone.response
+        assert first["dlm_rag"]["forwards"] == alone.forwards > other["dlm_rag"]["forwards"]
+
+
+def test_a_long_body_is_not_read_to_its_end(decoder):
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while True:
+            sent += 2**16
+            yield b" " * 2**16
+
+    async def asked(service):
+        async with client_of(service) as client:
+            return await client.post("/v1/chat/completions", content=endless())
+
+    with serving(decoder) as service:
+        response = asyncio.run(asked(service))
+        assert response.status_code == 413 and sent <= 2**20 + 2**17
+        assert ask(service, b" " * (2**20 + 1)).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "method, path, status",
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/", 405),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/models/another", 404),
+        ("GET", "/..%2f..%2fetc%2fpasswd", 404),
+        ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404),
+        ("GET", "//etc/passwd", 404),
+        ("GET", "/page.js%00", 404),
+    ],
+)
+def test_what_is_not_there(refusing, method, path, status):
+    async def asked():
+        async with client_of(refusing) as client:
+            return await client.request(method, f"http://127.0.0.1{path}")
+
+    response = asyncio.run(asked())
+    assert response.status_code == status
+    assert response.json()["error"]["message"] and "passwd" not in response.text
+
+
+def test_pages_of_other_sites_may_not_ask(refusing):
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        assert ask(refusing, chat(), **headers).status_code == 403
+    for host in ("127.0.0.1.evil.example", "localhost.evil.example", "127.0.0.1@evil.example", "0.0.0.0"):
+        assert ask(refusing, chat(), Host=host).status_code == 403
+    for host in ("localhost:8000", "127.0.0.2:8000", "[::1]:8000"):
+        assert ask(refusing, chat(), Host=host, Origin=f"http://{host}").status_code == 200
+
+
+def test_keys(decoder, tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text("# ours\n\n" + "\n".join(KEYS) + "\n")
+    with serving(decoder, keys=str(file)) as service:
+        for given in ("", "Bearer", "Bearer a-key-of-nobody-here", KEYS[0], f"Basic {KEYS[0]}"):
+            response = ask(service, chat(), **({"Authorization": given} if given else {}))
+            assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+        assert ask(service, chat(), Authorization=f"Bearer {KEYS[1]}").status_code == 200
+        page = asyncio.run(client_of(service).get("/"))
+        assert page.status_code == 200 and not any(key in page.text for key in KEYS)
+
+
+class Slow:
+    """A proposer whose passes wait until they are let through."""
+
+    def __init__(self, inner):
+        self._inner, self.let, self.free = inner, threading.Semaphore(0), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def propose(self, views):
+        while not self.free.is_set() and not self.let.acquire(timeout=0.05):
+            pass
+        return self._inner.propose(views)
+
+
+def until(holds):
+    """Waits for what another thread does."""
+    for _ in range(1000):
+        if holds():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came to hold")
+
+
+@pytest.fixture
+def slow(decoder):
+    decoder.proposer = Slow(decoder.proposer)
+    yield decoder
+    decoder.proposer.free.set()
+
+
+def job(name, key="", **settings):
+    return Job(Question(name, ASKED), replace(SETTINGS, **settings), key)
+
+
+def test_keys_take_turns(slow):
+    """One place: who comes with one question does not wait behind all of another's."""
+    slow.config = replace(slow.config, batch_size=1)
+    order = []
+    station = Station(slow, ServingConfig(), lambda jobs: order.extend(one.question.id for one in jobs))
+    first = station.submit(job("first"))
+    until(lambda: station.rows)
+    for n in range(3):
+        station.submit(job(f"a{n}", "a"))
+    station.submit(job("b0", "b"))
+    slow.proposer.free.set()
+    until(lambda: len(order) == 5)
+    station.close()
+    assert first.done and order == ["first", "a0", "b0", "a1", "a2"]
+
+
+def test_a_full_line_is_refused_for_its_key_alone(slow, tmp_path):
+    slow.config = replace(slow.config, batch_size=1)
+    file = tmp_path / "keys.txt"
+    file.write_text("\n".join(KEYS))
+
+    async def many(service):
+        async with client_of(service) as client:
+
+            def post(key):
+                headers = {"Authorization": f"Bearer {key}"}
+                return asyncio.ensure_future(
+                    client.post("/v1/chat/completions", json=chat(), headers=headers)
+                )
+
+            held = [post(KEYS[0])]
+            while not service.station.rows:
+                await asyncio.sleep(0.01)
+            held += [post(KEYS[0]) for _ in range(2)]
+            while service.station.waiting < 2:
+                await asyncio.sleep(0.01)
+            refused = await post(KEYS[0])
+            held.append(post(KEYS[1]))
+            while service.station.waiting < 3:
+                await asyncio.sleep(0.01)
+            slow.proposer.free.set()
+            return refused, await asyncio.gather(*held)
+
+    with serving(slow, keys=str(file), waiting=2) as service:
+        refused, others = asyncio.run(many(service))
+    assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert [response.status_code for response in others] == [200] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_away_frees_the_row_within_a_step(slow, stream):
+    async def leave(service):
+        async with client_of(service) as client:
+            task = asyncio.ensure_future(client.post("/v1/chat/completions", json=chat(stream=stream)))
+            while service.station.rows < 2:
+                slow.proposer.let.release()
+                await asyncio.sleep(0.02)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    with serving(slow) as service:
+        other = service.station.submit(job("other", commit_threshold=1.0))
+        until(lambda: service.station.rows == 1)
+        asyncio.run(leave(service))
+        slow.proposer.let.release()  # the step that is under way
+        until(lambda: service.station.counts["cancelled"])
+        assert service.station.rows == 1 and not other.done
+        slow.proposer.free.set()
+        until(lambda: other.done)
+        assert other.rollout.response == response_of("other", slow, commit_threshold=1.0)
+
+
+def response_of(name, decoder, **settings):
+    parts = decoder.denoiser, decoder.retriever, decoder.tokenizer, replace(SETTINGS, **settings)
+    return Decoder(*parts).decode([Question(name, ASKED)])[0].response
+
+
+def test_time_is_bounded(slow):
+    with serving(slow, seconds=0.05) as service:
+        threading.Timer(0.2, slow.proposer.free.set).start()
+        response = ask(service, chat(commit_threshold=1.0))
+    assert response.status_code == 504 and "longer than 0.05 seconds" in response.json()["error"]["message"]
+
+
+class Broken:
+    """A proposer whose confidences of one question are not numbers, or that fails as a whole."""
+
+    def __init__(self, inner, error=None):
+        self._inner, self.error = inner, error
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def propose(self, views):
+        if self.error is not None:
+            raise self.error
+        proposed = list(self._inner.propose(views))
+        return [
+            replace(p, confidence=np.full_like(p.confidence, np.nan)) if len(view.canvas) == 7 else p
+            for view, p in zip(views, proposed, strict=True)
+        ]
+
+
+def test_a_row_whose_logits_are_no_numbers_fails_alone(decoder):
+    known = {r.question: r.response for r in decoder.decode(QUESTIONS)}
+    decoder.proposer = Broken(decoder.proposer)
+
+    async def all_of_them(service):
+        async with client_of(service) as client:
+            bodies = [chat("Who is this?", max_tokens=7), *map(chat, QUESTIONS)]
+            return await asyncio.gather(*(client.post("/v1/chat/completions", json=b) for b in bodies))
+
+    with serving(decoder) as service:
+        bad, *others = asyncio.run(all_of_them(service))
+        streamed = ask(service, chat(max_tokens=7, stream=True))
+    assert bad.status_code == 500 and "not a number" in bad.json()["error"]["message"]
+    # A row that fails before its first step was looked at has a status of its own.
+    early = streamed.status_code == 500
+    error = streamed.json() if early else dict(events(streamed))["error"]
+    assert "not a number" in error["error"]["message"]
+    for question, response in zip(QUESTIONS, others, strict=True):
+        assert response.json()["choices"][0]["message"]["content"] == known[question]
+
+
+def test_a_failed_step_is_not_the_end(decoder):
+    """Nothing of the machine is told, and the next question is answered."""
+    decoder.proposer = Broken(decoder.proposer, RuntimeError("no memory at /home/somebody/model"))
+    with serving(decoder) as service:
+        failed = ask(service, chat())
+        assert failed.status_code == 500 and "/home" not in failed.text
+        decoder.proposer.error = None
+        assert ask(service, chat()).status_code == 200
+        assert ask(service, chat()).json()["dlm_rag"]["forwards"]
+
+
+def test_a_failed_search_tells_nothing_of_the_machine(decoder):
+    def search(queries):
+        raise OSError("/home/somebody/index is gone")
+
+    decoder.retriever.search = search
+    with serving(decoder) as service:
+        failed = ask(service, chat()), ask(service, chat(stream=True))
+        failed += (ask(service, {"question": ASKED}, "/v1/answers"),)
+    for response in failed:
+        assert response.status_code == 500 and response.json()["error"]["message"] == "the search failed"
+
+
+def test_a_fault_of_our_own_tells_nothing_of_the_machine(decoder, monkeypatch):
+    def fail(body):
+        raise RuntimeError("/home/somebody/dlm_rag")
+
+    async def asked(service):
+        transport = httpx.ASGITransport(service.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post("/v1/chat/completions", json=chat())
+
+    with serving(decoder) as service:
+        monkeypatch.setattr(service._reader, "chat", fail)
+        response = asyncio.run(asked(service))
+    assert response.status_code == 500 and "/home" not in response.text
+    assert response.json()["error"]["message"] == "the request failed: the server's log says why"
+
+
+def test_the_end_answers_what_was_taken_and_refuses_the_rest(slow):
+    async def ended(service):
+        async with client_of(service) as client:
+            running = asyncio.ensure_future(client.post("/v1/chat/completions", json=chat()))
+            while not service.station.rows:
+                await asyncio.sleep(0.01)
+            service.station.drain()
+            refused = await client.post("/v1/chat/completions", json=chat())
+            health = await client.get("/health")
+            slow.proposer.free.set()
+            return await running, refused, health
+
+    with serving(slow) as service:
+        running, refused, health = asyncio.run(ended(service))
+    assert (running.status_code, refused.status_code, health.status_code) == (200, 503, 503)
+
+
+def test_figures_for_machines(decoder):
+    async def asked(service):
+        async with client_of(service) as client:
+            return (await client.get("/metrics")).text, (await client.get("/health")).json()
+
+    with serving(decoder) as service:
+        bodies = [ask(service, chat(question)).json()["dlm_rag"] for question in QUESTIONS]
+        text, health = asyncio.run(asked(service))
+    found = metrics(text)
+    assert health == {"status": "ok", "model": "tiny"}
+    assert found['answers_total{outcome="answered"}'] == len(QUESTIONS)
+    assert found["forwards_total"] == sum(body["forwards"] for body in bodies)
+    assert found["searches_total"] == sum(body["retrievals"] for body in bodies)
+    assert found["tokens_total"] == sum(body["tokens"] for body in bodies)
+    assert 0 < found["processor_seconds_total"] <= time.process_time()
+    assert found["pool_hit_tokens_total"] <= found["pool_wanted_tokens_total"]
+    assert "joules_total" not in found and (found["rows"], found["places"]) == (0, 4)
