@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from dlm_rag.decode.trace import (
     scan_trace,
 )
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.jsonl import read_note
+from dlm_rag.files.jsonl import end_last_line, read_note
 from dlm_rag.files.whole import give_back, new_file, take_lock, write_whole
 from dlm_rag.questions import Question
 
@@ -130,7 +129,10 @@ class AnswersFile:
                 self._writer = TraceWriter(self._trace, header, held)
             with self._writing():
                 self._take_out()
-                self._write_stamp(stamp)
+                (machine,) = stamp["machines"]
+                if self._stamp is None:
+                    self._write_stamp(stamp)
+            self.add_machine(machine)
         except BaseException:
             self.close()
             raise
@@ -142,24 +144,43 @@ class AnswersFile:
             self._refuse_trace()
         for path in (self._trace, self._out):
             if path is not None and path.is_file():
-                _end_last_line(path)
+                end_last_line(path)
                 _take_out_lines(path, unanswered | self._failed)
         if self._trace is not None and not self._answered:
             self._trace.unlink(missing_ok=True)  # its header may be of other settings
 
+    def add_machine(self, machine: dict[str, Any]) -> None:
+        """Stamps the files with a machine that answers too; warns where it is another than before."""
+        assert self._stamp is not None, "begun"
+        machines = self._stamp["machines"]
+        if machine in machines:
+            return
+        for last in machines[-1:]:
+            log.warning(
+                "out=%s holds answers made with %s, this run has %s: rounding may differ, and with it "
+                "an answer", self._out, *_differences(last, machine)
+            )  # fmt: skip
+        with self._writing():
+            self._write_stamp(self._stamp | {"machines": [*machines, machine]})
+
     def _write_stamp(self, stamp: dict[str, Any]) -> None:
-        if self._stamp is not None:
-            (machine,) = stamp["machines"]
-            machines = self._stamp["machines"]
-            if machine in machines:
-                return
-            for last in machines[-1:]:
-                log.warning(
-                    "out=%s holds answers made with %s, this run has %s: rounding may differ, and with it "
-                    "an answer", self._out, *_differences(last, machine)
-                )  # fmt: skip
-            stamp = self._stamp | {"machines": [*machines, machine]}
+        self._stamp = stamp
         write_whole(self._stamp_path, json.dumps(stamp, indent=2, ensure_ascii=False) + "\n")
+
+    def add_energy(self, part: Mapping[str, Any] | None) -> None:
+        """Adds to the stamp what this part of the run has spent; a run that goes on adds another.
+
+        Where the disk is full that is said, and nothing is raised: the answers are there.
+        """
+        stamp = read_note(self._stamp_path)
+        if part is None or not stamp:
+            return
+        before = stamp.get("energy")
+        stamp["energy"] = [*(before if isinstance(before, list) else []), part]
+        try:
+            write_whole(self._stamp_path, json.dumps(stamp, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            log.warning("%s does not get the joules of this part: %s", self._stamp_path, error.strerror)
 
     def append(self, rollout: Rollout) -> None:
         """Adds a finished rollout: first its trace, then its answer, which marks it as done.
@@ -198,19 +219,6 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """`key=value, ...` of each where they differ."""
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
     return [", ".join(f"{key}={each.get(key)}" for key in keys) for each in (one, other)]
-
-
-def _end_last_line(path: Path) -> None:
-    """Takes away a last line that a kill has cut short; one that lacks only its line break gets that."""
-    with path.open("rb+") as file:
-        (last,) = deque(file, maxlen=1) or [b"\n"]
-        if last.endswith(b"\n"):
-            return
-        try:
-            json.loads(last)
-            file.write(b"\n")
-        except ValueError:
-            file.truncate(file.tell() - len(last))
 
 
 def _take_out_lines(path: Path, ids: Collection[str]) -> None:

@@ -92,6 +92,11 @@ class Canvas:
         self.ids[edits.positions] = edits.token_ids
         return edits
 
+    @property
+    def shown(self) -> NDArray[np.int64]:
+        """The ids that a model sees."""
+        return self.ids
+
     def with_guesses(self, guesses: Proposals, least_confidence: float) -> list[int]:
         """Ids with the guesses of at least that confidence in the masked positions they are for."""
         ids = self.ids.copy()
@@ -108,3 +113,53 @@ class Canvas:
             return True
         before = self.ids[: self.first_open]
         return bool(np.isin(before, list(end_ids)).any())
+
+
+@dataclass
+class NoisyCanvas(Canvas):
+    """A canvas of uniform noise, denoised block after block.
+
+    `ids` hold what is accepted now; elsewhere the model sees `noise`. Invariant: what stands before
+    `closed` changes no more; in the block behind it every step accepts anew.
+    """
+
+    noise: NDArray[np.int64] = field(kw_only=True)  # (length,)
+    taken: int = 0  # steps of the block under work
+    seen: list[NDArray[np.int64]] = field(default_factory=list)  # its most probable tokens at these steps
+
+    @property
+    def shown(self) -> NDArray[np.int64]:
+        return np.where(self.masked, self.noise, self.ids)
+
+    def accept(self, chosen: Proposals) -> tuple[Proposals, Proposals, NDArray[np.int64]]:
+        """Makes `chosen` all that is accepted of the block under work.
+
+        Returns those for positions where nothing was accepted, those that differ from what was, and the
+        positions whose token is taken back, ascending.
+        """
+        at, before = chosen.positions, self.masked.copy()
+        new, other = before[at], ~before[at] & (self.ids[at] != chosen.token_ids)
+        self.masked[self.first_open :] = True
+        self.masked[at] = False
+        taken_back = np.flatnonzero(self.masked & ~before)
+        self.ids[at], self.ids[taken_back] = chosen.token_ids, self.mask_id
+        return chosen.at(new), chosen.at(other), taken_back
+
+    def next_step(self, best: NDArray[np.int64], noise: NDArray[np.int64]) -> None:
+        """Goes on with other noise (length,); best: the most probable tokens of the block under work."""
+        self.taken, self.noise = self.taken + 1, noise
+        self.seen.append(best)
+
+    def close(self, end: int) -> None:
+        """Goes on behind `end`."""
+        self.closed, self.taken, self.seen = end, 0, []
+
+    def with_guesses(self, guesses: Proposals, least_confidence: float) -> list[int]:
+        """As of any canvas; a guess stands before an accepted token too, which is drawn and not the most
+        probable one."""
+        ids = self.ids.copy()
+        enter = guesses.at(
+            (guesses.confidence >= least_confidence) & (guesses.positions >= self.first_open)
+        )
+        ids[enter.positions] = enter.token_ids
+        return ids.tolist()

@@ -35,6 +35,13 @@ def held_positions(text: str, token_spans: Sequence[Span], known_words: Collecti
     return held
 
 
+def cited_units(response: str) -> list[tuple[Span, str]]:
+    """What is cited: each sentence of the reasoning, then the answer where there is one, with its kind."""
+    answer = answer_span(response)
+    units = [(span, "reasoning") for span in sentence_spans(response[: answer[0]])]
+    return [*units, (answer, "answer")] if answer[0] < answer[1] else units
+
+
 def cite(
     response: str,
     token_spans: Sequence[Span],
@@ -54,10 +61,6 @@ def cite(
     equals the one whose word comes first). Each is cited with the last step that committed one of
     its words. Words held by none are listed.
     """
-    answer = answer_span(response)
-    units = [(span, "reasoning") for span in sentence_spans(response[: answer[0]])]
-    if answer[0] < answer[1]:
-        units.append((answer, "answer"))
     passage_words = {name: frozenset(words(text)) for name, text in texts.items()}
     asked = frozenset(words(question))
     return [
@@ -66,7 +69,7 @@ def cite(
             _holders(response, (start, stop), token_spans, commit_steps, evidence_at, passage_words),
             asked,
         )
-        for (start, stop), kind in units
+        for (start, stop), kind in cited_units(response)
     ]
 
 

@@ -1,17 +1,48 @@
 """Answers questions from any iterator: a thin driver of the engine."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from itertools import islice
 
 from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.decode.budget import Budget
 from dlm_rag.decode.engine import Engine, with_checkpoints_own
+from dlm_rag.decode.noisy import NoiseProposer
 from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.evidence.pool import Reuse
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.gemma import NoiseDenoiser
 from dlm_rag.questions import Question, typed_questions
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import Tokenizer
+
+Weights = Denoiser | NoiseDenoiser
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What a decoder, or many of them, work with, in words; what they have reused and compiled."""
+
+    used: str
+    reuse: Reuse
+    graphs: int | None = None
+
+    def __add__(self, other: "Machinery") -> "Machinery":
+        """Both together; `used` is the same for decoders of one job."""
+        counts = zip(astuple(self.reuse), astuple(other.reuse), strict=True)
+        graphs = None if self.graphs is None else self.graphs + (other.graphs or 0)
+        return Machinery(self.used, Reuse(*(one + more for one, more in counts)), graphs)
+
+    def describe(self) -> str:
+        """In words for a person."""
+        used, reuse = self.used, self.reuse
+        if reuse.wanted:
+            used += f", {reuse.share:.1%} of it reused"
+        if reuse.evicted:
+            used += f", {reuse.evicted:,} passages left the pool (engine.pool_gib)"
+        return used if self.graphs is None else f"{used}, {self.graphs} graphs compiled"
 
 
 class Decoder:
@@ -24,7 +55,7 @@ class Decoder:
 
     def __init__(
         self,
-        denoiser: Denoiser,
+        denoiser: Weights,
         retriever: Retriever,
         tokenizer: Tokenizer,
         config: DecodeConfig | None = None,
@@ -39,10 +70,25 @@ class Decoder:
                 "evidence_layout=independent needs a prompt whose facts have no number: make the tokenizer "
                 "with Tokenizer.from_pretrained(path, 'independent')"
             )
-        engine = engine or EngineConfig()
-        if engine.compile:
+        self.guesses = False  # whether steps record what is guessed at masked positions
+        self._engine = engine or EngineConfig()
+        if self._engine.memory_gib is not None:
+            raise ConfigError(
+                "engine.memory_gib is reckoned before weights are read, as sample and evaluate do it: "
+                "leave it out here, and call `keep_within`"
+            )
+        self.proposer: DenoiserProposer | NoiseProposer
+        if isinstance(denoiser, NoiseDenoiser):
+            self.proposer = NoiseProposer(denoiser)
+            return
+        if self._engine.compile:
             denoiser.compile_layers()
-        self.proposer = DenoiserProposer(denoiser, tokenizer.mask_id, engine)
+        self.proposer = DenoiserProposer(denoiser, tokenizer.mask_id, self._engine)
+
+    def keep_within(self, budget: Budget) -> None:
+        """Drops all keys and values, and takes no more for them than `budget.within` has found."""
+        assert isinstance(self.denoiser, Denoiser), "others refuse a budget: see `noisy.check_engine`"
+        self.proposer = DenoiserProposer(self.denoiser, self.tokenizer.mask_id, self._engine, budget)
 
     def forget(self) -> None:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""
@@ -53,17 +99,16 @@ class Decoder:
         parts = self.proposer, self.retriever, self.tokenizer
         return Engine(*parts, self.config, self.evidence_layout, self.denoiser.heads)
 
+    @property
+    def machinery(self) -> "Machinery":
+        """What this decoder works with, and what came of it until now."""
+        denoiser, dtype = self.denoiser, str(self.denoiser.dtype).removeprefix("torch.")
+        used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
+        return Machinery(used, self.proposer.reuse, denoiser.compilations)
+
     def describe(self) -> str:
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""
-        denoiser, reuse = self.denoiser, self.proposer.reuse
-        dtype = str(denoiser.dtype).removeprefix("torch.")
-        used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
-        if reuse.wanted:
-            used += f", {reuse.share:.1%} of it reused"
-        if reuse.evicted:
-            used += f", {reuse.evicted:,} passages left the pool (engine.pool_gib)"
-        graphs = denoiser.compilations
-        return used if graphs is None else f"{used}, {graphs} graphs compiled"
+        return self.machinery.describe()
 
     def decode(self, questions: Sequence[str | Question]) -> list[Rollout]:
         """One finished rollout per question, in order.
@@ -87,7 +132,7 @@ class Decoder:
         with self.new_engine() as engine:
             while True:
                 for question in islice(source, engine.capacity):
-                    engine.submit(question)
+                    engine.submit(question, guesses=self.guesses)
                 if not engine.busy:
                     return
                 for event in engine.step():

@@ -16,27 +16,39 @@ and in a batch; what goes wrong in one row ends that row alone. Every row has de
             print(event.ticket, event.rollout.tokens_committed, event.finished)
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
+
+import torch
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.canvas import Canvas
+from dlm_rag.config.checked import with_values
+from dlm_rag.config.decoding import ENTROPY_BOUND
+from dlm_rag.decode.canvas import Canvas, NoisyCanvas
+from dlm_rag.decode.guesses import Recorder
 from dlm_rag.decode.proposer import Proposer
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Group, Row, Ticket
 from dlm_rag.decode.schedules import SCHEDULES
 from dlm_rag.decode.steps import Steps
+from dlm_rag.diffusion.renoise import uniform_tokens
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.layout import check_order
 from dlm_rag.model.heads import Heads
-from dlm_rag.model.shape import EVIDENCE_LAYOUTS, DenoiserConfig
+from dlm_rag.model.shape import EVIDENCE_LAYOUTS, DenoiserConfig, UniformNoise
 from dlm_rag.questions import Question
-from dlm_rag.randomness import keyed_generator
+from dlm_rag.randomness import keyed_generator, uniform_numbers
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.stages import mark, step_range
 from dlm_rag.tokenizer import Tokenizer
 
+OF_NOISE = ("temperature_high", "temperature_low", "stable_steps", "confident_below")
+OF_MASKS = (
+    "commit_threshold", "gate_width", "head_cut", "tokens_per_step", "schedule", "revision_threshold",
+    "edit_threshold", "edit_rounds", "temperature", "copy_price",
+)  # fmt: skip
 _tickets = count(1)  # of all engines of the process: a retriever may serve several
 
 
@@ -97,38 +109,54 @@ class Engine:
         """Whether any question is in flight."""
         return any(group.rows for group in self._groups)
 
-    def submit(self, question: Question, settings: DecodeConfig | None = None) -> Ticket:
-        """Takes a question in; it takes part in the next step. Raises `RuntimeError` without capacity."""
+    def submit(
+        self, question: Question, settings: DecodeConfig | None = None, guesses: bool = False
+    ) -> Ticket:
+        """Takes a question in; it takes part in the next step. Raises `RuntimeError` without capacity.
+
+        guesses: whether its steps record what is guessed at masked positions; no token depends on it.
+        """
         if not self._free:
             raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
         own, shape = self.settings, self._steps.proposer.shape
         if settings is not None:
-            mine = replace(settings, batch_size=own.batch_size, overlap=own.overlap)
+            mine = with_values(settings, batch_size=own.batch_size, overlap=own.overlap)
             own = with_checkpoints_own(mine, shape)
         assert own.canvas_length is not None and own.finished_blocks is not None
         check_order(shape, own.finished_blocks, self._steps.layout)
         check_heads(own, self._steps.heads is not None)
         # Revision may still change the text before an end token.
         certain = own.stop_early and own.revision_threshold is None
+        generator = keyed_generator(own.seed, question.id)
         row = Row(
             ticket=Ticket(next(_tickets)),
             question=question,
             settings=own,
             slot=heappop(self._free),  # the lowest: memory is kept up to the highest in use
-            canvas=Canvas(
-                own.canvas_length,
-                self._steps.tokenizer.mask_id,
-                closed=None if own.edit_threshold is None else 0,
-            ),
-            generator=keyed_generator(own.seed, question.id),
+            canvas=self._canvas(own, generator),
+            generator=generator,
             rollout=Rollout(
                 question.id, question.question, self._steps.layout, own.canvas_length, settings=asdict(own)
             ),
             stop_at=self._steps.tokenizer.end_ids if certain else frozenset(),
             end_ids=self._steps.tokenizer.end_ids,
+            recorder=Recorder(self._steps.tokenizer.token_text) if guesses else None,
         )
         min(self._groups, key=lambda group: len(group.rows)).rows.append(row)
         return row.ticket
+
+    def _canvas(self, settings: DecodeConfig, generator: torch.Generator) -> Canvas:
+        """A fresh canvas, all masked or all noise."""
+        length, mask_id, shape = (
+            settings.canvas_length,
+            self._steps.tokenizer.mask_id,
+            self._steps.proposer.shape,
+        )
+        assert length is not None
+        if shape.noise is None:
+            return Canvas(length, mask_id, closed=None if settings.edit_threshold is None else 0)
+        noise = uniform_tokens(uniform_numbers(generator, 1, length)[0], shape.vocab_size)
+        return NoisyCanvas(length, mask_id, closed=0, noise=noise)
 
     def cancel(self, ticket: Ticket) -> None:
         """Drops a question that is in flight, and all that is kept for it; others do not notice.
@@ -197,6 +225,11 @@ def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeC
 
     Raises `ConfigError` for settings that the checkpoint cannot be decoded by.
     """
+    if own.noise is not None:
+        return _of_noise(settings, own, own.noise)
+    for name in OF_NOISE:
+        if getattr(settings, name) is not None:
+            raise ConfigError(f"{name} has no effect on a model that denoises from masks: leave it out")
     canvas, block = settings.canvas_length or own.canvas_length, settings.block_length
     if block is None:
         block = own.block_length or 0
@@ -207,11 +240,50 @@ def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeC
             f"edit_threshold={settings.edit_threshold} is for checkpoints whose attention has blocks, and "
             "this one's has none: leave it out, or set revision_threshold"
         )
-    return replace(
+    return with_values(
         settings,
         canvas_length=canvas,
         block_length=block,
         finished_blocks=settings.finished_blocks or own.finished_blocks,
         commit_rule=settings.commit_rule or own.commit_rule,
         search=settings.search or own.search,
+        entropy_bound=ENTROPY_BOUND if settings.entropy_bound is None else settings.entropy_bound,
+    )
+
+
+def _of_noise(settings: DecodeConfig, own: DenoiserConfig, noise: UniformNoise) -> DecodeConfig:
+    """`settings` with the checkpoint's own schedule, bound and stopping rule; a canvas of whole blocks."""
+    block = own.attention_block
+    assert block is not None
+    fixed: dict[str, Any] = {
+        "block_length": block, "finished_blocks": own.finished_blocks, "commit_rule": own.commit_rule,
+        "search": own.search, "lookahead": 0,
+    }  # fmt: skip
+    usual = DecodeConfig()
+    for name in (*fixed, *OF_MASKS):
+        value, default = getattr(settings, name), getattr(usual, name)
+        if value not in (default, fixed.get(name, default)):
+            raise ConfigError(
+                f"{name}={value} has no effect on a model that denoises from uniform noise: leave it out"
+            )
+    low, high = settings.temperature_low, settings.temperature_high
+    low = noise.temperature_low if low is None else low
+    high = noise.temperature_high if high is None else high
+    if low > high:
+        raise ConfigError(
+            f"temperature_low={low} is above temperature_high={high}: a block of noise cools down"
+        )
+    least = settings.canvas_length or own.canvas_length
+    stable, bound = settings.stable_steps, settings.entropy_bound
+    sure = settings.confident_below
+    return with_values(
+        settings,
+        **fixed,
+        canvas_length=-(-least // block) * block,
+        steps_per_block=settings.steps_per_block or noise.steps,
+        entropy_bound=noise.entropy_bound if bound is None else bound,
+        temperature_high=high,
+        temperature_low=low,
+        stable_steps=noise.stable_steps if stable is None else stable,
+        confident_below=noise.confident_below if sure is None else sure,
     )

@@ -7,6 +7,7 @@ protocol.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import EngineConfig
+from dlm_rag.decode.budget import GIB, ROWS_READ, Budget
+from dlm_rag.decode.copying import Copying, together
 from dlm_rag.decode.proposals import Wanted, read_proposals
+from dlm_rag.diffusion.chain import Chains, marginals
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.contexts import Contexts, Run, Shown
 from dlm_rag.evidence.layout import Arrangement
@@ -24,9 +28,6 @@ from dlm_rag.model.rows import pack
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
 from dlm_rag.stages import stage
-
-ROWS_READ = 1024  # logits that exist at a time: the vocabulary is the memory
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class View:
     soft: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
     lots: NDArray[np.float64] | None = None  # (2, n) the numbers that it draws tokens at
     finished: int = 0  # positions in front that are whole blocks and change no more
+    copying: Copying | None = None  # what is to be copied where it can be
+    copy_price: float = 0.0  # nats, of what is not
 
 
 class Proposer(Protocol):
@@ -69,8 +72,11 @@ class Proposer(Protocol):
 class DenoiserProposer:
     """A masked-diffusion denoiser: one call over all rows, logits at the positions asked for only."""
 
-    def __init__(self, denoiser: Denoiser, mask_id: int, engine: EngineConfig) -> None:
-        self.denoiser, self._engine = denoiser, engine
+    def __init__(
+        self, denoiser: Denoiser, mask_id: int, engine: EngineConfig, budget: Budget | None = None
+    ) -> None:
+        """budget: what `budget.within` has found for `engine.memory_gib`."""
+        self.denoiser, self._engine, self._budget = denoiser, engine, budget
         self._mask_id = np.array([mask_id])
         self.forget()
 
@@ -80,13 +86,18 @@ class DenoiserProposer:
 
     def forget(self) -> None:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""
-        device, engine = self.denoiser.device, self._engine
-        # What was kept is freed first: the budget is a share of what is free.
+        device, engine, budget = self.denoiser.device, self._engine, self._budget
+        # What was kept is freed first: the pool is a share of what is free.
         self.pool, self._contexts = None, Contexts(self.denoiser, None)
-        budget = default_budget(device) if engine.pool_gib is None else int(engine.pool_gib * GIB)
-        if budget:
-            self.pool = EvidencePool(device, budget, int(engine.host_pool_gib * GIB))
+        if budget is not None:
+            near = budget.pool
+        else:
+            near = default_budget(device) if engine.pool_gib is None else int(engine.pool_gib * GIB)
+        if near:
+            self.pool = EvidencePool(device, near, int(engine.host_pool_gib * GIB))
         self._contexts = Contexts(self.denoiser, self.pool)
+        if budget is not None and budget.tokens:  # slots that grow exist twice for a moment
+            self._contexts.reserve(budget.rows, budget.tokens, budget.scratch)
         self._dtype = self.denoiser.compute_dtype
 
     @property
@@ -110,17 +121,26 @@ class DenoiserProposer:
         with stage("denoise"):
             segments = [run.segment for run in runs]
             read = [[] if run.row is None else self._read(run, views[run.row]) for run in runs]
-            added = wanted_of(views, self._mask_id)
-            rows = pack(segments, self.denoiser.device, read, context, add=added)
+            added, copied = wanted_of(views, self._mask_id), copied_of(views, int(self._mask_id[0]))
+            rows = pack(
+                segments,
+                self.denoiser.device,
+                read,
+                context,
+                add=[*added, *(array for arrays in copied.values() for array in arrays)],
+            )
             hidden, _ = self.denoiser.encode(rows)
             self._contexts.take_up()
-            mask_id, *arrays = rows.added
-            pieces = hidden.split(ROWS_READ)
-            of = len(arrays) // len(pieces)
-            found = [
-                read_proposals(self.denoiser.read_out(part).float(), Wanted(mask_id, *arrays[at : at + of]))
-                for at, part in zip(range(0, len(arrays), of), pieces, strict=True)
-            ]
+            mask_id, *arrays = rows.added[: len(added)]
+            sizes = sizes_of(views)
+            of, chains, found = len(arrays) // len(sizes), len(added), []
+            for number, part in enumerate(hidden.split(sizes)):
+                logits = self.denoiser.read_out(part).float()
+                if number in copied:
+                    logits = marginals(logits, Chains(*rows.added[chains : chains + len(copied[number])]))
+                    chains += len(copied[number])
+                wanted = Wanted(mask_id, *arrays[number * of : (number + 1) * of])
+                found.append(read_proposals(logits, wanted))
             values = to_host(torch.cat(found, dim=1)).astype(np.float64)
         ends = np.cumsum([len(view.positions) for view in views])
         parts = np.split(values, ends[:-1], axis=1)
@@ -148,8 +168,49 @@ def _proposals(view: View, found: NDArray[np.float64]) -> Proposals:
     return Proposals(view.positions, tokens, confidence, log_prob, entropy, margin, written, draws)
 
 
+def pieces_of(views: Sequence[View]) -> list[list[tuple[int, slice]]]:
+    """The positions that are read at a time, at most `ROWS_READ`: of which rows which.
+
+    Rows are whole in a piece, but for those that are longer.
+    """
+    pieces: list[list[tuple[int, slice]]] = [[]]
+    room = ROWS_READ
+    for row, view in enumerate(views):
+        for start in range(0, len(view.positions), ROWS_READ):
+            part = slice(start, min(start + ROWS_READ, len(view.positions)))
+            if part.stop - start > room:
+                pieces.append([])
+                room = ROWS_READ
+            pieces[-1].append((row, part))
+            room -= part.stop - start
+    return pieces
+
+
+def sizes_of(views: Sequence[View]) -> list[int]:
+    """The number of positions in each of `pieces_of`."""
+    return [sum(part.stop - part.start for _, part in piece) for piece in pieces_of(views)]
+
+
+def copied_of(views: Sequence[View], mask_id: int) -> dict[int, list[NDArray[Any]]]:
+    """The fields of `Chains` for each piece, by its number, with rows that copy."""
+    found: dict[int, list[NDArray[Any]]] = {}
+    for number, piece in enumerate(pieces_of(views) if any(view.copying for view in views) else ()):
+        copyings, chains, first, prices, begin = [], [], [], [], 0
+        for row, part in piece:
+            view = views[row]
+            if view.copying is not None:
+                copyings.append(view.copying)
+                chains.append(view.copying.chain(view.canvas, view.positions[part], mask_id))
+                first.append(begin)
+                prices.append(view.copy_price)
+            begin += part.stop - part.start
+        if copyings:
+            found[number] = [*together(copyings, chains, first), np.array(prices, np.float32)]
+    return found
+
+
 def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """As it goes to the device: the mask, then the rest of `Wanted` for every `ROWS_READ` positions."""
+    """As it goes to the device: the mask, then the rest of `Wanted` for each of `pieces_of`."""
     counts = [len(view.positions) for view in views]
     written = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
     temperature = np.repeat([view.temperature for view in views], counts)
@@ -164,8 +225,9 @@ def wanted_of(views: Sequence[View], mask_id: NDArray[np.int64]) -> list[NDArray
         if view.soft is not None and view.lots is not None:
             soft[at], lots[:3, at], lots[3:, at] = True, np.array(view.soft)[:, None], view.lots
     arrays: list[NDArray[Any]] = [mask_id]
-    for start in range(0, len(written), ROWS_READ):
-        part = slice(start, start + ROWS_READ)
+    ends = np.cumsum(sizes_of(views))
+    for start, stop in pairwise([0, *ends.tolist()]):
+        part = slice(start, stop)
         sampled = np.flatnonzero(temperature[part])
         drawn = (values[part][sampled].astype(np.float32) for values in (temperature, uniform))
         arrays += [written[part], sampled, *drawn, np.flatnonzero(spread[part])]

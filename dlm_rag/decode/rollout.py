@@ -1,10 +1,11 @@
 """The decoding trajectory as data: replayed and scored without the model, kept in files by `trace.py`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from dlm_rag.decode.guesses import Guess, Guesses, replay
 from dlm_rag.text import answer_span
 
 
@@ -71,6 +72,7 @@ class Step:
     dropped: tuple[str, ...] = ()
     edited: tuple[Committed, ...] = ()
     action: Action | None = None  # where a policy decided by lot
+    guesses: Guesses | None = None  # of positions that stay masked, where they are recorded
 
     @property
     def written(self) -> tuple[Committed, ...]:
@@ -122,6 +124,13 @@ class Rollout:
         """Positions that hold a token after the last step."""
         return len(self.commit_steps())
 
+    def tokens_before_end(self, end_ids: Collection[int]) -> int:
+        """Of these, those before the first end token: the text, without what fills the canvas behind it."""
+        last = {token.position: token.token_id for step in self.steps for token in step.written}
+        held = self.commit_steps()
+        end = min((n for n in held if last[n] in end_ids), default=self.canvas_length)
+        return sum(position < end for position in held)
+
     @property
     def seconds(self) -> dict[str, float]:
         """This question's share of the seconds of each stage, over all steps."""
@@ -144,6 +153,10 @@ class Rollout:
         """The token ids of the canvas after each step, from step 0 (all masked) to the last."""
         for state in self.replay():
             yield [state[n].token_id if n in state else mask_id for n in range(self.canvas_length)]
+
+    def guesses(self) -> Iterator[dict[int, Guess]]:
+        """The guesses after each step, by position; none where they are not recorded."""
+        return replay(step.guesses for step in self.steps)
 
     def commit_steps(self) -> dict[int, int]:
         """For every position that holds a token after the last step, the step that wrote it."""

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas
+from dlm_rag.decode.copying import Copying
+from dlm_rag.decode.guesses import Guesses, Recorder
 from dlm_rag.decode.rollout import Action, Committed, Rollout
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.layout import Arrangement
@@ -39,6 +41,7 @@ class Row:
     end_ids: frozenset[int] = frozenset()
     evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
     known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
+    copying: Copying | None = None  # what is to be copied of them, where that is asked for
     dropped: tuple[str, ...] = ()  # ids of what was found and has no place in the prompt
     found: list[Passage] | None = None  # what fits of it is the evidence
     arrangement: Arrangement | None = None  # the prompt of the evidence, laid out
@@ -46,6 +49,7 @@ class Row:
     searched_words: frozenset[str] = frozenset()  # of the query that was searched for last
     first_found: list[Passage] = field(default_factory=list)  # at step 0, for feedback and two_rounds
     guesses: Proposals | None = None
+    recorder: Recorder | None = None  # of guesses, where somebody wants to see them
     lowest_confidence: float | None = None
     rounds: int = 0  # steps since the block under work has no mask, where its tokens may be edited
     begun: bool = False  # whether it has asked for the first time
@@ -55,7 +59,8 @@ class Row:
     committed: tuple[Committed, ...] = ()
     remasked: tuple[int, ...] = ()
     edited: tuple[Committed, ...] = ()
-    lots: NDArray[np.float64] | None = None  # (5, length) that its policy draws at
+    guessed: Guesses | None = None
+    lots: NDArray[np.float64] | None = None  # (5, length) that its policy draws at; of noise (2, length)
     action: Action | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 

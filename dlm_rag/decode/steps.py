@@ -7,31 +7,33 @@ import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import cached_property
 
 import numpy as np
-import torch
 
 from dlm_rag.decode.actions import BY_LOT, by_head, sampled, searches
-from dlm_rag.decode.canvas import Canvas
+from dlm_rag.decode.canvas import Canvas, NoisyCanvas
 from dlm_rag.decode.citations import cite, held_positions
-from dlm_rag.decode.proposer import Proposer, View
+from dlm_rag.decode.copying import Copying, Joints
+from dlm_rag.decode.proposer import Proposer
 from dlm_rag.decode.rollout import Action, Committed, Rollout, Step
 from dlm_rag.decode.row import Row, Search, SearchResult
+from dlm_rag.decode.views import view_of
 from dlm_rag.diffusion.commit import Indices, Proposals, select, step_sizes
+from dlm_rag.diffusion.renoise import settled, uniform_tokens
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
-from dlm_rag.evidence.layout import Arrangement, arrange, with_new_passages
+from dlm_rag.evidence.layout import Arrangement, arrange, by_arrival, with_new_passages
 from dlm_rag.model.heads import Heads
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, take_turns
 from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.link import SearchUnavailableError
 from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
 from dlm_rag.stages import StageClock, stage
 from dlm_rag.text import words
 from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-SPREAD_RULES = ("entropy", "margin", "entropy_bound")
 
 
 class Steps:
@@ -49,6 +51,10 @@ class Steps:
         self.layout, self.heads = layout, heads
         self.clock = StageClock()  # open while a step is taken
         self._worker: ThreadPoolExecutor | None = None
+
+    @cached_property
+    def _joints(self) -> Joints:
+        return Joints(self.tokenizer)
 
     def close(self) -> None:
         """Ends the search thread."""
@@ -72,13 +78,22 @@ class Steps:
             bound, given = row.settings.revision_threshold, row.given
             if bound is not None:
                 row.remasked = tuple(row.canvas.remask(proposals, bound).tolist())
-            guesses = proposals.at(row.canvas.masked[proposals.positions])
+            guesses = proposals.best or proposals.at(row.canvas.masked[proposals.positions])
             if row.guesses is None or not given:  # else the older ones say more: of what is behind it
                 row.guesses = guesses
             proposed.append((row, proposals, guesses))
         with stage("commit"):
             for row, proposals, guesses in proposed:
-                self._commit(row, proposals, guesses)
+                if isinstance(row.canvas, NoisyCanvas):
+                    self._accept(row, row.canvas, proposals)
+                else:
+                    self._commit(row, proposals, guesses)
+                row.lowest_confidence = _lowest_confidence(row)
+                if row.recorder is not None:
+                    assert row.guesses is not None
+                    row.guessed = row.recorder.take(
+                        row.guesses.at(row.canvas.masked[row.guesses.positions])
+                    )
         self._charge(rows)
 
     def _commit(self, row: Row, proposals: Proposals, guesses: Proposals) -> None:
@@ -95,10 +110,23 @@ class Steps:
         over = row.rounds >= settings.edit_rounds or (row.rounds and not row.edited)
         if canvas.closed is not None and over and not canvas.masked[max(0, begin) : end].any():
             canvas.closed, row.rounds = end, 0
-        assert row.guesses is not None
-        still = row.guesses.confidence[canvas.masked[row.guesses.positions]]
-        unseen = 0.0 if canvas.masked.any() else None  # what lies behind the window is not known at all
-        row.lowest_confidence = float(still.min()) if len(still) else unseen
+
+    def _accept(self, row: Row, canvas: NoisyCanvas, proposals: Proposals) -> None:
+        """Makes what the rule chooses all that is accepted of the block; the most probable tokens, once the
+        block has settled or its steps are taken."""
+        settings, (_, end), best = row.settings, row.block, proposals.best
+        assert best is not None and row.lots is not None
+        assert settings.stable_steps is not None and settings.confident_below is not None
+        sure = float(proposals.entropy.mean()) < settings.confident_below
+        over = sure and settled(canvas.seen, best.token_ids, settings.stable_steps)
+        over = over or canvas.taken + 1 == settings.steps_per_block
+        chosen = best if over else proposals.at(self._select(row, proposals))
+        new, other, taken_back = canvas.accept(chosen)
+        row.committed, row.edited = self._records(new), self._records(other)
+        row.remasked = tuple(taken_back.tolist())
+        canvas.next_step(best.token_ids, uniform_tokens(row.lots[1], self.proposer.shape.vocab_size))
+        if over:
+            canvas.close(end)
 
     def _choose(self, row: Row, candidates: Proposals) -> Proposals:
         """What the commit rule of the row takes of at least one candidate."""
@@ -115,11 +143,11 @@ class Steps:
     def _select(self, row: Row, candidates: Proposals) -> Indices:
         """Which of at least one candidate a rule without a policy takes."""
         settings, least = row.settings, 1
-        if settings.steps_per_block is not None:
+        if settings.steps_per_block is not None and not isinstance(row.canvas, NoisyCanvas):
             begin, end = row.canvas.commit_block(settings.block_length, *row.block)
             sizes = step_sizes(end - begin, settings.steps_per_block, settings.schedule)
             least = sizes[min(row.rollout.steps_within(begin, end), len(sizes) - 1)]
-        assert settings.commit_rule is not None
+        assert settings.commit_rule is not None and settings.entropy_bound is not None
         return select(
             settings.commit_rule,
             candidates,
@@ -213,6 +241,8 @@ class Steps:
                 found = error.found
             except UserError:  # no answer of this run can be right any more
                 raise
+            except SearchUnavailableError as error:  # its sentence says it all
+                return [error] * len(queries)
             except Exception as error:
                 log.warning("a search failed", exc_info=error)
                 return [error] * len(queries)
@@ -231,9 +261,8 @@ class Steps:
             for row, passages in zip(search.rows, found, strict=True):
                 if row.rollout.error:  # it has left while the search was under way
                     self.retriever.forget(str(row.ticket))
-                elif isinstance(passages, Exception):
-                    if not row.ended:  # then it changes no token
-                        row.fail(f"the search failed: {type(passages).__name__}: {passages}")
+                elif isinstance(passages, Exception):  # be it the last: the evidence is part of the answer
+                    row.fail(f"the search failed: {type(passages).__name__}: {passages}")
                 else:
                     self._take(row, passages)
         self._charge(search.rows)
@@ -249,6 +278,8 @@ class Steps:
         if appends and row.found:  # what was found stays
             held = {passage.id for passage in row.found}
             passages = [*row.found, *(passage for passage in passages if passage.id not in held)]
+        elif self.proposer.shape.noise is not None and row.found:
+            passages = by_arrival(row.found, passages)
         if passages == row.found:
             return
         row.found, rollout = passages, row.rollout
@@ -266,6 +297,8 @@ class Steps:
         if fitted.cut.tokens > rollout.cut.get("tokens", 0):
             rollout.cut = asdict(fitted.cut)
         row.evidence, row.dropped, row.known_words = fitted.texts, fitted.dropped, None
+        if row.settings.copy_price is not None:
+            row.copying = Copying.of(fitted.prompt, self._joints)
         keep_shorter(rollout.evidence_texts, row.evidence)
         if appends and row.arrangement is not None:
             laid = with_new_passages(row.arrangement, laid, len(laid.lead.ids) + row.block[0])
@@ -297,10 +330,11 @@ class Steps:
                     dropped=row.dropped,
                     edited=row.edited,
                     action=row.action,
+                    guesses=row.guessed,
                 )
             )
             row.asked, row.searched, row.seconds = None, False, {}
-            row.committed, row.remasked, row.edited, row.action = (), (), (), None
+            row.committed, row.remasked, row.edited, row.action, row.guessed = (), (), (), None, None
         answered = [row for row in rows if not row.rollout.error and row.ended]
         with stage("detokenize"):
             for row in answered:
@@ -328,38 +362,13 @@ def _checked(found: SearchResult) -> SearchResult:
     return passages
 
 
-def view_of(row: Row) -> View:
-    """What the model is shown of a row; draws the numbers that its sampling takes."""
-    assert row.arrangement is not None
-    settings, positions = row.settings, row.positions
-    uniform, soft, lots = None, None, None
-    # Numbers for every position of the canvas, masked or not: one each, or five for a policy.
-    if settings.by_lot:
-        row.lots = _drawn(row, 5)
-        if settings.commit_rule == "sampled":
-            soft = (settings.temperature or 1.0, settings.commit_threshold, settings.gate_width)
-            lots = row.lots[:2, positions]
-    elif settings.temperature:
-        uniform = _drawn(row, 1)[0, positions]
-    begin, end = row.window
-    return View(
-        slot=row.slot,
-        arrangement=row.arrangement,
-        canvas=row.canvas.ids[:end],
-        positions=positions,
-        finished=begin,
-        temperature=0.0 if soft else settings.temperature,
-        uniform=uniform,
-        spread=settings.commit_rule in SPREAD_RULES,
-        soft=soft,
-        lots=lots,
-    )
-
-
-def _drawn(row: Row, count: int) -> np.ndarray:
-    """Uniform numbers (count, length) of the row's own."""
-    drawn = torch.rand(count, row.canvas.length, generator=row.generator, dtype=torch.float64)
-    return drawn.numpy()
+def _lowest_confidence(row: Row) -> float | None:
+    """Of the guesses where nothing is committed; None where something is everywhere."""
+    assert row.guesses is not None
+    masked = row.canvas.masked
+    still = row.guesses.confidence[masked[row.guesses.positions]]
+    unseen = 0.0 if masked.any() else None  # what lies behind the window is not known at all
+    return float(still.min()) if len(still) else unseen
 
 
 def read_response(rollout: Rollout, canvas: Canvas, tokenizer: Tokenizer) -> None:

@@ -6,6 +6,8 @@
 
 Needed besides the file is the tokenizer of the checkpoint; neither corpus nor retriever nor weights.
 Files of version 1 hold lines of questions alone: they are read, but no prompt can be made from them.
+What only some steps have (`RARE`) is left out of the others. Readers pass over keys of a step that they do
+not know, so one more of them, as `guesses`, is no new version.
 """
 
 import json
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import DecodeConfig
+from dlm_rag.decode.guesses import Guesses
 from dlm_rag.decode.rollout import Action, Committed, Rollout, Step
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
@@ -23,7 +26,7 @@ from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, read_tokenizer
 
 VERSION = 2
-RARE = ("remasked", "dropped", "edited", "action")  # left out of a step that has none
+RARE = ("remasked", "dropped", "edited", "action", "guesses")  # left out of a step that has none
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Header:
             attention_block=self.attention_block,
             block_grid=self.block_grid,
         )
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the model denoises from uniform noise; `mask_id` is a token like any other then."""
+        return self.settings.get("temperature_high") is not None
 
     def tokenizer(self, folder: Path) -> Tokenizer:
         """The tokenizer in a checkpoint's folder, with the prompt of this trace."""
@@ -263,7 +271,15 @@ class TrainingRow:
 
 
 def training_rows(rollout: Rollout, header: Header, tokenizer: Tokenizer) -> Iterator[TrainingRow]:
-    """A row for each step that committed; parameters as in `prompts_of`."""
+    """A row for each step that committed; parameters as in `prompts_of`.
+
+    Raises `TraceError` for a trace of uniform noise.
+    """
+    if header.noisy:
+        raise TraceError(
+            f"the trace of question '{rollout.id}' is of a model that denoises from uniform noise, which "
+            "is not in it: no rows with masks can be made from it"
+        )
     canvases = list(rollout.canvases(header.mask_id))
     prompts = prompts_of(rollout, header, tokenizer)
     for step, canvas, fitted in zip(rollout.steps[1:], canvases, prompts, strict=False):
@@ -332,6 +348,7 @@ def _rollout(
             dropped=tuple(line.get("dropped", ())),
             edited=tuple(Committed(**token) for token in line.get("edited", ())),
             action=Action.from_record(line["action"]) if "action" in line else None,
+            guesses=Guesses.from_record(line["guesses"]) if "guesses" in line else None,
         )
         for line in record["steps"]
     ]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection
 from itertools import groupby
 from time import perf_counter
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -15,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.energy.reading import Reading, in_words, not_measured, summary
 from dlm_rag.progress import status
 from dlm_rag.stages import without_nested
-from dlm_rag.text import fold, visible, word_spans
+from dlm_rag.text import fold, title_line, visible, word_spans
 
 MOST_REPEATS = 3  # of a token in a row that are written out
 # From the first commits (cool) to the last (warm).
@@ -186,8 +188,11 @@ def answer_panel(rollout: Rollout) -> Panel:
 class Tally:
     """Running totals of a run: it may answer more questions than fit into memory with their records."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_ids: Collection[int] = ()) -> None:
+        """end_ids: tokens behind which no text is."""
+        self._end_ids = end_ids
         self.answers = self.forwards = self.tokens = self.failed = 0
+        self.text_tokens = 0  # before the end
         self.seconds: Counter[str] = Counter()
 
     def add(self, rollout: Rollout) -> None:
@@ -195,10 +200,18 @@ class Tally:
         self.failed += bool(rollout.error)
         self.forwards += rollout.forwards
         self.tokens += rollout.tokens_committed
+        self.text_tokens += rollout.tokens_before_end(self._end_ids)
         self.seconds.update(without_nested(rollout.seconds))
 
-    def line(self, wall_seconds: float, backend: str) -> str:
-        """How many questions in which time, forwards and tokens, share of each stage, backend."""
+    def energy(self, reading: Reading) -> dict[str, Any] | None:
+        """A reading with what it was spent on, for a stamp; None where nobody asked for one."""
+        record = reading.record()
+        return record and record | {"answers": self.answers, "tokens": self.text_tokens}
+
+    def line(self, wall_seconds: float, backend: str, reading: Reading | None = None) -> str:
+        """How many questions in which time, forwards and tokens, share of each stage, backend, energy."""
+        energy = self.energy(reading) if reading else None
+        measured = summary([energy])
         whole = sum(self.seconds.values()) or 1.0
         shares = [(name, value / whole) for name, value in self.seconds.most_common()]
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
@@ -211,6 +224,7 @@ class Tally:
                 f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
                 *([f"time: {spent}"] if spent else []),
                 backend,
+                *([in_words(measured) if measured else not_measured(energy["reason"])] if energy else []),
             ]
         )
 
@@ -266,7 +280,7 @@ class LiveView:
 
 def _title(rollout: Rollout, name: str) -> Text:
     """The first line of a passage; `Text`, for what stands in square brackets is no markup."""
-    return plain(rollout.evidence_texts.get(name, "").strip().partition("\n")[0].strip('"'))
+    return plain(title_line(rollout.evidence_texts.get(name, "")))
 
 
 def _heading(rollout: Rollout) -> Text:

@@ -1,1 +1,1 @@
-"""Masked diffusion as mathematics: commit rules (and, with training, schedules and the loss)."""
+"""Diffusion as mathematics: commit rules (and, with training, schedules, two kinds of noise, the loss)."""

@@ -27,6 +27,9 @@ class Proposals:
     margin: Values  # probability of the first minus that of the second token
     written: Values  # probability of the token that stands there now
     draws: Values | None = None  # (9, n) what `policy.drawn` says, where a policy decides by lot
+    best: "Proposals | None" = (
+        None  # of the most probable tokens, where a step needs them beside those drawn
+    )
 
     def at(self, keep: NDArray[np.bool_] | Indices) -> "Proposals":
         """The proposals at a mask or at indices."""
@@ -34,6 +37,7 @@ class Proposals:
             self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
             self.entropy[keep], self.margin[keep], self.written[keep],
             None if self.draws is None else self.draws[:, keep],
+            None if self.best is None else self.best.at(keep),
         )  # fmt: skip
 
 

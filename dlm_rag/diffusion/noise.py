@@ -1,7 +1,7 @@
-"""Noise schedules of masked diffusion, and the forward process.
+"""Noise schedules, and the forward process of masked diffusion (that of uniform noise: `uniform.py`).
 
-alpha(t) is the probability that a token is still unmasked at time t in [0, 1]; it falls from 1 to 0.
-The continuous-time NELBO weights a masked token at time t by -alpha'(t) / (1 - alpha(t)) (MDLM,
+alpha(t) is the probability that a token is still untouched at time t in [0, 1]; it falls from 1 to 0.
+Of masks the continuous-time NELBO weights a masked token at time t by -alpha'(t) / (1 - alpha(t)) (MDLM,
 arXiv 2406.07524, eq. 10; LLaDA's 1 / t for the linear schedule).
 """
 

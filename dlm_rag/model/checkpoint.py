@@ -22,10 +22,10 @@ from torch import Tensor
 from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILES, check_files, locate, read_json
-from dlm_rag.model.families import FAMILIES, family_of
+from dlm_rag.model.families import FAMILIES, family_of, gemma
 from dlm_rag.model.families.base import Family, Part
 from dlm_rag.model.families.mask import find_mask
-from dlm_rag.model.headers import WEIGHTS, match
+from dlm_rag.model.headers import WEIGHTS, match, match_names
 from dlm_rag.model.heads import HEADS, PREFIX, save_heads
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 from dlm_rag.progress import progress
@@ -161,6 +161,10 @@ def open_checkpoint(path_or_hub_id: str | Path, attention_block: int | None = No
         )
     family = FAMILIES[kind]
     if attention_block is not None:
+        if kind == "diffusion_gemma":
+            raise CheckpointError(
+                f"attention_block={attention_block} has no effect on {folder}: leave it out"
+            )
         raw["attention_block"] = attention_block
     try:
         own = {name: raw[name] for name in OWN_FIELDS if raw.get(name) is not None}
@@ -173,7 +177,12 @@ def open_checkpoint(path_or_hub_id: str | Path, attention_block: int | None = No
             config = replace(config, mask_token_id=find_mask(folder, family.mask))
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-    found = Checkpoint(folder, family, raw, config, match(folder, config, family))
+    if kind == "diffusion_gemma":
+        config = gemma.with_noise(folder, config)
+        homes = match_names(folder, gemma.tensor_shapes(raw, folder / "config.json"))
+    else:
+        homes = match(folder, config, family)
+    found = Checkpoint(folder, family, raw, config, homes)
     if config.rope_scaling is not None:
         _check_rope(found)
     return found
@@ -197,7 +206,9 @@ def save_tensors(
     if config.tie_word_embeddings:
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
-    if origin is not None and origin.raw["model_type"] != "dlm_rag":
+    if origin is not None and origin.config.noise is not None:  # names and config stay as they were
+        raw = {**origin.raw, "dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
+    elif origin is not None and origin.raw["model_type"] != "dlm_rag":
         named = _named(named, config, origin.family)
         raw = _rewritten(origin.raw, config)
     raw |= {**extra, "torch_dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}

@@ -10,8 +10,9 @@ against.
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from math import prod
 
-from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
 
 
 @dataclass
@@ -45,6 +46,14 @@ class Work:
 
     def __sub__(self, other: "Work") -> "Work":
         return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def weight_bytes(config: DenoiserConfig, size: int) -> int:
+    """Bytes of all weights with numbers of `size` bytes; a tied head is there once."""
+    shapes = tensor_shapes(config)
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return size * sum(map(prod, shapes.values()))
 
 
 def encode_work(

@@ -104,22 +104,43 @@ def match(folder: Path, config: DenoiserConfig, family: Family) -> dict[str, lis
         if theirs not in found:
             raise CheckpointError(f"{folder} lacks the tensor {theirs}{nearest(theirs, found)}")
         header = found.pop(theirs)
-        if header.shape != shape:
-            raise CheckpointError(
-                f"{header.path.name} in {folder}: {theirs} has shape {list(header.shape)}, its config "
-                f"asks for {list(shape)}"
-            )
-        if header.dtype not in FLOATS:
-            raise CheckpointError(
-                f"{header.path.name} in {folder}: {theirs} holds {header.dtype}, not {', '.join(FLOATS)}: "
-                "quantised weights are not read"
-            )
+        _check_header(folder, theirs, header, shape)
         homes[theirs] = header.path
     # Old Llama folders store the rotary frequencies, which follow from the config.
     extra = sorted(name for name in found if not name.endswith("rotary_emb.inv_freq"))
     if extra:
         raise CheckpointError(f"{folder} holds the tensor {extra[0]}, which the denoiser has no place for")
     return {ours: [(homes[part.name], part) for part in parts] for ours, parts in made_of.items()}
+
+
+def match_names(
+    folder: Path, wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+) -> dict[str, list[tuple[Path, Part]]]:
+    """Every tensor of a folder with its home, where names are the same in memory; wanted: shapes, and
+    other names.
+
+    Raises `CheckpointError` where one that is wanted is missing, or has another shape or no floats.
+    """
+    found = _headers(folder)
+    for name, (shape, others) in wanted.items():
+        header = next((found[each] for each in (name, *others) if each in found), None)
+        if header is None:
+            raise CheckpointError(f"{folder} lacks the tensor {name}{nearest(name, found)}")
+        _check_header(folder, name, header, shape)
+    return {name: [(header.path, Part(name))] for name, header in found.items()}
+
+
+def _check_header(folder: Path, name: str, header: _Header, shape: tuple[int, ...]) -> None:
+    if header.shape != shape:
+        raise CheckpointError(
+            f"{header.path.name} in {folder}: {name} has shape {list(header.shape)}, its config "
+            f"asks for {list(shape)}"
+        )
+    if header.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{header.path.name} in {folder}: {name} holds {header.dtype}, not {', '.join(FLOATS)}: "
+            "quantised weights are not read"
+        )
 
 
 def _shape_at(shape: tuple[int, ...], place: tuple[Any, ...]) -> tuple[int, ...]:

@@ -53,6 +53,18 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class UniformNoise:
+    """How a canvas of uniform noise is denoised, as the checkpoint says; see `DecodeConfig` for each."""
+
+    steps: int
+    entropy_bound: float
+    temperature_high: float
+    temperature_low: float
+    stable_steps: int
+    confident_below: float
+
+
+@dataclass(frozen=True)
 class DenoiserConfig:
     """The architecture, in Hugging Face's names where they exist; it travels in `config.json`."""
 
@@ -90,6 +102,8 @@ class DenoiserConfig:
     finished_blocks: str = "reread"
     commit_rule: str = "threshold"
     search: str = "always"
+    # Of a model that denoises from uniform noise; None: from masks. Its canvas is a block of ours.
+    noise: UniformNoise | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self, mask_token_id=0, block_length=0)
@@ -113,7 +127,7 @@ class DenoiserConfig:
             ("evidence_layout", EVIDENCE_LAYOUTS),
             ("block_grid", BLOCK_GRIDS),
             ("finished_blocks", FINISHED_BLOCKS),
-            ("commit_rule", ("threshold", "head")),
+            ("commit_rule", ("threshold", "head", "entropy_bound")),
             ("search", ("always", "head")),
         ):
             if getattr(self, name) not in known:

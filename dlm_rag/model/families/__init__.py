@@ -6,6 +6,7 @@ from typing import Any
 from dlm_rag.errors import CheckpointError, nearest
 from dlm_rag.model.families.base import Family, need
 from dlm_rag.model.families.dense import DENSE
+from dlm_rag.model.families.gemma import FAMILY as GEMMA
 from dlm_rag.model.families.sparse import SPARSE
 from dlm_rag.model.shape import DenoiserConfig, Experts
 
@@ -32,7 +33,9 @@ def _experts(raw: Any) -> Experts:
     return Experts(**raw)
 
 
-FAMILIES = {"dlm_rag": Family(_ours, lambda name: name, apart=False), **DENSE, **SPARSE}
+FAMILIES = {
+    "dlm_rag": Family(_ours, lambda name: name, apart=False), **DENSE, **SPARSE, "diffusion_gemma": GEMMA
+}  # fmt: skip
 
 
 def family_of(raw: dict[str, Any]) -> str:

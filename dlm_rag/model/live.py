@@ -1,0 +1,84 @@
+"""Bytes that are alive while the real code runs, on tensors with contents or without.
+
+torch's fake tensors run the real code and know every shape; a dispatch mode adds up what is alive. What
+kernels allocate inside themselves is not seen.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dlm_rag.model.denoiser import Denoiser
+
+RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that operators made while it was open and that are alive; and their peak.
+
+    wide: a width whose rows (logits have that of the vocabulary) are also counted by themselves. `moved`:
+    bytes that operators read and wrote, each by itself.
+    """
+
+    def __init__(self, wide: int | None = None) -> None:
+        super().__init__()
+        self.now = self.peak = self.moved = 0
+        self.wide_at_peak = self._wide_now = 0
+        self._wide = wide
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = operator(*args, **(kwargs or {}))
+        if operator.is_view or not isinstance(found, Tensor | tuple | list):  # often asked: a device
+            return found
+        made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = {x.untyped_storage() for x in taken}
+        view = not operator._schema.is_mutable and any(x.untyped_storage() in before for x in made)
+        if made and not view:
+            for tensor in (*taken, *made):  # what is expanded is read where it lies
+                size = tensor.numel() * tensor.element_size()
+                self.moved += min(size, tensor.untyped_storage().nbytes())
+        for tensor in made:
+            if tensor.untyped_storage() not in before:
+                self.add(tensor)
+        return found
+
+    def add(self, tensor: Tensor) -> None:
+        """Counts a tensor's storage, once, for as long as it lives."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        wide = size if tensor.dim() == 2 and tensor.shape[1] == self._wide else 0
+        self.now += size
+        self._wide_now += wide
+        if self.now > self.peak:
+            self.peak, self.wide_at_peak = self.now, self._wide_now
+        weakref.finalize(storage, self._drop, size, wide)
+
+    def _drop(self, size: int, wide: int) -> None:
+        self.now -= size
+        self._wide_now -= wide
+
+
+def without_contents(denoiser: Denoiser, frozen: torch.dtype, trained: torch.dtype) -> Denoiser:
+    """A denoiser made on the meta device, its weights replaced by tensors of the mode that is open.
+
+    frozen, trained: dtypes of weights without and with gradients.
+    """
+    denoiser.attention = "sdpa"
+    made: dict[int, nn.Parameter] = {}  # a tied head stays one with the embedding
+    for module in denoiser.modules():
+        for name, old in module.named_parameters(recurse=False):
+            kind = trained if old.requires_grad else frozen
+            fresh = nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad)
+            setattr(module, name, made.setdefault(id(old), fresh))
+    return denoiser
