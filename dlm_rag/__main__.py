@@ -1,9 +1,14 @@
 """The programs of dlm_rag, from any folder.
 
-    dlm-rag sample      answer questions, retrieving while denoising
-    dlm-rag evaluate    score a denoiser on questions with known answers
-    dlm-rag train       train a denoiser
-    dlm-rag doctor      look at this machine: what works, what does not, what mends it
+    dlm-rag sample             answer questions, retrieving while denoising
+    dlm-rag evaluate           score a denoiser on questions with known answers
+    dlm-rag train              train a denoiser
+    dlm-rag synthesize         make rows to train on
+    dlm-rag page               make a page of traces, which plays the decoding in a browser
+    dlm-rag serve              answer questions over HTTP, as OpenAI's clients ask, and in a browser
+    dlm-rag index              build the index of a corpus, here or in a Milvus
+    dlm-rag retrieve-server    let others search a corpus over HTTP
+    dlm-rag doctor             look at this machine: what works, what does not, what mends it
 
 `dlm-rag PROGRAM --help` says what each is told; `python -m dlm_rag PROGRAM` is the same.
 """
@@ -16,14 +21,16 @@ from dlm_rag import __version__
 from dlm_rag.errors import ConfigError, nearest
 from dlm_rag.program import run
 
-PROGRAMS = ("sample", "evaluate", "train", "doctor")
+PROGRAMS = (
+    "sample", "evaluate", "train", "synthesize", "page", "serve", "index", "retrieve-server", "doctor",
+)  # fmt: skip
 
 
 def dispatch(argv: list[str]) -> None:
     """Runs the program that the first word names; raises `ConfigError` where it names none."""
     name = argv[0] if argv else "--help"
     if name in PROGRAMS:
-        importlib.import_module(f"dlm_rag.commands.{name}").main(argv[1:])
+        importlib.import_module(f"dlm_rag.commands.{name.replace('-', '_')}").main(argv[1:])
     elif name in ("-h", "--help"):
         print(__doc__, end="")
     elif name == "--version":

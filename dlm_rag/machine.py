@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -77,6 +78,41 @@ def _nvidia_driver() -> str | None:
     return found[1] if found else None
 
 
+def device_memory(device: torch.device) -> float:
+    """Bytes of a device's memory."""
+    if device.type == "cuda":
+        import torch
+
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: by its affinity, and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, _quota())))
+
+
+def _quota(root: Path = Path("/")) -> float:
+    """Cores' worth of time of the tightest control group around this process; version 2, or version 1."""
+    groups = root / "sys/fs/cgroup"
+    own = _read(root / "proc/self/cgroup")
+    found = re.search(r"^0::/(.*)$", own, re.M)
+    inner = groups / (found[1] if found else "")
+    limits = [_read(path / "cpu.max") for path in (inner, *inner.parents) if path.is_relative_to(groups)]
+    limits.append(" ".join(_read(groups / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")))
+    quotas = [found for limit in limits if (found := re.fullmatch(r"\s*(\d+)\s+(\d+)\s*", limit))]
+    return min((int(found[1]) / int(found[2]) for found in quotas), default=math.inf)
+
+
+def _read(path: Path) -> str:
+    """The text of a file; nothing where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def memory() -> dict[str, int]:
     """Bytes of memory, "total" and "available"; nothing where the system does not tell."""
     listed = Path("/proc/meminfo")
@@ -94,3 +130,17 @@ def commit_of_code() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:
+    """Whether a build has code for a GPU: of its generation and no newer, or such as is compiled for it.
+
+    built_for: as in `torch.cuda.get_arch_list`; of names of another form nothing is known, and all fits.
+    """
+    known = [found for name in built_for if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)(a?)f?", name))]
+    for found in known:
+        own = int(found[2]), int(found[3])
+        same = own == capability if found[4] else own[0] == capability[0] and own <= capability
+        if same or (found[1] == "compute" and not found[4] and own <= capability):
+            return True
+    return not known

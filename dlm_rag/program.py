@@ -65,6 +65,13 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
             code = 0  # the reader went away (`| head`), of whom nothing is said
         else:
             note(f"error: {fold(visible(told))}")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # Threads of torch.distributed may outlive their group (pytorch issue 179291), and such a one can
+        # end a process that has done all of its work by SIGABRT while Python takes itself down.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
     raise SystemExit(code)
 
 
@@ -181,7 +188,7 @@ def check_writable(path: str, key: str) -> None:
     """Raises `ConfigError` when the file `path` cannot be written; leaves no new file behind."""
     if path == "-":
         raise ConfigError(
-            f"{key}=- is no file: leave --out out for answers on standard output; a trace needs a file"
+            f"{key}=- is no file: leave --out out for answers on standard output; all else needs a file"
         )
     try:
         if path.endswith("/"):

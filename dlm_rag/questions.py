@@ -13,9 +13,19 @@ from typing import Any
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, nearest
 from dlm_rag.files.jsonl import is_text
-from dlm_rag.files.records import Record, expand, field_of, find_file, id_of, read_records, records_in
+from dlm_rag.files.records import (
+    Record,
+    expand,
+    field_of,
+    find_file,
+    id_of,
+    read_folder,
+    read_records,
+    records_in,
+)
 from dlm_rag.program import note
 
+IMAGES = ("image", "images", "image_url")
 QUICK = 200  # questions of --quick
 _NESTED = re.compile(r"\s*(\[.*\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)  # a list, SQuAD's object
 
@@ -36,12 +46,13 @@ class Question:
 def read_questions(path: str | Path) -> list[Question]:
     """The questions of a file in any form of `records.read_records`, in order; `-` is standard input.
 
+    A folder stands for the files in it, as `dlm-rag synthesize` leaves them (`records.read_folder`).
     A pipe, and a file that is `.txt` or has no suffix, may also hold plain lines, one question each; they
     are called q1, q2, ... Raises `QuestionError` naming file and line for what is no question: a blank
     text, an id that occurs twice; and for a file without questions.
     """
     questions: dict[str, Question] = {}
-    for place, row in _rows(path):
+    for place, row in read_rows(path):
         question = _parse(row, place)
         if question.id in questions:
             raise QuestionError(f"{place}: the id '{question.id}' occurs a second time")
@@ -51,7 +62,8 @@ def read_questions(path: str | Path) -> list[Question]:
     return list(questions.values())
 
 
-def _rows(path: str | Path) -> Iterator[Record]:
+def read_rows(path: str | Path) -> Iterator[Record]:
+    """The records behind `read_questions`, with whatever fields they have."""
     if str(path) == "-":
         stream = getattr(sys.stdin, "buffer", None)
         if stream is None or stream.closed:
@@ -64,6 +76,9 @@ def _rows(path: str | Path) -> Iterator[Record]:
     if found.is_fifo() or found.is_char_device():  # both are read once, as they come
         with found.open("rb") as file:
             yield from records_in(file, found, QuestionError, plain="question")
+        return
+    if found.is_dir():
+        yield from read_folder(found, QuestionError)
         return
     found = find_file(path, "questions file", QuestionError)
     yield from read_records(found, QuestionError, plain="question")
@@ -103,6 +118,8 @@ def _in_turns(lists: list[list[int]]) -> list[int]:
 
 def _parse(row: dict[str, Any], place: str) -> Question:
     name, text = field_of(row, "question")
+    if image := next((key for key in IMAGES if row.get(key)), None):
+        raise QuestionError(f"{place}: the question comes with an '{image}', and only texts are answered")
     if text is None:
         raise QuestionError(f"{place}: there is no 'question'{nearest('question', row)}")
     if not isinstance(text, str):
@@ -135,7 +152,8 @@ def _hops(value: Any, place: str) -> int | None:
 def _texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
     """A text or a list of texts, the blank ones left out; also SQuAD's object with the list `text`.
 
-    Lists and that object may be JSON in a text, as in a cell of a table.
+    Lists and that object may be JSON in a text, as in a cell of a table. Supporting passages that are
+    objects go by their ids; where one has none, none is known.
     """
     key, value = field_of(row, field)
     if isinstance(value, str) and _NESTED.fullmatch(value):
@@ -150,6 +168,9 @@ def _texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
     if value is None:
         return ()
     texts = value if isinstance(value, list) else [value]
+    if field == "supporting_ids" and all(isinstance(item, dict) for item in texts):
+        texts = [item.get("id") for item in texts]
+        texts = [] if None in texts else texts
     if not all(isinstance(item, str | int) and not isinstance(item, bool) for item in texts):
         raise QuestionError(f"{place}: '{key}' must be a list of texts")
     return tuple(str(text) for text in texts if str(text).strip())

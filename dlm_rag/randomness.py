@@ -3,7 +3,9 @@
 import hashlib
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -14,6 +16,12 @@ def keyed_generator(*key: object) -> torch.Generator:
     """
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+
+
+def uniform_numbers(generator: torch.Generator, count: int, length: int) -> NDArray[np.float64]:
+    """Numbers (count, length) in [0, 1)."""
+    found: NDArray[np.float64] = torch.rand(count, length, generator=generator, dtype=torch.float64).numpy()
+    return found
 
 
 @lru_cache(maxsize=16)

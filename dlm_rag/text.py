@@ -26,6 +26,11 @@ def fold(text: str) -> str:
     return " ".join(text.split())
 
 
+def title_line(text: str) -> str:
+    """The first line of a passage, which is its title where it has one."""
+    return text.strip().partition("\n")[0].strip('"')
+
+
 def visible(text: str) -> str:
     """Foreign text for a terminal or a table: a blank for every control character."""
     return _CONTROL.sub(" ", text)

@@ -6,7 +6,7 @@ python examples/own_query_policy.py
 from collections.abc import Hashable, Sequence
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.job import SHIPPED
+from dlm_rag.commands.prepare import SHIPPED
 from dlm_rag.config import DecodeConfig
 from dlm_rag.evaluation.metrics import mean_score, score
 from dlm_rag.questions import read_questions

@@ -54,6 +54,7 @@ class Attribution:
     overlap: float  # of retrieval with denoising
     gpu_busy: float
     others: int  # processes of the session that are left out
+    watts: float | None = None  # mean of the run; no sensor sees a stage, so joules go by time share
 
     @property
     def units(self) -> dict[str, int]:

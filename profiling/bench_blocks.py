@@ -13,10 +13,11 @@ of 16, 365 and 2.51 with `reread`, where a canvas that sees itself whole takes 8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bench_decode import masked
 from rich.console import Console
 from rich.table import Column, Table
 
-from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
 from dlm_rag.commands.words import parse
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.evaluation.compare import read_settings
@@ -85,7 +86,7 @@ def measure(decoder: Decoder, questions: Sequence[Question], advance: Callable[[
         [exact_match(found[q.id].answer, q.golden_answers) == 1 for q in questions],
         [q.hops for q in questions],
         sum(rollout.forwards for rollout in found.values()),
-        decoder.denoiser.work,
+        masked(decoder).work,
         decoder.proposer.reuse.encoded,
     )
 

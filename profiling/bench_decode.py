@@ -45,12 +45,15 @@ from rich.console import Console
 from rich.table import Column, Table
 from roofline import Roofline, measure_roofline
 
-from dlm_rag.commands.job import Prepared, gather_questions, prepare, with_shipped
+from dlm_rag.commands.prepare import Prepared, gather_questions, prepare, with_shipped
 from dlm_rag.commands.words import parse
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.view import Tally
+from dlm_rag.energy.meter import open_meter
+from dlm_rag.energy.reading import summary
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import exact_match
 from dlm_rag.evidence.pool import Reuse
@@ -95,6 +98,7 @@ class Setting:
     reuse: float = 0.0
     seen: Reuse = field(default_factory=Reuse)  # when the last round began
     work: Work = field(default_factory=Work)  # of the last round
+    energy: list[dict[str, Any] | None] = field(default_factory=list)
 
 
 def main(argv: list[str]) -> None:
@@ -102,6 +106,8 @@ def main(argv: list[str]) -> None:
     config = with_shipped(words.config, [])
     if config.out is None:
         raise ConfigError("the benchmark needs --out FOLDER")
+    if config.retrieval.url is not None:
+        raise ConfigError("the benchmark replays the passages of a corpus: leave retrieval.url out")
     for name, known in (("shape", SHAPES), ("sweep", SWEEPS)):
         if words.options[name] not in ("", *known):
             raise ConfigError(f"--{name} {words.options[name]} is not one of {', '.join(known)}")
@@ -176,6 +182,13 @@ def mechanisms(
     return found
 
 
+def masked(decoder: Decoder) -> Denoiser:
+    """The denoiser of a decoder; raises `ConfigError` for one of uniform noise, which counts no work."""
+    if not isinstance(decoder.denoiser, Denoiser):
+        raise ConfigError("this measures models that denoise from masks: name one with --model")
+    return decoder.denoiser
+
+
 def decoder_of(
     prepared: Prepared, denoiser: Denoiser, decode: DecodeConfig, engine: EngineConfig | None
 ) -> Decoder:
@@ -197,7 +210,7 @@ def decoder_of(
 
 
 def cumulative(prepared: Prepared) -> list[Setting]:
-    denoiser, engine = prepared.load().denoiser, prepared.config.engine
+    denoiser, engine = masked(prepared.load()), prepared.config.engine
     ways = mechanisms(
         prepared.config.decode, prepared.evidence_layout, engine.pool_gib or 1.0, engine.compile
     )
@@ -208,7 +221,7 @@ def cumulative(prepared: Prepared) -> list[Setting]:
 
 
 def with_and_without_pool(prepared: Prepared) -> list[Setting]:
-    denoiser, engine = prepared.load().denoiser, prepared.config.engine
+    denoiser, engine = masked(prepared.load()), prepared.config.engine
     return [
         Setting(
             name, decoder_of(prepared, denoiser, prepared.config.decode, replace(engine, pool_gib=pool))
@@ -298,14 +311,15 @@ def measure(
         asked: Sequence[Question] = turns[0][:2] if number < 0 else turns[number]
         for setting in (*settings[first:], *settings[:first]):
             decoder = setting.decoder
-            proposer, before = kept_by(decoder), replace(decoder.denoiser.work)
+            proposer, before = kept_by(decoder), replace(masked(decoder).work)
             if not earlier and proposer is not None:
                 proposer.forget()
             elif number < 0:
                 asked = earlier if proposer is not None and proposer.pool is not None else earlier[:2]
-            start = time.perf_counter()
-            rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
-            seconds = time.perf_counter() - start
+            with open_meter("auto", decoder.denoiser.device) as meter:
+                start = time.perf_counter()
+                rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
+                seconds = time.perf_counter() - start
             reuse = Reuse() if proposer is None else replace(proposer.reuse)
             if number < 0:
                 setting.seen = reuse
@@ -317,9 +331,12 @@ def measure(
                 wanted, encoded = wanted - setting.seen.wanted, encoded - setting.seen.encoded
                 setting.seen = reuse
             setting.reuse = Reuse(wanted, encoded).share
-            setting.work = decoder.denoiser.work - before
+            setting.work = masked(decoder).work - before
+            tally = Tally(decoder.tokenizer.end_ids)
             for rollout in setting.rollouts:
                 setting.stages.update(without_nested(rollout.seconds))
+                tally.add(rollout)
+            setting.energy.append(tally.energy(meter.reading))
             note(f"round {number + 1}, {setting.name}: {len(asked) / seconds:.2f} answers/s")
 
 
@@ -353,6 +370,7 @@ def summarise(
                 "reuse": setting.reuse,
                 "stages": {name: seconds / whole for name, seconds in setting.stages.most_common()},
                 "seconds": setting.seconds,
+                "energy": summary(setting.energy),  # of the rounds that were measured
                 "flops": setting.work.flops,
                 "bytes": setting.work.bytes,
                 "tokens_run": setting.work.tokens,

@@ -15,7 +15,7 @@ from itertools import count
 from statistics import median
 
 from dlm_rag import stages
-from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
 from dlm_rag.commands.words import numbers, parse
 from dlm_rag.errors import ConfigError
 from dlm_rag.program import run

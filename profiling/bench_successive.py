@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.commands.job import SHIPPED
+from dlm_rag.commands.prepare import SHIPPED
 from dlm_rag.commands.words import numbers
 from dlm_rag.program import note, run
 from dlm_rag.questions import read_questions

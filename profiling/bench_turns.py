@@ -25,7 +25,7 @@ OPTIONS: dict[str, tuple[str | int, str]] = {
 }
 SIDE = """
 import json, sys, time
-from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
 from dlm_rag.config import load_config
 count, world, *words = json.loads(sys.argv[1])
 named = [f"retrieval.corpus={world}/corpus.jsonl", f"questions={world}/questions.jsonl"]

@@ -9,7 +9,8 @@ weights of 1 and 7 billion parameters that follow its decodes (bench_decode.py, 
 published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best
 (roofline.py). How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
 memory of training steps at about 1 billion parameters and sequences of 4,096 tokens, with each switch,
-beside the memory that was planned. Where the time of both goes (attribute.py).
+beside the memory that was planned. Milliseconds of a step of a DiffusionGemma in the shape of 26B-A4B, with
+random weights in bfloat16 (bench_gemma.py). Where the time of all goes (attribute.py).
 
 Every part is a process of its own with a time limit, --minutes for all of them: one that fails or takes too
 long leaves its error on the page, with what it had found until then, and the next begins. The page is
@@ -68,7 +69,17 @@ class Compares:
     batch: int
 
 
-What = Decodes | Trains | Compares | None
+@dataclass(frozen=True)
+class Denoises:
+    """Steps of a DiffusionGemma with random weights: how many rows take one together."""
+
+    shape: str  # of `bench_gemma.SHAPES`
+    rows: tuple[int, ...]
+    prompt: int  # tokens before each canvas
+    repeats: int = 10
+
+
+What = Decodes | Trains | Compares | Denoises | None
 
 
 @dataclass(frozen=True)
@@ -81,10 +92,10 @@ class Part:
 
 FULL = {
     "machine": Part(30),
-    "shipped": Part(80, Decodes("", {0: 8, 64: 96, 16: 40, 1: 6}, before=64)),
-    "exactness": Part(45, Compares(40, 16)),
+    "shipped": Part(75, Decodes("", {0: 8, 64: 96, 16: 40, 1: 6}, before=64)),
+    "exactness": Part(40, Compares(40, 16)),
     "training": Part(
-        150,
+        130,
         Trains(
             (
                 "train.hidden_size=2048", "train.head_dim=64", "train.intermediate_size=5632",
@@ -93,8 +104,9 @@ FULL = {
             vocabulary=32_000,
         ),
     ),
-    "1b": Part(115, Decodes("1b", {0: 6, 64: 96, 16: 40, 1: 6}, before=64)),
-    "7b": Part(145, Decodes("7b", {0: 4, 64: 96, 16: 40, 1: 6}, before=64)),
+    "1b": Part(105, Decodes("1b", {0: 6, 64: 96, 16: 40, 1: 6}, before=64)),
+    "7b": Part(130, Decodes("7b", {0: 4, 64: 96, 16: 40, 1: 6}, before=64)),
+    "gemma": Part(60, Denoises("26b-a4b", (1, 4, 16), 2000)),
 }  # fmt: skip
 TINY = (64, 2, 4, 2, 128, 2048)  # as in `replay.SHAPES`
 QUICK = {
@@ -112,6 +124,7 @@ QUICK = {
         ),
     ),
     "tiny": Part(60, Decodes("tiny", {0: 1, 4: 4, 1: 2}, before=2, rounds=1, profiled=2)),
+    "gemma": Part(20, Denoises("tiny", (1, 3), 40, repeats=2)),
 }  # fmt: skip
 
 
@@ -202,6 +215,8 @@ def take(name: str, what: What, out: Path) -> None:
         decode(what, record, out / f"attribution-{name}")
     elif isinstance(what, Compares):
         compare(what, record)
+    elif isinstance(what, Denoises):
+        denoise(what, record, out / f"attribution-{name}")
     else:
         train(what, record, out / f"attribution-{name}")
 
@@ -211,7 +226,7 @@ def look_at_machine(record: Record) -> None:
     import torch
     from roofline import measure_roofline
 
-    from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+    from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
     from dlm_rag.config import load_config
     from dlm_rag.evidence.pool import default_budget, free_bytes
     from dlm_rag.model.kernels import BACKENDS, kernel_version, missing, paging
@@ -248,7 +263,7 @@ def decode(what: Decodes, record: Record, folder: Path) -> None:
     from bench_decode import Replay, Setting, decoder_of, kept_by, measure, spread, summarise
     from roofline import measure_roofline
 
-    from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+    from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
     from dlm_rag.config import EngineConfig, load_config
 
     replay.SHAPES["tiny"] = TINY
@@ -314,9 +329,9 @@ def decode(what: Decodes, record: Record, folder: Path) -> None:
 
 def compare(what: Compares, record: Record) -> None:
     """How many questions get the very tokens that they get alone, when something else is different."""
-    from bench_decode import decoder_of, spread, tokens_of
+    from bench_decode import decoder_of, masked, spread, tokens_of
 
-    from dlm_rag.commands.job import gather_questions, prepare, with_shipped
+    from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
     from dlm_rag.config import EngineConfig, load_config
     from dlm_rag.decode.rollout import Rollout
 
@@ -331,7 +346,7 @@ def compare(what: Compares, record: Record) -> None:
         config = with_shipped(load_config(None, [f"model.dtype={dtype}"]), [])
         asked = spread(gather_questions(config, []), what.questions)
         prepared = prepare(config, asked)
-        denoiser, alone = prepared.load().denoiser, list[Rollout]()
+        denoiser, alone = masked(prepared.load()), list[Rollout]()
         for name, (batch, pool_gib, kernel) in ways.items():
             denoiser.attention = kernel
             how = replace(prepared.config.decode, batch_size=batch)
@@ -352,6 +367,30 @@ def compare(what: Compares, record: Record) -> None:
                 "farthest_confidence": max(off, default=0.0),
             }
             record.add(line={"dtype": dtype, "kernel": denoiser.backend, "way": name, **found})
+
+
+def denoise(what: Denoises, record: Record, folder: Path) -> None:
+    """Milliseconds of a step of rows whose canvases begin as uniform noise, by the batch."""
+    from bench_gemma import milliseconds, proposer_of, views_of
+
+    from dlm_rag.machine import choose_device
+
+    device = choose_device("auto")
+    proposer = proposer_of(device.type, what.shape)
+    model: Any = proposer.denoiser.model
+    record.add(
+        parameters=sum(p.numel() for p in model.parameters()), device=device.type, shape=what.shape,
+        weights_gib=sum(p.nbytes for p in model.parameters()) / GIB, prompt_tokens=what.prompt,
+        canvas=proposer.shape.attention_block,
+    )  # fmt: skip
+    views = []
+    for rows in what.rows:
+        proposer.forget()
+        views = views_of(proposer.shape, rows, what.prompt)
+        prompt, logits, step = milliseconds(proposer, views, what.repeats)
+        line = {"rows": rows, "prompt_ms": prompt, "model_ms": logits, "step_ms": step}
+        record.add(line=line | {"peak_gib": peak_gib(device)})
+    attributed(lambda: [proposer.propose(views) for _ in range(2)], record, folder)
 
 
 def train(what: Trains, record: Record, folder: Path) -> None:

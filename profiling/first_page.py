@@ -27,6 +27,8 @@ def write(out: Path, found: dict[str, Line]) -> None:
         blocks += same_tokens(part) if has(part, "same_tokens") else []
     for part in trains.values():
         blocks += training(part)
+    for part in found.values():
+        blocks += from_noise(part) if has(part, "step_ms") else []
     for name, part in found.items():
         if "attribution" in part:
             blocks += attribution(name, part)
@@ -135,6 +137,25 @@ def training(part: Line) -> list[str]:
         f"{part['batch_tokens']:,} tokens a step, AdamW. The plan does not know of compilation."
     )
     return ["## Training", said, table(headings, rows)]
+
+
+def from_noise(part: Line) -> list[str]:
+    """Steps of a DiffusionGemma, by how many rows take one together."""
+    rows = [
+        [
+            str(line["rows"]), f"{line['model_ms']:,.1f}", f"{line['step_ms']:,.1f}",
+            f"{line['step_ms'] / line['rows']:,.1f}", f"{line['prompt_ms']:,.1f}", gib(line["peak_gib"]),
+        ]
+        for line in part["lines"]
+    ]  # fmt: skip
+    headings = ["rows", "ms of the model", "ms a step", "ms a step and row", "ms of a prompt", "peak GiB"]
+    said = (
+        f"DiffusionGemma in the shape `{part['shape']}`, random weights in bfloat16: "
+        f"{part['parameters'] / 1e6:,.0f} M parameters, {part['weights_gib']:.2f} GiB. A step proposes "
+        f"{part['canvas']} tokens a row, self-conditioned, behind {part['prompt_tokens']:,} that have not "
+        "changed; the model alone leaves out that they are drawn. Medians."
+    )
+    return ["## Denoising from uniform noise", said, table(headings, rows)]
 
 
 def attribution(name: str, part: Line) -> list[str]:

@@ -27,6 +27,7 @@ COLOURS = {
 SHOWN_STEPS, SHOWN_RANGES = 4, 2000
 NAME_LENGTH = 60  # of a kernel
 HEADINGS = ["stage", "calls", "wall, s", "self, s", "self, %", "beside, s"]
+BY_TIME = "J, by time share"
 GPU_HEADINGS = ["GPU busy, s", "GPU idle, s", "host waits, s"]
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
@@ -52,7 +53,13 @@ def grids(found: Attribution, baseline: Attribution | None) -> list[Grid]:
     rows.append(
         [*whole, f"{found.gpu_busy:.3f}", f"{found.wall - found.gpu_busy:.3f}", ""] if gpu else whole
     )
-    tables: list[Grid] = [("Where the time went", HEADINGS + (GPU_HEADINGS if gpu else []), rows)]
+    headings = HEADINGS + (GPU_HEADINGS if gpu else [])
+    if found.watts is not None:
+        headings = [*headings, BY_TIME]
+        times = [*(part.self_time for part in found.stages), found.wall]
+        for row, seconds in zip(rows, times, strict=True):
+            row.append(f"{seconds * found.watts:.3g}")
+    tables: list[Grid] = [("Where the time went", headings, rows)]
     if gpu:
         kernels = [
             [part.stage, kernel[:NAME_LENGTH], f"{seconds:.3f}"]
@@ -86,7 +93,8 @@ def remark(found: Attribution) -> str:
     said = f"{found.overlap:.3f} s of retrieval ran" if found.overlap else "No retrieval ran"
     left_out = f" Ranges of {found.others} other processes are left out." if found.others else ""
     gpu = "" if found.gpu_busy else " There is no GPU work in this report (--trace=nvtx,cuda records it)."
-    return f"{said} beside denoising.{left_out}{gpu}"
+    joules = f" Joules: {found.watts:.3g} W, the mean of the run, times self time." if found.watts else ""
+    return f"{said} beside denoising.{left_out}{gpu}{joules}"
 
 
 def show(found: Attribution, baseline: Attribution | None) -> None:

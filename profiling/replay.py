@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from dlm_rag.decode.proposals import Wanted, read_proposals
-from dlm_rag.decode.proposer import DenoiserProposer, View, wanted_of
+from dlm_rag.decode.proposer import DenoiserProposer, View, copied_of, wanted_of
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.diffusion.chain import Chains, marginals
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.layout import Arrangement, State
 from dlm_rag.model.denoiser import Denoiser
@@ -82,7 +83,10 @@ class PlainProposer:
             for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
                 at = torch.from_numpy(row.first + view.positions).to(every.device)
                 wanted = to_device(wanted_of([view], self._mask_id), every.device)
-                values = read_proposals(every[at], Wanted(*wanted))
+                logits = every[at]
+                if copied := copied_of([view], int(self._mask_id[0])):
+                    logits = marginals(logits, Chains(*to_device(copied[0], every.device)))
+                values = read_proposals(logits, Wanted(*wanted))
                 token, *others = values.cpu().numpy().astype(np.float64)
                 found.append(Proposals(view.positions, token.astype(np.int64), *others))
         return found
@@ -185,7 +189,8 @@ class ReplayProposer:
         places = view.positions.tolist()
         sure = np.array([float(place in tokens) for place in places])
         ids = np.array([tokens.get(place, 2) for place in places])
-        return Proposals(view.positions, ids, sure, *[np.zeros(len(places))] * 4)
+        none = np.zeros(len(places))
+        return Proposals(view.positions, ids, sure, none, none, none, none)
 
     def prefetch(self, arrangement: Arrangement) -> None:
         self.inner.prefetch(arrangement)

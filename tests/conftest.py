@@ -17,6 +17,7 @@ from dlm_rag.tokenizer import PromptTemplate, Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("DLM_RAG_SHARED", ROOT.parent / "shared"))
 
+RAY_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "of-all-tests-in-this-process"}
 PASSAGES = [
     ("emma", "Emma", "Emma is a novel by Jane Austen, first published in 1815."),
     ("austen", "Jane Austen", "Jane Austen was born in Steventon."),
@@ -32,6 +33,14 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def lines_in(path: Path) -> int:
+    """How many there are so far. A program may make a file and take it away to see whether it can."""
+    try:
+        return path.read_text(encoding="utf-8").count("\n")
+    except FileNotFoundError:
+        return 0
+
+
 def examples(count: int):
     """Settings of a property test: always the same examples, or as many others as `EXAMPLES` says."""
     from hypothesis import HealthCheck, settings
@@ -41,6 +50,15 @@ def examples(count: int):
     return settings(
         max_examples=int(more or count), derandomize=not more, deadline=None, suppress_health_check=checks
     )
+
+
+@pytest.fixture(scope="module")
+def ray_token():
+    """One token for all tests that start Ray in this process: it is read once there."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RAY_TOKEN.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +119,7 @@ def byte_tokenizer():
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     backend = Backend(models.BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -109,7 +127,7 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="<mask>", eos_token="<end>")
 
 
-def _byte_alphabet() -> dict[int, str]:
+def byte_alphabet() -> dict[int, str]:
     """The printable stand-ins of byte-level BPE: printable bytes as they are, others from U+0100."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in kept]

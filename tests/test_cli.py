@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
+from conftest import ROOT, byte_tokenizer, lines_in, tiny_denoiser, write_lines
 
 sys.path.insert(0, str(ROOT))
 from dlm_rag.commands import evaluate, sample
-from dlm_rag.commands.job import SHIPPED
+from dlm_rag.commands.prepare import SHIPPED
 from dlm_rag.decode.trace import read_header, read_trace, training_rows
 from dlm_rag.program import run
 
@@ -98,6 +98,41 @@ def test_control_c_on_the_screen_says_how_to_go_on(call, monkeypatch):
     monkeypatch.setattr("dlm_rag.decode.decoder.Decoder.stream", interrupted)
     code, _, err = call("Who wrote Emma?")
     assert code == 130 and "0 of 1 answered; with --out FILE" in err
+
+
+def test_control_c_leaves_the_page_of_what_is_answered(call, tmp_path, monkeypatch):
+    from dlm_rag.decode.decoder import Decoder
+
+    stream = Decoder.stream
+
+    def interrupted(*given):
+        yield next(iter(stream(*given)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoder, "stream", interrupted)
+    page = tmp_path / "page.html"
+    code, _, err = call("Who wrote Emma?", "Who wrote Dune?", "--html", page)
+    assert code == 130 and f"the page is in {page}" in err
+    assert "Who wrote Emma?" in page.read_text() and "Who wrote Dune?" not in page.read_text()
+
+
+def test_a_run_that_goes_on_with_a_page_records_guesses_from_there(call, questions_file, tmp_path):
+    """The answers before have none, and are neither asked again nor refused."""
+    from dlm_rag.decode.trace import read_trace
+    from dlm_rag.page.record import page_record, read_runs
+
+    trace = tmp_path / "t.jsonl"
+    command = ["--questions", questions_file, "--out", tmp_path / "a.jsonl", "--trace", trace]
+    assert call(*command, "limit=1")[0] == 0
+    begun = trace.read_text()
+    assert '"guesses"' not in begun
+    code, _, err = call(*command, "--html", tmp_path / "page.html")
+    assert code == 0 and "1 of 6 questions are answered already" in err
+    assert trace.read_text().startswith(begun)
+    with_them = [any(map(len, rollout.guesses())) for rollout in read_trace(trace)]
+    assert with_them == [False, *[True] * 5]
+    sides = [question["sides"][0] for question in page_record(read_runs([trace]))["questions"]]
+    assert [side["ghosts"] for side in sides] == with_them
 
 
 def bad_corpus(line):
@@ -465,7 +500,7 @@ def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corp
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not (out.exists() and out.read_text().count("\n") >= 2):
+    while lines_in(out) < 2:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)

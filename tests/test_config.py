@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dlm_rag.commands.words import parse
 from dlm_rag.config import CONFIG_FOLDER, Config, DecodeConfig, dump_config, known_keys, load_config
+from dlm_rag.config.checked import with_values
 from dlm_rag.errors import ConfigError
 
 
@@ -77,6 +78,15 @@ def test_settings_that_contradict_fail_at_once():
         DecodeConfig(block_length=200, canvas_length=100)
 
 
+def test_values_that_change_nothing_build_nothing():
+    settings = DecodeConfig(commit_threshold=0.5)
+    assert with_values(settings, commit_threshold=0.5, query="proxy") is settings
+    changed = with_values(settings, commit_threshold=0.5, seed=3)
+    assert changed == DecodeConfig(commit_threshold=0.5, seed=3) and settings.seed == 0
+    with pytest.raises(ConfigError, match="commit_threshold=7 is out of range"):
+        with_values(settings, commit_threshold=7)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -111,7 +121,7 @@ VALUES = st.recursive(
     max_leaves=5,
 )
 KEYS = st.sampled_from(list(known_keys()))
-MANY = settings(max_examples=60, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def is_answered(folder, words) -> None:

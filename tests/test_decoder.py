@@ -253,20 +253,24 @@ def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
     assert records(found[1:]) == records(expected[1:])
 
 
-def test_a_search_that_no_token_needs_may_fail(corpus):
-    """The last search of a finished canvas is for the record."""
+@pytest.mark.parametrize(("overlap", "earlier"), [("none", 2), ("pipeline", 2), ("stale", 1)])
+def test_the_last_search_too_must_not_fail(corpus, overlap, earlier):
+    """No token needs it, but its passages are the evidence of the answer: those before are not."""
 
-    class OnceOnly(CountingRetriever):
+    class Failing(CountingRetriever):
         def rank(self, queries, depth):
-            if self.asked:
+            if len(self.asked) == earlier:
                 raise RuntimeError("the disk is gone")
             return super().rank(queries, depth)
 
-    config = DecodeConfig(canvas_length=4, commit_threshold=0.5)
-    decoder = Decoder(tiny_denoiser(), OnceOnly(corpus), tiny_tokenizer(), config)
+    settings = DecodeConfig(
+        canvas_length=4, commit_rule="top_k", tokens_per_step=2, query="committed", overlap=overlap
+    )
+    decoder = Decoder(tiny_denoiser(), Failing(corpus), tiny_tokenizer(), settings)
     script_logits(decoder, "Emma")
     rollout = decoder.decode(["Who?"])[0]
-    assert (rollout.response, rollout.error, rollout.evidence) == ("Emma", "", rollout.steps[0].passage_ids)
+    assert rollout.error == "the search failed: RuntimeError: the disk is gone" and not rollout.response
+    assert rollout.tokens_committed == 2, "the step that the search belongs to is not recorded"
 
 
 def test_a_retriever_with_too_few_results_fails_its_questions(corpus):

@@ -24,9 +24,18 @@ def test_the_readme_is_read_in_minutes():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert not missing
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+    for link in links:
+        name, _, heading = link.partition("#")
+        there = page.parent / name if name else page
+        assert there.exists(), link
+        lines = there.read_text().splitlines() if heading else []
+        slugs = {
+            re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+            for line in lines
+            if line[:1] == "#"
+        }
+        assert not heading or heading in slugs, link
 
 
 def test_every_page_is_in_the_index():

@@ -13,9 +13,10 @@ import torch
 
 from dlm_rag.__main__ import dispatch
 from dlm_rag.commands import doctor
-from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding, examine, fits
+from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding, examine
 from dlm_rag.config import Config
 from dlm_rag.config.decoding import RetrievalConfig
+from dlm_rag.machine import has_code_for
 from dlm_rag.model import kernels
 
 BUILD = ["sm_80", "sm_90", "sm_100", "sm_120"]
@@ -69,7 +70,7 @@ def gpu(monkeypatch):
     ],
 )
 def test_which_builds_have_code_for_which_gpus(capability, built_for, expected):
-    assert fits(capability, built_for) is expected
+    assert has_code_for(capability, built_for) is expected
 
 
 def test_a_gpu_that_is_too_new_for_the_build_is_a_problem(gpu):

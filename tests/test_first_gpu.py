@@ -84,15 +84,39 @@ def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
             "lines": [STEP], "error": "", "seconds": 5, "parameters": 1.1e9, "sequence_length": 4096,
             "batch_tokens": 16384,
         },
+        "gemma": {
+            "lines": [
+                {"rows": 4, "prompt_ms": 61.5, "model_ms": 100.25, "step_ms": 123.5, "peak_gib": 55.125}
+            ],
+            "error": "", "seconds": 7, "parameters": 25.25e9, "weights_gib": 47.03, "shape": "26b-a4b",
+            "prompt_tokens": 2000, "canvas": 256,
+        },
         "shipped": {"lines": [], "error": "exit status 1: no memory", "seconds": 1},
     }  # fmt: skip
     first_page.write(tmp_path, found)
     page = (tmp_path / "page.md").read_text()
     assert "| reference | 2.00 [1.50, 2.50] | 1.00 | 12.0 | 40.00 | 1,234.5 | 25.0% (memory) |" in page
     assert "| full | 12,346 | 300.00 | 30.0% | 500 | 30.50 | 31.25 |" in page
+    assert "| 4 | 100.2 | 123.5 | 30.9 | 61.5 | 55.12 |" in page
+    assert "25,250 M parameters, 47.03 GiB. A step proposes 256 tokens" in page
     assert "**7b**: it took more than its 9 s" in page and "**shipped**: exit status 1: no memory" in page
     assert json.loads((tmp_path / "page.json").read_text()) == found
     assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def test_all_parts_have_their_time():
+    assert sum(part.seconds for part in first_gpu.FULL.values()) <= 60 * 9.5
+
+
+@pytest.mark.slow
+def test_the_steps_of_uniform_noise_on_a_cpu(tmp_path):
+    """The part alone: its page, and where its time goes."""
+    done = look(tmp_path, "--quick", "--only", "gemma")
+    assert done.returncode == 0, done.stderr
+    page, found = (tmp_path / "page.md").read_text(), json.loads((tmp_path / "page.json").read_text())
+    assert "## What went wrong\n\nNothing." in page and "## Denoising from uniform noise" in page, page
+    assert [line["rows"] for line in found["gemma"]["lines"]] == [1, 3]
+    assert "## Where the time goes: gemma" in page and "| denoise |" in page
 
 
 @pytest.mark.slow
@@ -114,6 +138,9 @@ def test_the_whole_look_on_a_cpu(tmp_path):
     assert len(ways) == 10 and "## The same tokens?" in page
     assert all(line["same_tokens"] == 3 for (dtype, _), line in ways.items() if dtype == "float32")
     assert ways["float32", "alone, again"]["farthest_confidence"] == 0
+    assert [line["rows"] for line in found["gemma"]["lines"]] == [1, 3]
+    assert all(min(line["model_ms"], line["step_ms"]) > 0 for line in found["gemma"]["lines"])
+    assert "## Denoising from uniform noise" in page
     for stage in ("| denoise |", "| backward |"):
         assert stage in page
 

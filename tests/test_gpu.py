@@ -21,8 +21,9 @@ from test_decoder import QUESTIONS, make_decoder, records
 from test_golden import TRACES, check_trace
 from two_processes import CASES, run
 
-from dlm_rag.commands.job import prepare, with_shipped
+from dlm_rag.commands.prepare import prepare, with_shipped
 from dlm_rag.config import EngineConfig, load_config
+from dlm_rag.decode.budget import GIB
 from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.evaluation.metrics import exact_match
 from dlm_rag.evidence.pool import EvidencePool, default_budget, free_bytes
@@ -321,10 +322,11 @@ def without_waits(device):
 @DEVICES
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("block", [None, 4])
-def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block):
+@pytest.mark.parametrize(("block", "price"), [(None, None), (4, None), (4, 3.0)])
+def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block, price):
     engine = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)
-    decoder = make_decoder(corpus_file, layout, batch_size=2, temperature=0.5, overlap="pipeline")
+    settings = {"temperature": 0.5, "overlap": "pipeline", "copy_price": price}
+    decoder = make_decoder(corpus_file, layout, batch_size=2, **settings)
     decoder.denoiser.config = replace(decoder.denoiser.config, attention_block=block)
     for parameter in decoder.denoiser.to(device).parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))  # the rotary frequencies stay as they are
@@ -354,6 +356,28 @@ def test_training_steps_wait_in_the_marked_place_only(device, way, dtype, tmp_pa
     with without_waits(device):
         for _ in range(2):
             assert trainer.step()["loss"] > 0
+
+
+@SLOW_HERE
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_budget_holds_all_that_decoding_allocates(device, batch):
+    """What torch's allocator held at most, weights included; the same answers as without a budget."""
+    words = [f"model.device={device}", f"decode.batch_size={batch}", "model.dtype=float32"]
+    asked = read_questions(with_shipped(load_config(None, words), []).questions)[:32]
+    plain = prepare(with_shipped(load_config(None, words), []), asked).load().decode(asked)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    given = with_shipped(load_config(None, [*words, "engine.memory_gib=0.5"]), [])
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    try:
+        decoder = prepare(given, asked).load()
+        assert [r.answer for r in decoder.decode(asked)] == [r.answer for r in plain]
+        if device.type == "cuda":
+            assert torch.cuda.max_memory_allocated(device) - before <= 0.5 * GIB
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @DEVICES

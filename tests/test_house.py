@@ -16,12 +16,14 @@ PACKAGE = ROOT / "dlm_rag"
 GROUND = "errors text files randomness stages progress config machine program questions"
 FLOORS = [  # lowest first; a room knows the floors below it
     GROUND,  # these know one another, in no circle; rooms of the other floors know no neighbour
-    "diffusion model retrieval data",
+    "diffusion model retrieval data energy",
     "tokenizer",
     "evidence",
     "decode",
+    "workers",
     "__init__",  # the front door: Decoder, Denoiser, Tokenizer, load_retriever
-    "evaluation",
+    "evaluation page",
+    "synthesis serving",
     "training",
     "commands",
     "__main__",

@@ -268,6 +268,18 @@ def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
 
 
 @slow
+def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
+    """As threads of a group do now and then: here all processes of the run would end by SIGABRT."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os\nif 'RANK' in os.environ: atexit.register(os.abort)\n"
+    )
+    command = [*LAUNCHER, "2", "train.py", "--out", str(tmp_path / "run"), *CASES["sft"], "train.steps=1"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and (tmp_path / "run/model").is_dir(), done.stderr
+
+
+@slow
 def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     """As on two machines without a common file system."""
     script = f"exec {sys.executable} train.py --out {tmp_path}/$RANK {' '.join(CASES['sft'])}"

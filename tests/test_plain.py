@@ -15,7 +15,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.errors import CheckpointError, QuestionError
 from dlm_rag.model.families import FAMILIES
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer
-from dlm_rag.training.vocabulary import learn_tokenizer
+from dlm_rag.training.vocabulary import learn_tokenizer, world_texts
 
 MASK, END = "<mask>", "<end>"
 WORDS = [
@@ -145,7 +145,7 @@ def test_the_whole_tokenizers_do_make_tokens_of_markers(made):
 
 def test_names_of_the_mask_and_the_end_are_text_to_our_own_tokenizer():
     """Mask and end stand in its vocabulary, where merges do not reach them."""
-    tokenizer = Tokenizer(learn_tokenizer(0, 300, worlds=1), 0, None, (1,))
+    tokenizer = Tokenizer(learn_tokenizer(world_texts(0, 1), 300), 0, None, (1,))
     ids = tokenizer.encode("<mask> of <end>")
     assert not {0, 1} & set(ids)
     assert tokenizer.inner.decode(ids).strip() == "<mask> of <end>"
@@ -273,6 +273,7 @@ SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else ha
     "wedlm": ("<|mask|>", *QWEN),
     "sdar_moe": ("<|MASK|>", *QWEN),
     "llada2_moe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
+    "diffusion_gemma": ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image|>"),
     "lladamoe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
 }
 

@@ -4,19 +4,20 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from test_training import CPU, MICRO, make_trainer
 
-from dlm_rag.config import load_config
+from dlm_rag.config import PlanConfig, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.machines import MACHINES
 from dlm_rag.training.memory import LiveBytes
 from dlm_rag.training.objective import Objective, Terms, counts_of
 from dlm_rag.training.origin import begin
-from dlm_rag.training.page import verdict
+from dlm_rag.training.page import link_verdict, verdict
 from dlm_rag.training.plan import plan_phases, refuse_unfit, sample_items, shape_of, step_flops
 from dlm_rag.training.weights import add_adapters
 
@@ -86,7 +87,11 @@ def test_sharing_a_sequence_divides_its_activations():
 
 
 def test_what_is_sent_is_what_the_collectives_say():
-    """Two devices: a ring sends half of the sum there and half of it back; shards a half of each gather."""
+    """Two devices: a ring sends half of the sum there and half of it back; shards a half of each gather.
+
+    Layers run, and are gathered, once for the passages and once for the canvases, forward and backward.
+    `profiling/desk.py` counts the same on a wire (docs/cluster.md).
+    """
     base = [*MICRO, "train.optimizer=adamw", "plan.devices=2"]
     shape = begin(load_config(None, base)).config
     copies, shards = (
@@ -95,7 +100,10 @@ def test_what_is_sent_is_what_the_collectives_say():
     )
     weights = copies.memory.parameters
     assert copies.sent() == 4 * weights
-    assert shards.sent() == (2 + 2) * weights / 2 + 4 * weights / 2
+    width, vocabulary = shape.hidden_size, shape.vocab_size
+    outside = vocabulary * width * (1 if shape.tie_word_embeddings else 2) + width
+    gathered = 2 * (4 * (weights - outside) + outside)
+    assert shards.sent() == gathered / 2 + 4 * weights / 2
 
 
 def test_a_claim_beyond_the_peak_is_named():
@@ -107,11 +115,23 @@ def test_a_claim_beyond_the_peak_is_named():
     assert "ask for 83%" in verdict(MACHINES["gb10"], flops, torch.bfloat16, 20, 40)
 
 
+def test_the_link_at_which_devices_pay_is_the_one_that_takes_as_long():
+    """Two devices that compute for 2 s each, one for 4 s: 1 GB to send hides in 2 s, and is worth 4."""
+    phase = SimpleNamespace(
+        train=SimpleNamespace(steps=3),
+        sent=lambda: 1e9,
+        seconds=lambda *_: {"compute": 2.0, "memory": 1.0, "network": 9.0},
+    )
+    plan = PlanConfig(machine="gb10", devices=2)
+    said = link_verdict(MACHINES["gb10"], [phase], torch.bfloat16, plan)
+    assert "a link of 96 Gb/s" in said and "from 2 Gb/s on" in said and "no link of 4." in said
+
+
 def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
-    monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device: 1e6)
+    monkeypatch.setattr("dlm_rag.training.plan.free_bytes", lambda device: 1e6)
     with pytest.raises(ConfigError, match="see what fits with --plan"):
         refuse_unfit(load_config(None, MICRO), 1, CPU)
-    monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device: 24e9)
+    monkeypatch.setattr("dlm_rag.training.plan.free_bytes", lambda device: 24e9)
     with pytest.raises(ConfigError, match="alone take 128 GB on each device, and this cpu has 24 GB"):
         refuse_unfit(load_config("gb300"), 1, CPU)  # without a network
 
@@ -125,7 +145,7 @@ def test_on_a_gpu_the_whole_step_must_fit(monkeypatch):
     monkeypatch.setattr("dlm_rag.training.plan.plan_phases", lambda *_: planned)
     for machine, refused in (("gb300", False), ("h200", True)):
         have = MACHINES[machine].memory
-        monkeypatch.setattr("dlm_rag.training.plan.device_memory", lambda device, have=have: have)
+        monkeypatch.setattr("dlm_rag.training.plan.free_bytes", lambda device, have=have: have)
         with pytest.raises(ConfigError, match="a step takes") if refused else nullcontext():
             refuse_unfit(config, 1, torch.device("cuda", 0))
 
@@ -155,6 +175,14 @@ def test_the_page_says_what_a_run_takes():
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for words in ("parameters", "optimizer", "it sends", "network", "kWh", "2 x gb300 ask for"):
+    for words in (
+        "parameters",
+        "optimizer",
+        "it sends",
+        "network",
+        "wait for no link",
+        "kWh",
+        "2 x gb300 ask for",
+    ):
         assert words in done.stdout
     assert not done.stderr

@@ -39,12 +39,21 @@ def test_successive_searches_find_what_fresh_ones_find():
     assert [cell.strip() for cell in found.splitlines()[-2].split("│")[1:4]] == ["2,500", "60", "0"]
 
 
+@pytest.mark.slow
+def test_search_by_url_gives_the_answers_of_a_local_search():
+    assert run_benchmark("bench_remote", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--limit", "none"], "--limit 'none' is not a whole number above 0"),
         (["--shape", "8b"], "--shape 8b is not one of 100m, 1b, 7b"),
         ([], "the benchmark needs --out FOLDER"),
+        (
+            ["retrieval.url=http://127.0.0.1:1/retrieve"],
+            "the benchmark replays the passages of a corpus: leave retrieval.url out",
+        ),
     ],
 )
 def test_bad_words_are_one_sentence(tmp_path, words, says):

@@ -23,6 +23,23 @@ def test_all_fields_of_the_contract(tmp_path):
     assert read_questions(path) == [Question("1", "Who?", ("A", "B"), ("x",), 2), Question("2", "Where?")]
 
 
+def test_a_folder_stands_for_the_files_of_rows_in_it(tmp_path):
+    """By name; notes, hidden files and folders below are none of it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"id": ["c"], "question": ["When?"]}), tmp_path / "rows-1.parquet")
+    write_lines(
+        tmp_path / "rows-0.jsonl", [{"id": "a", "question": "Who?"}, {"id": "b", "question": "Where?"}]
+    )
+    write_lines(tmp_path / ".journal.jsonl", [{"id": "d", "question": "Why?"}])
+    (tmp_path / "README.md").write_text("# Rows")
+    (tmp_path / "note.json").write_text("{}")
+    (tmp_path / "held_out").mkdir()
+    write_lines(tmp_path / "held_out" / "rows-0.jsonl", [{"id": "e", "question": "How?"}])
+    assert [question.id for question in read_questions(tmp_path)] == ["a", "b", "c"]
+
+
 def test_parquet_of_the_sardi_data_set(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

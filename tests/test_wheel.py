@@ -92,6 +92,9 @@ def test_archives_hold_the_package_and_no_more(archives):
         "configs/tiny.yaml",
         "dlm_rag/shipped/model/model.safetensors",
         "dlm_rag/shipped/world/corpus.jsonl",
+        "dlm_rag/page/page.js",
+        "dlm_rag/page/live.html",
+        "dlm_rag/page/live.js",
     }
     assert data | {"LICENSE", "README.md", "pyproject.toml"} <= packed
     rooms = {name.partition("/")[0] for name in packed} - {""}

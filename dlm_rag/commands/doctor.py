@@ -9,7 +9,6 @@ Nothing is fetched and nothing is changed. Where something that is needed fails,
 
 import json
 import logging
-import os
 import platform
 import re
 import shutil
@@ -24,11 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag import __version__
-from dlm_rag.commands.job import prepare, with_shipped
+from dlm_rag.commands.prepare import prepare, with_shipped
 from dlm_rag.commands.words import parse
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, fold_message
-from dlm_rag.machine import choose_device, choose_dtype, commit_of_code, describe_machine, memory
+from dlm_rag.machine import (
+    choose_device,
+    choose_dtype,
+    commit_of_code,
+    describe_machine,
+    has_code_for,
+    memory,
+    usable_cores,
+)
 from dlm_rag.progress import in_bytes, status
 
 OK, HINT, PROBLEM = "ok", "hint", "problem"
@@ -41,6 +48,8 @@ EXTRAS = {
     "flash-attn": ("flash", "the fastest attention on a GPU"),
     "pyarrow": ("parquet", "parquet files of questions"),
     "peft": ("lora", "training with LoRA"),
+    "ray": ("workers", "answering on several devices"),
+    "nvidia-ml-py": ("energy", "joules of NVIDIA's GPUs"),
 }
 
 
@@ -183,7 +192,7 @@ def check_torch(_: Config) -> Iterator[Finding]:
     unfit = [
         f"{torch.cuda.get_device_name(n)} (sm_{capability[0]}{capability[1]})"
         for n in range(torch.cuda.device_count())
-        if not fits(capability := torch.cuda.get_device_capability(n), built_for)
+        if not has_code_for(capability := torch.cuda.get_device_capability(n), built_for)
     ]
     if unfit:
         yield Finding(
@@ -201,20 +210,6 @@ def _why_no_cuda() -> str:
     except RuntimeError as error:
         return fold_message(error)
     return "no device is visible"
-
-
-def fits(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a build has code for a GPU: of its generation and no newer, or such as is compiled for it.
-
-    built_for: as in `torch.cuda.get_arch_list`; of names of another form nothing is known, and all fits.
-    """
-    known = [found for name in built_for if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)(a?)f?", name))]
-    for found in known:
-        own = int(found[2]), int(found[3])
-        same = own == capability if found[4] else own[0] == capability[0] and own <= capability
-        if same or (found[1] == "compute" and not found[4] and own <= capability):
-            return True
-    return not known
 
 
 def check_gpus(_: Config) -> Iterator[Finding]:
@@ -279,8 +274,7 @@ def check_nsys(_: Config) -> Iterator[Finding]:
 def check_cores(_: Config) -> Iterator[Finding]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = torch.get_num_threads()
+    cores, threads = usable_cores(), torch.get_num_threads()
     said = f"cores: {cores}, threads of torch: {threads}"
     if threads > cores:
         yield Finding(
@@ -298,6 +292,13 @@ def check_memory(_: Config) -> Iterator[Finding]:
     said = f"{in_bytes(found['available'])} of {in_bytes(found['total'])} are free"
     little = found["available"] < LEAST_MEMORY
     yield Finding("memory", HINT if little else OK, said, "ps aux --sort=-rss | head" if little else "")
+
+
+def check_energy(config: Config) -> Iterator[Finding]:
+    from dlm_rag.energy.meter import describe_sensors
+
+    said, remedy = describe_sensors(choose_device(config.model.device))
+    yield Finding("energy", HINT if remedy else OK, said, remedy)
 
 
 def check_cache(config: Config) -> Iterator[Finding]:
@@ -382,6 +383,7 @@ CHECKS: dict[str, Check] = {
     "nsys": check_nsys,
     "cores": check_cores,
     "memory": check_memory,
+    "energy": check_energy,
     "cache": check_cache,
     "hub": check_hub,
     "extras": check_extras,

@@ -7,8 +7,9 @@
     dlm-rag sample --questions - ... < questions.txt     # one a line, or JSON lines
 
 In a terminal the canvas fills in before your eyes. Piped or with --out: JSON lines only; a run that
-was stopped goes on when the same command is given again. A question that fails (it is too long, its
-search fails) gets an `error` in its line, the others are answered, and the exit status is 1.
+was stopped goes on when the same command is given again; workers=auto puts all devices to work. A
+question that fails (it is too long, its search fails) gets an `error` in its line, the others are
+answered, and the exit status is 1.
 In a checkout `python sample.py` is the same program.
 """
 
@@ -20,14 +21,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.commands.job import check_files, gather_questions, plan, prepare, with_shipped
+from dlm_rag.commands.job import check_files, plan
+from dlm_rag.commands.prepare import SHIPPED, gather_questions, prepare, with_shipped
 from dlm_rag.commands.words import parse
 from dlm_rag.errors import ConfigError
+from dlm_rag.page.record import Run, read_runs
+from dlm_rag.page.write import write_page
 from dlm_rag.program import note
 from dlm_rag.progress import status
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
+    from dlm_rag.decode.rollout import Rollout
     from dlm_rag.questions import Question
 
 
@@ -35,10 +40,12 @@ def main(argv: list[str]) -> None:
     words = parse(__doc__ or "", argv, chosen=True)
     if words.config.compare is not None:
         raise ConfigError("sample answers under one setting: leave compare out, or run evaluate")
+    if words.config.workers is not None and words.config.out is None:
+        raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
     config = with_shipped(words.config, words.questions)
     status("reading questions")
     questions = gather_questions(config, words.questions)
-    if words.config.model.path is None and leads_out_of_its_world(words.config, config, questions):
+    if words.config.model.path is None and leads_out_of_its_world(words.config, questions):
         note(
             "the shipped model knows only its invented world: what it says here is made up;\n"
             "for another give --model DIR_OR_HUB_ID --corpus FILE (GSAI-ML/LLaDA-8B-Instruct)"
@@ -47,22 +54,28 @@ def main(argv: list[str]) -> None:
     if not (words.config.questions or words.questions or config.limit or config.quick):
         questions = a_few(questions)
     if config.out is not None:
+        from dlm_rag.commands.engines import answering
+
         job = plan(config, questions)
-        job.run()
+        with answering(config.workers, [job.prepared]) as engines:
+            job.run(engines)
         failed = job.failed
         traced = f", the traces in {config.trace}" if config.trace else ""
         note(f"the answers are in {config.out}{traced}")
+        if config.html is not None and config.trace is not None:
+            make_page(config.html, read_runs([Path(config.trace)]))
     else:
         failed = decode_to_screen(config, questions)
     if failed:
         raise SystemExit(1)
 
 
-def leads_out_of_its_world(given: "Config", config: "Config", questions: "list[Question]") -> bool:
+def leads_out_of_its_world(given: "Config", questions: "list[Question]") -> bool:
     """Whether the shipped model is asked about other passages, or for names that are not in its own."""
     if given.retrieval.corpus is not None:
         return True
-    known = set(re.findall(r"\w+", Path(str(config.retrieval.corpus)).read_text(encoding="utf-8")))
+    world = SHIPPED / "world" / "corpus.jsonl"  # a service may well have these passages
+    known = set(re.findall(r"\w+", world.read_text(encoding="utf-8")))
     return any(not known.issuperset(re.findall(r"(?<=\s)[A-Z]\w+", q.question)) for q in questions)
 
 
@@ -82,27 +95,34 @@ def decode_to_screen(config: "Config", questions: "list[Question]") -> int:
 
     Returns how many questions failed.
     """
+    check_files(config)
+    if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
+        raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
+    prepared = prepare(config, questions)  # what is wrong is said before torch is imported
     from rich.console import Console
 
     from dlm_rag.decode.answers import write_line
     from dlm_rag.decode.trace import TraceWriter
     from dlm_rag.decode.view import LiveView, Tally
+    from dlm_rag.energy.meter import open_meter
 
-    check_files(config)
-    if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
-        raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
-    prepared = prepare(config, questions)
     decoder = prepared.load()
     status("taking the first step")
-    tally, start, console = Tally(), time.perf_counter(), Console()
+    tally, console = Tally(decoder.tokenizer.end_ids), Console()
+    meter = open_meter(config.energy, decoder.denoiser.device)
+    shown: list[Rollout] = []
     try:
         with ExitStack() as stack:
             trace = config.trace and TraceWriter(Path(config.trace), prepared.trace_header())
+            stack.enter_context(meter)
+            start = time.perf_counter()
             view = stack.enter_context(LiveView(console)) if console.is_terminal else None
             for rollout in decoder.stream(questions, view.step if view else None):
                 tally.add(rollout)
                 if trace:
                     trace.write(rollout)
+                if config.html:
+                    shown.append(rollout)
                 if view:
                     view.finish(rollout)
                 else:
@@ -113,9 +133,18 @@ def decode_to_screen(config: "Config", questions: "list[Question]") -> int:
             f"{tally.answers} of {len(questions)} answered; with --out FILE a run that was stopped goes on"
         )
         raise
-    figures = tally.line(time.perf_counter() - start, decoder.describe())
+    finally:
+        if config.html and shown:
+            make_page(config.html, [Run("", prepared.trace_header(), shown)])
+    figures = tally.line(time.perf_counter() - start, decoder.describe(), meter.reading)
     if view:
         console.print(figures, markup=False, highlight=False)
     else:
         note(figures)
     return tally.failed
+
+
+def make_page(path: str, runs: list[Run]) -> None:
+    """Writes the page of a run, and says where it is."""
+    write_page(Path(path), runs)
+    note(f"the page is in {path}")

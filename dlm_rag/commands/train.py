@@ -29,6 +29,7 @@ from dlm_rag.program import check_writable, note
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
+    from dlm_rag.training.energy import Windows
     from dlm_rag.training.origin import Origin
     from dlm_rag.training.processes import Processes
     from dlm_rag.training.report import Report
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> None:
 
         print_plan(config)
         return
+    from dlm_rag.decode.budget import hold
     from dlm_rag.training.failures import failures_told
     from dlm_rag.training.origin import begin
     from dlm_rag.training.plan import refuse_unfit
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> None:
 
     stop = Stop()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    processes = Processes.join()
+    processes = Processes.join(config.train.timeout_minutes)
     try:
         with failures_told(), running(folder, processes):
             processes.check_folder(folder)
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> None:
                 note(f"{folder} has no checkpoint: the run begins anew")
             device = processes.device(config.model.device)
             refuse_unfit(config, processes.count, device)  # before anything is fetched
+            hold(config.engine, device)
             train(config, begin(config), folder, processes, stop)
     finally:
         processes.leave()
@@ -83,9 +86,19 @@ def refuse_unread(config: "Config") -> None:
     given = {"questions": config.questions, "corpus": config.retrieval.corpus}
     if other := [name for name, path in given.items() if path is not None]:
         raise ConfigError(f"training reads data.questions and data.corpus: give these, not --{other[0]}")
-    if other := [name for name in ("trace", "compare") if getattr(config, name) is not None]:
+    if config.retrieval.url is not None:
+        raise ConfigError("training searches data.corpus, or worlds of its own: leave retrieval.url out")
+    unread = ("trace", "html", "guesses", "compare", "workers")
+    if other := [name for name in unread if getattr(config, name) not in (None, False)]:
         raise ConfigError(f"training has no use for {other[0]}: leave it out")
-    objectives = {phase.objective for phase in config.train.in_phases().values()}
+    phases = config.train.in_phases().values()
+    objectives = {phase.objective for phase in phases}
+    learned = any(phase.objective == "rl" and phase.learn != "heads" for phase in phases)
+    if learned and config.decode.copy_price is not None:
+        raise ConfigError(
+            "rl of the denoiser computes steps again from its own logits, without what decode.copy_price "
+            "makes of them: leave it out, or set train.learn=heads"
+        )
     if config.data.documents and objectives <= {"sft", "rl"}:
         raise ConfigError(
             "data.documents are read by pretrain and adapt: set train.objective to one of them"
@@ -178,7 +191,9 @@ def running(folder: Path, processes: "Processes") -> Iterator[None]:
 
 def train(config: "Config", origin: "Origin", folder: Path, processes: "Processes", stop: Stop) -> None:
     """The phases, one after another; each begins with the checkpoint of the one before."""
+    from dlm_rag.energy.meter import open_meter
     from dlm_rag.training.card import write_card
+    from dlm_rag.training.energy import Windows
     from dlm_rag.training.phase import open_phase
     from dlm_rag.training.report import Report
     from dlm_rag.training.saving import look, position
@@ -192,12 +207,18 @@ def train(config: "Config", origin: "Origin", folder: Path, processes: "Processe
             note(f"going on from step {step}")
     # What is wrong with the data of the last phase is said before the first begins.
     opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
+    windows = None
     with Report(folder, config, from_step=step, quiet=not processes.first) as report:
         for phase, (task, validation) in opened.items():
             trainer = Trainer(config, origin, task, folder, processes, phase)
             trainer.restore()
             with stop.on_interrupt():
-                stopped = run_phase(trainer, validation, report, stop)
+                if windows is None:
+                    meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
+                    windows = Windows(meter, processes)
+                stopped = run_phase(trainer, validation, report, stop, windows)
+            if (stopped or phase == left[-1]) and (told := windows.told()) and processes.first:
+                note(told)
             if stopped:
                 if processes.first:
                     note(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
@@ -213,7 +234,9 @@ def train(config: "Config", origin: "Origin", folder: Path, processes: "Processe
             free_memory()
 
 
-def run_phase(trainer: "Trainer", validation: "Validation", report: "Report", stop: Stop) -> bool:
+def run_phase(
+    trainer: "Trainer", validation: "Validation", report: "Report", stop: Stop, windows: "Windows"
+) -> bool:
     """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
 
     Returns whether it was: all processes have the same answer, whenever the signal came. A step is saved
@@ -229,7 +252,7 @@ def run_phase(trainer: "Trainer", validation: "Validation", report: "Report", st
             return False
         begun = time.perf_counter()
         metrics = trainer.step()
-        report.add(metrics | trainer.speed(metrics, time.perf_counter() - begun))
+        report.add(metrics | trainer.speed(metrics, time.perf_counter() - begun) | windows.add(metrics))
         stopping = processes.any(stop.is_set())
         if stopping or trainer.finished or any(state.phase_step % steps == 0 for steps in often):
             trainer.save()

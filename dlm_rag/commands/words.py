@@ -16,7 +16,7 @@ _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 _FILE_NAME = re.compile(r"\S+\.(jsonl?|csv|tsv|parquet|ya?ml|txt|md|gz|safetensors)")
 
 FLAGS = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
-    f"--{name}": name for name in ("questions", "out", "trace", "compare")
+    f"--{name}": name for name in ("questions", "out", "trace", "html", "compare")
 }
 
 
@@ -50,13 +50,14 @@ def parse(
     typed: bool = True,
     chosen: bool = False,
     switches: dict[str, str] | None = None,
-    options: Mapping[str, tuple[str | int, str]] | None = None,
+    options: Mapping[str, tuple[str | int | tuple[()], str]] | None = None,
 ) -> CommandLine:
     """Reads a command line.
 
     typed: whether questions may be typed. chosen: whether --limit and --quick choose among those of a file.
     switches: flags without a value, with their help texts. options: flags with a value, with default and
     help text; where the default is a whole number, so is the value, and above 0 unless the default is 0.
+    Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
 
     `--help` and `--print-config` print and exit. Raises `ConfigError`.
     """
@@ -80,9 +81,16 @@ def parse(
     for name, help_text in offered.items():
         parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
     for name, (default, help_text) in (options or {}).items():
-        shown = help_text if default == "" else f"{help_text} ({default})"
-        parser.add_argument(f"--{name}", metavar=name.upper(), default=default, help=shown)
+        shown = help_text if default in ("", ()) else f"{help_text} ({default})"
+        several: dict[str, Any] = {"nargs": "+", "metavar": "WORD"} if default == () else {}
+        parser.add_argument(
+            f"--{name}", **{"metavar": name.upper(), "default": default, "help": shown} | several
+        )
     given = parser.parse_intermixed_args(argv)
+    for name in options or {}:
+        if isinstance(words := getattr(given, name), list):
+            given.words += [word for word in words if "," not in word]
+            setattr(given, name, [word for word in words if "," in word])
     settings = [word for word in given.words if is_setting(word)]
     questions = [word for word in given.words if not is_setting(word)]
     for word in questions:
@@ -98,7 +106,7 @@ def parse(
     if getattr(given, "quick", False):
         settings.append("quick=true")
     config = load_config(given.config, settings)
-    for key in ("out", "trace"):  # what is read is expanded where it is opened
+    for key in ("out", "trace", "html"):  # what is read is expanded where it is opened
         if (path := getattr(config, key) or "").startswith("~"):
             setattr(config, key, str(expand(path, ConfigError)))
     on = {name for name in offered if getattr(given, name)}

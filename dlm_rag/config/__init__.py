@@ -6,6 +6,8 @@ command line and the constructors check them. This room knows no other room of t
 """
 
 from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
+from dlm_rag.config.serving import ServingConfig
+from dlm_rag.config.synthesis import SynthesisConfig
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
 from dlm_rag.config.tree import (
     CONFIG_FOLDER,
@@ -27,6 +29,8 @@ __all__ = [
     "ModelConfig",
     "PlanConfig",
     "RetrievalConfig",
+    "ServingConfig",
+    "SynthesisConfig",
     "TrainConfig",
     "differing_keys",
     "dump_config",

@@ -1,7 +1,7 @@
 """Fields that carry their help text and their bounds, and refuse what is outside them."""
 
-from dataclasses import field, fields
-from typing import Any
+from dataclasses import field, fields, replace
+from typing import Any, TypeVar
 
 from dlm_rag.errors import ConfigError, nearest
 
@@ -53,6 +53,18 @@ class Checked:
             if (low is not None and not value >= low) or (high is not None and not value <= high):
                 bounds = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise ConfigError(f"{item.name}={value} is out of range: it must be {bounds}")
+
+
+Settings = TypeVar("Settings", bound=Checked)
+
+
+def with_values(settings: Settings, **values: Any) -> Settings:
+    """`settings` with these values, checked; itself where it has them already, for checks take time.
+
+    Raises `ConfigError`.
+    """
+    new = {name: value for name, value in values.items() if getattr(settings, name) != value}
+    return replace(settings, **new) if new else settings  # type: ignore[type-var]
 
 
 def brief(value: Any) -> str:

@@ -1,9 +1,19 @@
 """Settings of the model, the retriever and the denoising loop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from urllib.parse import urlsplit
 
-from dlm_rag.config.checked import Checked, setting
-from dlm_rag.errors import ConfigError
+from dlm_rag.config.checked import Checked, brief, setting
+from dlm_rag.errors import ConfigError, nearest
+
+# What can be searched by URL, and which settings of retrieval the service decides, or has no use for.
+UNUSED_BY_URL = {
+    "http": (
+        "kind", "oracle", "dense_model", "dense_batch_size", "query_prompt", "passage_prompt",
+        "fusion_depth", "search_memory_gib", "index_folder",
+    ),
+    "milvus": ("oracle", "search_memory_gib", "index_folder"),
+}  # fmt: skip
 
 
 @dataclass
@@ -55,6 +65,12 @@ class RetrievalConfig(Checked):
     dense_batch_size: int = setting(64, "texts embedded at once", low=1)
     query_prompt: str = setting("", "put before every dense query ('query: ' for E5)")
     passage_prompt: str = setting("", "put before every dense passage ('passage: ' for E5)")
+    words_of: str = setting(
+        "query",
+        "what BM25, also in hybrid, takes as one search: the whole query; or each of its parts, question "
+        "and the sentences, which take turns as in dense search",
+        choices=("query", "parts"),
+    )
     fusion_depth: int = setting(50, "ranks of BM25 and dense that hybrid fuses", low=1)
     search_memory_gib: float = setting(
         1.0,
@@ -62,6 +78,66 @@ class RetrievalConfig(Checked):
         low=0,
         high=2**20,
     )
+    url: str | None = setting(
+        None,
+        "search by URL instead of a file of passages: http://HOST:PORT/retrieve, milvus://HOST:PORT/COLLECTION",
+    )
+    url_seconds: float = setting(
+        5.0, "seconds that one attempt at a search by URL may take", low=0.01, high=2**20
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        if self.url is None:
+            if "url_seconds" in changed:
+                raise ConfigError("retrieval.url_seconds has no effect without retrieval.url: leave it out")
+            return
+        unused = UNUSED_BY_URL[_scheme(self.url)]
+        for name in changed:
+            if name == "corpus":
+                raise ConfigError(
+                    f"retrieval.url={self.url} is searched instead of a corpus: leave one of the two out"
+                )
+            if name == "oracle" and name in unused:
+                raise ConfigError(
+                    f"retrieval.oracle=true needs passages by their ids, which {self.url} does not give: "
+                    "give a corpus"
+                )
+            if name in unused:
+                raise ConfigError(
+                    f"retrieval.{name} has no effect on the service at {self.url}, which decides that "
+                    "itself: leave it out"
+                )
+
+
+def _scheme(url: str) -> str:
+    """How a service is spoken to; raises `ConfigError` for what is no URL of one."""
+    scheme, begun, _ = url.partition("://")
+    known = ", ".join(f"{name}://" for name in UNUSED_BY_URL)
+    said = f"retrieval.url={brief(url)}"
+    if not begun:
+        raise ConfigError(f"{said} has no scheme: begin it with one of {known}")
+    if scheme not in UNUSED_BY_URL:
+        raise ConfigError(f"{said} begins with none of {known}{nearest(scheme, UNUSED_BY_URL)}")
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"{said} holds a character that no URL has: write it as %20 or the like")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{said} is no URL: {error}") from None
+    if not parts.hostname or port == 0:
+        raise ConfigError(f"{said} names no host and port: write {scheme}://HOST:PORT{parts.path}")
+    if parts.username is not None or parts.password is not None or parts.fragment:
+        raise ConfigError(  # not what it is: a password is not to be shown
+            "retrieval.url names a user or a fragment, which are not sent: leave them out"
+            + " (a Milvus gets $MILVUS_TOKEN)" * (scheme == "milvus")
+        )
+    return scheme
+
+
+ENTROPY_BOUND = 0.1  # nats, where neither settings nor checkpoint say one
 
 
 @dataclass
@@ -133,7 +209,9 @@ class DecodeConfig(Checked):
         "each its share of what is left, rounded",
         choices=("even", "rounded"),
     )
-    entropy_bound: float = setting(0.1, "nats of joint entropy committed a step", low=0)
+    entropy_bound: float | None = setting(
+        None, "nats of joint entropy committed a step; unset: the checkpoint's own, else 0.1", low=0
+    )
     revision_threshold: float | None = setting(
         None, "committed tokens below this probability are masked again, once; unset: never",
         low=0, high=1,
@@ -147,6 +225,39 @@ class DecodeConfig(Checked):
     )
     edit_rounds: int = setting(
         16, "steps a block is edited for at most once nothing in it is masked", low=0, high=2**20
+    )
+    copy_price: float | None = setting(
+        None,
+        "nats that a token costs which is in neither question nor evidence, and every jump from one place "
+        "of theirs to another; unset: nothing does",
+        low=0, high=50,
+    )  # fmt: skip
+    temperature_high: float | None = setting(
+        None,
+        "of uniform noise: temperature of a block's first step, from which it falls in even steps; unset: "
+        "the checkpoint's own",
+        low=1e-6,
+        high=2**20,
+    )
+    temperature_low: float | None = setting(
+        None,
+        "of uniform noise: temperature that the last step comes near to; unset: the checkpoint's own",
+        low=0,
+        high=2**20,
+    )
+    stable_steps: int | None = setting(
+        None,
+        "of uniform noise: a block is finished once its most probable tokens are those of so many steps "
+        "before, and sure; unset: the checkpoint's own",
+        low=0,
+        high=2**10,
+    )
+    confident_below: float | None = setting(
+        None,
+        "of uniform noise: nats of mean entropy under which these tokens are sure, 0: never; unset: the "
+        "checkpoint's own",
+        low=0,
+        high=2**20,
     )
     query: str = setting(
         "proxy",
@@ -215,10 +326,17 @@ class EngineConfig(Checked):
     But for the rounding of `compile`, and `decode.finished_blocks=kept`: without a pool nothing is kept.
     """
 
+    memory_gib: float | None = setting(
+        None,
+        "all that decoding or training may take of its device's memory, in GiB: weights, batch, pool, a "
+        "step; the pool gets what is left; unset: no limit but the machine's",
+        low=2**-20,
+        high=2**20,
+    )
     pool_gib: float | None = setting(
         None,
         "keys and values of evidence kept on the device, in GiB, beside those of the rows in the batch; "
-        "unset: half of the memory that is free (of a CPU's a quarter); 0: none",
+        "unset: what memory_gib leaves, or half of the memory that is free (of a CPU's a quarter); 0: none",
         low=0,
     )
     host_pool_gib: float = setting(0.0, "more of them in host memory, for what leaves the device", low=0)
@@ -230,3 +348,10 @@ class EngineConfig(Checked):
         super().__post_init__()
         if self.host_pool_gib and self.pool_gib == 0:
             raise ConfigError("host_pool_gib has no effect without a pool on the device: set pool_gib too")
+
+    @property
+    def beside_training(self) -> "EngineConfig":
+        """Of what decodes in training: a budget is the step's, and leaves no pool but one that is named."""
+        if self.memory_gib is None:
+            return self
+        return replace(self, memory_gib=None, pool_gib=self.pool_gib or 0.0)

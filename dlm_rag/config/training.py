@@ -12,9 +12,18 @@ class DataConfig(Checked):
     """Data of one's own to train on; where nothing is named, invented worlds take its place."""
 
     questions: str | None = setting(
-        None, "sft: file of questions with a `response`, or at least `golden_answers`; needs data.corpus"
+        None,
+        "sft: file or folder of files of questions with a `response`, or at least `golden_answers`; needs "
+        "data.corpus",
     )
-    corpus: str | None = setting(None, "sft: the passages that evidence for them is retrieved from")
+    corpus: str | None = setting(
+        None,
+        "sft, rl: the passages that evidence for them is retrieved from; without data.questions these are "
+        "made from its titles",
+    )
+    held_out: float = setting(
+        0.25, "share of the passages that made questions are not about in training", low=0, high=0.9
+    )
     documents: dict[str, str] = setting(  # noqa: RUF009 - a factory
         dict, "pretrain, adapt: files of JSON lines with a `text`, by a name for each"
     )
@@ -24,9 +33,8 @@ class DataConfig(Checked):
         for name, path in self.documents.items():
             if not name.strip() or not isinstance(path, str):
                 raise ConfigError(f"documents: '{name}' must be a name without dots, and its value a file")
-        if (self.questions is None) != (self.corpus is None):
-            given, lacking = ("questions", "corpus") if self.questions else ("corpus", "questions")
-            raise ConfigError(f"data.{given} needs data.{lacking} too")
+        if self.questions is not None and self.corpus is None:
+            raise ConfigError("data.questions needs data.corpus too")
 
 
 @dataclass
@@ -39,12 +47,20 @@ class TrainConfig(Checked):
     )
     seed: int = setting(0, "of weights, worlds, examples")
     wandb: str = setting("off", "metrics to Weights & Biases too", choices=("off", "offline", "online"))
+    layers: str | None = setting(
+        None, "checkpoint whose layers a fresh denoiser begins with, under embeddings of its own"
+    )
+    timeout_minutes: float = setting(
+        10.0,
+        "that a process waits for another, unplugged or stuck, before the run ends with what was saved",
+        low=0.01, high=10_000,
+    )  # fmt: skip
     hidden_size: int = setting(192, "width of a fresh denoiser", low=64, high=2**17)
     head_dim: int = setting(32, "width of its heads", low=8, high=2**12)
     intermediate_size: int = setting(256, "width of its feed-forward layers", low=32, high=2**20)
     num_hidden_layers: int = setting(5, "its depth", low=2, high=2**12)
     vocabulary: int = setting(
-        1024, "tokens of its tokenizer, learned on training worlds", low=300, high=2**20
+        1024, "tokens of its tokenizer, learned on training worlds, or on data.corpus", low=300, high=2**20
     )
     passage_length: int = setting(96, "positions of a passage in the independent layout", low=16)
     learn: str | None = setting(
@@ -60,6 +76,18 @@ class TrainConfig(Checked):
         "sft: questions, evidence, responses; pretrain: documents; adapt: documents, from an "
         "autoregressive checkpoint whose attention opens step by step; rl: rollouts by reward",
         choices=("sft", "pretrain", "adapt", "rl"),
+    )
+    uniform_loss: str = setting(
+        "cross_entropy",
+        "sft of a model of uniform noise: cross-entropy at every position of the canvas, or the NELBO",
+        choices=("cross_entropy", "nelbo"),
+    )
+    self_conditioning: float = setting(
+        0.5,
+        "share of its rows that are shown the logits of a first pass, as decoding shows those of the step "
+        "before",
+        low=0,
+        high=1,
     )
     steps: int = setting(2000, "optimizer steps; may be raised on --resume", low=1)
     groups: int = setting(
@@ -160,6 +188,17 @@ class TrainConfig(Checked):
         super().__post_init__()
         if odd := [name for name, share in self.mixture.items() if not isinstance(share, int | float)]:
             raise ConfigError(f"mixture: the share of '{odd[0]}' is no number; a name has no dots")
+        sizes = ("hidden_size", "head_dim", "intermediate_size", "num_hidden_layers")
+        usual = {item.name: item.default for item in fields(self)}
+        if self.layers is not None and (said := [n for n in sizes if getattr(self, n) != usual[n]]):
+            raise ConfigError(
+                f"{said[0]}={getattr(self, said[0])} has no effect beside layers={self.layers}, which are "
+                "as they are: leave one out (train.layers=null)"
+            )
+        if self.layers is not None and self.lora_rank:
+            raise ConfigError(
+                "layers begins a fresh denoiser, which has nothing for lora_rank: leave one out"
+            )
         if self.hidden_size % self.head_dim:
             raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of {self.head_dim}")
         if self.head_dim % 2:
@@ -238,6 +277,9 @@ class PlanConfig(Checked):
         choices=("gb300", "gb10", "h100", "h200", "b200", "v100"),
     )
     devices: int = setting(1, "how many of them", low=1)
+    link_gbit: float | None = setting(
+        None, "of the network between them, one way, in Gb/s; unset: the machine's own", low=1e-3, high=1e6
+    )
     mfu: float = setting(0.4, "share of the peak FLOP/s that training reaches", low=0.01, high=1)
     tokens: float | None = setting(None, "tokens of the whole run; unset: what its steps come to", low=1)
     days: float | None = setting(None, "a claim to be checked: that it takes so long", low=0.001)

@@ -9,11 +9,14 @@ from typing import Any, get_origin
 
 from dlm_rag.config.checked import Checked, brief, setting
 from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
+from dlm_rag.config.serving import ServingConfig
+from dlm_rag.config.synthesis import SynthesisConfig
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
 from dlm_rag.errors import ConfigError, fold_message, nearest
 
 # An interpolation that calls something, as ${oc.env:HOME} does; \${ stands for the characters.
 _RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^}]*(?::|\$\{)")
+_WORKERS = re.compile(r"[1-9]\d{0,2}|auto|ray://[^\s/:]+:\d{1,5}/?|ray://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
 _PACKAGE = Path(__file__).resolve().parents[1]
 # A wheel has them inside the package, a checkout beside it (setup.py).
 _INSTALLED = _PACKAGE / "configs"
@@ -33,8 +36,12 @@ class Config(Checked):
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    synthesis: SynthesisConfig = field(default_factory=SynthesisConfig)
+    serving: ServingConfig = field(default_factory=ServingConfig)
     questions: str | None = setting(
-        None, "file of questions: JSON lines, JSON, CSV, TSV or Parquet, also gzipped; -: standard input"
+        None,
+        "file of questions: JSON lines, JSON, CSV, TSV or Parquet, also gzipped; a folder of such files; "
+        "-: standard input",
     )
     limit: int | None = setting(None, "only so many questions of the file, the first", low=1)
     quick: bool = setting(False, "only 200 questions of the file, of all hops and labels alike")
@@ -50,11 +57,32 @@ class Config(Checked):
         choices=("auto", "squad", "hotpotqa"),
     )
     trace: str | None = setting(None, "file for the decoding traces, one JSON line per question")
+    guesses: bool = setting(
+        False,
+        "traces hold what is guessed at positions that stay masked, which the page shows; on with html",
+    )
+    workers: str | None = setting(
+        None,
+        "processes that answer, each with a model of its own: a number, auto (one for each GPU, or else "
+        "core, as far as the memory goes), or a Ray cluster, ray://HOST:PORT; unset: this process",
+    )
+    energy: str = setting(
+        "auto",
+        "joules by the machine's own sensors, where it has any: auto measures all that is drawn; idle "
+        "measures for 10 s before what is drawn with nothing to do, and tells both; none measures nothing",
+        choices=("auto", "idle", "none"),
+    )
+    html: str | None = setting(None, "file for a page that plays the decoding, of sample")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quick and self.limit is not None:
             raise ConfigError("quick and limit are two ways to choose questions: leave one out")
+        if self.workers is not None and not _WORKERS.fullmatch(self.workers):
+            raise ConfigError(
+                f"workers={brief(self.workers)} is neither a number from 1 to 999 nor auto nor a Ray "
+                "cluster, as ray://HOST:10001"
+            )
 
 
 def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:

@@ -105,6 +105,10 @@ class Contexts:
         self._next: dict[int, _Order] = {}
         self.reuse = Reuse() if pool is None else pool.reuse
 
+    def reserve(self, slots: int, tokens: int, scratch: int) -> None:
+        """Makes room at once for so many rows of so many tokens, and for new segments of a call."""
+        self._store.reserve(slots, tokens, scratch)
+
     def prefetch(self, laid: Arrangement) -> None:
         """Starts to bring what a row will need next from host memory."""
         if self._pool is not None:
@@ -192,26 +196,44 @@ class Contexts:
         Returns those that the pool does not hold, each with its place in the scratch room: they run in the
         same call as the rows, or, where they are too many, here.
         """
-        kept = dict[Segment, Tensor]()
-        wanted = list(dict.fromkeys(segment for segment, _ in lacking))
-        if self._pool is not None:
-            found = ((segment, self._pool.get(segment)) for segment in wanted)
-            kept = {segment: tensor for segment, tensor in found if tensor is not None}
-        new = [segment for segment in wanted if segment not in kept]
+        wanted: dict[Segment, list[int]] = {}
+        for segment, place in lacking:
+            wanted.setdefault(segment, []).append(place)
+        new = []
+        for segment, places in wanted.items():
+            kept = None if self._pool is None else self._pool.get(segment)
+            if kept is None:
+                new.append(segment)
+            else:
+                self._put(places, kept)
         self.reuse.encoded += sum(len(segment.ids) for segment in new)
         sizes = [whole_pages(len(segment.ids)) for segment in new]
         if sum(sizes) > SCRATCH:
-            for segment, tensor in zip(new, encode_segments(self._denoiser, new), strict=True):
-                kept[segment] = tensor
-                if self._pool is not None:
-                    self._pool.add(segment, tensor)
+            for part in _parts(new):
+                for segment, tensor in zip(part, encode_segments(self._denoiser, part), strict=True):
+                    self._put(wanted[segment], tensor)
+                    if self._pool is not None:
+                        self._pool.add(segment, tensor)
             new, sizes = [], []
-        for segment, place in lacking:
-            if segment in kept:
-                self._store.put(place, kept[segment])
         self._store.reserve(0, 0, sum(sizes))
         scratch = self._store.slots * self._store.capacity
         return dict(zip(new, accumulate(sizes, initial=scratch), strict=False))
+
+    def _put(self, places: Sequence[int], kept: Tensor) -> None:
+        for place in places:
+            self._store.put(place, kept)
+
+
+def _parts(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """In order, as many at a time as come to at most `SCRATCH` tokens; at least one."""
+    part, tokens = list[Segment](), 0
+    for segment in segments:
+        if part and tokens + len(segment.ids) > SCRATCH:
+            yield part
+            part, tokens = [], 0
+        part.append(segment)
+        tokens += len(segment.ids)
+    yield part
 
 
 def _valid(row: Shown, held: _Order, order: _Order) -> int:

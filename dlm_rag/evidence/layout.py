@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.rows import Segment
 from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt
 
 LAST = 2**62  # behind all finished blocks, however many there are
@@ -136,8 +137,8 @@ def in_blocks(laid: Arrangement, shape: DenoiserConfig) -> Arrangement:
     """With the blocks of the denoiser, counted from where it counts them."""
     if shape.attention_block is None:
         return laid
-    block, whole = shape.attention_block, shape.block_grid == "prompt"
-    short = 0 if whole else len(laid.lead.ids) % block
+    block, whole = shape.attention_block, shape.block_grid == "prompt" or shape.noise is not None
+    short = 0 if shape.block_grid == "prompt" else len(laid.lead.ids) % block
     return replace(laid, first=short or block, block=block, led=shape.shifted, whole=whole)
 
 
@@ -148,6 +149,16 @@ def with_new_passages(before: Arrangement, now: Arrangement, finished: int) -> A
     held = {*before.context, *(segment for _, segment in before.later)}
     new = [segment for segment in dict.fromkeys(now.context) if segment not in held]
     return replace(before, later=(*before.later, *((finished, segment) for segment in new)))
+
+
+def by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[Passage]:
+    """The passages of `now`: those of `before` in their order there, new ones behind, in theirs.
+
+    Where a prompt sees only what is before, it stays what it was up to the first passage that has left.
+    """
+    found, held = {passage.id for passage in now}, {passage.id for passage in before}
+    stay = [passage for passage in before if passage.id in found]
+    return [*stay, *(passage for passage in now if passage.id not in held)]
 
 
 def check_order(shape: DenoiserConfig, finished_blocks: str, layout: str) -> None:

@@ -38,14 +38,28 @@ class Reuse:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that could be allocated on a device now: on CUDA with what the allocator holds unused."""
+    """Bytes that could be allocated on a device now: on CUDA with what the allocator holds unused.
+
+    A device without memory of its own, as a GB10, has the host's, of which the driver counts what caches
+    files as taken.
+    """
+    unused = 0
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        if not shares_memory(device):
+            return torch.cuda.mem_get_info(device)[0] + unused
     listed = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", listed.read_text()) if listed.is_file() else None
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(found[1]) * 1024 if found else physical // 2, *(_left_in(group) for group in GROUPS))
+    free = int(found[1]) * 1024 if found else physical // 2
+    return unused + min(free, *(_left_in(group) for group in GROUPS))
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether a device has the host's memory and no other, as a CPU and a GB10."""
+    if device.type != "cuda":
+        return True
+    return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 
 
 def _left_in(group: tuple[Path, Path]) -> float:

@@ -31,10 +31,9 @@ def digest_file(path: Path) -> str:
         large = before["size"] >= REMEMBERED_FROM
         if large and (known := _remembered(record, before)):
             return known
-        digest, block = (
-            blake3(max_threads=blake3.AUTO),
-            memoryview(bytearray(min(BLOCK, before["size"] + 1))),
-        )
+        # Threads for what is large only: a fork lacks those that its parent began, and waits for them.
+        digest = blake3(max_threads=blake3.AUTO if large else 1)
+        block = memoryview(bytearray(min(BLOCK, before["size"] + 1)))
         # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
         with progress(visible(f"reading {path.name}"), before["size"], "bytes") as advance:
             while count := file.readinto(block):

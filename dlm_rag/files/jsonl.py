@@ -2,6 +2,7 @@
 
 import json
 from codecs import BOM_UTF8
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,19 @@ def parse_object(line: bytes, place: str, error: type[UserError]) -> dict[str, A
     if not isinstance(value, dict):
         raise error(f"{place}: the line is not a JSON object")
     return value
+
+
+def end_last_line(path: Path) -> None:
+    """Takes away a last line that a kill has cut short; one that lacks only its line break gets that."""
+    with path.open("rb+") as file:
+        (last,) = deque(file, maxlen=1) or [b"\n"]
+        if last.endswith(b"\n"):
+            return
+        try:
+            json.loads(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(file.tell() - len(last))
 
 
 def read_note(path: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ ALIASES = {
     "supporting_ids": ("supporting_ids", "supporting_docs"),
     "contents": ("contents", "text"),
 }
+SHARDS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the rows of a folder
 PEEK = 2**20  # bytes that are looked at to tell forms apart
 OTHERS = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # zip (and .xlsx), bzip2, xz, zstd
 LONGEST_JSON = 2**31  # bytes of a document, which is in memory as a whole
@@ -105,6 +106,19 @@ def read_records(path: Path, error: type[UserError], plain: str | None = None) -
                 advance(-at + (at := file.tell()))
     except OSError as problem:
         raise error(f"{path} cannot be read ({problem.strerror or problem})") from None
+
+
+def read_folder(folder: Path, error: type[UserError]) -> Iterator[Record]:
+    """The records of the files in a folder, by name: those whose suffix says that they hold rows.
+
+    JSON that is no lines is left out, as is what lies in folders below: notes, and other splits. Raises
+    `error` for a folder that has no such file, and as `read_records` does.
+    """
+    files = sorted(path for path in folder.glob("[!.]*") if suffix_of(path) in SHARDS and path.is_file())
+    if not files:
+        raise error(f"the folder '{folder}' has no file of rows ({', '.join(SHARDS)}): name a file")
+    for path in files:
+        yield from read_records(path, error)
 
 
 def records_in(

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, fold_message, is_failure
 from dlm_rag.files.hub import read_json
-from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.tokenizer.chat import render
 from dlm_rag.tokenizer.plain import PlainEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from dlm_rag.model.checkpoint import Checkpoint
 
 # Stands for the user's message: what a template changes in it, it would change in every message.
 _CONTENT = 'Who said: "Ünder  <b> & 1\\2"?\n\nit\'s {me}.'
@@ -158,7 +159,11 @@ class Tokenizer:
         Reads `tokenizer.json`, or the `vocab.json` and `merges.txt` of Dream; runs no code of the
         checkpoint. Raises `CheckpointError`.
         """
-        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        from dlm_rag.model.checkpoint import (
+            open_checkpoint,
+        )  # brings torch along, which a trace does not need
+
+        checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else path
         config = checkpoint.config
         if config.mask_token_id is None:
             raise CheckpointError(

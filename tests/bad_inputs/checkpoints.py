@@ -6,12 +6,15 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from tiny_gemma import TEXT, write_gemma
+
 from bad_inputs import ASK, ASK_CORPUS, Case
 
 CONFIG, WEIGHTS, TOKENIZER = "model/config.json", "model/model.safetensors", "model/tokenizer.json"
 TOKENIZER_CONFIG, GENERATION = "model/tokenizer_config.json", "model/generation_config.json"
 INDEX = "model/model.safetensors.index.json"
 TRAIN = "train --out run --model model"
+GEMMA, ASK_GEMMA = "gemma/config.json", "sample 'Who wrote Emma?' --model gemma --corpus corpus.jsonl"
 DENSE = f"{ASK} retrieval.kind=dense retrieval.dense_model=dense"
 
 
@@ -79,6 +82,15 @@ def llada_moe(**settings: Any) -> dict[str, Any]:
         model_type="llada", num_experts=8, num_experts_per_tok=2, expert_intermediate_size=16,
         moe_layer_freq=[1, 1], qk_layernorm=True,
     ) | settings  # fmt: skip
+
+
+def gemma(**text: Any) -> dict[str, Any]:
+    """A DiffusionGemma's config."""
+    return {"model_type": "diffusion_gemma", "canvas_length": 12, "text_config": TEXT | text}
+
+
+def whole_gemma(path: Path) -> None:
+    write_gemma(path.parent)
 
 
 def link(target: str):
@@ -428,4 +440,45 @@ CASES = [
             ({"number": 8}, "experts has no key 'number' (nearest: 'num_experts')"),
         )
     ),
+    Case("DiffusionGemma without its generation config", ASK_GEMMA, "has no generation_config.json, which says how its noise", {GEMMA: gemma()}),
+    Case("DiffusionGemma without a canvas", ASK_GEMMA, "the key 'canvas_length' is missing", {GEMMA: gemma() | {"canvas_length": None}}),
+    *(
+        Case(f"DiffusionGemma with {text}", ASK_GEMMA, says, {GEMMA: gemma(**text)})
+        for text, says in (
+            ({"layer_types": ["full_atention"] * 3}, "layer_types has a layer of the kind 'full_atention', known are sliding_attention, full_attention (nearest: 'full_attention')"),
+            ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' lets a prompt see"),
+            ({"sliding_window": 1}, "sliding_window=1 leaves a canvas no token to see"),
+            ({"pad_token_id": None}, "the key 'pad_token_id' is missing"),
+        )
+    ),
+    *(
+        Case(f"DiffusionGemma whose generation config says {said}", ASK_GEMMA, says, {GEMMA: gemma(), "gemma/generation_config.json": said})
+        for said, says in (
+            ({"t_min": 2.0, "t_max": 1.0}, ("gemma/generation_config.json: `t_max` must be >=",)),
+            ({"temperature": 1.0}, ("gemma/generation_config.json: Unexpected kwargs",)),
+            ({"max_denoising_steps": 0}, ("`max_denoising_steps` must be a positive integer",)),
+        )
+    ),
+    Case("DiffusionGemma without experts", ASK_GEMMA, "config.json: the model cannot be built", {GEMMA: gemma(num_experts=None), "gemma/generation_config.json": {}}),
+    *(
+        Case(f"DiffusionGemma and {words}", f"{ASK_GEMMA} {words}", says, {GEMMA: whole_gemma})
+        for words, says in (
+            ("decode.block_length=4", "block_length=4 has no effect on a model that denoises from uniform noise"),
+            ("decode.copy_price=4", "copy_price=4.0 has no effect on a model that denoises from uniform noise"),
+            ("decode.finished_blocks=kept", "finished_blocks=kept has no effect on a model that"),
+            ("decode.commit_rule=threshold", "commit_rule=threshold has no effect on a model that"),
+            ("decode.lookahead=4", "lookahead=4 has no effect"),
+            ("decode.temperature=0.5", "temperature=0.5 has no effect"),
+            ("decode.temperature_low=3", "temperature_low=3.0 is above temperature_high=0.8"),
+            ("model.attention=varlen", "attention=varlen cannot be had for a model that denoises from uniform noise"),
+            ("model.evidence_layout=joint", "evidence_layout=joint cannot be had for a model"),
+            ("model.attention_block=4", "attention_block=4 has no effect on"),
+            ("engine.pool_gib=1", "engine.pool_gib has no effect"),
+        )
+    ),
+    *(
+        Case(f"a masked model and {name}", f"{ASK} decode.{name}=1", f"{name} has no effect on a model that denoises from masks")
+        for name in ("temperature_high", "temperature_low", "stable_steps", "confident_below")
+    ),
+    Case("a question that is an image", "sample --model model --corpus corpus.jsonl --questions asked.jsonl", "asked.jsonl, line 1: the question comes with an 'image', and only texts are answered", {"asked.jsonl": '{"id": "1", "image": "cat.png"}\n'}),
 ]  # fmt: skip

@@ -17,6 +17,12 @@ STAMPS = {
     "of machines that are a text": '{"answers_depend_on": {}, "machines": "cpu"}',
     "of machines that are texts": '{"answers_depend_on": {}, "machines": ["cpu"]}',
 }
+DECODED = (  # a line of a trace of version 1
+    '{"id": "q1", "question": "Who?", "prompt_layout": "joint", "canvas_length": 2, "response": "x", "steps": '
+    '[{"step": 0, "query": "Who?", "passage_ids": ["a"], "retrieved": true, "committed": [], "seconds": {}}]}\n'
+)
+WRITTEN = '[{"position": 9, "token_id": 1, "token": "x", "confidence": 0.5}]'
+PAGE = "page t.jsonl --html page.html"
 TRAIN = "train train.steps=1 --out run"
 EVALUATE = (
     "evaluate --model model --corpus corpus.jsonl --questions questions.jsonl decode.canvas_length=8"
@@ -60,7 +66,39 @@ CASES = [
          {"run/checkpoints": "x"}),
     Case("a run whose model is a file", TRAIN, "run/model is a file and must be a folder", {"run/model": "x"}),
     Case("an answers file that is -", f"{ASK} --out -", "leave --out out for answers on standard output"),
-    Case("a trace that is -", f"{ASK} --trace -", "a trace needs a file"),
+    Case("a trace that is -", f"{ASK} --trace -", "all else needs a file"),
+    Case("a page that is -", f"{ASK} --html -", "all else needs a file"),
+    Case("a page of no folder", f"{ASK} --html no/page.html", ("html=no/page.html cannot be written", "make its folder")),
+    Case("a page that is the trace", f"{ASK} --trace a --html a", "trace and html are the same file"),
+    Case("a page that is the answers", f"{ASK} --out a --trace t --html a", "out and html are the same file"),
+    Case("a page that is the lock", f"{ASK} --out a --trace t --html a.lock", "html and the lock of out"),
+    Case("a page over something else", f"{ASK} --html model/config.json", "is no page of this program"),
+    Case("a page of answers without their traces", f"{ASK} --out a --html page.html", "add --trace FILE"),
+    Case("guesses without a trace", f"{ASK} guesses=true", "no effect without a trace or a page"),
+    Case("guesses of a training run", f"{TRAIN} guesses=true", "training has no use for guesses"),
+    Case("a page of an evaluation", f"{EVALUATE} --out run --html page.html", "make it of a trace with dlm-rag page"),
+    Case("a page of a training run", f"{TRAIN} --html page.html", "training has no use for html"),
+    Case("a page of a trace that is not there", PAGE, "trace 't.jsonl' was not found"),
+    Case("a page of a folder", "page model --html page.html", "trace 'model' was not found"),
+    Case("a page of no trace", "page --html page.html", ("the following arguments are required: TRACE", "--help")),
+    Case("a page of no name", "page t.jsonl", "the following arguments are required: --html", {"t.jsonl": DECODED}),
+    Case("a page of nobody", "page t.jsonl --html '~nobody-here/p'", "no such home folder", {"t.jsonl": DECODED}),
+    Case("a page of questions", "page questions.jsonl --html page.html", "questions.jsonl, line 1: this is no line"),
+    Case("a page of a trace without questions", PAGE, "t.jsonl holds no question that is finished", {"t.jsonl": ""}),
+    Case("a page of a position off the canvas", PAGE, "the line of question 'q1' is none of a decode",
+         {"t.jsonl": DECODED.replace('"committed": []', f'"committed": {WRITTEN}')}),
+    Case("a page of a token that is a number", PAGE, "the line of question 'q1' is none of a decode",
+         {"t.jsonl": DECODED.replace('"committed": []', f'"committed": {WRITTEN}').replace('"x", "conf', '1, "conf')}),
+    Case("a page of three traces", "page t.jsonl u.jsonl v.jsonl --html page.html", "one trace or 2, not 3"),
+    Case("a page of one trace twice", "page t.jsonl t.jsonl --html page.html", "t.jsonl is named twice",
+         {"t.jsonl": DECODED}),
+    Case("a page in the place of its trace", "page t.jsonl --html t.jsonl", "html and trace t.jsonl are the same file",
+         {"t.jsonl": DECODED}),
+    Case("a page in the place of something else", "page t.jsonl --html questions.jsonl",
+         "html=questions.jsonl holds something that is no page of this program", {"t.jsonl": DECODED}),
+    Case("a page of two traces of other questions", "page t.jsonl u.jsonl --html page.html",
+         "the traces t and u have no question in common",
+         {"t.jsonl": DECODED, "u.jsonl": DECODED.replace("Who?", "Why?")}),
     Case("an answers file that is a device", f"{ASK} --out /dev/null", "it is no regular file"),
     Case("an answers file that is a full device", f"{ASK} --out /dev/full", "it is no regular file"),
     Case("an answers file that is a pipe", f"{ASK} --out pipe", "no regular file", {"pipe": os.mkfifo}),

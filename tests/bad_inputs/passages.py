@@ -103,7 +103,13 @@ CASES = [
     asked("an empty file", "", "questions.jsonl holds no questions"),
     # What is no file, or in no form that is read.
     Case("questions that are not there", f"{ASKED} nope.jsonl", "questions file 'nope.jsonl' was not found"),
-    Case("questions that are a folder", f"{ASKED} model", "questions file 'model' is a folder"),
+    Case("questions that are a folder", f"{ASKED} model", "the folder 'model' has no file of rows (.jsonl,"),
+    Case("a folder of questions with a bad line", f"{ASKED} q", "q/b.jsonl, line 1: there is no 'question'", {
+        "q/a.jsonl": '{"id": "1", "question": "Who?"}', "q/b.jsonl": '{"id": "2"}'
+    }),
+    Case("a folder that has an id twice", f"{ASKED} q", "q/b.jsonl, line 1: the id '1' occurs a second", {
+        "q/a.jsonl": '{"id": "1", "question": "Who?"}', "q/b.jsonl": '{"id": "1", "question": "Who?"}'
+    }),
     Case("a corpus that is a pipe", f"{ASK_MODEL} --corpus pipe", "is a pipe or a device", {"pipe": os.mkfifo}),
     Case("a corpus that is a device", f"{ASK_MODEL} --corpus /dev/null", "is a pipe or a device"),
     Case("questions that are a device", f"{ASKED} /dev/null", "/dev/null holds no questions"),

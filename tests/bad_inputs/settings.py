@@ -1,6 +1,8 @@
 """Settings, flags, config files, the environment."""
 
+import json
 import os
+from pathlib import Path
 
 from bad_inputs import ASK, ASK_CORPUS, ASK_FILE, ASK_MODEL, Case
 
@@ -10,10 +12,25 @@ EVALUATE = (
     " retrieval.top_k=1"
 )
 TRAIN = "train --out run"
+RESULT = json.dumps(
+    {
+        "questions": {"all": 3},
+        "settings": {"a": {"groups": {"all": {"f1": {"mean": 1, "low": 1, "high": 1}}}, "stamp": {}}},
+        "first_minus": {},
+    }
+)
 MANY = "1" * 5000
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
 )
+
+
+def parquet(path: Path) -> None:
+    """A question of the paper's layout."""
+    from pyarrow import Table
+    from pyarrow import parquet as form
+
+    form.write_table(Table.from_pylist([{"question": "Who?", "answer": "x"}]), path)
 
 
 def yaml(what: str, text: str | bytes, says: str | tuple[str, ...]) -> Case:
@@ -26,10 +43,87 @@ def word(word: str, says: str | tuple[str, ...]) -> Case:
     return Case(f"the word {word[:40]!r}", f"{ASK} {word}", says)
 
 
+def by_url(url: str, says: str | tuple[str, ...], more: str = "") -> Case:
+    """A search by URL."""
+    return Case(f"the URL {url} {more}".strip(), f"{ASK_MODEL} retrieval.url='{url}' {more}", says)
+
+
+def serve(words: str, says: str) -> Case:
+    """A server of a corpus."""
+    return Case(f"retrieve-server {words}", f"retrieve-server {words}", says)
+
+
+def index(words: str, says: str) -> Case:
+    """An index that is built before it is searched."""
+    return Case(f"index {words}", f"index {words}", says)
+
+
+NOBODY, NO_MILVUS = "http://127.0.0.1:1/retrieve", "milvus://127.0.0.1:1/world"
+
 CASES = [
+    # Search by URL.
+    by_url(NOBODY, "cannot be searched: Connection refused"),
+    by_url("127.0.0.1:8000/retrieve", "has no scheme: begin it with one of http://"),
+    by_url("htp://127.0.0.1:8000/retrieve", "(nearest: 'http')"),
+    by_url("https://127.0.0.1/retrieve", "(nearest: 'http')"),
+    by_url("http://", "names no host and port: write http://HOST:PORT"),
+    by_url("http://:8000/retrieve", "names no host and port: write http://HOST:PORT/retrieve"),
+    by_url("http://127.0.0.1:0/retrieve", "names no host and port"),
+    by_url("http://127.0.0.1:99999/retrieve", "is no URL: Port out of range"),
+    by_url("http://127.0.0.1:x/retrieve", "is no URL: Port could not be cast"),
+    by_url("http://[::1/retrieve", "is no URL: Invalid IPv6"),
+    by_url("http://me:secret@127.0.0.1:1/retrieve", "names a user or a fragment"),
+    by_url("http://127.0.0.1:1/retrieve#1", "names a user or a fragment"),
+    by_url("http://127.0.0.1:1/a b", "holds a character that no URL has"),
+    by_url("http://127.0.0.1:1/\u00e9", "holds a character that no URL has"),
+    by_url(NOBODY, "is searched instead of a corpus: leave one of the two out", "--corpus corpus.jsonl"),
+    by_url(NOBODY, "retrieval.kind has no effect on the service", "retrieval.kind=dense"),
+    by_url(NOBODY, "retrieval.search_memory_gib has no effect", "retrieval.search_memory_gib=0"),
+    by_url(NOBODY, "retrieval.index_folder has no effect", "retrieval.index_folder=here"),
+    by_url(NOBODY, "retrieval.oracle=true needs passages by their ids", "retrieval.oracle=true"),
+    by_url(NOBODY, "url_seconds=0.0 is out of range", "retrieval.url_seconds=0"),
+    by_url(NO_MILVUS, "milvus://127.0.0.1:1/world cannot be searched: Connection refused"),
+    by_url("milvus://127.0.0.1:1", "names no collection: write milvus://HOST:PORT/NAME"),
+    by_url("milvus://127.0.0.1:1/a/b/c", "names no collection"),
+    by_url("milvus://127.0.0.1:1/a-b", "NAME of letters, digits, _"),
+    by_url("mlivus://127.0.0.1:1/world", "(nearest: 'milvus')"),
+    by_url("milvus://me:secret@127.0.0.1:1/world", "a Milvus gets $MILVUS_TOKEN"),
+    by_url(NO_MILVUS, "retrieval.oracle=true needs passages by their ids", "retrieval.oracle=true"),
+    by_url(NO_MILVUS, "retrieval.search_memory_gib has no effect", "retrieval.search_memory_gib=0"),
+    index("", "no corpus: give --corpus a file of passages"),
+    index("--corpus corpus.jsonl --model model", "an index has no use for model: leave it out"),
+    index("--corpus corpus.jsonl retrieval.kind=none", "retrieval.kind=none has no index"),
+    index(f"--corpus nowhere.jsonl --to {NO_MILVUS}", "cannot be searched: Connection refused"),
+    index("--corpus corpus.jsonl --to world", "--to='world' has no scheme"),
+    index(f"--corpus corpus.jsonl --to {NOBODY}", "is built at milvus://HOST:PORT/COLLECTION only"),
+    word("retrieval.url_seconds=1", "retrieval.url_seconds has no effect without retrieval.url"),
+    Case("training by URL", f"{TRAIN} retrieval.url={NOBODY}", "training searches data.corpus"),
+    serve("", "no corpus: give --corpus FILE"),
+    serve("--corpus nowhere.jsonl", "corpus 'nowhere.jsonl' was not found"),
+    serve("--corpus corpus.jsonl --port 0", "--port '0' is not a whole number above 0"),
+    serve("--corpus corpus.jsonl --port 99999", "127.0.0.1:99999 cannot be listened at (bind(): port must be"),
+    serve("--corpus corpus.jsonl --port http", "--port 'http' is not a whole number"),
+    serve("--corpus corpus.jsonl --host 192.0.2.1", "192.0.2.1:8000 cannot be listened at"),
+    serve("--corpus corpus.jsonl --model model", "a server reads settings of retrieval, and not model.path"),
+    serve("--corpus corpus.jsonl retrieval.oracle=true", "and not retrieval.oracle: leave it out"),
+    serve("--corpus corpus.jsonl retrieval.kind=none", "leave retrieval.url, oracle and kind=none out"),
+    serve(f"retrieval.url={NOBODY}", "and not retrieval.url: leave it out"),
+    serve("--corpus corpus.jsonl Who?", "'Who?' is neither a flag nor KEY=VALUE"),
+    Case("a server: an address of another machine", "serve --host 192.0.2.1", "cannot be listened at"),
+    Case("a server: a port that is none", "serve --port 70000", "cannot be listened at"),
+    Case("a server: a question", "serve 'Who wrote Emma?'", "is neither a flag nor KEY=VALUE"),
+    Case("a server: what it does not read", "serve --out a.jsonl", "serve does not read out"),
+    Case("a server: an oracle", "serve retrieval.oracle=true", "serve does not read retrieval.oracle"),
+    Case("a server: a canvas over its bound", "serve serving.tokens=8", "decode.canvas_length"),
+    Case("a server: no line", "serve serving.waiting=0", "waiting=0 is out of range"),
+    Case("a server: keys that are not there", "serve serving.keys=a.txt", "keys file 'a.txt' was not found"),
+    Case("a server: no keys", "serve serving.keys=a.txt", "holds no keys", {"a.txt": "# none\n"}),
+    Case("a server: a short key", "serve serving.keys=a.txt", "a.txt, line 2: a key has", {"a.txt": "\nabc"}),
+    Case("a program of another name", "retrieve_server", "nearest: 'retrieve-server'"),
     # Keys and values.
     Case("an unknown key", f"{ASK} decode.comit_threshold=0.9", "nearest: 'decode.commit_threshold'"),
     word("commit_threshold=0.9", "nearest: 'decode.commit_threshold'"),
+    word("energy=yes", "energy='yes' is not one of auto, idle, none"),
     word("decode.=3", "unknown key 'decode.'"),
     word("decode=3", "unknown key 'decode'"),
     word("decode.seed[0]=3", "'decode.seed[0]=3' is no question: write settings as decode.seed=VALUE"),
@@ -70,9 +164,22 @@ CASES = [
     word("decode.edit_threshold=1.1", "edit_threshold=1.1 is out of range"),
     word("decode.edit_threshold=0.9", ("is for checkpoints whose attention has blocks", "leave it out")),
     word("decode.edit_rounds=-1", "edit_rounds=-1 is out of range"),
+    word("decode.copy_price=-1", "copy_price=-1.0 is out of range"),
     word("decode.finished_blocks=text", ("finished_blocks=text has no effect", "has no blocks")),
     word("model.attention_block=4 decode.finished_blocks=kept", "needs evidence_layout=independent"),
     word("engine.host_pool_gib=1 engine.pool_gib=0", "set pool_gib too"),
+    word("engine.memory_gib=0", "memory_gib=0.0 is out of range"),
+    word("engine.memory_gib=1e5", "is more than the"),
+    word("engine.memory_gib=1e-5", ("is too little for decode.batch_size=1: weights take", "not one question fits")),
+    word("engine.memory_gib=1 engine.pool_gib=2", "pools 2 GiB"),
+    word("engine.memory_gib=1 decode.finished_blocks=append model.attention_block=4 model.evidence_layout=independent",
+         "whose rows grow with every search"),
+    Case("a step beyond its budget", f"{TRAIN} engine.memory_gib=0.001", "engine.memory_gib=0.001 is 0.00107 GB",
+         changes=("run",)),
+    Case("a wait of no time", f"{TRAIN} train.timeout_minutes=0", "timeout_minutes=0.0 is out of range"),
+    Case("a link of no speed", f"{TRAIN} --plan plan.link_gbit=0", "link_gbit=0.0 is out of range"),
+    Case("a desk with a link of no speed", "profiling/desk.py --out run --gbit 0,fast", "--gbit and --delay want numbers"),
+    Case("a desk of no part", "profiling/desk.py --out run --part cables", "--part cables is neither"),
     word("limit=0", "limit=0 is out of range"),
     word("quick=perhaps", "quick has the wrong type"),
     # A space where an equals sign belongs, a file without its flag.
@@ -117,6 +224,12 @@ CASES = [
     Case("questions for training", f"{TRAIN} --questions questions.jsonl", "give these, not --questions"),
     Case("passages for training", f"{TRAIN} --corpus corpus.jsonl", "data.corpus: give these, not --corpus"),
     Case("a trace for training", f"{TRAIN} --trace t.jsonl", "training has no use for trace"),
+    Case("workers for training", f"{TRAIN} workers=2", "training has no use for workers"),
+    Case("workers without a file", f"{ASK} workers=2", "answers into a file, not to the screen: add --out"),
+    *[
+        Case(f"workers={text}", f"{ASK} --out a workers='{text}'", "neither a number from 1 to 999 nor auto")
+        for text in ("0", "-1", "four", "1.5", "1000", "2 ", "ray://host", "ray://:1", "host:10001")
+    ],
     Case("a comparison for training", f"{TRAIN} --compare all", "training has no use for compare"),
     Case("a world of a billion", f"{TRAIN} train.world_passages=1000000000", "between 100 and 1000000"),
     Case("a step of a billion", f"{TRAIN} train.groups=1000000000", "groups=1000000000 is out of range"),
@@ -124,6 +237,7 @@ CASES = [
     Case("quick for training", f"{TRAIN} quick=true", "leave limit and quick out"),
     # Learning by reward, and heads.
     Case("reward for nothing", f"{TRAIN} train.objective=rl", "rl begins with a model that answers: set model.path"),
+    Case("reward of what was copied", f"{TRAIN} --model model train.objective=rl decode.copy_price=4", "without what decode.copy_price makes of them"),
     Case("heads by examples", f"{TRAIN} train.learn=heads", "learn=heads is for objective=rl"),
     Case("adapters of no rank", f"{TRAIN} train.learn=lora", "learn=lora does not go with lora_rank=0"),
     Case("no hops", f"{TRAIN} --model model train.objective=rl train.least_hops=4 train.hops=2", "least_hops=4 is more"),
@@ -209,6 +323,72 @@ CASES = [
             "decode.seed=1,static+model.path=a/b,static+model.path=a_b": "would share a folder",
         }.items()
     ),
+    *(
+        Case(f"--sweep {sweep[:70]}", f"{EVALUATE} --out run --sweep {sweep}", says)
+        for sweep, says in {
+            "decode.comit_threshold=0.9,0.8": "nearest: 'decode.commit_threshold'",
+            "train.steps=1,2": "'train.steps' is none of the keys of model., retrieval., decode. in which",
+            "questions=a,b": "'questions' is none of the keys",
+            "0.9,0.8": "'0.9,0.8' is not KEY=VALUE,VALUE",
+            "nonsense": "'nonsense' is neither a flag nor KEY=VALUE",
+            "decode.seed=1": "no key has two values or more: write KEY=VALUE,VALUE",
+            "decode.seed=1,,2": "a value of decode.seed=1,,2 is empty",
+            "decode.seed=,": "a value of decode.seed=, is empty",
+            "decode.seed=1,1": "a value of decode.seed=1,1 is named twice",
+            "decode.seed=1,2 decode.seed=3,4": "decode.seed is named twice",
+            "decode.seed=1,2 decode.seed=3": "decode.seed is swept, and set to one value too",
+            "decode.seed=1,x": ("'decode.seed=x': decode.seed has the wrong type"),
+            "decode.query=committed,proxy decode.query_threshold=0.5,1":
+                "'decode.query=committed+decode.query_threshold=0.5': query_threshold=0.5 has no effect",
+            "decode.query=question,proxy --compare static": "'static' sets decode.query, which is swept",
+            " ".join(f"decode.{key}=1,2,3,4,5,6,7,8,9,10" for key in ("seed", "batch_size", "top_k", "lookahead")
+                     ).replace("decode.top_k", "retrieval.top_k"): "sweep: 10000 settings are more than 1000",
+        }.items()
+    ),
+    Case("a sweep of nothing", f"{EVALUATE} --out run --sweep", "argument --sweep: expected at least one argument"),
+    Case("a sweep for sample", f"{ASK} --sweep decode.seed=1,2", "unrecognized arguments: --sweep"),
+    # The paper's table.
+    Case("a data set of nobody", "evaluate --dataset 2wikki --out run", ("is none of 2wiki, hotpotqa", "nearest: '2wiki'")),
+    Case("a data set that is not there", "evaluate --dataset 2wiki --out run",
+         ("data/2wikimultihopqa/test.parquet is not there", "hf download pauljngr/sardi-data")),
+    Case("a data set without its passages", "evaluate --dataset synthworlds --out run",
+         "data/synthworlds/sm/corpus/index_chunked/corpus.jsonl is not there",
+         {"data/synthworlds/sm/test.parquet": ""}),
+    Case("a data set without its model", "evaluate --dataset cofca --out run",
+         ("checkpoints/sardi-dream-7b is not there", "hf download pauljngr/sardi-dream-7b"),
+         {"data/cofca/test.parquet": "", "data/cofca/corpus/index_chunked/corpus.jsonl": ""}),
+    Case("a data set of two corpora", "evaluate --dataset cofca --corpus corpus.jsonl --out run",
+         "--dataset names questions and corpus: leave retrieval.corpus out"),
+    Case("a data set whose index is of other passages",
+         "evaluate --dataset cofca --model model --out run decode.canvas_length=8",
+         ("params.index.json is of 7 passages", "has 1"),
+         {"data/cofca/test.parquet": parquet, "data/cofca/corpus/index_chunked/corpus.jsonl": '{"id": 0, "text": "x"}\n',
+          "data/cofca/corpus/index_chunked/params.index.json": '{"num_docs": 7}'}),
+    # A result that is run again.
+    *(
+        Case(f"a result to reproduce that is {what}", f"evaluate --reproduce old --out run {more}", says, files)
+        for what, more, says, files in (
+            ("not there", "", "old is no result: name a folder of evaluate's --out", {}),
+            ("a folder of something else", "", "old is no result", {"old/notes.txt": "mine"}),
+            ("no JSON", "", "old/scores.json: the line is not JSON", {"old/scores.json": "{"}),
+            ("another object", "", "old is no result", {"old/scores.json": '{"settings": {"a": 1}}'}),
+            ("a list of settings", "", "old is no result", {"old/scores.json": '{"settings": []}'}),
+            ("of other metrics", "", "old is no result", {"old/scores.json": RESULT.replace("mean", "median")}),
+            ("of an older program", "", "old has no config.yaml: an older program made it", {"old/scores.json": RESULT}),
+            ("compared anew", "--compare all", "leave --compare out", {"old/scores.json": RESULT}),
+            ("swept anew", "--sweep decode.seed=1,2", "leave --sweep out", {"old/scores.json": RESULT}),
+            ("of another config", "--config sardi", "leave --config out", {"old/scores.json": RESULT}),
+            ("of fewer questions", "--limit 1", "leave --limit out", {"old/scores.json": RESULT}),
+            ("of settings that are gone", "", "unknown key 'decode.gone' in old/config.yaml",
+             {"old/scores.json": RESULT, "old/config.yaml": "decode: {gone: 1}"}),
+            ("without answers", "", "trace 'old/trace.jsonl' was not found",
+             {"old/scores.json": RESULT, "old/config.yaml": "questions: questions.jsonl"}),
+        )
+    ),
+    Case("a result into itself", "evaluate --reproduce old --out old", "are the same folder: choose another --out",
+         {"old/scores.json": RESULT, "old/config.yaml": ""}),
+    Case("a page of what is no result", "dlm_rag.evaluation.results model", "model is no result"),
+    Case("a page of nothing", "dlm_rag.evaluation.results", "the following arguments are required: RESULT"),
     # Values that a shell has lost, and data that another objective reads.
     Case("a corpus of nothing", f"{ASK_MODEL} retrieval.corpus=", "corpus is empty"),
     Case("evaluate into -", f"{EVALUATE} --out -", "evaluation needs --out FOLDER"),
@@ -262,9 +442,13 @@ CASES = [
     Case("a benchmark told two numbers", "profiling/bench_world.py 1 2", "the one word beside the settings"),
     Case("a benchmark told a fraction", "profiling/bench_bm25.py 2.5", "'2.5' is not a whole number"),
     Case("a benchmark told 0", "profiling/bench_threads.py 0", "'0' is not a whole number", slow=True),
+    Case("a benchmark of another kind", (
+        "profiling/bench_retrieval.py --questions questions.jsonl --corpus corpus.jsonl --kinds bm52"
+    ), "--kinds: 'bm52' is none of bm25, dense, hybrid (nearest: 'bm25')"),
     Case("a profile of nothing", "profiling/nsys.py", "the following arguments are required: program"),
     Case("a profile of what is no program", "profiling/nsys.py smaple", "invalid choice: 'smaple'"),
     Case("a report that is not there", "profiling/attribute.py nope.sqlite", "nope.sqlite"),
+    Case("joules of a run without", "profiling/attribute.py x.sqlite --energy x.json", "holds no joules: name the stamp", {"x.json": '{"energy": null}'}),
     Case("a program nearly of that name", "docter", "nearest: 'doctor'"),
     Case("a key of the doctor's", "doctor model.devise=cpu", "nearest: 'model.device'"),
     Case("a question to the doctor", "doctor 'Who wrote Emma?'", "is neither a flag nor KEY=VALUE"),
