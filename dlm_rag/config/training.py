@@ -94,6 +94,13 @@ class TrainConfig(Checked):
         6, "sft: sets of passages a step, over all processes; rl: questions", low=1, high=2**16
     )
     rows: int = setting(12, "sft: questions and masks on each set; rl: rollouts", low=1, high=2**16)
+    crossed: float = setting(
+        0.0,
+        "sft on questions made from data.corpus: share of the sets of passages whose second passage is "
+        "another, under the name that the first has",
+        low=0,
+        high=1,
+    )
     mixture: dict[str, float] = setting(  # noqa: RUF009 - a factory
         dict, "pretrain, adapt: share of each of data.documents; unset: equal shares"
     )

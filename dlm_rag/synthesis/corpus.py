@@ -11,8 +11,8 @@ The first sentence of the response can be found by the question, the second only
 
 import hashlib
 import re
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dlm_rag.retrieval.corpus import Passage
@@ -82,7 +82,8 @@ class CorpusRows:
         """
         found, dropped = [], dict[str, int]()
         for kind, chain, gap in self._chains(row):
-            made = self._row(kind, chain, gap)
+            made = self._row(kind, [self.passages[each] for each in chain], gap)
+            made["held_out"] = self.held_out(row)
             if len({self.held_out(each) for each in chain}) > 1:
                 reason = "across the split"
             elif _says(made["question"], made["golden_answers"][0]):
@@ -105,6 +106,28 @@ class CorpusRows:
         key = self.passages[root if whole else row].id
         return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < self._held_out * 2**32
 
+    def crossings(self) -> tuple[list[Gap], list[int]]:
+        """What `cross` takes, of the passages to train on: gaps with another name than the passage's own,
+        and rows of passages that say what they are, by their name."""
+        rows = [row for row in range(len(self)) if not self.held_out(row)]
+        gaps = [gap for row in rows for gap in self._gaps[row] if gap.name != self.passages[row].name]
+        passages = ((row, self.passages[row]) for row in rows if self._defined(row))
+        return gaps, [row for row, passage in passages if passage.sentences[0].startswith(passage.name)]
+
+    def cross(self, gap: Gap, row: int) -> tuple[dict[str, Any], Passage]:
+        """A chain of two that the corpus does not tell, and its second passage: that of `row` with the
+        name that was left out in place of its own."""
+        other = self.passages[row]
+        own = re.compile(rf"(?<!\w){re.escape(other.name)}(?!\w)")
+        named = replace(
+            other,
+            id=f"{other.id}/{gap.name}",
+            name=gap.name,
+            sentences=tuple(own.sub(lambda _: gap.name, sentence) for sentence in other.sentences),
+        )
+        row_of = self._row("chain2", [self.passages[gap.row], named], gap)
+        return row_of, Passage(named.id, named.name, " ".join(named.sentences))
+
     def _chains(self, row: int) -> Iterator[tuple[str, list[int], Gap | None]]:
         """Kind, rows of the passages and gap of everything that can be asked from a passage on."""
         if self.passages[row].what and self._known(row):
@@ -117,8 +140,7 @@ class CorpusRows:
                 if third is not None and third != row and self._defined(third):
                     yield "chain3", [row, gap.named, third], gap
 
-    def _row(self, kind: str, chain: list[int], gap: Gap | None) -> dict[str, Any]:
-        passages = [self.passages[row] for row in chain]
+    def _row(self, kind: str, passages: Sequence[Titled], gap: Gap | None) -> dict[str, Any]:
         blank = f"{gap.before}{GAP}{gap.after}" if gap else ""
         answer = gap.name if gap and kind == "complete" else passages[-1].what
         said = [gap.sentence] if gap else []
@@ -134,7 +156,6 @@ class CorpusRows:
             "source_ids": ids,
             "template": kind,
             "filters": CHECKS,
-            "held_out": self.held_out(chain[0]),
         }
 
     def _gaps_of(self, row: int) -> Iterator[Gap]:

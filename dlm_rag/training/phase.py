@@ -71,9 +71,10 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
         return sft_task(worlds, config, train, origin), validation
     retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
     beside: list[Question] = []
+    crossed = None
     if config.data.questions is None:
         made = make_questions(corpus, tokenizer, origin.config, train.hops, config.data.held_out)
-        kept, beside = made.chains, made.beside
+        kept, beside, crossed = made.chains, made.beside, made.crossed
         asked = some(made.held_out, train.validation_questions, train.seed)
     else:
         questions = read_questions(config.data.questions)
@@ -88,7 +89,8 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
     validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed, engine)
     if train.objective == "rl":
         return rl_task(FileQuestions(kept, retriever, train, phase), config, train, origin), validation
-    answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase).beside(beside)
+    answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase)
+    answers.beside(beside, crossed)
     return sft_task(answers, config, train, origin), validation
 
 

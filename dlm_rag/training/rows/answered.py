@@ -7,7 +7,7 @@ item).
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import QuestionError
@@ -19,10 +19,13 @@ from dlm_rag.randomness import permutation
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
+from dlm_rag.synthesis.chains import name_of
 from dlm_rag.text import sentence_spans
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.evidence import among, copies
 from dlm_rag.training.rows.example import Example, masked_canvas
+
+Crossed = Callable[[random.Random], tuple[Question, Passage]]
 
 GUESSED_WORDS = 3  # of the next sentence, in the query of a moment
 RIGHT_GUESS, WRONG_GUESS = 0.4, 0.3  # shares of the moments with such words, and with those of another
@@ -39,14 +42,17 @@ class AnsweredQuestions:
         self._questions, self._retriever, self._tokenizer = questions, retriever, tokenizer
         self._denoiser, self._train, self._key = denoiser, train, (train.seed, phase)
         self._beside: dict[str, list[Question]] = {}
+        self._crossed: Crossed | None = None
         for question in questions:
             self._check(question)
 
-    def beside(self, questions: Iterable[Question]) -> "AnsweredQuestions":
+    def beside(self, questions: Iterable[Question], crossed: Crossed | None = None) -> "AnsweredQuestions":
         """Adds questions that a single passage answers, and with them a curriculum of few passages first.
 
-        Raises as the constructor.
+        crossed: draws a chain that no corpus tells, and its second passage; a share `train.crossed` of the
+        items is such. Raises as the constructor.
         """
+        self._crossed = crossed if self._train.crossed else None
         for question in questions:
             self._check(question)
             self._beside.setdefault(question.supporting_ids[0], []).append(question)
@@ -78,16 +84,20 @@ class AnsweredQuestions:
             epoch, place = divmod(step * self._train.items + item, len(self._questions))
             order = permutation((*self._key, "questions", epoch), len(self._questions))
             rng = random.Random(f"answered/{self._key}/{step}/{item}")
-            question = self._questions[int(order[place])]
+            question, own = self._questions[int(order[place])], None
+            if self._crossed and rng.random() < self._train.crossed:
+                question, own = self._crossed(rng)
             ends = _ends(question)
-            moments.append((rng, question, rng.choice(ends), ends))
+            moments.append((rng, question, rng.choice(ends), ends, own))
         queries = [
             build_query("proxy", question.question, self._known(rng, question, stands))
-            for rng, question, stands, _ in moments
+            for rng, question, stands, *_ in moments
         ]
         found = self._retriever.search(queries)
         examples = []
-        for (rng, question, stands, ends), evidence in zip(moments, found, strict=True):
+        for (rng, question, stands, ends, own), evidence in zip(moments, found, strict=True):
+            if own:  # what the corpus says under that name would be another answer
+                evidence = [own, *(passage for passage in evidence if name_of(passage.title) != own.title)]
             if self._beside:
                 needed = question.supporting_ids[: ends.index(stands) + 1]
                 evidence = among(rng, evidence, needed, rng.randint(*passages))

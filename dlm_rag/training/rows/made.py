@@ -1,6 +1,7 @@
 """Questions made from a corpus of titled passages alone, as training asks them (`synthesis/corpus.py`)."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,21 +9,26 @@ from dlm_rag.errors import CorpusError, QuestionError
 from dlm_rag.evidence.fitting import Room, fit
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.corpus import Corpus
+from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.synthesis.corpus import CorpusRows
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.rows.evidence import copies
 
 COPIED = 0.8  # share of a response that its passages must spell out where they are cut
+MOST_DRAWS = 100  # until a chain fits
 
 
 @dataclass(frozen=True)
 class Made:
-    """chains: need several passages. beside: of one passage each. held_out: chains to validate with."""
+    """chains: need several passages. beside: of one passage each. held_out: chains to validate with.
+
+    crossed: draws a chain that the corpus does not tell, and its second passage; None where there are none.
+    """
 
     chains: list[Question] = field(default_factory=list)
     beside: list[Question] = field(default_factory=list)
     held_out: list[Question] = field(default_factory=list)
+    crossed: Callable[[random.Random], tuple[Question, Passage]] | None = None
 
 
 def make_questions(
@@ -34,37 +40,51 @@ def make_questions(
     is what does not fit into prompt and canvas, or stands where passages are cut. Raises `CorpusError`
     where no chain is left for training.
     """
-    made, room = Made(), Room.of(shape)
     rows = CorpusRows(corpus, hops, held_out)
     texts = {passage.id: passage.text for passage in corpus}
+    room = Room.of(shape)
+
+    def fits(question: Question, passages: list[str]) -> bool:
+        ids = tokenizer.encode(question.response)
+        try:
+            prompt, _ = fit(tokenizer.prompt(question.question, passages), room)
+        except QuestionError:
+            return False
+        return len(ids) < shape.canvas_length and len(copies(ids, prompt.facts)) >= COPIED * len(ids)
+
+    gaps, defined = rows.crossings() if hops > 1 else ([], [])
+
+    def cross(rng: random.Random) -> tuple[Question, Passage]:
+        for _ in range(MOST_DRAWS):
+            gap = rng.choice(gaps)
+            row, second = rows.cross(gap, rng.choice(defined))
+            question = _question(row)
+            first = texts[question.supporting_ids[0]]
+            if gap.name not in row["golden_answers"][0] and fits(question, [first, second.text]):
+                return question, second
+        raise CorpusError(f"{corpus.path}: of {MOST_DRAWS} chains made of two passages none fits")
+
+    made = Made(crossed=cross if gaps and defined else None)
     for row in _rows(rows):
-        question = Question(
-            row["id"], row["question"], tuple(row["golden_answers"]), tuple(row["supporting_ids"]),
-            row["hops"], row["response"],
-        )  # fmt: skip
+        question = _question(row)
         if row["held_out"] and row["hops"] == 1:
             continue
-        ids = tokenizer.encode(row["response"])
-        whole = tokenizer.prompt(question.question, [texts[i] for i in question.supporting_ids])
-        try:
-            prompt, _ = fit(whole, room)
-        except QuestionError:
-            continue
-        if len(ids) < shape.canvas_length and len(copies(ids, prompt.facts)) >= COPIED * len(ids):
-            part = (
-                made.held_out
-                if row["held_out"]
-                else made.chains
-                if len(question.supporting_ids) > 1
-                else made.beside
-            )
-            part.append(question)
+        if fits(question, [texts[i] for i in question.supporting_ids]):
+            several = made.held_out if row["held_out"] else made.chains
+            (several if row["hops"] > 1 else made.beside).append(question)
     if not made.chains:
         raise CorpusError(
             f"{corpus.path}: no sentence of a passage names the title of another that says what it is, so "
             "that nothing can be asked: give data.questions too"
         )
     return made
+
+
+def _question(row: dict[str, Any]) -> Question:
+    return Question(
+        row["id"], row["question"], tuple(row["golden_answers"]), tuple(row["supporting_ids"]), row["hops"],
+        row["response"],
+    )  # fmt: skip
 
 
 def _rows(rows: CorpusRows) -> Iterator[dict[str, Any]]:
