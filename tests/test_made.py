@@ -133,6 +133,44 @@ def test_half_of_the_rows_are_of_what_the_same_passages_answer(web):
     assert again.examples(3, range(6), (2, 3)) == rows.examples(3, range(6), (2, 3))
 
 
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
+def test_chains_that_the_corpus_does_not_tell(web, held_out):
+    """Right by what their two passages say alone, of training passages alone, and the same for a seed."""
+    passages = {passage.id: passage for passage in open_corpus(web)}
+    made = make_questions(open_corpus(web), tiny_tokenizer(), SHAPE, hops=2, held_out=held_out)
+    trained = {i for question in (*made.chains, *made.beside) for i in question.supporting_ids}
+    crossed = 0
+    for seed in range(40):
+        question, second = made.crossed(random.Random(seed))
+        assert (question, second) == made.crossed(random.Random(seed))
+        first = passages[question.supporting_ids[0]]
+        own, name = second.id.split("/")
+        said, definition = question.response.removesuffix(f" ### {question.golden_answers[0]}").split(
+            ". ", 1
+        )
+        assert f"{said}." in first.contents and f"{said}.".replace(name, "____") in question.question
+        assert second.title == name and second.contents.startswith(definition)
+        assert definition == f"{name} is {question.golden_answers[0]}."
+        assert {first.id, own} <= trained and name in {passage.title for passage in passages.values()}
+        crossed += passages[own].title not in second.contents
+    assert crossed > 10 or held_out, "of what is to train on, one says what it is"
+
+
+def test_a_crossed_set_of_passages_has_one_passage_of_that_name(web):
+    tokenizer = tiny_tokenizer()
+    made = make_questions(open_corpus(web), tokenizer, SHAPE, hops=2, held_out=0.0)
+    retriever = load_retriever(web, top_k=8)
+    train = TrainConfig(groups=4, rows=2, crossed=1.0)
+    rows = AnsweredQuestions(made.chains, retriever, tokenizer, SHAPE, train, "")
+    seconds = []
+    for example in rows.beside(made.beside, made.crossed).examples(0, range(8), (8, 8))[::2]:
+        titles = [tokenizer.spans(fact)[0].partition("\n")[0][4:] for fact in example.prompt.facts]
+        assert len(titles) == len({*titles})
+        said = tokenizer.spans(example.target)[0]
+        seconds += [title for title in titles if f". {title} is a town in the land of king" in said]
+    assert len(seconds) == 8
+
+
 def test_a_fresh_denoiser_begins_with_the_layers_of_another(tmp_path, web):
     old = tiny_denoiser()
     old.save_pretrained(tmp_path / "old", eos_token_id=257)

@@ -323,6 +323,19 @@ def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, c
     assert not capfd.readouterr().err, "nothing of pymilvus and gRPC, which say much"
 
 
+def test_loading_again_may_take_longer_than_three_attempts(server, corpus_file, monkeypatch):
+    found = build(server, "late", corpus_file, top_k=2)
+    before = found.search([asked("Who wrote Emma?")])
+    server.client().release_collection("late")
+    load = found._collection._load
+
+    def later(seconds):
+        threading.Timer(1.5, load, [seconds]).start()
+
+    monkeypatch.setattr(found._collection, "_load", later)
+    assert found.search([asked("Who wrote Emma?")]) == before
+
+
 def test_a_server_that_hangs_is_left_alone_in_time(own_server, corpus_file, capfd):
     build(own_server, "small", corpus_file)
     found = load_retriever(url=own_server.url("small"), url_seconds=0.3)

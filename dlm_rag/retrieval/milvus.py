@@ -167,6 +167,20 @@ class Collection:
         # Milvus only notes the wish; the small server of the tests answers when it is fulfilled.
         self._client.load_collection(self.name, timeout=seconds, _async=True)
 
+    def _load_again(self, seconds: float) -> None:
+        """Has the collection loaded, and waits for it as long as an attempt takes; the next one tells."""
+        until = time.monotonic() + seconds
+        with suppress(Exception):
+            self._load(seconds)
+            while not self._loaded(self._client.get_load_state(self.name, timeout=seconds)):
+                if time.monotonic() > until:
+                    return
+                time.sleep(0.05)
+
+    @staticmethod
+    def _loaded(found: dict[str, Any]) -> bool:
+        return bool(found["state"].name == "Loaded")
+
     def _wait(self, what: str, done: Callable[[], bool]) -> None:
         until = time.monotonic() + WAIT_SECONDS
         status(f"{self.url}: {what}")
@@ -345,8 +359,7 @@ class Collection:
         if status_name or code == _NO_CONNECTION:
             return Unreachable(f"no connection ({status_name.lower().replace('_', ' ') or 'it is closed'})")
         if code == _NOT_LOADED:  # the server has begun anew
-            with suppress(Exception):
-                self._load(seconds)
+            self._load_again(seconds)
             return Unreachable("the collection is not loaded")
         if code == _GONE:
             return self._changed()
