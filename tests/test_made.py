@@ -168,7 +168,7 @@ def test_a_crossed_set_of_passages_has_one_passage_of_that_name(web):
         assert len(titles) == len({*titles})
         said = tokenizer.spans(example.target)[0]
         seconds += [title for title in titles if f". {title} is a town in the land of king" in said]
-    assert len(seconds) == 8
+    assert 3 <= len(seconds) < 8, "where it is not found, its name is written before it"
 
 
 def test_a_fresh_denoiser_begins_with_the_layers_of_another(tmp_path, web):

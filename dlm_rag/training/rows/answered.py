@@ -25,6 +25,7 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.evidence import among, copies
 from dlm_rag.training.rows.example import Example, masked_canvas
 
+NOT_FOUND = 0.3  # share of the crossed moments without the second passage, as before its name is written
 Crossed = Callable[[random.Random], tuple[Question, Passage]]
 
 GUESSED_WORDS = 3  # of the next sentence, in the query of a moment
@@ -97,7 +98,8 @@ class AnsweredQuestions:
         examples = []
         for (rng, question, stands, ends, own), evidence in zip(moments, found, strict=True):
             if own:  # what the corpus says under that name would be another answer
-                evidence = [own, *(passage for passage in evidence if name_of(passage.title) != own.title)]
+                evidence = [passage for passage in evidence if name_of(passage.title) != own.title]
+                evidence += [own] * (rng.random() >= NOT_FOUND)
             if self._beside:
                 needed = question.supporting_ids[: ends.index(stands) + 1]
                 evidence = among(rng, evidence, needed, rng.randint(*passages))
