@@ -62,7 +62,9 @@ def make_questions(
             first = texts[question.supporting_ids[0]]
             if gap.name not in row["golden_answers"][0] and fits(question, [first, second.text]):
                 return question, second
-        raise CorpusError(f"{corpus.path}: of {MOST_DRAWS} chains made of two passages none fits")
+        raise CorpusError(
+            f"{corpus.path}: of {MOST_DRAWS} chains across its passages none fits: set train.crossed=0"
+        )
 
     made = Made(crossed=cross if gaps and defined else None)
     for row in _rows(rows):
