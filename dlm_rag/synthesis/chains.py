@@ -29,13 +29,15 @@ class Titled:
     """A passage with its name (the title without a bracket at its end) and its sentences.
 
     what: what its first sentence says that it is, as in "an Indian film director"; "" where that is no
-    definition.
+    definition. says: that sentence under the name, which others know it by: "John Thomas Sayles (born
+    1950) is ..." says "John Sayles is ...".
     """
 
     id: str
     name: str
     sentences: tuple[str, ...]
     what: str
+    says: str
     told_apart: bool  # by that bracket
 
     @classmethod
@@ -45,8 +47,8 @@ class Titled:
         first, _, rest = passage.contents.partition("\n")
         body = rest if first.strip() in (passage.title, f'"{passage.title}"') else passage.contents
         sentences = tuple(split_sentences(body))
-        what = what_is(name, sentences[0]) if sentences and name else ""
-        return cls(passage.id, name, sentences, what, name != fold(passage.title))
+        what, says = what_is(name, sentences[0]) if sentences and name else ("", "")
+        return cls(passage.id, name, sentences, what, says, name != fold(passage.title))
 
 
 def name_of(title: str) -> str:
@@ -54,8 +56,9 @@ def name_of(title: str) -> str:
     return fold(_BRACKET.sub("", title))
 
 
-def what_is(name: str, sentence: str) -> str:
-    """What a sentence "NAME is/was a ..." says that the name is; "" where it is no such sentence.
+def what_is(name: str, sentence: str) -> tuple[str, str]:
+    """What a sentence "NAME is/was a ..." says that the name is, and the sentence from its verb on under
+    that name alone; twice "" where it is no such sentence.
 
     All words of the name stand before the verb ("Jeffrey Thomas Porcaro (1954 - 1992) was" defines no Jeff
     Porcaro). The answer ends where a clause begins that says more, and has at most `ANSWER_WORDS` words.
@@ -65,14 +68,16 @@ def what_is(name: str, sentence: str) -> str:
         bare = blanked
     found = _IS.search(bare)
     if found is None:
-        return ""
+        return "", ""
     subject = _WORD.findall(bare[: found.start()])
     if len(subject) > SUBJECT_WORDS or not {*_WORD.findall(name)} <= {*subject}:
-        return ""
+        return "", ""
     if subject[0].lower() in _NO_SUBJECT and not name.startswith(subject[0]):
-        return ""  # "In Emma there is a ball"
+        return "", ""  # "In Emma there is a ball"
     what = _MORE.split(sentence[found.end() :], maxsplit=1)[0].strip().rstrip(".,!?").rstrip()
-    return what if 2 <= len(what.split()) <= ANSWER_WORDS else ""
+    if not 2 <= len(what.split()) <= ANSWER_WORDS:
+        return "", ""
+    return what, name + sentence[found.start() :].removeprefix(",")
 
 
 class Names:

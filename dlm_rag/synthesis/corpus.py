@@ -124,6 +124,7 @@ class CorpusRows:
             id=f"{other.id}/{gap.name}",
             name=gap.name,
             sentences=tuple(own.sub(lambda _: gap.name, sentence) for sentence in other.sentences),
+            says=own.sub(lambda _: gap.name, other.says),
         )
         row_of = self._row("chain2", [self.passages[gap.row], named], gap)
         return row_of, Passage(named.id, named.name, " ".join(named.sentences))
@@ -144,7 +145,7 @@ class CorpusRows:
         blank = f"{gap.before}{GAP}{gap.after}" if gap else ""
         answer = gap.name if gap and kind == "complete" else passages[-1].what
         said = [gap.sentence] if gap else []
-        said += [passage.sentences[0] for passage in passages[len(said) :]]
+        said += [passage.says for passage in passages[len(said) :]]
         ids = [passage.id for passage in passages]
         return {
             "id": f"{ids[0]}#{kind}",

@@ -25,7 +25,7 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.evidence import among, copies
 from dlm_rag.training.rows.example import Example, masked_canvas
 
-NOT_FOUND = 0.3  # share of the crossed moments without the second passage, as before its name is written
+NOT_FOUND = 0.5  # share of the crossed moments up to the second sentence that lack its passage
 Crossed = Callable[[random.Random], tuple[Question, Passage]]
 
 GUESSED_WORDS = 3  # of the next sentence, in the query of a moment
@@ -99,7 +99,8 @@ class AnsweredQuestions:
         for (rng, question, stands, ends, own), evidence in zip(moments, found, strict=True):
             if own:  # what the corpus says under that name would be another answer
                 evidence = [passage for passage in evidence if name_of(passage.title) != own.title]
-                evidence += [own] * (rng.random() >= NOT_FOUND)
+                if ends.index(stands) > 1 or rng.random() >= NOT_FOUND:
+                    evidence = [*evidence, own]
             if self._beside:
                 needed = question.supporting_ids[: ends.index(stands) + 1]
                 evidence = among(rng, evidence, needed, rng.randint(*passages))
