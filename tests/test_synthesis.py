@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -99,7 +100,21 @@ def test_a_bracket_that_is_never_closed_ends():
     ],
 )
 def test_what_a_definition_says(name, sentence, what):
-    assert what_is(name, sentence) == what
+    assert what_is(name, sentence)[0] == what
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence", "says"),
+    [
+        ("John Sayles", "John Thomas Sayles( born 1950) is a director.", " is a director."),
+        ("Jean Betts", "Jean Betts, also Betty, was a writer who left.", " was a writer who left."),
+        ("Veep", "Veep is a series, starring Julia.", " is a series, starring Julia."),
+        ("Pupi Avati", "Giuseppe Avati (1938), known as Pupi, is a director.", " is a director."),
+        ("Emma", "Emma was written by Jane Austen.", None),
+    ],
+)
+def test_a_definition_is_said_under_the_name_that_others_know(name, sentence, says):
+    assert what_is(name, sentence)[1] == (name + says if says else "")
 
 
 def titled(*passages):
@@ -158,7 +173,7 @@ def test_names_agree_with_a_search_string_by_string():
 def test_how_many_sentences_fit_a_gap():
     rng = random.Random(2)
     every = [" ".join(rng.choices("abc", k=rng.randint(1, 6))) for _ in range(300)]
-    passages = [Titled("p", "P", tuple(every), "", False)]
+    passages = [Titled("p", "P", tuple(every), "", "", False)]
     sentences = Sentences(passages)
     for before, after in [("a b", "c"), ("", "b a"), ("c", ""), ("zz", "a"), ("a", "a"), ("", "")]:
         fits = sum(
@@ -197,8 +212,8 @@ def test_chains_of_a_corpus_by_hand():
         f"What is the thing left out here: 'Emma Woodhouse is a novel of 1815 by {GAP}.'?"
     )
     assert two["response"] == (
-        "Emma Woodhouse is a novel of 1815 by Jane Austen. Jane Austen (1775 - 1817) was an English "
-        "novelist from Kent Hills. ### an English novelist from Kent Hills"
+        "Emma Woodhouse is a novel of 1815 by Jane Austen. Jane Austen was an English novelist from Kent "
+        "Hills. ### an English novelist from Kent Hills"
     )
     assert two["supporting_ids"] == ["emma", "austen"]
     assert two["golden_answers"] == ["an English novelist from Kent Hills"]
@@ -250,6 +265,14 @@ def test_chains_of_real_passages(real):
 def check_rows(rows, passages):
     """What holds of every row, recomputed from the passages without any index."""
     sentences = {name: split_sentences(contents) for name, _, contents in passages}
+    told = {
+        name: [
+            re.sub(r" \([^()]*\)$", "", title) + sentence[verb.start() :]
+            for sentence in sentences[name]
+            for verb in re.finditer(" (?:is|was|are|were) ", sentence)
+        ]
+        for name, title, _ in passages
+    }
     for row in rows:
         answer, ids = row["golden_answers"][0], row["supporting_ids"]
         reasoning, _, said = row["response"].rpartition(" ### ")
@@ -257,8 +280,8 @@ def check_rows(rows, passages):
         assert f" {normalize_answer(answer)} " not in f" {normalize_answer(row['question'])} "
         assert any(
             reasoning == " ".join(parts) and answer in parts[-1]
-            for parts in product(*(sentences[name] for name in ids))
-        ), "a sentence of each passage, in the order of the chain"
+            for parts in product(*(sentences[name] + told[name] for name in ids))
+        ), "a sentence of each passage, or one from its verb on, in the order of the chain"
         if GAP in row["question"]:
             before, after = row["question"].partition(": '")[2][:-2].split(GAP)
             fitting = [
