@@ -25,7 +25,8 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.evidence import among, copies
 from dlm_rag.training.rows.example import Example, masked_canvas
 
-NOT_FOUND = 0.5  # share of the crossed moments up to the second sentence that lack its passage
+NOT_FOUND = 0.4  # share of the crossed moments up to the second sentence that lack its passage
+UNTOLD_TOKENS = 3  # supervised of what no passage there tells, so that it is not held for certain
 Crossed = Callable[[random.Random], tuple[Question, Passage]]
 
 GUESSED_WORDS = 3  # of the next sentence, in the query of a moment
@@ -136,7 +137,27 @@ class AnsweredQuestions:
         laid = arrange(prompt, shape)
         target, hidden, finished = masked_canvas(rng, ids, standing, laid, shape, tokenizer.end_id)
         pointers = tuple(p for p in copies(ids, prompt.facts) if p.position < len(target))
-        return Example(prompt, target, hidden, pointers, finished=finished)
+        told = self._told(question, ids, {passage.id for passage in evidence}) if self._beside else len(ids)
+        supervised = None
+        if finished <= told < len(ids):
+            hidden = tuple(hide or place >= told for place, hide in enumerate(hidden))
+            supervised = tuple(hide and n < told + UNTOLD_TOKENS for n, hide in enumerate(hidden))
+        return Example(prompt, target, hidden, pointers, supervised=supervised, finished=finished)
+
+    def _told(self, question: Question, ids: list[int], found: set[str]) -> int:
+        """How many tokens of a response the passages that were found tell, of a chain's in its order.
+
+        These are its sentences up to that of the first passage that is missing, and with them the name that
+        this one begins with.
+        """
+        missing = next((n for n, i in enumerate(question.supporting_ids) if i not in found), None)
+        if missing is None:
+            return len(ids)
+        end = len(self._tokenizer.encode(response_of(question)[: _ends(question)[missing]]))
+        known = 0
+        while any(ids[at : at + known + 1] == ids[end : end + known + 1] for at in range(end - known)):
+            known += 1
+        return end + known
 
     def _prompt(self, question: Question, passages: list[str]) -> Prompt:
         return fit(self._tokenizer.prompt(question.question, passages), Room.of(self._denoiser))[0]

@@ -16,6 +16,7 @@ from dlm_rag.training.rows.evidence import copies
 
 COPIED = 0.8  # share of a response that its passages must spell out where they are cut
 MOST_DRAWS = 100  # until a chain fits
+WHAT_IT_IS = 4  # what a passage is is asked so often for each time that one of its names is
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def make_questions(
             continue
         if fits(question, [texts[i] for i in question.supporting_ids]):
             several = made.held_out if row["held_out"] else made.chains
-            (several if row["hops"] > 1 else made.beside).append(question)
+            times = WHAT_IT_IS if row["template"] == "what" else 1
+            (several if row["hops"] > 1 else made.beside).extend([question] * times)
     if not made.chains:
         raise CorpusError(
             f"{corpus.path}: no sentence of a passage names the title of another that says what it is, so "
