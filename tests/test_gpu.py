@@ -153,7 +153,7 @@ def test_finished_blocks_are_kept_with_every_kernel(device, kernel, dtype, order
         (found,) = proposer.propose([view])
         confidence, _ = confidences(denoiser, by_definition(denoiser, view))
         off = np.abs(found.confidence - confidence.numpy())
-        assert off.mean() < (0.1 if dtype in LOW else 1e-5), "sharp toy weights make much of rounding"
+        assert off.mean() < (0.1 if dtype in LOW else 1e-4), "sharp toy weights make much of rounding"
 
 
 @KERNELS
