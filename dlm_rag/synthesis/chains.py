@@ -29,7 +29,7 @@ class Titled:
     """A passage with its name (the title without a bracket at its end) and its sentences.
 
     what: what its first sentence says that it is, as in "an Indian film director"; "" where that is no
-    definition. says: that sentence under the name, which others know it by: "John Thomas Sayles (born
+    definition. says: that sentence under the name that others know it by: "John Thomas Sayles (born
     1950) is ..." says "John Sayles is ...".
     """
 
