@@ -1,8 +1,8 @@
 """What the filters of `dlm-rag synthesize` keep of traces with known answers, and how much of it is right.
 
     python -m dlm_rag.data.world --seed 41 --out world --per-hop 75
-    dlm-rag sample --questions world/questions.jsonl --corpus world/corpus.jsonl --out answers.jsonl \\
-        --trace trace.jsonl
+    dlm-rag sample --model dlm_rag/shipped/model --questions world/questions.jsonl \\
+        --corpus world/corpus.jsonl --out answers.jsonl --trace trace.jsonl
     python profiling/bench_filters.py --questions world/questions.jsonl --trace trace.jsonl
 
 A column for the questions in wordings that training shows and one for the others; in each: the share kept,

@@ -104,8 +104,11 @@ class Way:
 
 
 def summary(rollout: Rollout) -> tuple[Any, ...]:
-    """What must be equal of two answers."""
-    steps = [(step.query, step.passage_ids, step.committed) for step in rollout.steps]
+    """What must be equal of two answers; not confidences, whose last digit the size of a batch decides."""
+    steps = [
+        (step.query, step.passage_ids, [(token.position, token.token_id) for token in step.committed])
+        for step in rollout.steps
+    ]
     return rollout.id, rollout.response, steps, rollout.passages
 
 

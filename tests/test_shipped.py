@@ -64,6 +64,21 @@ def test_retrieving_while_denoising_is_what_makes_the_answers_right(questions):
     assert interleaved >= 0.7 and static <= 0.15
 
 
+def test_the_reader_answers_about_a_corpus_of_ones_own_from_any_folder(tmp_path):
+    gap = "Harbour Lights is a 1931 British drama film directed by ____ and starring Vera Stanton."
+    expected = {
+        "What is Tessenow Glacier?": "a valley glacier in northern Greenland",
+        "What is Vera Stanton?": "an English stage actress",
+        f"Which name is left out here: '{gap}'?": "Edwin Marlowe",
+        f"What is the thing left out here: '{gap}'?": "a British film director and screenwriter",
+    }
+    words = ["-m", "dlm_rag", "sample", *expected, "--corpus", str(ROOT / "examples" / "passages.jsonl")]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "the shipped reader answers" in done.stderr, done.stderr
+    answers = map(json.loads, done.stdout.splitlines())
+    assert {answer["question"]: answer["answer"] for answer in answers} == expected
+
+
 def test_sample_without_arguments_answers():
     done = subprocess.run([sys.executable, "sample.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

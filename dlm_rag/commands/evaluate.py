@@ -68,7 +68,7 @@ class Wanted:
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, chosen=True, options=OPTIONS)
+    words = parse(__doc__ or "", argv, typed=False, chosen=True, answers=True, options=OPTIONS)
     out = words.config.out
     if out in (None, "-"):
         raise ConfigError("evaluation needs --out FOLDER")

@@ -10,12 +10,12 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.files.hub import SHIPPED
 from dlm_rag.machine import (
     choose_device,
     choose_dtype,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dlm_rag.retrieval.base import Retriever
     from dlm_rag.tokenizer import Tokenizer
 
-SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
 Made = TypeVar("Made")
 
 
@@ -81,7 +80,8 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
 def with_shipped(config: Config, typed: list[str]) -> Config:
     """The config with what ships with the package where nothing is named.
 
-    The model by itself, its world for no other model, the world's questions for no other corpus.
+    The model by itself, its world for no other model, the world's questions for no other corpus. Who
+    answers about another corpus, a command line knows (`CommandLine.under`).
     """
     model, retrieval, questions = config.model, config.retrieval, config.questions
     if model.path is None and retrieval.corpus is None and retrieval.url is None:

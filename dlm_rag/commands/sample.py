@@ -1,6 +1,7 @@
 """Answer questions: retrieve while denoising, many at once.
 
     dlm-rag sample                               # the shipped model on its invented world
+    dlm-rag sample "What is Emma?" --corpus passages.jsonl      # the shipped reader on passages of your own
     dlm-rag sample "Who wrote Emma?" --model DIR_OR_HUB_ID --corpus passages.jsonl
     dlm-rag sample --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out answers.jsonl decode.batch_size=16
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, chosen=True)
+    words = parse(__doc__ or "", argv, chosen=True, answers=True)
     if words.config.compare is not None:
         raise ConfigError("sample answers under one setting: leave compare out, or run evaluate")
     if words.config.workers is not None and words.config.out is None:
@@ -45,10 +46,16 @@ def main(argv: list[str]) -> None:
     config = with_shipped(words.config, words.questions)
     status("reading questions")
     questions = gather_questions(config, words.questions)
-    if words.config.model.path is None and leads_out_of_its_world(words.config, questions):
+    if words.under is not None:
+        note(
+            "the shipped reader answers: it is small, and knows four ways to ask, as 'What is Emma?'\n"
+            "(docs/synthesis.md); for any question give --model DIR_OR_HUB_ID (GSAI-ML/LLaDA-8B-Instruct)"
+        )
+    elif words.config.model.path is None and leads_out_of_its_world(questions):
         note(
             "the shipped model knows only its invented world: what it says here is made up;\n"
-            "for another give --model DIR_OR_HUB_ID --corpus FILE (GSAI-ML/LLaDA-8B-Instruct)"
+            "for passages of your own give --corpus FILE, for any question --model DIR_OR_HUB_ID too "
+            "(GSAI-ML/LLaDA-8B-Instruct)"
         )
     status("loading torch")
     if not (words.config.questions or words.questions or config.limit or config.quick):
@@ -70,10 +77,8 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def leads_out_of_its_world(given: "Config", questions: "list[Question]") -> bool:
-    """Whether the shipped model is asked about other passages, or for names that are not in its own."""
-    if given.retrieval.corpus is not None:
-        return True
+def leads_out_of_its_world(questions: "list[Question]") -> bool:
+    """Whether the shipped model is asked for names that are not in its passages."""
     world = SHIPPED / "world" / "corpus.jsonl"  # a service may well have these passages
     known = set(re.findall(r"\w+", world.read_text(encoding="utf-8")))
     return any(not known.issuperset(re.findall(r"(?<=\s)[A-Z]\w+", q.question)) for q in questions)

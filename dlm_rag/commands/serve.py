@@ -29,7 +29,7 @@ READ = ("model", "retrieval", "decode", "engine", "serving", "energy")
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    words = parse(__doc__ or "", argv, typed=False, answers=True, options=OPTIONS)
     refuse_unread(words)
     config = with_shipped(words.config, [""])
     try:
@@ -83,7 +83,8 @@ def model_name(path: str) -> str:
     """The name of a checkpoint for clients: a hub id, or the name of a folder without where it lies."""
     if path == str(SHIPPED / "model"):
         return "dlm-rag"
-    return Path(path).expanduser().resolve().name if Path(path).expanduser().exists() else path
+    known = path.startswith("dlm_rag/shipped/") or Path(path).expanduser().exists()
+    return Path(path).expanduser().resolve().name if known else path
 
 
 def taken(host: str, port: int) -> socket.socket:

@@ -70,7 +70,7 @@ class Work:
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, chosen=True)
+    words = parse(__doc__ or "", argv, typed=False, chosen=True, answers=True)
     config = words.config
     if config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")

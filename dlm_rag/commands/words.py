@@ -9,9 +9,11 @@ from typing import Any
 
 from dlm_rag.config import Config, dump_config, is_there, known_keys, load_config
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.hub import SHIPPED
 from dlm_rag.files.records import expand
 from dlm_rag.program import Parser, whole
 
+READER = "reader.yaml"
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 _FILE_NAME = re.compile(r"\S+\.(jsonl?|csv|tsv|parquet|ya?ml|txt|md|gz|safetensors)")
 
@@ -37,10 +39,11 @@ class CommandLine:
     options: dict[str, Any]
     file: str | None  # of --config
     settings: list[str]  # KEY=VALUE, of words and flags
+    under: str | None = None  # config whose settings yield to all that is named: of the reader that ships
 
     def config_with(self, more: list[str]) -> Config:
         """The config with more settings on top; raises `ConfigError`."""
-        return load_config(self.file, self.settings + more)
+        return load_config(self.file, self.settings + more, self.under)
 
 
 def parse(
@@ -49,12 +52,14 @@ def parse(
     *,
     typed: bool = True,
     chosen: bool = False,
+    answers: bool = False,
     switches: dict[str, str] | None = None,
     options: Mapping[str, tuple[str | int | tuple[()], str]] | None = None,
 ) -> CommandLine:
     """Reads a command line.
 
     typed: whether questions may be typed. chosen: whether --limit and --quick choose among those of a file.
+    answers: whether the reader that ships answers where a corpus of one's own is named and no model.
     switches: flags without a value, with their help texts. options: flags with a value, with default and
     help text; where the default is a whole number, so is the value, and above 0 unless the default is 0.
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
@@ -105,7 +110,10 @@ def parse(
             settings.append(f"{key}={value}")
     if getattr(given, "quick", False):
         settings.append("quick=true")
-    config = load_config(given.config, settings)
+    config, under = load_config(given.config, settings), None
+    if answers and config.model.path is None and _of_ones_own(config.retrieval.corpus):
+        under = READER
+        config = load_config(given.config, settings, under)
     for key in ("out", "trace", "html"):  # what is read is expanded where it is opened
         if (path := getattr(config, key) or "").startswith("~"):
             setattr(config, key, str(expand(path, ConfigError)))
@@ -117,7 +125,12 @@ def parse(
     for name, (default, _) in (options or {}).items():
         if isinstance(default, int):
             with_values[name] = whole(str(with_values[name]), min(default, 1), f"--{name} ")
-    return CommandLine(config, questions, on, with_values, given.config, settings)
+    return CommandLine(config, questions, on, with_values, given.config, settings, under)
+
+
+def _of_ones_own(corpus: str | None) -> bool:
+    """Whether a corpus is named, and another than the passages of the shipped world."""
+    return corpus is not None and Path(corpus).absolute() != SHIPPED / "world" / "corpus.jsonl"
 
 
 def is_setting(word: str) -> bool:

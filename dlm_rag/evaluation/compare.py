@@ -21,7 +21,7 @@ from dlm_rag.questions import Question
 
 PRESETS = {
     "interleaved": ("decode.query=proxy",),
-    "committed": ("decode.query=committed",),
+    "committed": ("decode.query=committed", "decode.query_threshold=0"),
     "static": ("decode.query=question",),
     "two_rounds": ("decode.query=two_rounds",),
     "feedback": ("decode.query=feedback",),

@@ -19,18 +19,22 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 MOST_BYTES = 256 << 20  # of a file that is read whole; the largest public tokenizers have 40 MiB
 LFS = b"version https://git-lfs.github.com/spec/"  # what git leaves of a file that it has not fetched
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
+SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
+_SHIPS = "dlm_rag/shipped/"
 FIRST_CONTACT = 3.0  # seconds that the hub has to take up a connection; a download may last
 
 
 def locate(name: str | Path, what: str) -> Path:
     """The folder called `name`, or that of a hub id (OWNER/NAME): from the hub's cache, else fetched.
 
-    Of the hub only data is fetched, never code or pickles. what: the setting, for the error. Raises
-    `CheckpointError`, soon where there is no network.
+    What ships is dlm_rag/shipped/NAME from any folder. Of the hub only data is fetched, never code or
+    pickles. what: the setting, for the error. Raises `CheckpointError`, soon where there is no network.
     """
     folder, text = expand(name, CheckpointError), str(name)
     if folder.is_dir():
         return folder
+    if text.startswith(_SHIPS) and (own := SHIPPED / text.removeprefix(_SHIPS)).is_dir():
+        return own
     if folder.is_file():
         raise CheckpointError(f"{what} '{text}' is a file: name the folder that it is in")
     if folder.is_symlink() or folder.exists() or not _HUB_ID.fullmatch(text):
