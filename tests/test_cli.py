@@ -15,9 +15,9 @@ import pytest
 from conftest import ROOT, byte_tokenizer, lines_in, tiny_denoiser, write_lines
 
 sys.path.insert(0, str(ROOT))
-from dlm_rag.commands import evaluate, sample
+from dlm_rag.commands import evaluate, sample, synthesize
 from dlm_rag.commands.prepare import SHIPPED
-from dlm_rag.commands.words import parse
+from dlm_rag.commands.words import READER, parse
 from dlm_rag.config import Config, load_config
 from dlm_rag.decode.trace import read_header, read_trace, training_rows
 from dlm_rag.program import run
@@ -81,38 +81,66 @@ def test_the_shipped_model_says_what_it_does_not_know(call, corpus_file, monkeyp
     assert own[0] == 0 and MADE_UP not in own[2]
     foreign = call("Who wrote Emma?", defaults=False)
     assert foreign[0] == 0 and MADE_UP in foreign[2] and "--model" in foreign[2]
+    mine = call(known["question"], "--corpus", corpus_file, "--config", "sardi.yaml", defaults=False)
+    assert mine[0] == 0 and MADE_UP in mine[2]
     assert MADE_UP not in call("Who wrote Emma?")[2]
 
 
 def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, tmp_path, monkeypatch):
-    """As reader.yaml says, which yields to what is named; the shipped world keeps its own model."""
+    """As reader.yaml says, with what is named on top; not where a model or a config is named."""
     asked: list[Config] = []
-    monkeypatch.setattr(sample, "decode_to_screen", lambda config, _: asked.append(config) or 0)
-    reader = load_config("reader.yaml")
+    monkeypatch.setattr(sample, "decode_to_screen", lambda config, *_: asked.append(config) or 0)
+    own = tmp_path / "reader.yaml"
+    own.write_text("decode: {batch_size: 8}\n")  # the default
+    monkeypatch.chdir(tmp_path)  # where another file has that name
+    reader = load_config(READER)
     assert reader.model.path == "dlm_rag/shipped/reader" and reader.decode.copy_price is not None
 
-    code, _, err = call("What is Emma?", "--corpus", corpus_file, defaults=False)
-    assert code == 0 and "the shipped reader answers" in err and "--model" in err and MADE_UP not in err
+    call("What is Emma?", "--corpus", corpus_file, defaults=False)
     assert (asked[-1].model, asked[-1].decode) == (reader.model, reader.decode)
     assert asked[-1].retrieval == replace(reader.retrieval, corpus=str(corpus_file))
-
-    own = tmp_path / "own.yaml"
-    own.write_text("decode: {commit_threshold: 0.8, seed: 3}\n")
-    call("What?", "--config", own, "--corpus", corpus_file, "retrieval.top_k=7", defaults=False)
-    assert asked[-1].decode == replace(reader.decode, commit_threshold=0.8, seed=3)
+    call("What?", "--corpus", corpus_file, "retrieval.top_k=7", "decode.seed=5", defaults=False)
+    assert asked[-1].decode == replace(reader.decode, seed=5)
     assert (asked[-1].retrieval.top_k, asked[-1].retrieval.words_of) == (7, "parts"), "7 is the default"
 
-    call("What?", "--corpus", SHIPPED / "world" / "corpus.jsonl", defaults=False)
-    assert asked[-1].decode == Config().decode and asked[-1].model.path == str(SHIPPED / "model")
-    err = call("What?", "--corpus", corpus_file, "--model", "elsewhere", defaults=False)[2]
-    assert asked[-1].decode == Config().decode and "reader" not in err
+    world = SHIPPED / "world" / ".." / "world" / "corpus.jsonl"
+    for words in (
+        ["--corpus", world],
+        ["--corpus", corpus_file, "--config", own],
+        ["--corpus", corpus_file, "model.path=null"],
+    ):
+        call("What?", *words, defaults=False)
+        assert asked[-1].decode == Config().decode and asked[-1].model.path == str(SHIPPED / "model")
+    call("What?", "--corpus", corpus_file, "--model", "elsewhere", defaults=False)
+    assert asked[-1].decode == Config().decode and asked[-1].model.path == "elsewhere"
 
 
-def test_evaluate_too_asks_the_shipped_reader_about_a_corpus_of_ones_own(corpus_file, questions_file):
+def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_path, monkeypatch):
+    questions = [{"id": "q", "question": "What is Emma?", "golden_answers": ["a novel"]}]
+    asked = ["--questions", write_lines(tmp_path / "q.jsonl", questions)]
+    told = "the shipped reader answers"
+    for program, words in (
+        (sample, asked),
+        (sample, [*asked, "--out", tmp_path / "answers.jsonl"]),
+        (evaluate, [*asked, "--out", tmp_path / "run", "--compare", "interleaved,committed"]),
+        (synthesize, [*asked, "--out", tmp_path / "rows"]),
+    ):
+        code, _, err = call("--corpus", corpus_file, *words, program=program, defaults=False)
+        assert code == 0 and err.count(told) == 1, err
+        code, _, err = call("--corpus", "nowhere.jsonl", *words, program=program, defaults=False)
+        assert code == 2 and told not in err and "'nowhere.jsonl' was not found" in err
+    code, _, err = call(
+        "--corpus", corpus_file, "--out", tmp_path / "titles", "synthesis.kind=corpus", program=synthesize,
+        defaults=False,
+    )  # fmt: skip
+    assert told not in err, "which decodes nothing"
+
+
+def test_evaluate_compares_settings_of_the_shipped_reader(corpus_file):
     words = ["--corpus", str(corpus_file), "--compare", "committed,interleaved+decode.commit_threshold=0.9"]
     read = parse("", words, typed=False, answers=True, options=evaluate.OPTIONS)
     first, second = evaluate.of_words(read).settings.values()
-    assert first.model == second.model == load_config("reader.yaml").model
+    assert first.model == second.model == load_config(READER).model
     assert (first.decode.commit_threshold, second.decode.commit_threshold) == (0.97, 0.9)
     assert (first.decode.query_threshold, second.decode.query_threshold) == (0.0, 0.9)
 

@@ -74,8 +74,17 @@ def test_what_stands_where_a_passage_is_cut_is_not_asked(web):
     whole = make_questions(open_corpus(web), tiny_tokenizer(), longer, 3, 0.0)
     assert not [q for q in (*cut.chains, *cut.beside) if "horse" in q.response]
     assert [q.supporting_ids for q in whole.chains if "horse" in q.response] == [("p0", "t3")]
-    with pytest.raises(CorpusError, match="nothing can be asked: give data.questions too"):
+    with pytest.raises(
+        CorpusError, match=r"none of its 9 chains .* passage_length=16 .*data.questions too"
+    ):
         make_questions(open_corpus(web), tiny_tokenizer(), replace(SHAPE, passage_length=16), 3, 0.0)
+
+
+def test_a_corpus_without_names_says_so(tmp_path):
+    towns = [{"id": name, "title": name, "contents": f"{name} is a town of old."} for name in TOWNS]
+    corpus = open_corpus(write_lines(tmp_path / "towns.jsonl", towns))
+    with pytest.raises(CorpusError, match="no sentence of a passage names the title of another"):
+        make_questions(corpus, tiny_tokenizer(), SHAPE, 3, 0.0)
 
 
 def test_a_copy_is_the_longest_run_and_short_ones_are_chance():

@@ -97,6 +97,7 @@ def test_a_bracket_that_is_never_closed_ends():
         ("Emma", "In Emma (1815) there is a ball.", ""),
         ("Emma", f"Emma is a novel {'very ' * 15}long.", ""),
         ("Emma", "Emma is a (short) one.", ""),  # one word is no answer
+        ("!!!", "!!! is an American rock band.", ""),
     ],
 )
 def test_what_a_definition_says(name, sentence, what):
@@ -248,6 +249,21 @@ def test_every_row_of_a_corpus_is_what_it_says():
 
 
 @pytest.mark.slow
+def test_a_definition_with_its_own_name_in_it_is_crossed_as_a_whole():
+    emma = Passage("0", "Emma", "Emma is a novel about Emma Woodhouse and her father.")
+    rows = CorpusRows(
+        [emma, Passage("1", "Ann Roe", "Ann Roe has read of Marwick Bay in four old newspapers.")],
+        held_out=0.0,
+    )
+    gaps, defined = rows.crossings()
+    assert [rows.passages[row].name for row in defined] == ["Emma"]
+    (gap,) = [gap for gap in gaps if gap.name == "Marwick Bay"]
+    row, second = rows.cross(gap, *defined)
+    assert row["golden_answers"] == ["a novel about Marwick Bay Woodhouse and her father"]
+    assert second.contents == f"Marwick Bay is {row['golden_answers'][0]}."
+    assert row["response"] == f"{gap.sentence} {second.contents} ### {row['golden_answers'][0]}"
+
+
 def test_chains_of_real_passages(real):
     """Some of each kind, checked against all sentences of the corpus."""
     path = real / "hotpotqa" / "corpus.jsonl"

@@ -18,6 +18,7 @@ the same.
 """
 
 import shlex
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,11 +80,17 @@ def main(argv: list[str]) -> None:
             "evaluation makes no page: leave --html out, and make it of a trace with dlm-rag page"
         )
     wanted = of_result(words) if words.options["reproduce"] else of_words(words)
-    evaluate(Path(str(out)), wanted, {"command": shlex.join(["dlm-rag", "evaluate", *argv])} | wanted.said)
+    said = {"command": shlex.join(["dlm-rag", "evaluate", *argv])} | wanted.said
+    evaluate(Path(str(out)), wanted, said, words.tell)
 
 
-def evaluate(out: Path, wanted: Wanted, said: dict[str, Any]) -> None:
-    """Runs what is wanted into a folder, and reports; said: what scores.json begins with."""
+def evaluate(
+    out: Path, wanted: Wanted, said: dict[str, Any], tell: Callable[[], None] = lambda: None
+) -> None:
+    """Runs what is wanted into a folder, and reports; said: what scores.json begins with.
+
+    tell: called once all has been checked.
+    """
     config = with_shipped(wanted.config, [])
     if config.questions is None:
         raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
@@ -109,6 +116,7 @@ def evaluate(out: Path, wanted: Wanted, said: dict[str, Any]) -> None:
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
     jobs = plan_all(wanted, folders, questions)
+    tell()
     for name in ("scores.json", "scores.md", picture(said), CONFIG):
         check_writable(str(out / name), "out")
     if dataset := said.get("dataset"):

@@ -80,8 +80,7 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
 def with_shipped(config: Config, typed: list[str]) -> Config:
     """The config with what ships with the package where nothing is named.
 
-    The model by itself, its world for no other model, the world's questions for no other corpus. Who
-    answers about another corpus, a command line knows (`CommandLine.under`).
+    The model by itself, its world for no other model, the world's questions for no other corpus.
     """
     model, retrieval, questions = config.model, config.retrieval, config.questions
     if model.path is None and retrieval.corpus is None and retrieval.url is None:

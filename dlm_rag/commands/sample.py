@@ -18,6 +18,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,12 +47,7 @@ def main(argv: list[str]) -> None:
     config = with_shipped(words.config, words.questions)
     status("reading questions")
     questions = gather_questions(config, words.questions)
-    if words.under is not None:
-        note(
-            "the shipped reader answers: it is small, and knows four ways to ask, as 'What is Emma?'\n"
-            "(docs/synthesis.md); for any question give --model DIR_OR_HUB_ID (GSAI-ML/LLaDA-8B-Instruct)"
-        )
-    elif words.config.model.path is None and leads_out_of_its_world(questions):
+    if words.config.model.path is None and leads_out_of_its_world(words.config, questions):
         note(
             "the shipped model knows only its invented world: what it says here is made up;\n"
             "for passages of your own give --corpus FILE, for any question --model DIR_OR_HUB_ID too "
@@ -64,6 +60,7 @@ def main(argv: list[str]) -> None:
         from dlm_rag.commands.engines import answering
 
         job = plan(config, questions)
+        words.tell()
         with answering(config.workers, [job.prepared]) as engines:
             job.run(engines)
         failed = job.failed
@@ -72,13 +69,15 @@ def main(argv: list[str]) -> None:
         if config.html is not None and config.trace is not None:
             make_page(config.html, read_runs([Path(config.trace)]))
     else:
-        failed = decode_to_screen(config, questions)
+        failed = decode_to_screen(config, questions, words.tell)
     if failed:
         raise SystemExit(1)
 
 
-def leads_out_of_its_world(questions: "list[Question]") -> bool:
-    """Whether the shipped model is asked for names that are not in its passages."""
+def leads_out_of_its_world(given: "Config", questions: "list[Question]") -> bool:
+    """Whether the shipped model is asked about other passages, or for names that are not in its own."""
+    if given.retrieval.corpus is not None:
+        return True
     world = SHIPPED / "world" / "corpus.jsonl"  # a service may well have these passages
     known = set(re.findall(r"\w+", world.read_text(encoding="utf-8")))
     return any(not known.issuperset(re.findall(r"(?<=\s)[A-Z]\w+", q.question)) for q in questions)
@@ -95,15 +94,18 @@ def a_few(questions: "list[Question]", each: int = 2) -> "list[Question]":
     return kept
 
 
-def decode_to_screen(config: "Config", questions: "list[Question]") -> int:
+def decode_to_screen(
+    config: "Config", questions: "list[Question]", ready: Callable[[], None] = lambda: None
+) -> int:
     """Answers to standard output: a live view in a terminal, JSON lines in a pipe.
 
-    Returns how many questions failed.
+    ready: called once all has been checked. Returns how many questions failed.
     """
     check_files(config)
     if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
         raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
     prepared = prepare(config, questions)  # what is wrong is said before torch is imported
+    ready()
     from rich.console import Console
 
     from dlm_rag.decode.answers import write_line

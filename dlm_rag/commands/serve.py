@@ -18,6 +18,7 @@ from pathlib import Path
 from dlm_rag.commands.prepare import SHIPPED, prepare, with_shipped
 from dlm_rag.commands.words import CommandLine, parse
 from dlm_rag.errors import ConfigError, fold_message
+from dlm_rag.files.hub import SHIPS
 from dlm_rag.program import note
 from dlm_rag.progress import status
 
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> None:
         Keys.read(config.serving.keys)
     with taken(words.options["host"], words.options["port"]) as sock:
         prepared = prepare(config, [])
+        words.tell()
         from dlm_rag.energy.meter import open_meter
 
         canvas, most = prepared.config.decode.canvas_length, config.serving.tokens
@@ -83,7 +85,7 @@ def model_name(path: str) -> str:
     """The name of a checkpoint for clients: a hub id, or the name of a folder without where it lies."""
     if path == str(SHIPPED / "model"):
         return "dlm-rag"
-    known = path.startswith("dlm_rag/shipped/") or Path(path).expanduser().exists()
+    known = path.startswith(SHIPS) or Path(path).expanduser().exists()
     return Path(path).expanduser().resolve().name if known else path
 
 

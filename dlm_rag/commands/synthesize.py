@@ -89,12 +89,24 @@ def main(argv: list[str]) -> None:
     if settings.near_duplicates is not None:
         check_datasketch()
     depends_on = settings_of(config)  # which reads evaluation sets: what is wrong is said before the work
+    refuse_unread(words.settings, settings.kind)
     work = {"traces": traces, "corpus": corpus, "writer": written}[settings.kind](config)
+    words.tell()
     depends_on |= work.depends_on
     failed = run(work, RowsFolder(Path(str(config.out)), depends_on, work.model), config)
     if failed:
         note(f"{failed} failed; the same command asks again")
         raise SystemExit(1)
+
+
+def refuse_unread(given: list[str], kind: str) -> None:
+    """Raises `ConfigError` for settings that rows of a kind do not depend on."""
+    others = {f"synthesis.{key}" for keys in OF_KIND.values() for key in keys}
+    others -= {f"synthesis.{key}" for key in OF_KIND[kind]}
+    decoding = () if kind == "traces" else ("model.", "decode.", "engine.")
+    for key in (word.partition("=")[0] for word in given):
+        if key in others or key.startswith(decoding):
+            raise ConfigError(f"{key} has no effect with synthesis.kind={kind}: leave it out")
 
 
 def run(work: Work, folder: "RowsFolder", config: "Config") -> int:
@@ -124,12 +136,13 @@ def run(work: Work, folder: "RowsFolder", config: "Config") -> int:
         raise
     finally:
         folder.close()
-    note(f"{rows:,} rows of {done:,} sources in {seconds:.1f} s, {rows / seconds:,.1f} rows/s")
+    of = f"{done:,} source{'s' * (done != 1)} in {seconds:.1f} s"
+    note(f"{rows:,} row{'s' * (rows != 1)} of {of}, {rows / seconds:,.1f} rows/s")
     read, wrote = (counts.get(f"spent: {what}_tokens", 0) for what in ("prompt", "response"))
     if price := (read * settings.prompt_price + wrote * settings.response_price) / 1e6:
         note(f"{read:,} tokens read and {wrote:,} written by the writer: ${price:,.2f}")
     kept = sum(n for key, n in counts.items() if key.startswith(("rows: ", "held out: ")))
-    note(f"{kept:,} rows are in {name}, README.md says which")
+    note(f"{kept:,} row{'s are' if kept != 1 else ' is'} in {name}, README.md says which")
     return work.failed()
 
 

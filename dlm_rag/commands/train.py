@@ -107,6 +107,17 @@ def refuse_unread(config: "Config") -> None:
         raise ConfigError(
             "data.questions are read by sft and rl: set train.objective, or name data.documents"
         )
+    made = config.data.corpus is not None and config.data.questions is None
+    for phase in phases:
+        if phase.crossed and not (made and phase.objective == "sft"):
+            raise ConfigError(
+                f"train.crossed={phase.crossed} is for sft on questions that are made: give data.corpus "
+                "without data.questions, or set train.crossed=0"
+            )
+        if made and phase.hops == 1 and phase.objective in ("sft", "rl"):
+            raise ConfigError(
+                "train.hops=1: what is made of data.corpus alone are chains of 2 passages or more"
+            )
 
 
 class Stop(threading.Event):
@@ -192,6 +203,7 @@ def running(folder: Path, processes: "Processes") -> Iterator[None]:
 def train(config: "Config", origin: "Origin", folder: Path, processes: "Processes", stop: Stop) -> None:
     """The phases, one after another; each begins with the checkpoint of the one before."""
     from dlm_rag.energy.meter import open_meter
+    from dlm_rag.machine import commit_of_code
     from dlm_rag.training.card import write_card
     from dlm_rag.training.energy import Windows
     from dlm_rag.training.phase import open_phase
@@ -199,6 +211,7 @@ def train(config: "Config", origin: "Origin", folder: Path, processes: "Processe
     from dlm_rag.training.saving import look, position
     from dlm_rag.training.trainer import Trainer, free_memory
 
+    commit = commit_of_code()  # of what runs: at the end the checkout may be another
     step, left = position(folder, list(config.train.in_phases()))
     if processes.first:
         for line in look(folder).passed_over:
@@ -227,7 +240,7 @@ def train(config: "Config", origin: "Origin", folder: Path, processes: "Processe
                 with new_folder(folder / "model") if processes.first else nullcontext(folder) as model:
                     trainer.export(model)
                     if processes.first:
-                        write_card(model, trainer.denoiser, config, report.lines())
+                        write_card(model, trainer.denoiser, config, report.lines(), commit)
                 if processes.first:
                     note(f"the model is in {folder / 'model'}: sample --model reads it")
             del trainer

@@ -7,13 +7,13 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.config import Config, dump_config, is_there, known_keys, load_config
+from dlm_rag.config import CONFIG_FOLDER, Config, dump_config, is_there, known_keys, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import SHIPPED
 from dlm_rag.files.records import expand
-from dlm_rag.program import Parser, whole
+from dlm_rag.program import Parser, note, whole
 
-READER = "reader.yaml"
+READER = str(CONFIG_FOLDER / "reader.yaml")
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 _FILE_NAME = re.compile(r"\S+\.(jsonl?|csv|tsv|parquet|ya?ml|txt|md|gz|safetensors)")
 
@@ -37,13 +37,21 @@ class CommandLine:
     questions: list[str]
     switches: set[str]
     options: dict[str, Any]
-    file: str | None  # of --config
+    file: str | None  # of --config, or READER where the reader that ships stands in
     settings: list[str]  # KEY=VALUE, of words and flags
-    under: str | None = None  # config whose settings yield to all that is named: of the reader that ships
 
     def config_with(self, more: list[str]) -> Config:
         """The config with more settings on top; raises `ConfigError`."""
-        return load_config(self.file, self.settings + more, self.under)
+        return load_config(self.file, self.settings + more)
+
+    def tell(self) -> None:
+        """Says that the reader answers, where nobody has named it."""
+        if self.file == READER:
+            note(
+                "the shipped reader answers, as configs/reader.yaml says: it is small, and knows three\n"
+                "ways to ask, as 'What is Emma?' (docs/synthesis.md); for any question give --model\n"
+                "DIR_OR_HUB_ID (GSAI-ML/LLaDA-8B-Instruct)"
+            )
 
 
 def parse(
@@ -59,7 +67,8 @@ def parse(
     """Reads a command line.
 
     typed: whether questions may be typed. chosen: whether --limit and --quick choose among those of a file.
-    answers: whether the reader that ships answers where a corpus of one's own is named and no model.
+    answers: whether the reader that ships answers where a corpus of one's own is named, and neither model
+    nor --config.
     switches: flags without a value, with their help texts. options: flags with a value, with default and
     help text; where the default is a whole number, so is the value, and above 0 unless the default is 0.
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
@@ -110,10 +119,10 @@ def parse(
             settings.append(f"{key}={value}")
     if getattr(given, "quick", False):
         settings.append("quick=true")
-    config, under = load_config(given.config, settings), None
-    if answers and config.model.path is None and _of_ones_own(config.retrieval.corpus):
-        under = READER
-        config = load_config(given.config, settings, under)
+    config = load_config(given.config, settings)
+    if answers and given.config is None and _is_for_the_reader(config, settings):
+        given.config = READER
+        config = load_config(READER, settings)
     for key in ("out", "trace", "html"):  # what is read is expanded where it is opened
         if (path := getattr(config, key) or "").startswith("~"):
             setattr(config, key, str(expand(path, ConfigError)))
@@ -125,12 +134,18 @@ def parse(
     for name, (default, _) in (options or {}).items():
         if isinstance(default, int):
             with_values[name] = whole(str(with_values[name]), min(default, 1), f"--{name} ")
-    return CommandLine(config, questions, on, with_values, given.config, settings, under)
+    return CommandLine(config, questions, on, with_values, given.config, settings)
 
 
-def _of_ones_own(corpus: str | None) -> bool:
-    """Whether a corpus is named, and another than the passages of the shipped world."""
-    return corpus is not None and Path(corpus).absolute() != SHIPPED / "world" / "corpus.jsonl"
+def _is_for_the_reader(config: Config, settings: list[str]) -> bool:
+    """Whether a corpus is named, another than the passages of the shipped world, and no model."""
+    corpus, named = config.retrieval.corpus, any(word.startswith("model.path=") for word in settings)
+    if named or corpus is None or config.synthesis.kind != "traces":  # other rows need no denoiser
+        return False
+    try:
+        return not expand(corpus, ConfigError).samefile(SHIPPED / "world" / "corpus.jsonl")
+    except (OSError, ValueError):  # what is wrong with it is said where it is read
+        return True
 
 
 def is_setting(word: str) -> bool:

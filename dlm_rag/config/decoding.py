@@ -309,7 +309,7 @@ class DecodeConfig(Checked):
         if self.query == "committed" and self.query_threshold not in (0.0, 1.0):
             raise ConfigError(
                 f"query_threshold={self.query_threshold} has no effect with query=committed: "
-                "set query=proxy"
+                "set query=proxy, or query_threshold=0"
             )
 
     @property

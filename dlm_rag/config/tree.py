@@ -118,22 +118,17 @@ def is_there(path: str | Path, of_any_kind: bool = False) -> bool:
         return False
 
 
-def load_config(
-    name: str | None = None, overrides: list[str] | None = None, under: str | None = None
-) -> Config:
+def load_config(name: str | None = None, overrides: list[str] | None = None) -> Config:
     """The resolved tree: defaults, then the YAML file `name`, then `key=value` words.
 
-    under: another YAML file, whose settings yield to those of all that is named.
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
     from omegaconf import OmegaConf
 
     tree = OmegaConf.structured(Config)
     sources = []
-    for file in (under, name):
-        if file is None:
-            continue
-        path = find_config(file)
+    if name is not None:
+        path = find_config(name)
         if path.stat().st_size > LARGEST_FILE:
             raise ConfigError(f"{path} is too large for a config: {path.stat().st_size >> 20} MiB")
         with _told(f"{path} is not valid YAML"):

@@ -20,7 +20,7 @@ MOST_BYTES = 256 << 20  # of a file that is read whole; the largest public token
 LFS = b"version https://git-lfs.github.com/spec/"  # what git leaves of a file that it has not fetched
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
 SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
-_SHIPS = "dlm_rag/shipped/"
+SHIPS = "dlm_rag/shipped/"
 FIRST_CONTACT = 3.0  # seconds that the hub has to take up a connection; a download may last
 
 
@@ -33,7 +33,7 @@ def locate(name: str | Path, what: str) -> Path:
     folder, text = expand(name, CheckpointError), str(name)
     if folder.is_dir():
         return folder
-    if text.startswith(_SHIPS) and (own := SHIPPED / text.removeprefix(_SHIPS)).is_dir():
+    if text.startswith(SHIPS) and (own := SHIPPED / text.removeprefix(SHIPS)).is_dir():
         return own
     if folder.is_file():
         raise CheckpointError(f"{what} '{text}' is a file: name the folder that it is in")

@@ -70,7 +70,7 @@ def what_is(name: str, sentence: str) -> tuple[str, str]:
     if found is None:
         return "", ""
     subject = _WORD.findall(bare[: found.start()])
-    if len(subject) > SUBJECT_WORDS or not {*_WORD.findall(name)} <= {*subject}:
+    if not subject or len(subject) > SUBJECT_WORDS or not {*_WORD.findall(name)} <= {*subject}:
         return "", ""
     if subject[0].lower() in _NO_SUBJECT and not name.startswith(subject[0]):
         return "", ""  # "In Emma there is a ball"

@@ -29,7 +29,8 @@ TEMPLATES = {
     "chain2": "What is the thing left out here: '{gap}'?",
     "chain3": "What is the thing that the first sentence about the thing left out here names: '{gap}'?",
 }
-CHECKS = ["one_sentence", "one_passage", "answer_not_in_question"]
+CHECKS = ["one_sentence", "answer_not_in_question"]  # of every row, and of what a name stands for:
+NAME_CHECK = "one_passage"
 _CAPITALS = re.compile(r"(?:[A-ZÀ-ÖØ-Þ][\w’'-]*[^\W_] ){1,4}[A-ZÀ-ÖØ-Þ][\w’'-]*[^\W_]")
 
 
@@ -124,6 +125,7 @@ class CorpusRows:
             id=f"{other.id}/{gap.name}",
             name=gap.name,
             sentences=tuple(own.sub(lambda _: gap.name, sentence) for sentence in other.sentences),
+            what=own.sub(lambda _: gap.name, other.what),
             says=own.sub(lambda _: gap.name, other.says),
         )
         row_of = self._row("chain2", [self.passages[gap.row], named], gap)
@@ -156,7 +158,7 @@ class CorpusRows:
             "response": f"{' '.join(said)} ### {answer}",
             "source_ids": ids,
             "template": kind,
-            "filters": CHECKS,
+            "filters": CHECKS if kind == "complete" else [*CHECKS, NAME_CHECK],
         }
 
     def _gaps_of(self, row: int) -> Iterator[Gap]:

@@ -11,20 +11,22 @@ from typing import Any
 
 from dlm_rag.config import Config, differing_keys
 from dlm_rag.files.whole import new_file, write_whole
-from dlm_rag.machine import commit_of_code, describe_machine, machine_name
+from dlm_rag.machine import describe_machine, machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.report import WINDOW, validation_of
 
 
-def write_card(folder: Path, denoiser: Denoiser, config: Config, metrics: list[dict[str, Any]]) -> None:
+def write_card(
+    folder: Path, denoiser: Denoiser, config: Config, metrics: list[dict[str, Any]], commit: str | None
+) -> None:
     """Writes `training.json`, `README.md` and `curves.png` into a model's folder.
 
-    metrics: every line of the run's `metrics.jsonl`.
+    metrics: every line of the run's `metrics.jsonl`. commit: of the code that ran.
     """
     validated = [line for line in metrics if validation_of(line)]
     record = {
         "command": command_line(),
-        "commit": commit_of_code(),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine_name(denoiser.device),
         "machines": [describe_machine(denoiser.device, denoiser.backend)],  # as in the stamp of answers

@@ -31,6 +31,16 @@ CASES = [
         f"{TRACES} --out rows synthesis.known_hops=true",
         "question 'n0' has no hops",
     ),
+    Case(
+        "a model for rows of a corpus",
+        f"{CORPUS} --out rows --model model",
+        "model.path has no effect with synthesis.kind=corpus",
+    ),
+    Case(
+        "a filter for rows of a corpus",
+        f"{CORPUS} --out rows synthesis.keep=evidence",
+        "synthesis.keep has no effect with",
+    ),
     Case("rows of no corpus", "synthesize synthesis.kind=corpus --out rows", "needs --corpus FILE"),
     Case(
         "rows of a corpus and questions",

@@ -25,10 +25,10 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.evidence import among, copies
 from dlm_rag.training.rows.example import Example, masked_canvas
 
-NOT_FOUND = 0.4  # share of the crossed moments up to the second sentence that lack its passage
-UNTOLD_TOKENS = 3  # supervised of what no passage there tells, so that it is not held for certain
 Crossed = Callable[[random.Random], tuple[Question, Passage]]
 
+NOT_FOUND = 0.4  # share of the crossed moments up to the second sentence that lack its passage
+UNTOLD_TOKENS = 3  # supervised of what no passage there tells, so that it is not held for certain
 GUESSED_WORDS = 3  # of the next sentence, in the query of a moment
 RIGHT_GUESS, WRONG_GUESS = 0.4, 0.3  # shares of the moments with such words, and with those of another
 

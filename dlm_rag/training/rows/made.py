@@ -16,7 +16,7 @@ from dlm_rag.training.rows.evidence import copies
 
 COPIED = 0.8  # share of a response that its passages must spell out where they are cut
 MOST_DRAWS = 100  # until a chain fits
-WHAT_IT_IS = 4  # what a passage is is asked so often for each time that one of its names is
+WHAT_IT_IS = 4  # "What is X?" counts so many times as often as a question for a name that is left out
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ def make_questions(
 ) -> Made:
     """What can be asked of a corpus by a denoiser of this shape.
 
-    hops: passages of a chain, at most. held_out: share of the passages that nothing is trained on. Left out
-    is what does not fit into prompt and canvas, or stands where passages are cut. Raises `CorpusError`
-    where no chain is left for training.
+    hops: passages of a chain, at most; 2 or more. held_out: share of the passages that nothing is trained
+    on. Left out is what does not fit into prompt and canvas, or stands where passages are cut. Raises
+    `CorpusError` where no chain is left for training.
     """
     rows = CorpusRows(corpus, hops, held_out)
     texts = {passage.id: passage.text for passage in corpus}
@@ -53,7 +53,7 @@ def make_questions(
             return False
         return len(ids) < shape.canvas_length and len(copies(ids, prompt.facts)) >= COPIED * len(ids)
 
-    gaps, defined = rows.crossings() if hops > 1 else ([], [])
+    gaps, defined = rows.crossings()
 
     def cross(rng: random.Random) -> tuple[Question, Passage]:
         for _ in range(MOST_DRAWS):
@@ -67,20 +67,22 @@ def make_questions(
             f"{corpus.path}: of {MOST_DRAWS} chains across its passages none fits: set train.crossed=0"
         )
 
-    made = Made(crossed=cross if gaps and defined else None)
+    made, several = Made(crossed=cross if gaps and defined else None), 0
     for row in _rows(rows):
         question = _question(row)
         if row["held_out"] and row["hops"] == 1:
             continue
+        several += row["hops"] > 1 and not row["held_out"]
         if fits(question, [texts[i] for i in question.supporting_ids]):
-            several = made.held_out if row["held_out"] else made.chains
+            chains = made.held_out if row["held_out"] else made.chains
             times = WHAT_IT_IS if row["template"] == "what" else 1
-            (several if row["hops"] > 1 else made.beside).extend([question] * times)
+            (chains if row["hops"] > 1 else made.beside).extend([question] * times)
     if not made.chains:
-        raise CorpusError(
-            f"{corpus.path}: no sentence of a passage names the title of another that says what it is, so "
-            "that nothing can be asked: give data.questions too"
-        )
+        lengths = f"passage_length={shape.passage_length} and canvas_length={shape.canvas_length}"
+        reason = "no sentence of a passage names the title of another that says what it is"
+        if several:
+            reason = f"none of its {several} chains to train on fits into {lengths}"
+        raise CorpusError(f"{corpus.path}: {reason}, so that nothing can be asked: give data.questions too")
     return made
 
 
