@@ -117,7 +117,7 @@ def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, t
 
 def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_path, monkeypatch):
     questions = [{"id": "q", "question": "What is Emma?", "golden_answers": ["a novel"]}]
-    asked = ["--questions", write_lines(tmp_path / "q.jsonl", questions)]
+    asked = ["--questions", write_lines(tmp_path / "q.jsonl", questions), "decode.canvas_length=8"]
     told = "the shipped reader answers"
     for program, words in (
         (sample, asked),
