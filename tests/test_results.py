@@ -40,6 +40,14 @@ def here(stored, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+def test_another_place_of_the_corpus_leaves_the_model_to_the_result(here, capsys):
+    Path("corpus.jsonl").rename("moved.jsonl")
+    evaluate.main(["--reproduce", "old", "--out", "new", "--corpus", "moved.jsonl"])
+    told = capsys.readouterr()
+    assert "reader" not in told.err and "the same" in told.out
+    assert "| none | 0.0 | 0.0 | +0.0 [+0, +0]" in Path("new/reproduced.md").read_text()
+
+
 def test_the_same_run_gives_the_same_responses(here, capsys):
     evaluate.main(["--reproduce", "old", "--out", "new"])
     screen = capsys.readouterr().out

@@ -248,7 +248,6 @@ def test_every_row_of_a_corpus_is_what_it_says():
     assert len(rows) > 10 and len({row["id"] for row in rows}) == len(rows)
 
 
-@pytest.mark.slow
 def test_a_definition_with_its_own_name_in_it_is_crossed_as_a_whole():
     emma = Passage("0", "Emma", "Emma is a novel about Emma Woodhouse and her father.")
     rows = CorpusRows(
@@ -264,6 +263,7 @@ def test_a_definition_with_its_own_name_in_it_is_crossed_as_a_whole():
     assert row["response"] == f"{gap.sentence} {second.contents} ### {row['golden_answers'][0]}"
 
 
+@pytest.mark.slow
 def test_chains_of_real_passages(real):
     """Some of each kind, checked against all sentences of the corpus."""
     path = real / "hotpotqa" / "corpus.jsonl"

@@ -35,7 +35,7 @@ from dlm_rag.commands.scores import (
     scores_then,
     written,
 )
-from dlm_rag.commands.words import CommandLine, parse
+from dlm_rag.commands.words import READER, CommandLine, parse
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.whole import write_whole
@@ -79,17 +79,19 @@ def main(argv: list[str]) -> None:
         raise ConfigError(
             "evaluation makes no page: leave --html out, and make it of a trace with dlm-rag page"
         )
+    if words.options["reproduce"] and words.file == READER:  # who answers, the result says
+        words = replace(words, file=None)
     wanted = of_result(words) if words.options["reproduce"] else of_words(words)
     said = {"command": shlex.join(["dlm-rag", "evaluate", *argv])} | wanted.said
     evaluate(Path(str(out)), wanted, said, words.tell)
 
 
 def evaluate(
-    out: Path, wanted: Wanted, said: dict[str, Any], tell: Callable[[], None] = lambda: None
+    out: Path, wanted: Wanted, said: dict[str, Any], ready: Callable[[], None] = lambda: None
 ) -> None:
     """Runs what is wanted into a folder, and reports; said: what scores.json begins with.
 
-    tell: called once all has been checked.
+    ready: called once all has been checked.
     """
     config = with_shipped(wanted.config, [])
     if config.questions is None:
@@ -116,7 +118,6 @@ def evaluate(
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
     jobs = plan_all(wanted, folders, questions)
-    tell()
     for name in ("scores.json", "scores.md", picture(said), CONFIG):
         check_writable(str(out / name), "out")
     if dataset := said.get("dataset"):
@@ -127,6 +128,7 @@ def evaluate(
     }.items():
         with written(folder / CONFIG) as path:
             write_whole(path, dump_config(replace(told, out=None, compare=None)))
+    ready()
     run_all(jobs, config.workers)
     scores = {name: score_folder(folder, questions, said["f1_rule"]) for name, folder in folders.items()}
     report(out, groups, scores, folders, said)

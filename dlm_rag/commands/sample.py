@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     if words.config.model.path is None and leads_out_of_its_world(words.config, questions):
         note(
             "the shipped model knows only its invented world: what it says here is made up;\n"
-            "for passages of your own give --corpus FILE, for any question --model DIR_OR_HUB_ID too "
+            "for passages of your own give --corpus FILE alone, for any question --model DIR_OR_HUB_ID "
             "(GSAI-ML/LLaDA-8B-Instruct)"
         )
     status("loading torch")
