@@ -156,3 +156,14 @@ def test_a_build_that_goes_on_finds_what_it_has_left(tmp_path):
         tmp_path / "index", lambda scratch: (scratch / "half").rename(scratch / "whole"), goes_on=True
     )
     assert (tmp_path / "index" / "whole").exists()
+
+
+def test_a_list_of_files_that_leads_elsewhere_is_damage(tmp_path):
+    """Nothing outside of an index is read for it."""
+    build_once(tmp_path / "index", lambda scratch: (scratch / "a").write_text("1"))
+    (tmp_path / "b").write_text("2")
+    note = json.loads((tmp_path / "index" / WHOLE).read_text())
+    note["../b"] = _digests(tmp_path)["b"]
+    (tmp_path / "index" / WHOLE).write_text(json.dumps(note))
+    build_once(tmp_path / "index", lambda scratch: (scratch / "a").write_text("3"))
+    assert (tmp_path / "index" / "a").read_text() == "3"

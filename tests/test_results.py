@@ -144,3 +144,14 @@ def test_settings_are_kept_as_they_were_told(here):
     assert static.decode.query == "question" and static.model.path == "model" and static.compare is None
     assert static.decode.block_length is None and static.out is None
     assert load_config("old/config.yaml").decode.query == "proxy"
+
+
+def test_no_name_in_a_result_leads_out_of_its_folder(here):
+    """Nor into a folder beside that of --out, when it is run again."""
+    record = json.loads(Path("old/scores.json").read_text())
+    record["settings"][".."] = record["settings"].pop("static")
+    Path("old/scores.json").write_text(json.dumps(record))
+    shutil.copy("old/static/config.yaml", "config.yaml")
+    with pytest.raises(ConfigError, match=r"scores\.json names '\.\.'"):
+        evaluate.main(["--reproduce", "old", "--out", "new/run"])
+    assert not Path("new").exists()

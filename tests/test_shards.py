@@ -151,6 +151,22 @@ def test_fewer_files_than_before_leave_none_of_before(tmp_path):
     assert len(list(tmp_path.glob("rows-*"))) == 1 and len(read_questions(tmp_path)) == 9
 
 
+@pytest.mark.parametrize("name", ["../victim.txt", "{0}/victim.txt", "out/victim.txt", 5])
+def test_no_name_in_a_note_takes_a_file_away_outside(tmp_path, name):
+    """Folders of rows get handed on, and with them whatever a note names to be replaced."""
+    victim, folder = tmp_path / "victim.txt", tmp_path / "rows"
+    victim.write_text("mine")
+    make(folder, [outcome(0)], complete=False)
+    (folder / "out").symlink_to(tmp_path)
+    note = json.loads((folder / "rows.json").read_text())
+    note["files"].append(name.format(tmp_path) if isinstance(name, str) else name)
+    (folder / "rows.json").write_text(json.dumps(note))
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"rows\.json names .* is not the name of a file in"):
+        make(folder, [outcome(0), outcome(1)])
+    assert victim.read_text() == "mine" and contents(folder) == before
+
+
 def test_other_settings_other_folders_and_a_second_process_are_refused(tmp_path):
     make(tmp_path / "a", [outcome(0)], complete=False)
     with pytest.raises(ConfigError, match="holds rows with synthesis.kind=corpus, this run has traces"):

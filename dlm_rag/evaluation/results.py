@@ -13,6 +13,7 @@ from dlm_rag.evaluation.compare import Estimate, Groups, differences
 from dlm_rag.evaluation.metrics import Score
 from dlm_rag.evaluation.pareto import overview
 from dlm_rag.evaluation.report import Grid, origin, percent, plain, table
+from dlm_rag.files.foreign import resolve_name
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.program import Parser, run
 
@@ -50,7 +51,8 @@ def read_result(path: Path) -> Result:
         raise none
     record = parse_object(file.read_bytes(), str(file), ConfigError)
     try:
-        for setting in record["settings"].values():
+        for name, setting in record["settings"].items():
+            resolve_name(file.parent, folder_name(name), str(file), ConfigError)
             _all(setting["groups"])
             {**setting["stamp"].get("versions", {}), **setting["stamp"].get("answers_depend_on", {})}
         [_all(groups) for groups in record["first_minus"].values()]

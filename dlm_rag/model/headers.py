@@ -7,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dlm_rag.errors import CheckpointError, fold_message, nearest
+from dlm_rag.files.foreign import resolve_name
 from dlm_rag.files.hub import read_json
 from dlm_rag.model.families.base import Family, Part
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
@@ -21,19 +22,17 @@ def _shards(folder: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map from tensors to files")
-        names = sorted(set(weight_map.values()))
-        outside = [name for name in names if name != Path(name).name]
-        if outside:
-            raise CheckpointError(f"{index} names the shard '{outside[0]}', which is no file of its folder")
-        here = {path.name for path in folder.iterdir() if path.is_file()}
-        for name in names:
-            if name not in here:
-                raise CheckpointError(f"{folder} lacks the shard {name:.60} that its index names")
-        if (folder / WEIGHTS).exists() and WEIGHTS not in names:
+        names = sorted({*weight_map.values()})
+        paths = [resolve_name(folder, name, str(index), CheckpointError) for name in names]
+        here = {path for path in folder.iterdir() if path.is_file()}
+        for path in paths:
+            if path not in here:
+                raise CheckpointError(f"{folder} lacks the shard {path.name:.60} that its index names")
+        if (folder / WEIGHTS).exists() and folder / WEIGHTS not in paths:
             raise CheckpointError(
                 f"{folder} holds both {WEIGHTS} and {index.name}: take away what is older"
             )
-        return [folder / name for name in names]
+        return paths
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))

@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.files.digest import digest_file
+from dlm_rag.files.foreign import resolve_name
 from dlm_rag.files.jsonl import read_note
 from dlm_rag.files.whole import default_index_folder, write_whole
 
@@ -67,13 +68,14 @@ def _damage(folder: Path) -> str:
     digests = read_note(folder / WHOLE)
     try:
         for name, digest in digests.items():
-            if not (folder / name).is_file():  # a pipe would wait for ever
+            path = resolve_name(folder, name, WHOLE, CorpusError)
+            if not path.is_file():  # a pipe would wait for ever
                 return f"{name} is no file any more"
-            if digest_file(folder / name) != digest:
+            if digest_file(path) != digest:
                 return f"{name} is damaged"
     except OSError as error:
         return f"{Path(error.filename or WHOLE).name} cannot be read ({error.strerror})"
-    except ValueError:  # no name of a file
+    except CorpusError:
         return f"{WHOLE} is damaged"
     return "" if digests else f"{WHOLE} is damaged"
 

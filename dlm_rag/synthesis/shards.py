@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.files.foreign import resolve_name
 from dlm_rag.files.jsonl import end_last_line, parse_object, read_note
 from dlm_rag.files.whole import give_back, take_lock, write_whole
 from dlm_rag.progress import progress
@@ -106,6 +107,10 @@ class RowsFolder:
                     f"{self._depends_on.get(key)}: choose another --out"
                 )
         self.complete = note.get("complete", False)
+        self._written = {self._path(name) for name in note.get("files", [])}
+
+    def _path(self, name: str) -> Path:
+        return resolve_name(self.folder, name, str(self._note), ConfigError)
 
     def begin(self, stamp: dict[str, Any]) -> None:
         """Takes the folder for this process; `done` then names the sources that are decided."""
@@ -184,11 +189,12 @@ class RowsFolder:
                     shards[held_out].add(self._common | row)
         files = [path for side in shards.values() for path in side.close()]
         names = [str(path.relative_to(parts)) for path in files]
-        for stale in {*read_note(self._note).get("files", [])} - {*names}:
-            (self.folder / stale).unlink(missing_ok=True)
-        for path, name in zip(files, names, strict=True):
-            (self.folder / name).parent.mkdir(exist_ok=True)
-            path.replace(self.folder / name)
+        homes = [self._path(name) for name in names]
+        for stale in self._written - {*homes}:
+            stale.unlink(missing_ok=True)
+        for path, home in zip(files, homes, strict=True):
+            home.parent.mkdir(exist_ok=True)
+            path.replace(home)
         told = dict(sorted(counts.items()))
         note = self._write_note({"counts": told, "files": names})
         write_whole(self.folder / "README.md", card(self.folder, told, note))

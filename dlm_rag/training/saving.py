@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError
+from dlm_rag.files.foreign import resolve_name
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.files.whole import write_whole
 from dlm_rag.training.failures import lost, lost_another
@@ -83,7 +84,7 @@ def _read_record(path: Path) -> tuple[dict[str, Any], str]:
             return {}, f"{RECORD} lacks a part"
         TrainState.read(record.get("state"))
         for name, size in files.items():
-            if (path / name).stat().st_size != size:
+            if resolve_name(path, name, RECORD, CheckpointError).stat().st_size != size:
                 return {}, f"{name} is cut short, or another file"
     except OSError as error:
         return {}, f"{Path(error.filename or RECORD).name} cannot be read ({error.strerror})"

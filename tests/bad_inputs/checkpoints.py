@@ -223,10 +223,10 @@ CASES = [
             for name, start in (("a", 0), ("b", 4))
         }).encode()) + bytes(12)
     }),
-    Case("a shard outside of the folder", ASK, "names the shard '../corpus.jsonl'", {
+    Case("a shard outside of the folder", ASK, "index.json names '../corpus.jsonl'", {
         INDEX: '{"weight_map": {"norm.weight": "../corpus.jsonl"}}'
     }),
-    Case("a shard at the root of all", ASK, "names the shard '/dev/zero'", {
+    Case("a shard at the root of all", ASK, "index.json names '/dev/zero'", {
         INDEX: '{"weight_map": {"norm.weight": "/dev/zero"}}'
     }),
     Case("an index that is a list", ASK, "index.json must hold a JSON object", {INDEX: "[]"}),
