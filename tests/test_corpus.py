@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 from blake3 import blake3
@@ -134,6 +136,36 @@ def test_a_file_that_changes_while_it_is_in_use_is_said(corpus_file, change):
     for read in (lambda: corpus.rows([0]), lambda: corpus[4:], lambda: list(corpus)):
         with pytest.raises(CorpusError, match="has changed while it was in use"):
             read()
+
+
+def test_a_byte_that_changes_is_seen_though_size_and_time_are_put_back(corpus_file):
+    corpus, known = open_corpus(corpus_file), corpus_file.stat()
+    time.sleep(0.02)  # longer than a tick of the clock that files have
+    overwrite(corpus_file)
+    os.utime(corpus_file, ns=(known.st_atime_ns, known.st_mtime_ns))
+    assert corpus_file.stat().st_mtime_ns == known.st_mtime_ns
+    with pytest.raises(CorpusError, match="has changed while it was in use"):
+        corpus.rows([0])
+
+
+def touch(path):
+    os.utime(path, ns=(0, 1))
+
+
+def rewrite(path):
+    path.write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("change", [touch, rewrite, lambda path: path.chmod(0o600)])
+def test_the_same_bytes_are_the_same_corpus(corpus_file, change):
+    """Read once more after the change, and not again."""
+    corpus = open_corpus(corpus_file)
+    change(corpus_file)
+    with ThreadPoolExecutor(4) as threads:  # of which each may be the one that looks
+        found = list(threads.map(lambda row: corpus.rows([row])[0].id, [*range(5)] * 20))
+    assert found == [name for name, _, _ in PASSAGES] * 20
+    with patch.object(corpus_module, "digest_open", side_effect=AssertionError("read again")):
+        assert corpus[0:1]
 
 
 def test_a_file_that_another_takes_the_name_of_is_read_on(corpus_file):

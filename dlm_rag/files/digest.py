@@ -5,6 +5,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 from blake3 import blake3
@@ -26,26 +27,32 @@ def digest_file(path: Path) -> str:
     changed is not read again. A cache that cannot be read or written costs only time.
     """
     with path.open("rb", buffering=0) as file:
-        before = _state(file.fileno())
-        record = default_index_folder() / "digests" / f"{_name(path)}.json"
-        large = before["size"] >= REMEMBERED_FROM
-        if large and (known := _remembered(record, before)):
-            return known
-        # Threads for what is large only: a fork lacks those that its parent began, and waits for them.
-        digest = blake3(max_threads=blake3.AUTO if large else 1)
-        block = memoryview(bytearray(min(BLOCK, before["size"] + 1)))
-        # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
-        with progress(visible(f"reading {path.name}"), before["size"], "bytes") as advance:
-            while count := file.readinto(block):
-                digest.update(block[:count])
-                advance(count)
-        found = digest.hexdigest()
-        after = _state(file.fileno())
-        settled = time.time_ns() - max(after["mtime"], after["ctime"]) > RACY
-        if large and settled and after == before:
-            with suppress(OSError):
-                record.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(record, json.dumps({"digest": found, **after}))
+        return digest_open(file, path)
+
+
+def digest_open(file: FileIO, path: Path) -> str:
+    """As `digest_file`, of an open file, whatever has taken its name since; no other thread may read it."""
+    before = state_of(file.fileno())
+    record = default_index_folder() / "digests" / f"{_name(path)}.json"
+    large = before["size"] >= REMEMBERED_FROM
+    if large and (known := _remembered(record, before)):
+        return known
+    # Threads for what is large only: a fork lacks those that its parent began, and waits for them.
+    digest = blake3(max_threads=blake3.AUTO if large else 1)
+    block = memoryview(bytearray(min(BLOCK, before["size"] + 1)))
+    file.seek(0)
+    # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
+    with progress(visible(f"reading {path.name}"), before["size"], "bytes") as advance:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            advance(count)
+    found = digest.hexdigest()
+    after = state_of(file.fileno())
+    settled = time.time_ns() - max(after["mtime"], after["ctime"]) > RACY
+    if large and settled and after == before:
+        with suppress(OSError):
+            record.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(record, json.dumps({"digest": found, **after}))
     return found
 
 
@@ -53,9 +60,9 @@ def _name(path: Path) -> str:
     return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
 
 
-def _state(file: int) -> dict[str, int]:
-    """What changes with the content of an open file."""
-    found = os.fstat(file)
+def state_of(file: Path | int) -> dict[str, int]:
+    """What changes with the content of a file; of one that is open, whatever has taken its name since."""
+    found = os.stat(file)  # noqa: PTH116 - a path cannot be a descriptor
     return {
         "size": found.st_size, "mtime": found.st_mtime_ns, "ctime": found.st_ctime_ns,
         "inode": found.st_ino, "device": found.st_dev,

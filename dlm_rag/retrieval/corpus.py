@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from blake3 import blake3
 
 from dlm_rag.errors import CorpusError, nearest
-from dlm_rag.files.digest import digest_file
+from dlm_rag.files.digest import digest_file, digest_open, state_of
 from dlm_rag.files.jsonl import is_blank, lines, parse_object, read_note
 from dlm_rag.files.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
 from dlm_rag.files.whole import default_index_folder, write_whole
@@ -62,15 +63,6 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
     return Passage(id_of(record, "passage", place, CorpusError), title or "", contents)
 
 
-FileState = tuple[int, int]
-
-
-def state_of(file: Path | int) -> FileState:
-    """Size and time of a file, or of one that is open, whatever has taken its name since."""
-    found = os.stat(file)  # noqa: PTH116 - a path cannot be a descriptor
-    return found.st_size, found.st_mtime_ns
-
-
 def _load_offsets(path: Path, size: int) -> np.ndarray:
     """Where the passages of a corpus of `size` bytes begin, and its end.
 
@@ -92,13 +84,13 @@ class Corpus(Sequence[Passage]):
     `folder` is where indexes over exactly these bytes are kept: its name holds the fingerprint.
     """
 
-    def __init__(self, path: Path, folder: Path, fingerprint: str, state: FileState) -> None:
-        """state: of the file when it was hashed."""
+    def __init__(self, path: Path, folder: Path, fingerprint: str, state: dict[str, int]) -> None:
+        """state: of the file before it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
-        self._offsets = _load_offsets(folder / "offsets" / "offsets.npy", state[0])
+        self._offsets = _load_offsets(folder / "offsets" / "offsets.npy", state["size"])
         self._file = path.open("rb", buffering=0)
         self._descriptor = self._file.fileno()
-        self._opened = state
+        self._hashed, self._lock = state, threading.Lock()
         self.check_unchanged()
 
     def __len__(self) -> int:
@@ -134,12 +126,18 @@ class Corpus(Sequence[Passage]):
         return found
 
     def check_unchanged(self) -> None:
-        """Raises `CorpusError` where the file has been written to since it was opened."""
-        if state_of(self._descriptor) != self._opened:
-            raise CorpusError(
-                f"{self.path} has changed while it was in use: answers so far are of the file as it was; "
-                "begin again with the file as it is"
-            )
+        """Raises `CorpusError` where the file holds other bytes than it did; new times alone do no harm."""
+        if state_of(self._descriptor) == self._hashed:
+            return
+        with self._lock:
+            if (state := state_of(self._descriptor)) == self._hashed:
+                return
+            if digest_open(self._file, self.path) != self.fingerprint:
+                raise CorpusError(
+                    f"{self.path} has changed while it was in use: answers so far are of the file as it "
+                    "was; begin again with the file as it is"
+                )
+            self._hashed = state
 
     def __iter__(self) -> Iterator[Passage]:
         yield from (self[row] for row in range(len(self)))
