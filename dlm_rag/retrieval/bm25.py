@@ -14,6 +14,7 @@ from dlm_rag.errors import CorpusError, fold_message
 from dlm_rag.machine import memory
 from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress, status
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
+from dlm_rag.retrieval.compiled import keep_compiled
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.incremental import SuccessiveSearch
 from dlm_rag.retrieval.index import build_once, slug
@@ -30,8 +31,7 @@ SAMPLE = 10_000  # passages, from which the costs of a build are told
 MEMORY_A_TERM, DISK_A_TERM, TIMES_TOKENISING = 45, 8, 2  # bytes, bytes
 FACTS = "columns.json"  # what `SuccessiveSearch` needs to know about the columns
 
-# bm25s compiles its search in every process, for 5 seconds; numba can keep it on disk (0.2 seconds).
-retrieve_utils._retrieve_internal_jitted_serial.enable_caching()
+keep_compiled(retrieve_utils._retrieve_internal_jitted_serial)
 
 
 class BM25Retriever(CorpusRetriever):

@@ -18,11 +18,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 from dlm_rag.retrieval.base import Ranking
+from dlm_rag.retrieval.compiled import keep_compiled
 
 UNIT = 2.0**-20  # of the kept sums
 BLOCK = 512  # passages whose best sum is looked at before any of them is
 
-_numba_sorted_top_k.enable_caching()  # as in bm25.py
+keep_compiled(_numba_sorted_top_k)
 
 
 @dataclass
@@ -109,7 +110,8 @@ class SuccessiveSearch:
         return [int(rows[place]) for value, place in zip(values, places, strict=True) if value > 0]
 
 
-@njit(nogil=True, cache=True)
+@keep_compiled
+@njit(nogil=True)
 def _add(sums, data, indices, indptr, ids, counts):  # type: ignore[no-untyped-def]
     """Adds `counts` times the columns `ids`, in whole units; a score is never less than one."""
     for i in range(len(ids)):
@@ -117,7 +119,8 @@ def _add(sums, data, indices, indptr, ids, counts):  # type: ignore[no-untyped-d
             sums[indices[j]] += np.int32(counts[i] * max(1.0, np.rint(data[j] / UNIT)))
 
 
-@njit(nogil=True, cache=True)
+@keep_compiled
+@njit(nogil=True)
 def _candidates(sums, tops, passages, depth, words, floor):  # type: ignore[no-untyped-def]
     """Rows, ascending, that may be among the `depth` best by exact scores.
 
@@ -156,7 +159,8 @@ def _candidates(sums, tops, passages, depth, words, floor):  # type: ignore[no-u
     return rows[:count]
 
 
-@njit(nogil=True, cache=True)
+@keep_compiled
+@njit(nogil=True)
 def _exact(rows, query, data, indices, indptr):  # type: ignore[no-untyped-def]
     """Scores (float32) of rows, added up word by word in the order of the query."""
     scores = np.zeros(len(rows), dtype=np.float32)

@@ -436,6 +436,7 @@ CASES = [
          env={"DLM_RAG_CACHE": None, "HOME": "/proc/x"}),
     Case("no threads for numba", ASK, "NUMBA_NUM_THREADS", env={"NUMBA_NUM_THREADS": "0"}, slow=True),
     Case("a word as threads for numba", ASK, "NUMBA_NUM_THREADS", env={"NUMBA_NUM_THREADS": "x"}, slow=True),
+    Case("numba without its compiler", ASK, "unset it", env={"NUMBA_DISABLE_JIT": "1"}, slow=True),
     Case("a word as threads", ASK, "Who wrote Emma?", exit=0, env={"OMP_NUM_THREADS": "abc"}, slow=True),
     Case("a dumb terminal one column wide", f"{EVALUATE} --out run", "run", exit=0, slow=True,
          env={"TERM": "dumb", "COLUMNS": "1"}),
