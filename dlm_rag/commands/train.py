@@ -208,13 +208,14 @@ def train(config: "Config", origin: "Origin", folder: Path, processes: "Processe
     from dlm_rag.training.energy import Windows
     from dlm_rag.training.phase import open_phase
     from dlm_rag.training.report import Report
-    from dlm_rag.training.saving import look, position
+    from dlm_rag.training.saving import pass_over_damaged, position
     from dlm_rag.training.trainer import Trainer, free_memory
 
     commit = commit_of_code()  # of what runs: at the end the checkout may be another
+    passed_over = pass_over_damaged(folder, processes)
     step, left = position(folder, list(config.train.in_phases()))
     if processes.first:
-        for line in look(folder).passed_over:
+        for line in passed_over:
             note(line)
         if step:
             note(f"going on from step {step}")

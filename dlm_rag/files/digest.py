@@ -37,16 +37,7 @@ def digest_open(file: FileIO, path: Path) -> str:
     large = before["size"] >= REMEMBERED_FROM
     if large and (known := _remembered(record, before)):
         return known
-    # Threads for what is large only: a fork lacks those that its parent began, and waits for them.
-    digest = blake3(max_threads=blake3.AUTO if large else 1)
-    block = memoryview(bytearray(min(BLOCK, before["size"] + 1)))
-    file.seek(0)
-    # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
-    with progress(visible(f"reading {path.name}"), before["size"], "bytes") as advance:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-            advance(count)
-    found = digest.hexdigest()
+    found = read_digest(file, path)
     after = state_of(file.fileno())
     settled = time.time_ns() - max(after["mtime"], after["ctime"]) > RACY
     if large and settled and after == before:
@@ -54,6 +45,21 @@ def digest_open(file: FileIO, path: Path) -> str:
             record.parent.mkdir(parents=True, exist_ok=True)
             write_whole(record, json.dumps({"digest": found, **after}))
     return found
+
+
+def read_digest(file: FileIO, path: Path) -> str:
+    """The same of what the disk gives now: one that loses a bit changes no time of the file."""
+    size = state_of(file.fileno())["size"]
+    # Threads for what is large only: a fork lacks those that its parent began, and waits for them.
+    digest = blake3(max_threads=blake3.AUTO if size >= REMEMBERED_FROM else 1)
+    block = memoryview(bytearray(min(BLOCK, size + 1)))
+    file.seek(0)
+    # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
+    with progress(visible(f"reading {path.name}"), size, "bytes") as advance:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            advance(count)
+    return digest.hexdigest()
 
 
 def _name(path: Path) -> str:

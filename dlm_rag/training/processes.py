@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,13 @@ class Processes:
         """Whether the flag is up on any process."""
         return self.sum([float(flag)])[0] > 0
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each process, by rank; all must call."""
+        found = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(found, value)
+        return found
+
     def device(self, name: str) -> torch.device:
         """Where this process computes; CUDA devices are dealt out by the place on the machine."""
         device = choose_device(name)
@@ -106,12 +114,12 @@ class Processes:
         """Raises `ConfigError` where processes see other folders of this name; all must call."""
         if self.count == 1:
             return
-        (word,) = self.sum([float(secrets.randbits(50)) if self.first else 0.0])
+        word, *_ = self.gather(secrets.token_hex(8))
         path = folder / ".shared"
         if self.first:
-            path.write_text(str(word))
+            path.write_text(word)
         self.wait()
-        apart = self.any(not path.exists() or path.read_text() != str(word))
+        apart = self.any(not path.exists() or path.read_text() != word)
         if self.first:
             path.unlink()
         if apart:

@@ -1,9 +1,11 @@
 """Checkpoints of a run: safetensors in shards, whole or not there, read by any number of processes.
 
 torch.distributed.checkpoint writes and reads them in its safetensors form, so nothing is pickled. A
-folder takes its name by one rename after every process has written its part.
+folder takes its name by one rename after every process has written its part. `state.json` holds a digest of
+each file, computed by the process that writes it while it writes, and one of itself.
 """
 
+import io
 import json
 import re
 import shutil
@@ -11,13 +13,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,8 +33,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dlm_rag.errors import CheckpointError, ConfigError, RunError
-from dlm_rag.files.foreign import resolve_name
+from dlm_rag.errors import CheckpointError, ConfigError, RunError, fold_message
+from dlm_rag.files.digest import read_digest
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.files.whole import write_whole
 from dlm_rag.training.failures import lost, lost_another
@@ -37,6 +44,7 @@ from dlm_rag.training.state import TrainState
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 RECORD = "state.json"
+DAMAGE = "damage.txt"  # in a checkpoint: that its files are not what was written, and which
 FORMAT = 2  # of the record; 1 had no tasks
 
 
@@ -76,21 +84,110 @@ def _read_record(path: Path) -> tuple[dict[str, Any], str]:
     if not re.fullmatch(r"step-\d{8}", path.name):
         return {}, "its name is not that of a checkpoint"
     try:
+        if (path / DAMAGE).exists():
+            return {}, f"{(path / DAMAGE).read_text(encoding='utf-8')}, as {DAMAGE} there says"
         record = parse_object((path / RECORD).read_bytes(), RECORD, CheckpointError)
         if record.get("format", 1) != FORMAT:
             return record, ""
-        files = record.get("files", {})  # older programs did not write them down
-        if not all(isinstance(part, dict) for part in (record.get("run"), record.get("phase"), files)):
+        # Older programs wrote no digests, and still older ones no files.
+        parts = [record.get("run"), record.get("phase")]
+        parts += [record.get(name, {}) for name in ("files", "digests", "scaler")]
+        if not all(isinstance(part, dict) for part in parts):
             return {}, f"{RECORD} lacks a part"
+        if record.get("digest", digest := _digest(record)) != digest:
+            return {}, f"{RECORD} has changed since it was written"
         TrainState.read(record.get("state"))
-        for name, size in files.items():
-            if resolve_name(path, name, RECORD, CheckpointError).stat().st_size != size:
-                return {}, f"{name} is cut short, or another file"
+        there = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+        for name, size in sorted(record.get("files", there).items()):
+            if there.pop(name, None) != size:
+                return {}, f"{name} is cut short, another file, or not there"
+        if there:
+            return {}, f"{min(there)} does not belong to it"
     except OSError as error:
         return {}, f"{Path(error.filename or RECORD).name} cannot be read ({error.strerror})"
     except CheckpointError as error:
         return {}, str(error)
     return record, ""
+
+
+def _digest(record: dict[str, Any]) -> str:
+    """BLAKE3 of a record but for this digest, as 64 hex digits."""
+    rest = {key: value for key, value in record.items() if key != "digest"}
+    return blake3(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def pass_over_damaged(folder: Path, processes: Processes) -> list[str]:
+    """Marks the newest checkpoints whose files are not what was written, so that they are passed over.
+
+    Processes share the reading, and all must call. A checkpoint without digests passes where its tensors
+    hold finite numbers. Returns what a person should know. Raises `CheckpointError` where there are
+    checkpoints and none is whole.
+    """
+    found, unchecked = look(folder), []
+    while found.whole:
+        path, record = found.whole[-1]
+        names = sorted(record.get("files", [file.name for file in path.glob("*.safetensors")]))
+        own = names[processes.rank :: processes.count]
+        digests = record.get("digests", {})
+        wrong = processes.gather([_damage(path / name, digests.get(name)) for name in own])
+        damages = [line for lines in wrong for line in lines if line]
+        if not damages:
+            if not digests:
+                unchecked = [f"{path} was written by an older version and carries no digests"]
+            break
+        if processes.first:
+            write_whole(path / DAMAGE, damages[0])
+        processes.wait()
+        found = look(folder)
+    if found.passed_over and not found.whole:
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} is whole: {found.passed_over[-1]}; "
+            "begin again in another --out"
+        )
+    return [*found.passed_over, *unchecked]
+
+
+def _damage(path: Path, digest: str | None) -> str:
+    """What is wrong with a file of a checkpoint, in words; without a digest as far as its numbers tell."""
+    try:
+        if digest is not None:
+            with path.open("rb", buffering=0) as file:
+                same = read_digest(file, path) == digest
+            return "" if same else f"{path.name} has changed since it was written"
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - it is no mapping
+                if not shard.get_tensor(name).isfinite().all():
+                    return f"{name} in {path.name} holds what is no finite number"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    except SafetensorError as error:
+        return f"{path.name} is no safetensors file ({fold_message(error)})"
+    return ""
+
+
+class _DigestedFiles(FileSystem):
+    """Takes the digest of each file that torch writes, of the bytes that the disk has taken."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        raw = _DigestedFile(path, mode)
+        with io.BufferedWriter(raw) as stream:
+            yield stream
+        self.digests[Path(path).name] = raw.digest.hexdigest()
+
+
+class _DigestedFile(io.FileIO):
+    def __init__(self, path: Any, mode: str) -> None:
+        super().__init__(path, mode)
+        self.digest = blake3(max_threads=blake3.AUTO)
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.digest.update(memoryview(data)[:count])
+        return count
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -140,6 +237,7 @@ class Checkpoints:
         self._processes.wait()
         tensors = state_of(root, optimizers)
         writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True)
+        writer.fs = written = _DigestedFiles()
         try:
             with quietly():
                 dcp.save(tensors, storage_writer=writer, no_dist=self._processes.count == 1)
@@ -150,9 +248,11 @@ class Checkpoints:
                 f"the checkpoint of step {step} could not be written to {target.parent} "
                 f"({reason_of(error)}); the one before is as it was: make room and --resume"
             ) from error
+        digests = reduce(or_, self._processes.gather(written.digests))
         if self._processes.first:
             files = {file.name: file.stat().st_size for file in scratch.iterdir()}
-            write_whole(scratch / RECORD, json.dumps({"format": FORMAT, **record, "files": files}))
+            record = {"format": FORMAT, **record, "files": files, "digests": digests}
+            write_whole(scratch / RECORD, json.dumps(record | {"digest": _digest(record)}))
             if target.is_dir():  # a broken one, which was passed over
                 shutil.rmtree(target)
             target.unlink(missing_ok=True)

@@ -31,7 +31,14 @@ class TrainState:
         for name, value in wanted.items():
             if not isinstance(record, dict) or type(record.get(name)) is not type(value):
                 raise CheckpointError(f"the state has no {name}")
-        return cls(**{name: record[name] for name in wanted})
+        found = cls(**{name: record[name] for name in wanted})
+        if not 0 <= found.phase_step <= found.step:
+            raise CheckpointError(
+                f"step {found.phase_step} of a phase does not fit step {found.step} of the run"
+            )
+        if not all(isinstance(state, dict) for state in found.tasks.values()):
+            raise CheckpointError("the state of a task is not an object")
+        return found
 
 
 def refuse_others(what: str, then: dict[str, Any], now: dict[str, Any]) -> None:

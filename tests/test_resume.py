@@ -1,0 +1,182 @@
+"""What `train --resume` goes on with: files that are what was written, and the run that was begun."""
+
+import json
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+from test_parallel import LAUNCHER
+from test_training import ALONE, METRICS, MICRO, make_trainer
+from two_processes import CASES
+
+from dlm_rag import commands
+from dlm_rag.errors import CheckpointError
+from dlm_rag.training.saving import RECORD, pass_over_damaged, position
+
+FOUR = [*MICRO, "train.steps=4"]  # with checkpoints of steps 2 and 4
+
+
+def run(folder: Path, *words: str) -> None:
+    commands.train.main(["--out", str(folder), *FOUR, *words])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four steps that nothing has touched, without its model."""
+    trainer = make_trainer(folder := tmp_path_factory.mktemp("finished"), "train.steps=4")
+    while not trainer.finished:
+        trainer.step()
+        if trainer.state.step % 2 == 0:
+            trainer.save()
+    (folder / "metrics.jsonl").write_text("".join(METRICS))
+    return folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def shard_of(checkpoint: Path) -> Path:
+    (found,) = checkpoint.glob("*.safetensors")
+    return found
+
+
+def put(path: Path, make) -> None:
+    """Gives the numbers of a shard other bytes, made of the old ones; its size stays."""
+    data = path.read_bytes()
+    begin = 8 + struct.unpack("<Q", data[:8])[0]
+    path.write_bytes(data[:begin] + make(data[begin:]))
+
+
+def in_record(change):
+    """Writes state.json anew with one thing changed, its digest taken out or left."""
+
+    def harm(checkpoint: Path) -> None:
+        record = json.loads((checkpoint / RECORD).read_text())
+        change(record)
+        (checkpoint / RECORD).write_text(json.dumps(record))
+
+    return harm
+
+
+def in_shard(make):
+    return lambda checkpoint: put(shard_of(checkpoint), make)
+
+
+def without_digests(harm):
+    """The same in a checkpoint of a program that wrote none."""
+
+    def both(checkpoint: Path) -> None:
+        in_record(lambda record: [record.pop(key) for key in ("digest", "digests")])(checkpoint)
+        harm(checkpoint)
+
+    return both
+
+
+PICKLE = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
+NAN = struct.pack("<f", float("nan"))
+HARMS = {
+    "a flipped bit": (in_shard(lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]), "shard-"),
+    "zeros": (in_shard(lambda data: bytes(len(data))), "shard-"),
+    "NaN": (in_shard(lambda data: data[:-4] + NAN), "shard-"),
+    "NaN without digests": (without_digests(in_shard(lambda data: data[:-4] + NAN)), "no finite number"),
+    "a pickle": (lambda p: shard_of(p).write_bytes(PICKLE.ljust(shard_of(p).stat().st_size)), "shard-"),
+    "a pickle without digests": (
+        without_digests(lambda p: shard_of(p).write_bytes(PICKLE.ljust(shard_of(p).stat().st_size))),
+        "shard-",
+    ),
+    "a shard too many": (lambda p: save_file({"x": torch.zeros(1)}, p / "more.safetensors"), "more.safe"),
+    "a step edited": (in_record(lambda record: record["state"].update(step=3)), RECORD),
+    "an accuracy edited": (
+        in_record(lambda record: record["state"]["tasks"]["sft"].update(name_accuracy=0.6)),
+        RECORD,
+    ),
+}
+FOREIGN = {  # of state.json, beside digests that nobody wrote
+    "phase_step": lambda record: record["state"].update(phase_step=-1),
+    "phase_step above": lambda record: record["state"].update(phase_step=9),
+    "step": lambda record: record["state"].update(step=True),
+    "tasks": lambda record: record["state"].update(tasks={"sft": 5}),
+    "files": lambda record: record.update(files={"a\0b": 5}),
+    "files outside": lambda record: record.update(files={"../../metrics.jsonl": 5}),
+    "files of no size": lambda record: record.update(files=dict.fromkeys(record["files"], "big")),
+    "digests": lambda record: record.update(digests=5),
+    "scaler": lambda record: record.update(scaler=5),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_checkpoint_that_is_not_what_was_written_gives_way_to_the_one_before(folder, harm):
+    """It is named, then and later; the older one is whole."""
+    change, says = HARMS[harm]
+    change(folder / "checkpoints" / "step-00000004")
+    told = pass_over_damaged(folder, ALONE)
+    assert position(folder, [""])[0] == 2
+    assert len(told) == 1 and "step-00000004" in told[0] and says in told[0], told
+    assert pass_over_damaged(folder, ALONE) == told
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_foreign_values_of_a_record_are_passed_over(folder, what):
+    without_digests(in_record(FOREIGN[what]))(folder / "checkpoints" / "step-00000004")
+    (told,) = pass_over_damaged(folder, ALONE)
+    assert position(folder, [""])[0] == 2 and "step-00000004 is passed over: " in told
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_changes_no_weight_of_the_end(folder, finished, capsys):
+    """The run goes on from the older checkpoint, and ends as the one that nothing has touched."""
+    run(finished, "--resume")
+    HARMS["NaN"][0](folder / "checkpoints" / "step-00000004")
+    capsys.readouterr()
+    run(folder, "--resume")
+    said = capsys.readouterr().err
+    assert "step-00000004" in said and "going on from step 2" in said and "learning rate" not in said
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    run(folder, "--resume")
+    assert "going on from step 4" in capsys.readouterr().err
+
+
+def test_where_no_checkpoint_is_whole_nothing_begins_anew(folder):
+    for checkpoint in (folder / "checkpoints").iterdir():
+        HARMS["zeros"][0](checkpoint)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="none of the checkpoints in .* is whole: .*shard-"):
+            pass_over_damaged(folder, ALONE)
+
+
+@pytest.mark.slow
+def test_a_damaged_shard_of_two_is_found_by_whoever_reads_it(tmp_path):
+    """Each process digests what it writes, and reads its part of what is checked."""
+
+    def both(*words):
+        command = [*LAUNCHER, "2", "train.py", "--out", str(tmp_path), *CASES["sft sharded"], *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stderr
+
+    both("train.save_every=2", "train.validate_every=100")
+    checkpoint = tmp_path / "checkpoints" / "step-00000004"
+    record = json.loads((checkpoint / RECORD).read_text())
+    shards = sorted(checkpoint.glob("*.safetensors"))
+    assert len(shards) == 2
+    assert record["digests"] == {path.name: blake3(path.read_bytes()).hexdigest() for path in shards}
+    put(shards[1], lambda data: data[:-1] + bytes([data[-1] ^ 64]))
+    said = both("train.save_every=2", "train.validate_every=100", "--resume")
+    assert f"step-00000004 is passed over: {shards[1].name}" in said and "going on from step 2" in said
+
+
+def test_a_checkpoint_without_digests_is_gone_on_with_and_it_is_said(folder):
+    for checkpoint in (folder / "checkpoints").iterdir():
+        without_digests(lambda _: None)(checkpoint)
+    (line,) = pass_over_damaged(folder, ALONE)
+    assert position(folder, [""])[0] == 4 and "step-00000004" in line and "no digests" in line
