@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported
@@ -39,6 +40,15 @@ def lines_in(path: Path) -> int:
         return path.read_text(encoding="utf-8").count("\n")
     except FileNotFoundError:
         return 0
+
+
+def wait_until(holds, process=None, seconds=300):
+    """Waits for what a thread or `process` does; fails once that has ended, or after ample time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"it did not come to hold within {seconds} s"
+        time.sleep(0.005)
 
 
 def examples(count: int):

@@ -21,6 +21,8 @@ from dlm_rag.retrieval.milvus import CHANNEL
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.scores import terms
 
+BEGIN_SECONDS = 180
+
 
 class Server:
     """A server over TCP with its data in a folder; it can be started again on the same port."""
@@ -43,13 +45,14 @@ class Server:
                 stdout=log, stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-        for _ in range(600):
+        deadline = time.monotonic() + BEGIN_SECONDS
+        while time.monotonic() < deadline:
             assert self._process.poll() is None, self._folder.with_suffix(".log").read_text()
             with suppress(MilvusException):  # the port is open before anything answers there
                 self.client(5).close()
                 return
             time.sleep(0.05)
-        raise AssertionError("the server did not begin within 30 s")
+        raise AssertionError(f"the server did not begin within {BEGIN_SECONDS} s")
 
     def client(self, seconds: float = 30) -> MilvusClient:
         """On a channel as ours are: one with the defaults is at times hung up on for "too many pings"."""

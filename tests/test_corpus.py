@@ -91,9 +91,9 @@ def test_no_passages_and_no_file(tmp_path):
 def test_a_text_without_an_end_takes_no_time(tmp_path, name, text):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / name).write_text(text)
-    begun = time.perf_counter()
+    begun = time.process_time()
     passages = open_corpus(tmp_path / "texts", tmp_path / "index")
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < 2
     assert all(len(passage.contents) <= 1200 for passage in passages)
     assert sum(len(passage.contents.replace(" ", "").replace("\n", "")) for passage in passages) == len(
         text.rpartition("\n")[2].replace(" ", "")

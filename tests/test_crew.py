@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import RAY_TOKEN, ROOT, lines_in, write_lines
+from conftest import RAY_TOKEN, ROOT, lines_in, wait_until, write_lines
 from fake_workers import FakeOpening, finished
 from test_answers import stamp
 from test_cli import call, model  # noqa: F401 - fixtures
@@ -236,10 +236,7 @@ def command(out: Path, *more: str) -> list[str]:
 
 def until(process: "subprocess.Popen[str]", out: Path, answers: int) -> None:
     """Waits for so many answers."""
-    end = time.monotonic() + MOST_SECONDS
-    while lines_in(out) < answers:
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.01)
+    wait_until(lambda: lines_in(out) >= answers, process, MOST_SECONDS)
 
 
 def test_400_answers_are_those_of_one_process_whatever_ends_the_run(tmp_path, mark):

@@ -245,7 +245,7 @@ def test_a_thread_reads_what_needs_it_between_both_ends(tmp_path):
     clock = Clock()
     meter = Meter([Counter("d", "s", "n", read, 0.001, period=0.001, wraps=20.0)], clock=clock)
     meter.start()
-    assert seen.wait(10)
+    assert seen.wait(120)
     clock.now += 5
     reading = meter.stop()
     assert reading.joules == pytest.approx(7.0 * (len(values) - 2))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import wait_until
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.retrieval import load_retriever
@@ -40,8 +41,7 @@ def test_a_build_that_was_killed_is_never_picked_up(tmp_path):
     context = multiprocessing.get_context("fork")
     worker = context.Process(target=build_once, args=(tmp_path / "index", slow_build))
     worker.start()
-    while not (tmp_path / "index.building" / "first").exists():
-        time.sleep(0.01)
+    wait_until((tmp_path / "index.building" / "first").exists)
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()

@@ -1,4 +1,4 @@
-"""Calls to a service: deadlines are handed on, attempts are bounded, the circuit opens and closes."""
+"""Calls to a service: they end by their deadline, until which they are tried again; the circuit."""
 
 import threading
 
@@ -9,22 +9,29 @@ from dlm_rag.retrieval.link import Link, SearchUnavailableError, Unreachable
 
 
 class Service:
-    """Answers, or fails with what it is told; notes what it was given and how long was waited."""
+    """Answers, or fails with what it is told; notes what it was given and how long was waited.
 
-    def __init__(self, *replies):
-        self.replies, self.given, self.waited, self.now = list(replies), [], [], 0.0
+    Before `back` it fails whatever it is told. takes: seconds of an attempt, of those that it is given.
+    """
+
+    def __init__(self, *replies, back=0.0, takes=0.0):
+        self.replies, self.back, self.takes = list(replies), back, takes
+        self.given, self.waited, self.now = [], [], 0.0
 
     def ask(self, seconds):
         self.given.append(seconds)
-        reply = self.replies.pop(0) if self.replies else Unreachable("refused")
+        self.now += min(self.takes, seconds)
+        reply = self.replies.pop(0) if self.replies and self.now >= self.back else Unreachable("refused")
         if isinstance(reply, Exception):
             raise reply
         return reply
 
+    def sleep(self, seconds):
+        self.waited.append(seconds)
+        self.now += seconds
+
     def link(self, chance=0.5):
-        return Link(
-            "http://x", 2.0, clock=lambda: self.now, sleep=self.waited.append, chance=lambda: chance
-        )
+        return Link("http://x", 15.0, clock=lambda: self.now, sleep=self.sleep, chance=lambda: chance)
 
 
 def fails(called, ask):
@@ -33,18 +40,33 @@ def fails(called, ask):
     return str(caught.value)
 
 
-def test_an_answer_comes_back_and_every_attempt_is_told_its_deadline():
+def test_an_answer_comes_back_and_every_attempt_has_a_third_of_the_time():
     service = Service(Unreachable("reset"), "found")
-    assert service.link().call(service.ask) == "found" and service.given == [2.0, 2.0]
+    assert service.link().call(service.ask) == "found" and service.given == [5.0, 5.0]
 
 
-@pytest.mark.parametrize(
-    ("chance", "waited"), [(0.0, [0.05, 0.1]), (0.5, [0.1, 0.2]), (0.99, [0.149, 0.298])]
-)
-def test_attempts_are_bounded_and_waits_double_with_jitter(chance, waited):
-    service = Service()
+def test_a_service_that_is_back_before_the_deadline_answers():
+    """However many attempts that takes."""
+    service = Service("found", back=12.0)
+    assert service.link().call(service.ask) == "found"
+    assert len(service.given) > 3 and 12.0 <= service.now <= 15.0
+
+
+@pytest.mark.parametrize("takes", [0.0, 0.3, 2.0, 60.0])
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.99])
+def test_a_call_ends_by_its_deadline_whatever_an_attempt_takes(takes, chance):
+    service = Service(takes=takes)
     assert fails(service.link(chance), service.ask) == "http://x: refused"
-    assert len(service.given) == 3 and service.waited == pytest.approx(waited)
+    assert 10.0 <= service.now <= 15.0 + 1e-9 and max(service.given) == 5.0
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.99])
+def test_waits_double_with_jitter_up_to_a_longest(chance):
+    service = Service()
+    fails(service.link(chance), service.ask)
+    jitter, longest = 0.5 + chance, link.LONGEST_WAIT
+    expected = [min(0.1 * 2**n, longest) * jitter for n in range(len(service.waited))]
+    assert service.waited == pytest.approx(expected) and expected[-1] == longest * jitter
 
 
 def test_what_is_no_trouble_of_the_network_goes_through_at_once():
@@ -55,7 +77,7 @@ def test_what_is_no_trouble_of_the_network_goes_through_at_once():
 
 
 def broken(service):
-    """A link whose circuit is open since 0 seconds."""
+    """A link whose circuit has just opened."""
     called = service.link()
     for _ in range(link.OPENS_AFTER):
         fails(called, service.ask)
@@ -66,30 +88,30 @@ def broken(service):
 def test_an_open_circuit_fails_at_once_with_the_last_reason():
     service = Service()
     called = broken(service)
-    service.now = link.PAUSE - 0.01
+    service.now += link.PAUSE - 0.01
     assert fails(called, service.ask).startswith("http://x: refused; 3 calls failed in a row")
     assert not service.given
 
 
 def test_calls_that_failed_but_not_in_a_row_open_nothing():
-    refused = [Unreachable("refused")] * 3
-    service = Service(*refused, *refused, "found", *refused, *refused, "again")
+    service = Service()
     called = service.link()
     for answer in ("found", "again"):
         fails(called, service.ask)
         fails(called, service.ask)
+        service.replies = [answer]
         assert called.call(service.ask) == answer
 
 
 def test_after_the_pause_one_attempt_decides():
     service = Service()
     called = broken(service)
-    service.now = link.PAUSE
+    service.now += link.PAUSE
     fails(called, service.ask)
     assert len(service.given) == 1, "a trial has one attempt"
     fails(called, service.ask)
     assert len(service.given) == 1, "and its failure begins the pause anew"
-    service.now = 2 * link.PAUSE
+    service.now += link.PAUSE
     service.replies = ["found", Unreachable("reset"), "found"]
     assert [called.call(service.ask), called.call(service.ask)] == ["found", "found"], "it is closed again"
 
@@ -97,16 +119,16 @@ def test_after_the_pause_one_attempt_decides():
 def test_while_one_call_is_on_trial_the_others_go_on_failing():
     service, begun, go_on = Service(), threading.Event(), threading.Event()
     called, found = broken(service), []
-    service.now = link.PAUSE
+    service.now += link.PAUSE
 
     def slow(_):
         begun.set()
-        assert go_on.wait(5)
+        assert go_on.wait(60)
         return "found"
 
     trial = threading.Thread(target=lambda: found.append(called.call(slow)))
     trial.start()
-    assert begun.wait(5)
+    assert begun.wait(60)
     assert "left alone" in fails(called, service.ask) and not service.given
     go_on.set()
     trial.join()
@@ -117,7 +139,7 @@ def test_while_one_call_is_on_trial_the_others_go_on_failing():
 def test_a_trial_that_is_interrupted_leaves_the_way_free():
     service = Service()
     called = broken(service)
-    service.now = link.PAUSE
+    service.now += link.PAUSE
 
     def interrupted(_):
         raise KeyboardInterrupt

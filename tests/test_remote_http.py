@@ -60,7 +60,7 @@ def url(local):
 def post(url, body, path="/retrieve", **headers):
     """Status and answer of one request."""
     host, port = url.split("/")[2].split(":")
-    connection = HTTPConnection(host, int(port), timeout=5)
+    connection = HTTPConnection(host, int(port), timeout=60)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection.request("GET" if body is None else "POST", path, data, headers)
     response = connection.getresponse()
@@ -138,7 +138,6 @@ def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew(
     monkeypatch.setattr(
         http.HTTPConnection, "connect", lambda c, f=HTTPConnection.connect: (made.append(c), f(c))
     )
-    monkeypatch.setattr(link, "ATTEMPTS", 1)
     retriever = load_retriever(url=url, top_k=3)
     for _ in range(3):
         retriever.search([ask("Tacoma")])
@@ -149,7 +148,8 @@ def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew(
     (idle,) = retriever._idle
     while not http._has_ended(idle.sock):
         time.sleep(0.01)
-    assert ids(retriever.search([ask("Tacoma")])) == [["herbert"]] and len(made) == 3
+    retriever.begin()  # with one attempt
+    assert len(made) == 3
 
 
 # What is no answer.
@@ -279,7 +279,7 @@ def speaking(*parts, wait=0.0):
 )
 def test_a_deadline_holds_whatever_the_service_does(parts, wait, says):
     with speaking(*parts, wait=wait) as url, pytest.raises(ConfigError, match=says):
-        load_retriever(url=url, url_seconds=0.2)
+        load_retriever(url=url, url_seconds=0.6)
 
 
 def test_documents_come_in_the_forms_that_servers_give():
@@ -450,7 +450,7 @@ def dies(searches, found):
 
 
 def hangs(searches, found):
-    searches.over.wait(5)
+    searches.over.wait(60)
     return found
 
 
@@ -480,11 +480,11 @@ TROUBLES = {  # with what the error of a question says
 def test_trouble_in_mid_run_is_an_error_of_rows_and_the_run_goes_on_from_there(
     answer, local, corpus_file, trouble, overlap, caplog, monkeypatch
 ):
-    monkeypatch.setattr(link, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(link, "FIRST_WAIT", 1000.0)  # nothing is tried again
     expected = answer("--corpus", str(corpus_file), out="local.jsonl")[2]
     config = RetrievalConfig(top_k=3)
     troubled = Troubled(local, config, 8, trouble)
-    settings = [f"decode.overlap={overlap}", "retrieval.url_seconds=0.1"]
+    settings = [f"decode.overlap={overlap}", f"retrieval.url_seconds={0.6 if trouble is hangs else 60}"]
     with serving(troubled) as url:
         port = int(url.split(":")[2].split("/")[0])
         code, err, found = answer(f"retrieval.url={url}", *settings)
@@ -493,7 +493,7 @@ def test_trouble_in_mid_run_is_an_error_of_rows_and_the_run_goes_on_from_there(
     assert code == 1 and failed and all(re.search(TROUBLES[trouble], error) for error in failed.values())
     assert trouble is breaks or not any(record.exc_info for record in caplog.records), "no tracebacks"
     with serving(server.Searches(local, config), port) as url:
-        settings[1] = "retrieval.url_seconds=5"
+        settings[1] = "retrieval.url_seconds=60"
         code, err, found = answer(f"retrieval.url={url}", *settings)
     assert code == 0 and f"{6 - len(failed)} of 6 questions are answered already" in err
     assert found == expected
@@ -595,7 +595,7 @@ def test_the_program_serves_until_it_is_told_to_end(program, sent):
     assert second.returncode == 2
     assert "cannot be listened at (Address already in use)" in second.stderr
     begun.send_signal(sent)
-    assert begun.communicate(timeout=20)[1].splitlines()[-1] == "ended" and begun.returncode == 0
+    assert begun.communicate(timeout=120)[1].splitlines()[-1] == "ended" and begun.returncode == 0
 
 
 @pytest.mark.slow
@@ -622,9 +622,7 @@ def test_a_server_that_is_killed_or_stopped_again_and_again_costs_no_answer(
         process, sent = program(), (signal.SIGKILL, signal.SIGSTOP)[number % 2]
         watch = threading.Thread(target=harm, args=(process, sent, answered() + 2))
         watch.start()
-        code, err, found = answer(
-            f"retrieval.url={program.url}", "retrieval.url_seconds=0.5", questions=path
-        )
+        code, err, found = answer(f"retrieval.url={program.url}", "retrieval.url_seconds=3", questions=path)
         failures += sum("error" in line for line in found.values())
         process.kill()
         watch.join()

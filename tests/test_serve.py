@@ -12,7 +12,7 @@ from unittest.mock import patch
 import httpx
 import numpy as np
 import pytest
-from conftest import PASSAGES, tiny_denoiser, tiny_tokenizer, write_lines
+from conftest import PASSAGES, tiny_denoiser, tiny_tokenizer, wait_until, write_lines
 
 from dlm_rag.config import DecodeConfig, EngineConfig, RetrievalConfig, ServingConfig
 from dlm_rag.decode.decoder import Decoder
@@ -357,15 +357,6 @@ class Slow:
         return self._inner.propose(views)
 
 
-def until(holds):
-    """Waits for what another thread does."""
-    for _ in range(1000):
-        if holds():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it never came to hold")
-
-
 @pytest.fixture
 def slow(decoder):
     decoder.proposer = Slow(decoder.proposer)
@@ -383,12 +374,12 @@ def test_keys_take_turns(slow):
     order = []
     station = Station(slow, ServingConfig(), lambda jobs: order.extend(one.question.id for one in jobs))
     first = station.submit(job("first"))
-    until(lambda: station.rows)
+    wait_until(lambda: station.rows)
     for n in range(3):
         station.submit(job(f"a{n}", "a"))
     station.submit(job("b0", "b"))
     slow.proposer.free.set()
-    until(lambda: len(order) == 5)
+    wait_until(lambda: len(order) == 5)
     station.close()
     assert first.done and order == ["first", "a0", "b0", "a1", "a2"]
 
@@ -441,13 +432,13 @@ def test_who_goes_away_frees_the_row_within_a_step(slow, stream):
 
     with serving(slow) as service:
         other = service.station.submit(job("other", commit_threshold=1.0))
-        until(lambda: service.station.rows == 1)
+        wait_until(lambda: service.station.rows == 1)
         asyncio.run(leave(service))
         slow.proposer.let.release()  # the step that is under way
-        until(lambda: service.station.counts["cancelled"])
+        wait_until(lambda: service.station.counts["cancelled"])
         assert service.station.rows == 1 and not other.done
         slow.proposer.free.set()
-        until(lambda: other.done)
+        wait_until(lambda: other.done)
         assert other.rollout.response == response_of("other", slow, commit_threshold=1.0)
 
 

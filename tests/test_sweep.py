@@ -6,11 +6,10 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import PASSAGES, ROOT, byte_tokenizer, tiny_denoiser, write_lines
+from conftest import PASSAGES, ROOT, byte_tokenizer, tiny_denoiser, wait_until, write_lines
 
 from dlm_rag.commands import evaluate
 from dlm_rag.commands.prepare import Prepared
@@ -205,8 +204,7 @@ def test_a_sweep_killed_twice_gives_the_table_of_one_that_was_not(tmp_path):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        while answered() < least and process.poll() is None:
-            time.sleep(0.001)
+        wait_until(lambda least=least: answered() >= least, process)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL and least <= answered() < 48
     last = subprocess.run([*start, "killed"], cwd=tmp_path, env=given, capture_output=True)

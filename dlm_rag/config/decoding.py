@@ -83,7 +83,10 @@ class RetrievalConfig(Checked):
         "search by URL instead of a file of passages: http://HOST:PORT/retrieve, milvus://HOST:PORT/COLLECTION",
     )
     url_seconds: float = setting(
-        5.0, "seconds that one attempt at a search by URL may take", low=0.01, high=2**20
+        15.0,
+        "seconds that a search by URL may take: until then it is tried again, and an attempt has a third",
+        low=0.01,
+        high=2**20,
     )
 
     def __post_init__(self) -> None:

@@ -70,10 +70,10 @@ class HttpRetriever:
     """
 
     def __init__(self, url: str, top_k: int, seconds: float) -> None:
-        """seconds: that an attempt may take. Nothing is sent before `begin`."""
+        """seconds: that a search may take, all attempts together. Nothing is sent before `begin`."""
         parts = urlsplit(url)
         assert parts.hostname is not None, "see RetrievalConfig"
-        self._url, self._top_k, self._seconds = url, top_k, seconds
+        self._url, self._top_k = url, top_k
         self._address = parts.hostname, parts.port or 80
         self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         self._idle: list[HTTPConnection] = []
@@ -88,7 +88,7 @@ class HttpRetriever:
 
     def begin(self) -> None:
         """One search, to see what the service is; raises `Unreachable` or `SearchUnavailableError`."""
-        _, self._kind = self._ask([PROBE], self._seconds)
+        _, self._kind = self._ask([PROBE], self._link.attempt_seconds)
 
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self._kind.asks)
@@ -184,7 +184,7 @@ class HttpRetriever:
             connection.close()
             if late.is_set() or isinstance(error, TimeoutError):
                 what, limit = ("answer", seconds) if used else ("connection", connection.timeout)
-                raise Unreachable(f"no {what} within {limit:g} s") from None
+                raise Unreachable(f"no {what} within {limit:.2g} s") from None
             if isinstance(error, OSError | IncompleteRead):
                 reason = getattr(error, "strerror", None) or "it closed the connection"
                 raise Unreachable(reason) from None

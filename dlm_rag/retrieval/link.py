@@ -1,4 +1,4 @@
-"""Calls to a service: attempts with a deadline, tried again where that may help, none while it is down."""
+"""Calls to a service: tried again until a deadline where that may help, and not at all while it is down."""
 
 import random
 import threading
@@ -9,10 +9,10 @@ from typing import TypeVar
 T = TypeVar("T")
 _chance = random.Random().random  # of its own: waits change nothing that is drawn elsewhere
 
-ATTEMPTS = 3  # of a call
-FIRST_WAIT = (
-    0.1  # seconds before the second attempt, twice as many before the next; jitter halves or adds half
-)
+# Seconds before the second attempt; before each further one twice as many, up to the longest. Jitter takes
+# away or adds up to a half.
+FIRST_WAIT, LONGEST_WAIT = 0.1, 1.0
+ATTEMPT_SHARE = 1 / 3  # of a call's seconds, at most: one answer that never comes leaves time for others
 OPENS_AFTER = 3  # calls that failed in a row
 PAUSE = 5.0  # seconds that the circuit stays open at least
 
@@ -42,8 +42,9 @@ class Link:
         sleep: Callable[[float], None] = time.sleep,
         chance: Callable[[], float] = _chance,
     ) -> None:
-        """seconds: that an attempt may take. chance: a number of [0, 1), for the jitter."""
+        """seconds: that a call may take, with all attempts. chance: a number of [0, 1), for the jitter."""
         self._name, self._seconds = name, seconds
+        self.attempt_seconds = seconds * ATTEMPT_SHARE
         self._clock, self._sleep, self._chance = clock, sleep, chance
         self._lock = threading.Lock()
         self._failed, self._reason = 0, ""  # calls in a row, and why the last did
@@ -53,24 +54,28 @@ class Link:
         """What `ask` returns, which is given the seconds that it may take.
 
         It raises `Unreachable` for what is tried again; anything else that it raises goes through at once,
-        and counts as an answer. Raises `SearchUnavailableError` once all attempts have failed.
+        and counts as an answer. Raises `SearchUnavailableError` where none has come by the deadline.
         """
         trial, reason = self._enter(), ""
         try:
-            return self._attempt(ask, 1 if trial else ATTEMPTS)
+            return self._attempt(ask, trial)
         except Unreachable as error:
             reason = str(error)
             raise SearchUnavailableError(f"{self._name}: {reason}") from None
         finally:
             self._leave(trial, reason)
 
-    def _attempt(self, ask: Callable[[float], T], attempts: int) -> T:
-        for attempt in range(attempts - 1):
+    def _attempt(self, ask: Callable[[float], T], once: bool) -> T:
+        deadline, wait = self._clock() + self._seconds, FIRST_WAIT
+        while True:
             try:
-                return ask(self._seconds)
+                return ask(min(self.attempt_seconds, max(deadline - self._clock(), 0.01)))
             except Unreachable:
-                self._sleep(FIRST_WAIT * 2**attempt * (0.5 + self._chance()))
-        return ask(self._seconds)
+                pause = wait * (0.5 + self._chance())
+                if once or self._clock() + pause >= deadline:
+                    raise
+            self._sleep(pause)
+            wait = min(2 * wait, LONGEST_WAIT)
 
     def _enter(self) -> bool:
         """Whether a call is on trial; raises `SearchUnavailableError` where it is not let through."""

@@ -57,7 +57,7 @@ class Collection:
     """
 
     def __init__(self, url: str, seconds: float) -> None:
-        """seconds: that an attempt may take. Raises `ConfigError` where no Milvus answers."""
+        """seconds: that a call may take. Raises `ConfigError` where no Milvus answers."""
         self.url, self._link = url, Link(url, seconds)
         parts = urlsplit(url)
         *database, self.name = parts.path.strip("/").split("/")
@@ -68,7 +68,7 @@ class Collection:
         self.facts = Facts("", "", 0)
         host, port = parts.hostname or "", parts.port or 19530
         try:  # before a second of imports
-            socket.create_connection((host, port), min(seconds, CONNECT_SECONDS)).close()
+            socket.create_connection((host, port), min(CONNECT_SECONDS, seconds)).close()
         except OSError as error:
             raise ConfigError(f"{url} cannot be searched: {error.strerror or 'no answer'}") from None
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by the import
@@ -83,7 +83,7 @@ class Collection:
                 f"http://{f'[{host}]' if ':' in host else host}:{port}",
                 token=os.environ.get("MILVUS_TOKEN", ""),
                 db_name="".join(database),
-                timeout=min(seconds, CONNECT_SECONDS),
+                timeout=self._link.attempt_seconds,
                 dedicated=True,
                 grpc_options=CHANNEL | ({"grpc.enable_http_proxy": 0} if near else {}),
             )
@@ -166,20 +166,6 @@ class Collection:
     def _load(self, seconds: float) -> None:
         # Milvus only notes the wish; the small server of the tests answers when it is fulfilled.
         self._client.load_collection(self.name, timeout=seconds, _async=True)
-
-    def _load_again(self, seconds: float) -> None:
-        """Has the collection loaded, and waits for it as long as an attempt takes; the next one tells."""
-        until = time.monotonic() + seconds
-        with suppress(Exception):
-            self._load(seconds)
-            while not self._loaded(self._client.get_load_state(self.name, timeout=seconds)):
-                if time.monotonic() > until:
-                    return
-                time.sleep(0.05)
-
-    @staticmethod
-    def _loaded(found: dict[str, Any]) -> bool:
-        return bool(found["state"].name == "Loaded")
 
     def _wait(self, what: str, done: Callable[[], bool]) -> None:
         until = time.monotonic() + WAIT_SECONDS
@@ -355,11 +341,12 @@ class Collection:
         """An error of pymilvus or gRPC as `Link` wants it."""
         status_name, code, message = _said(error)
         if status_name == "DEADLINE_EXCEEDED":
-            return Unreachable(f"no answer within {seconds:g} s")
+            return Unreachable(f"no answer within {seconds:.2g} s")
         if status_name or code == _NO_CONNECTION:
             return Unreachable(f"no connection ({status_name.lower().replace('_', ' ') or 'it is closed'})")
-        if code == _NOT_LOADED:  # the server has begun anew
-            self._load_again(seconds)
+        if code == _NOT_LOADED:  # the server has begun anew; the next attempt tells whether it has loaded
+            with suppress(Exception):
+                self._load(seconds)
             return Unreachable("the collection is not loaded")
         if code == _GONE:
             return self._changed()
