@@ -151,7 +151,7 @@ def test_fewer_files_than_before_leave_none_of_before(tmp_path):
     assert len(list(tmp_path.glob("rows-*"))) == 1 and len(read_questions(tmp_path)) == 9
 
 
-@pytest.mark.parametrize("name", ["../victim.txt", "{0}/victim.txt", "out/victim.txt", 5])
+@pytest.mark.parametrize("name", ["../victim.txt", "{0}/victim.txt", "out/victim.txt"])
 def test_no_name_in_a_note_takes_a_file_away_outside(tmp_path, name):
     """Folders of rows get handed on, and with them whatever a note names to be replaced."""
     victim, folder = tmp_path / "victim.txt", tmp_path / "rows"
@@ -159,12 +159,55 @@ def test_no_name_in_a_note_takes_a_file_away_outside(tmp_path, name):
     make(folder, [outcome(0)], complete=False)
     (folder / "out").symlink_to(tmp_path)
     note = json.loads((folder / "rows.json").read_text())
-    note["files"].append(name.format(tmp_path) if isinstance(name, str) else name)
+    note["files"].append(name.format(tmp_path))
     (folder / "rows.json").write_text(json.dumps(note))
     before = contents(folder)
     with pytest.raises(ConfigError, match=r"rows\.json names .* is not the name of a file in"):
         make(folder, [outcome(0), outcome(1)])
     assert victim.read_text() == "mine" and contents(folder) == before
+
+
+JOURNALED = json.dumps({"place": 0, "source": "s", "rows": [], "dropped": {}, "spent": {}})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        (JOURNAL, '{"level": "info"}\n', "line 1: place: "),
+        (JOURNAL, f'{JOURNALED}\n{{"place": "a", "source": "s", "rows": []}}\n', "line 2: place: "),
+        (JOURNAL, JOURNALED.replace("[]", '[{"hops": "two"}]') + "\n", "line 1: a row: hops: "),
+        (JOURNAL, JOURNALED.replace("[]", '[{"golden_answers": "x"}]') + "\n", "a row: golden_answers: "),
+        (JOURNAL, JOURNALED.replace("[]", "[5]") + "\n", "line 1: rows.0: "),
+        (JOURNAL, "my notes\nof today", "line 1: the line is not JSON"),
+        ("rows.json", '"files": 5', "rows.json: files: "),
+        ("rows.json", '"files": [{}]', "rows.json: files.0: "),
+        ("rows.json", '"complete": "yes"', "rows.json: complete: "),
+        ("rows.json", '"energy": [5]', "rows.json: energy.0: "),
+        ("rows.json", '"depends_on": []', "rows.json: depends_on: "),
+    ],
+)
+def test_what_another_program_left_is_named_and_stays(tmp_path, name, text, says):
+    make(tmp_path, [outcome(0)], complete=False)
+    if name != JOURNAL:
+        note = json.loads((tmp_path / name).read_text()) | json.loads(f"{{{text}}}")
+        text = json.dumps(note)
+    (tmp_path / name).write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        make(tmp_path, [outcome(0), outcome(1)])
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [JOURNAL, "rows.json", "README.md", "held_out"])
+def test_nothing_is_written_through_a_link(tmp_path, name):
+    """As a folder that was handed on may have one."""
+    make(tmp_path / "rows", [outcome(0)], complete=False)
+    (tmp_path / "rows" / name).rename(tmp_path / "mine")
+    (tmp_path / "rows" / name).symlink_to(tmp_path / "mine")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name} is a link"):
+        make(tmp_path / "rows", [outcome(0), outcome(1)])
+    assert contents(tmp_path) == before
 
 
 def test_other_settings_other_folders_and_a_second_process_are_refused(tmp_path):

@@ -127,9 +127,9 @@ def report_again(
     from rich.console import Console
 
     from dlm_rag.evaluation.report import markdown, show
-    from dlm_rag.evaluation.results import Result, again, changes
+    from dlm_rag.evaluation.results import again, changes, read_result
 
-    now = Result(out, parse_object((out / "scores.json").read_bytes(), "scores", ConfigError))
+    now = read_result(out)
     same = {}
     for name in scores:
         old, new = ({r.id: r.response for r in _rollouts(each.folder_of(name))} for each in (then, now))

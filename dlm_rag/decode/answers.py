@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.trace import (
+    Answered,
     Header,
     TraceContents,
     TraceWriter,
-    answer_hash,
     append_lines,
     read_lines,
     scan_trace,
 )
 from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.files.foreign import read_as
 from dlm_rag.files.jsonl import end_last_line, read_note
 from dlm_rag.files.whole import give_back, new_file, take_lock, write_whole
 from dlm_rag.questions import Question
@@ -51,14 +52,13 @@ class AnswersFile:
         self._failed: set[str] = set()
         answers: dict[str, int] = {}
         for place, record in read_lines(self._out, ConfigError) if self._out.is_file() else ():
-            try:
-                name, answers[name] = record["id"], answer_hash(record)
-            except (TypeError, KeyError):
-                raise ConfigError(f"{place} is no line of this program's: choose another file") from None
-            if record.get("error"):
-                self._failed.add(name)
+            none = f"{place} is no line of this program's: choose another file"
+            line = read_as(Answered, record, none, ConfigError)
+            answers[line.id] = line.answer_hash
+            if line.error:
+                self._failed.add(line.id)
             else:
-                self._answered[name] = record["question"]
+                self._answered[line.id] = line.question
         # Read after the answers: each trace is written before its answer, so none can be missing.
         self._traced = TraceContents() if self._trace is None else scan_trace(self._trace)
         traces, asked = self._traced.questions, self._answered

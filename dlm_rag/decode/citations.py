@@ -1,11 +1,29 @@
 """Which passages stand behind which words: citations, and the words the evidence holds."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+
+from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked by pydantic
 
 from dlm_rag.text import FUNCTION_WORDS, answer_span, sentence_spans, word_spans, words
 
 Span = tuple[int, int]
+
+
+class Source(TypedDict):
+    """A passage that is cited, the last step that committed one of its words, and these words."""
+
+    id: str
+    step: int
+    words: list[str]
+
+
+class Unit(TypedDict):
+    """A sentence of the reasoning, or the answer, with what stands behind it; kind says which it is."""
+
+    text: str
+    kind: str
+    passages: list[Source]
+    unsupported: list[str]
 
 
 def content_words(text: str, start: int, stop: int) -> list[tuple[str, Span]]:
@@ -49,7 +67,7 @@ def cite(
     evidence_at: Callable[[int], Sequence[str]],
     texts: Mapping[str, str],
     question: str,
-) -> list[dict[str, Any]]:
+) -> list[Unit]:
     """For each sentence of the reasoning and for the answer, the passages that hold its words.
 
     token_spans, commit_steps: per token of the response its character range and commit step.
@@ -63,14 +81,19 @@ def cite(
     """
     passage_words = {name: frozenset(words(text)) for name, text in texts.items()}
     asked = frozenset(words(question))
-    return [
-        {"text": response[start:stop].strip(), "kind": kind}
-        | _cover(
-            _holders(response, (start, stop), token_spans, commit_steps, evidence_at, passage_words),
-            asked,
+    units: list[Unit] = []
+    for (start, stop), kind in cited_units(response):
+        holders = _holders(response, (start, stop), token_spans, commit_steps, evidence_at, passage_words)
+        unheld = dict.fromkeys(word for word, _, names in holders if not names)
+        units.append(
+            {
+                "text": response[start:stop].strip(),
+                "kind": kind,
+                "passages": _cover(holders, asked),
+                "unsupported": list(unheld),
+            }
         )
-        for (start, stop), kind in cited_units(response)
-    ]
+    return units
 
 
 def _holders(
@@ -91,8 +114,8 @@ def _holders(
     return found
 
 
-def _cover(holders: list[tuple[str, int, list[str]]], asked: Collection[str]) -> dict[str, Any]:
-    passages: list[dict[str, Any]] = []
+def _cover(holders: list[tuple[str, int, list[str]]], asked: Collection[str]) -> list[Source]:
+    passages: list[Source] = []
     open_words = list(holders)
     while open_words:
         gains: dict[str, tuple[int, int]] = {}  # words it holds; of these, words not in the question
@@ -114,5 +137,4 @@ def _cover(holders: list[tuple[str, int, list[str]]], asked: Collection[str]) ->
             }
         )
         open_words = [item for item in open_words if best not in item[2]]
-    unheld = dict.fromkeys(word for word, _, names in holders if not names)
-    return {"passages": passages, "unsupported": list(unheld)}
+    return passages

@@ -5,9 +5,8 @@ only once.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from dlm_rag.diffusion.commit import Proposals
 
@@ -40,12 +39,6 @@ class Guesses:
     confidence: str = ""
     changed: tuple[int, ...] = ()
     texts: tuple[tuple[int, str], ...] = ()
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "Guesses":
-        """The guesses in a line of a trace."""
-        texts = tuple(map(tuple, record["texts"]))
-        return cls(record["confidence"], tuple(record["changed"]), texts)
 
 
 class Recorder:
@@ -99,13 +92,10 @@ def are_sound(steps: Iterable[Guesses | None], length: int) -> bool:
             continue
         numbers, places = step.changed, step.changed[::2]
         if (
-            not isinstance(step.confidence, str)
-            or not _CONFIDENCES.fullmatch(step.confidence)
+            not _CONFIDENCES.fullmatch(step.confidence)
             or len(step.confidence) > 2 * length
             or len(numbers) % 2
-            or not all(isinstance(number, int) for number in numbers)
             or not all(0 <= place < length for place in places)
-            or not all([*map(type, pair)] == [int, str] for pair in step.texts)
         ):
             return False
         texts |= dict(step.texts)

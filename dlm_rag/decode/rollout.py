@@ -1,10 +1,11 @@
 """The decoding trajectory as data: replayed and scored without the model, kept in files by `trace.py`."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from dlm_rag.decode.citations import Unit
 from dlm_rag.decode.guesses import Guess, Guesses, replay
 from dlm_rag.text import answer_span
 
@@ -40,13 +41,6 @@ class Action:
     features: tuple[tuple[float, ...], ...] = ()
     search_features: tuple[float, ...] = ()
     search_log_prob: float = 0.0
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "Action":
-        """The action in a line of a trace."""
-        features = tuple(tuple(row) for row in record.get("features", ()))
-        lists = {key: tuple(record.get(key, ())) for key in ("candidates", "search_features")}
-        return cls(**{**record, **lists, "features": features})
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class Rollout:
     settings: dict[str, Any] = field(default_factory=dict)  # it was decoded with; as in `DecodeConfig`
     passages: dict[str, str] = field(default_factory=dict)  # every passage ever found, by id, as found
     evidence_texts: dict[str, str] = field(default_factory=dict)  # what of them was in the prompt
-    citations: list[dict[str, Any]] = field(default_factory=list)
+    citations: list[Unit] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)  # the largest cut of any step
     finished: bool = False
     error: str = ""  # why there is no answer

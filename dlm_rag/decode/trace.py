@@ -12,18 +12,20 @@ not know, so one more of them, as `guesses`, is no new version.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.guesses import Guesses
-from dlm_rag.decode.rollout import Action, Committed, Rollout, Step
+from dlm_rag.decode.rollout import Committed, Rollout, Step
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
+from dlm_rag.files.foreign import read_as
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, read_tokenizer
+
+Line = TypeVar("Line")
 
 VERSION = 2
 RARE = ("remasked", "dropped", "edited", "action", "guesses")  # left out of a step that has none
@@ -73,14 +75,6 @@ class Header:
         """The first line of a file."""
         return {"trace": VERSION, **asdict(self)}
 
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "Header":
-        """The header in a first line; raises `KeyError` or `TypeError` for what is none."""
-        later = ("attention_block", "block_grid")  # that files of before do not have
-        known = {i.name: record[i.name] for i in fields(cls) if i.name in record or i.name not in later}
-        known |= {"template": PromptTemplate(**known["template"]), "end_ids": tuple(known["end_ids"])}
-        return cls(**known)
-
 
 def header_of(
     shape: DenoiserConfig,
@@ -114,12 +108,23 @@ def header_of(
 class PassageText:
     """The text of a passage as the retriever gave it; of two for one id the later counts from there on."""
 
-    id: str
+    passage: str  # its id
     text: str
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not isinstance(self.text, str):
-            raise TypeError("the id and the text of a passage are texts")
+
+@dataclass(frozen=True)
+class Answered:
+    """What tells the lines of questions apart, in traces and in files of answers."""
+
+    id: str
+    question: str
+    response: str
+    error: str = ""
+
+    @property
+    def answer_hash(self) -> int:
+        """Tells in this process whether the lines of two files are of the same answer."""
+        return hash((self.question, self.response))
 
 
 @dataclass
@@ -129,7 +134,7 @@ class TraceContents:
     version: int | None = None  # None for a file without lines
     header: Header | None = None
     passages: dict[str, int] = field(default_factory=dict)
-    questions: dict[str, int] = field(default_factory=dict)  # `answer_hash` by id
+    questions: dict[str, int] = field(default_factory=dict)  # `Answered.answer_hash` by id
 
 
 class TraceWriter:
@@ -162,7 +167,7 @@ class TraceWriter:
 
 def read_header(path: Path) -> Header:
     """What the questions of a trace file have in common; raises `TraceError` for version 1."""
-    entry = next((entry for _, entry in _entries(path)), None)
+    entry = next((entry for _, entry in _entries(path, Answered)), None)
     if not isinstance(entry, Header):
         raise TraceError(
             f"{path} is no trace of version {VERSION}: settings and passages are not in it, so no prompt "
@@ -179,35 +184,34 @@ def read_trace(path: Path) -> Iterator[Rollout]:
     `TraceError` naming file and line.
     """
     header, texts = None, dict[str, str]()
-    for place, entry in _entries(path):
+    for place, entry in _entries(path, Rollout):
         if isinstance(entry, Header):
             header = entry
         elif isinstance(entry, PassageText):
-            texts[entry.id] = entry.text
+            texts[entry.passage] = entry.text
         else:
-            try:
-                yield _rollout(entry, header, texts, place)
-            except (KeyError, TypeError, AttributeError):
-                raise TraceError(f"{place}: this is no line of a trace") from None
+            names = _passage_ids(entry.steps) if header else []
+            lacking = next((name for name in names if name not in texts), None)
+            if lacking is not None:
+                raise TraceError(f"{place}: the text of passage '{lacking}' is not in the file")
+            yield replace(
+                entry, settings=(header.settings if header else {}) | entry.settings,
+                passages={name: texts[name] for name in names}, evidence_texts={}, finished=True,
+            )  # fmt: skip
 
 
 def scan_trace(path: Path) -> TraceContents:
     """What a trace file holds; nothing where there is no file. Raises `TraceError` naming file and line."""
     held = TraceContents()
-    for _, entry in _entries(path) if path.is_file() else ():
+    for _, entry in _entries(path, Answered) if path.is_file() else ():
         held.version = held.version or (VERSION if isinstance(entry, Header) else 1)
         if isinstance(entry, Header):
             held.header = entry
         elif isinstance(entry, PassageText):
-            held.passages[entry.id] = hash(entry.text)
+            held.passages[entry.passage] = hash(entry.text)
         else:
-            held.questions[entry["id"]] = answer_hash(entry)
+            held.questions[entry.id] = entry.answer_hash
     return held
-
-
-def answer_hash(record: Mapping[str, Any]) -> int:
-    """Tells in this process whether the lines of two files are of the same answer."""
-    return hash((record["question"], record["response"]))
 
 
 def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -295,8 +299,11 @@ def training_rows(rollout: Rollout, header: Header, tokenizer: Tokenizer) -> Ite
         )
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Header | PassageText | dict[str, Any]]]:
-    """The lines of a trace file, told apart, with their places; raises `TraceError`."""
+def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, Header | PassageText | Line]]:
+    """The lines of a trace file, told apart, with their places; those of questions as `kind`.
+
+    Raises `TraceError`.
+    """
     if not path.is_file():
         raise TraceError(f"trace '{path}' was not found")
     for number, (place, record) in enumerate(read_lines(path, TraceError)):
@@ -305,16 +312,14 @@ def _entries(path: Path) -> Iterator[tuple[str, Header | PassageText | dict[str,
                 f"{path} is a trace of version {record['trace']!r}, known are 1 and {VERSION}: read it "
                 "with the program that wrote it"
             )
-        try:
-            if not number and "trace" in record:
-                yield place, Header.from_record(record)
-            elif "passage" in record:
-                yield place, PassageText(record["passage"], record["text"])
-            else:
-                record["id"], answer_hash(record)
-                yield place, record
-        except (KeyError, TypeError):
-            raise TraceError(f"{place}: this is no line of a trace") from None
+        none = f"{place}: this is no line of a trace"
+        if not number and "trace" in record:
+            yield place, read_as(Header, record, none, TraceError)
+        elif "passage" in record:
+            yield place, read_as(PassageText, record, none, TraceError)
+        else:
+            wanted = {"steps": None, "response": None}  # which a rollout that begins does without
+            yield place, read_as(kind, wanted | record, none, TraceError)
 
 
 def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,45 +336,6 @@ def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, A
         "steps": [{k: v for k, v in asdict(step).items() if v or k not in RARE} for step in rollout.steps],
         "response": rollout.response,
     } | {key: value for key, value in optional.items() if value}
-
-
-def _rollout(
-    record: Mapping[str, Any], header: Header | None, texts: Mapping[str, str], place: str
-) -> Rollout:
-    steps = [
-        Step(
-            step=line["step"],
-            query=line["query"],
-            passage_ids=tuple(line["passage_ids"]),
-            retrieved=line["retrieved"],
-            committed=tuple(Committed(**token) for token in line["committed"]),
-            remasked=tuple(line.get("remasked", ())),
-            seconds=line["seconds"],
-            dropped=tuple(line.get("dropped", ())),
-            edited=tuple(Committed(**token) for token in line.get("edited", ())),
-            action=Action.from_record(line["action"]) if "action" in line else None,
-            guesses=Guesses.from_record(line["guesses"]) if "guesses" in line else None,
-        )
-        for line in record["steps"]
-    ]
-    names = _passage_ids(steps) if header else []
-    lacking = next((name for name in names if name not in texts), None)
-    if lacking is not None:
-        raise TraceError(f"{place}: the text of passage '{lacking}' is not in the file")
-    return Rollout(
-        id=record["id"],
-        question=record["question"],
-        prompt_layout=record["prompt_layout"],
-        canvas_length=record["canvas_length"],
-        steps=steps,
-        response=record["response"],
-        settings=(header.settings if header else {}) | record.get("settings", {}),
-        passages={name: texts[name] for name in names},
-        citations=record.get("citations", []),
-        cut=record.get("cut", {}),
-        finished=True,
-        error=record.get("error", ""),
-    )
 
 
 def _passage_ids(steps: Iterable[Step]) -> list[str]:

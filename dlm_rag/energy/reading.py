@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import fsum, isfinite
+from math import fsum
 from typing import Any
 
+LARGEST = 1e30  # joules, seconds or tokens: beyond what anything counts
 SHORTEST = 2.0  # seconds of a window; a counter that steps every 0.1 s is 5 % off by then
 
 
@@ -160,4 +161,4 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST

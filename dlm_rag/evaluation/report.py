@@ -66,7 +66,7 @@ def plain(estimate: Estimate | None, signed: bool = False) -> str:
 
 def answers_per_second(seconds: Estimate | None) -> Estimate | None:
     """The inverse of seconds an answer."""
-    if seconds is None or not seconds.low:
+    if seconds is None or min(seconds.mean, seconds.low, seconds.high) <= 0:
         return None
     return Estimate(1 / seconds.mean, 1 / seconds.high, 1 / seconds.low)
 

@@ -4,16 +4,17 @@ python -m dlm_rag.evaluation.results runs/tau_c runs/tau_q > results.md
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.compare import Estimate, Groups, differences
+from dlm_rag.evaluation.compare import METRICS, Estimate, Groups, differences
 from dlm_rag.evaluation.metrics import Score
 from dlm_rag.evaluation.pareto import overview
+from dlm_rag.evaluation.published import DATASETS
 from dlm_rag.evaluation.report import Grid, origin, percent, plain, table
-from dlm_rag.files.foreign import resolve_name
+from dlm_rag.files.foreign import read_as, resolve_name
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.program import Parser, run
 
@@ -22,10 +23,11 @@ CONFIG = "config.yaml"  # beside the answers: the settings, before the program's
 
 @dataclass(frozen=True)
 class Result:
-    """What `evaluate` left in a folder; record: its scores.json."""
+    """What `evaluate` left in a folder; record: its scores.json; scores: what of it is shown again."""
 
     folder: Path
     record: dict[str, Any]
+    scores: "Scores"
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -38,6 +40,39 @@ class Result:
         return self.folder / below if (self.folder / below).is_dir() else self.folder
 
 
+@dataclass(frozen=True)
+class _Groups:
+    all: dict[str, Estimate | None]
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    versions: dict[str, Any] = field(default_factory=dict)
+    answers_depend_on: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    groups: _Groups
+    stamp: _Stamp
+
+
+@dataclass(frozen=True)
+class _Count:
+    all: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is read again of a scores.json: the means of all questions, by setting, and their number."""
+
+    questions: _Count
+    settings: dict[str, _Setting]
+    first_minus: dict[str, _Groups]
+    swept: dict[str, list[str]] = field(default_factory=dict)
+    dataset: str | None = None
+
+
 def folder_name(setting: str) -> str:
     """The name of the folder in which a setting's answers are."""
     return setting.replace("/", "_")
@@ -46,25 +81,16 @@ def folder_name(setting: str) -> str:
 def read_result(path: Path) -> Result:
     """The result in a folder or behind its scores.json. Raises `ConfigError` for what is none."""
     file = path / "scores.json" if path.is_dir() else path
-    none = ConfigError(f"{path} is no result: name a folder of evaluate's --out that has a scores.json")
+    none = f"{path} is no result: name a folder of evaluate's --out that has a scores.json"
     if not file.is_file():
-        raise none
+        raise ConfigError(none)
     record = parse_object(file.read_bytes(), str(file), ConfigError)
-    try:
-        for name, setting in record["settings"].items():
-            resolve_name(file.parent, folder_name(name), str(file), ConfigError)
-            _all(setting["groups"])
-            {**setting["stamp"].get("versions", {}), **setting["stamp"].get("answers_depend_on", {})}
-        [_all(groups) for groups in record["first_minus"].values()]
-        record["questions"]["all"]
-    except (AttributeError, KeyError, TypeError):
-        raise none from None
-    return Result(file.parent, record)
-
-
-def _all(groups: Mapping[str, Any]) -> dict[str, Estimate | None]:
-    """The summary of all questions."""
-    return {key: found and Estimate(**found) for key, found in groups["all"].items()}
+    found = read_as(Scores, record, none, ConfigError)
+    if not found.settings or found.dataset not in (None, *DATASETS):
+        raise ConfigError(none)
+    for name in found.settings:
+        resolve_name(file.parent, folder_name(name), str(file), ConfigError)
+    return Result(file.parent, record, found)
 
 
 def page(results: Sequence[Result]) -> str:
@@ -74,10 +100,13 @@ def page(results: Sequence[Result]) -> str:
     for result in results:
         names = result.settings
         shown = overview(
-            result.record["questions"]["all"],
-            {name: _all(setting["groups"]) for name, setting in names.items()},
-            {name: _all(groups) for name, groups in result.record["first_minus"].items()},
-            result.record.get("swept", ()),
+            result.scores.questions.all,
+            {
+                name: dict.fromkeys(METRICS) | setting.groups.all
+                for name, setting in result.scores.settings.items()
+            },
+            {name: groups.all for name, groups in result.scores.first_minus.items()},
+            result.scores.swept,
         )
         command = result.record.get("command")
         parts += [f"## {result.folder.name}\n", *([f"    {command}\n"] if command else []), table(shown)]

@@ -56,7 +56,7 @@ def _energy(parts: list[dict[str, Any]]) -> list[str]:
     if not parts:
         return []
     found = summary(parts)
-    return [f"{in_words(found) if found else not_measured(parts[-1]['reason'])}.", ""]
+    return [f"{in_words(found) if found else not_measured(str(parts[-1].get('reason')))}.", ""]
 
 
 def _what(key: str) -> str:

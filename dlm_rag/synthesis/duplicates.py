@@ -42,7 +42,7 @@ class Duplicates:
             spoken = [words(text_of(row)) for row in block]
             signatures = self._signatures(spoken) if self._near is not None else [None] * len(block)
             for row, said, signature in zip(block, spoken, signatures, strict=True):
-                yield row, self._reason(row["template"], said, signature)
+                yield row, self._reason(row.get("template", ""), said, signature)
 
     def _reason(self, template: str, said: list[str], signature: "MinHash | None") -> str:
         if any(gram in self._evaluated for size in self._lengths for gram in _grams(said, size)):

@@ -23,9 +23,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from typing_extensions import TypedDict
+
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.foreign import resolve_name
+from dlm_rag.files.foreign import read_as, resolve_name
 from dlm_rag.files.jsonl import end_last_line, parse_object, read_note
 from dlm_rag.files.whole import give_back, take_lock, write_whole
 from dlm_rag.progress import progress
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-JOURNAL, NOTE, PARTS, HELD_OUT, LOCK = (
-    ".journal.jsonl", "rows.json", ".parts", "held_out", "synthesis.lock",
+JOURNAL, NOTE, CARD, PARTS, HELD_OUT, LOCK = (
+    ".journal.jsonl", "rows.json", "README.md", ".parts", "held_out", "synthesis.lock",
 )  # fmt: skip
 # Columns of questions, and of texts, in the words of Arrow.
 QUESTIONS = {
@@ -53,6 +55,12 @@ TEXTS = {
     "prompt_tokens": "int64", "response_tokens": "int64",
 }  # fmt: skip
 BUFFER = 10_000  # rows in memory
+_KINDS: dict[str, Any] = {"string": str | None, "int64": int | None, "list": list[str] | None}
+_Row: Any = TypedDict(  # type: ignore[misc]  # as a line of the journal has it
+    "_Row",
+    {name: _KINDS[kind] for name, kind in (QUESTIONS | TEXTS).items()} | {"held_out": bool},
+    total=False,
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,18 @@ class Outcome:
     rows: list[dict[str, Any]]
     dropped: dict[str, int] = field(default_factory=dict)  # rows by reason
     spent: dict[str, int] = field(default_factory=dict)  # tokens, requests
+
+
+@dataclass(frozen=True)
+class Note:
+    """What rows.json says; `complete` once every source is decided and its rows are in `files`."""
+
+    depends_on: dict[str, Any]
+    stamp: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    energy: list[dict[str, Any]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    complete: bool = False
 
 
 class RowsFolder:
@@ -88,26 +108,29 @@ class RowsFolder:
 
     def _check(self) -> None:
         note = read_note(self._note)
-        then = note.get("depends_on")
         try:
             names = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
         except OSError as error:
             raise ConfigError(f"out={self.folder} cannot be a folder: {error.strerror}") from None
-        if not isinstance(then, dict):
-            # A kill may leave the lock, and the note while it was being written.
-            if foreign := sorted(name for name in names if name != LOCK and not name.startswith(".")):
-                raise ConfigError(
-                    f"{self.folder} holds '{foreign[0]}', which is of no rows: name a new or empty folder"
-                )
-            then = self._depends_on
+        # A kill may leave the lock, and the note while it was being written.
+        foreign = sorted(name for name in names if name != LOCK and not name.startswith("."))
+        if foreign and "depends_on" not in note:
+            raise ConfigError(
+                f"{self.folder} holds '{foreign[0]}', which is of no rows: name a new or empty folder"
+            )
+        found = read_as(Note, {"depends_on": self._depends_on} | note, str(self._note), ConfigError)
+        then = found.depends_on
         for key in sorted({*then, *self._depends_on}):
             if then.get(key) != self._depends_on.get(key):
                 raise ConfigError(
                     f"out={self.folder} holds rows with {key}={then.get(key)}, this run has "
                     f"{self._depends_on.get(key)}: choose another --out"
                 )
-        self.complete = note.get("complete", False)
-        self._written = {self._path(name) for name in note.get("files", [])}
+        for path in (self._journal, self._note, *(self.folder / name for name in (CARD, PARTS, HELD_OUT))):
+            if path.is_symlink():
+                raise ConfigError(f"{path} is a link, and what it leads to would be written: take it away")
+        self.complete = found.complete
+        self._written = {self._path(name) for name in found.files}
 
     def _path(self, name: str) -> Path:
         return resolve_name(self.folder, name, str(self._note), ConfigError)
@@ -127,8 +150,9 @@ class RowsFolder:
             if not self._note.exists():
                 self._write_note({"stamp": stamp})
             self._journal.touch()
+            next(self._lines(), None)  # what is not ours is not cut
             end_last_line(self._journal)
-            self.done = {line["source"] for _, line in self._lines()}
+            self.done = {line.source for _, line in self._lines()}
             self._file = self._journal.open("ab", buffering=0)
         except BaseException:
             self.close()
@@ -185,7 +209,7 @@ class RowsFolder:
                         counts[f"left out: {reason}"] += 1
                         continue
                     held_out = row.get("held_out", False)
-                    counts[f"{'held out' if held_out else 'rows'}: {row['template']}"] += 1
+                    counts[f"{'held out' if held_out else 'rows'}: {row.get('template')}"] += 1
                     shards[held_out].add(self._common | row)
         files = [path for side in shards.values() for path in side.close()]
         names = [str(path.relative_to(parts)) for path in files]
@@ -197,7 +221,7 @@ class RowsFolder:
             path.replace(home)
         told = dict(sorted(counts.items()))
         note = self._write_note({"counts": told, "files": names})
-        write_whole(self.folder / "README.md", card(self.folder, told, note))
+        write_whole(self.folder / CARD, card(self.folder, told, note))
         if complete:
             self._write_note({"complete": True})
             self._clear()
@@ -210,17 +234,23 @@ class RowsFolder:
             path.unlink()
         self._journal.unlink(missing_ok=True)
 
-    def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Where each line of the journal begins, and what it says."""
+    def _lines(self) -> Iterator[tuple[int, Outcome]]:
+        """Where each line of the journal begins, and what it says; the last only where it has an end."""
         start = 0
         with self._journal.open("rb") as file:
-            for line in file:
-                yield start, parse_object(line, f"{self._journal}, byte {start}", ConfigError)
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                place = f"{self._journal}, line {number}"
+                found = read_as(Outcome, parse_object(line, place, ConfigError), place, ConfigError)
+                for row in found.rows:
+                    read_as(_Row, row, f"{place}: a row", ConfigError)
+                yield start, found
                 start += len(line)
 
     def _blocks(self, counts: "Counter[str]", advance: Any) -> Iterator[list[dict[str, Any]]]:
         """The rows in the order of their sources, some thousand at a time."""
-        starts = [start for _, start in sorted((line["place"], start) for start, line in self._lines())]
+        starts = [start for _, start in sorted((line.place, start) for start, line in self._lines())]
         block: list[dict[str, Any]] = []
         with self._journal.open("rb") as file:
             for start in starts:

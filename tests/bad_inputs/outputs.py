@@ -35,6 +35,13 @@ def loop(path: Path) -> None:
     path.symlink_to(path.name)
 
 
+def decoded(old: str, new: str) -> str:
+    """A line of a trace with one token, changed in one place."""
+    line = DECODED.replace('"committed": []', f'"committed": {WRITTEN}'.replace("9", "0"))
+    assert line.count(old) == 1
+    return line.replace(old, new)
+
+
 CASES = [
     Case("an answers file that is a folder", f"{ASK} --out model", "cannot be written: Is a directory"),
     Case("an answers file that is a loop", f"{ASK} --out a", "Too many levels", {"a": loop}),
@@ -87,8 +94,32 @@ CASES = [
     Case("a page of a trace without questions", PAGE, "t.jsonl holds no question that is finished", {"t.jsonl": ""}),
     Case("a page of a position off the canvas", PAGE, "the line of question 'q1' is none of a decode",
          {"t.jsonl": DECODED.replace('"committed": []', f'"committed": {WRITTEN}')}),
-    Case("a page of a token that is a number", PAGE, "the line of question 'q1' is none of a decode",
-         {"t.jsonl": DECODED.replace('"committed": []', f'"committed": {WRITTEN}').replace('"x", "conf', '1, "conf')}),
+    *(
+        Case(f"a page of {what}", PAGE, ("t.jsonl, line 1: this is no line of a trace", key), {"t.jsonl": decoded(*change)})
+        for what, key, *change in (
+            ("a token that is a number", "steps.0.committed.0.token:", '"x", "conf', '1, "conf'),
+            ("a confidence that is NaN", "NaN", "0.5", "NaN"),
+            ("a confidence that is infinite", "Infinity", "0.5", "-Infinity"),
+            ("a confidence beyond all numbers", "Infinity", "0.5", "1e999"),
+            ("a position that is a truth", "steps.0.committed.0.position:", '"position": 0', '"position": true'),
+            ("positions that are truths", "steps.0.remasked.0:", '"seconds"', '"remasked": [true], "seconds"'),
+            ("a step that is a text", "steps.0.step:", '"step": 0', '"step": "x"'),
+            ("citations that are numbers", "citations.0:", '"steps"', '"citations": [5], "steps"'),
+            ("citations without words", "citations.0.passages.0.words:", '"steps"',
+             '"citations": [{"text": "", "kind": "answer", "unsupported": [], "passages": [{"id": "a", "step": 0}]}], "steps"'),
+            ("a question without steps", "steps:", '"steps"', '"stops"'),
+            ("settings that are a list", "settings:", '"steps"', '"settings": [], "steps"'),
+            ("guesses that are a number", "steps.0.guesses:", '"seconds"', '"guesses": 5, "seconds"'),
+        )
+    ),
+    *(
+        Case(f"a page of {what}", PAGE, "the line of question 'q1' is none of a decode", {"t.jsonl": decoded(*change)})
+        for what, *change in (
+            ("a canvas of 10^9", '"canvas_length": 2', '"canvas_length": 1000000000'),
+            ("a canvas below nothing", '"canvas_length": 2', '"canvas_length": -2'),
+            ("a step out of turn", '"step": 0', '"step": 7'),
+        )
+    ),
     Case("a page of three traces", "page t.jsonl u.jsonl v.jsonl --html page.html", "one trace or 2, not 3"),
     Case("a page of one trace twice", "page t.jsonl t.jsonl --html page.html", "t.jsonl is named twice",
          {"t.jsonl": DECODED}),

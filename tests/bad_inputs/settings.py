@@ -377,7 +377,8 @@ CASES = [
             ("no JSON", "", "old/scores.json: the line is not JSON", {"old/scores.json": "{"}),
             ("another object", "", "old is no result", {"old/scores.json": '{"settings": {"a": 1}}'}),
             ("a list of settings", "", "old is no result", {"old/scores.json": '{"settings": []}'}),
-            ("of other metrics", "", "old is no result", {"old/scores.json": RESULT.replace("mean", "median")}),
+            ("of other metrics", "", ("old is no result", "settings.a.groups.all.f1.mean:"),
+             {"old/scores.json": RESULT.replace("mean", "median")}),
             ("of an older program", "", "old has no config.yaml: an older program made it", {"old/scores.json": RESULT}),
             ("compared anew", "--compare all", "leave --compare out", {"old/scores.json": RESULT}),
             ("swept anew", "--sweep decode.seed=1,2", "leave --sweep out", {"old/scores.json": RESULT}),
@@ -392,6 +393,23 @@ CASES = [
     Case("a result into itself", "evaluate --reproduce old --out old", "are the same folder: choose another --out",
          {"old/scores.json": RESULT, "old/config.yaml": ""}),
     Case("a page of what is no result", "dlm_rag.evaluation.results model", "model is no result"),
+    *(
+        Case(f"a page of a result with {what}", "dlm_rag.evaluation.results old", ("old is no result", key),
+             {"old/scores.json": json.dumps(json.loads(RESULT) | change)})
+        for what, key, change in (
+            ("an estimate that is a text", "settings.a.groups.all.f1:", {"settings": {"a": {"groups": {"all": {"f1": "0.5"}}, "stamp": {}}}}),
+            ("a mean that is a text", "first_minus.b.all.f1.mean:", {"first_minus": {"b": {"all": {"f1": {"mean": "1", "low": 1, "high": 1}}}}}),
+            ("a mean that is NaN", "NaN", {"first_minus": {"b": {"all": {"f1": {"mean": float("nan"), "low": 1, "high": 1}}}}}),
+            ("sweeps that are a number", "swept:", {"swept": 5}),
+            ("swept values that are a number", "swept.decode.seed:", {"swept": {"decode.seed": 5}}),
+            ("a count that is a text", "questions.all:", {"questions": {"all": "many"}}),
+            ("a stamp that is a list", "settings.a.stamp:", {"settings": {"a": {"groups": {"all": {}}, "stamp": []}}}),
+            ("no settings", "scores.json", {"settings": {}}),
+            ("a data set of nobody", "scores.json", {"dataset": "nope"}),
+        )
+    ),
+    Case("a page of a result without figures", "dlm_rag.evaluation.results old", "| a | - | - | - | - | - | - | - | - |",
+         exit=0, files={"old/scores.json": RESULT.replace('"f1"', '"f2"')}),
     Case("a page of nothing", "dlm_rag.evaluation.results", "the following arguments are required: RESULT"),
     # Values that a shell has lost, and data that another objective reads.
     Case("a corpus of nothing", f"{ASK_MODEL} retrieval.corpus=", "corpus is empty"),
