@@ -32,7 +32,7 @@ from dlm_rag.questions import Question
 from dlm_rag.training.phase import open_trainer
 from dlm_rag.training.policy_loss import Gates, PolicyObjective, policy_rows, surrogate
 from dlm_rag.training.reward import Outcome, advantages, outcome, reward
-from dlm_rag.training.rl import PATIENCE, alarm
+from dlm_rag.training.rl import PATIENCE, alarms
 from dlm_rag.training.rollouts import Taken, make_buffer, steps_of
 
 RL = [*MICRO, "train.objective=rl", "train.optimizer=adamw", "train.learning_rate=0.01",
@@ -237,13 +237,28 @@ def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file):
     assert all(taken.rollout.id.startswith("a.") for taken in buffer.taken)
 
 
-def test_alarms_are_told_once_in_a_sentence():
+def test_alarms_by_hand():
     calm = {"unmixed": 0, "certain": 0, "searches_at_first": 5.0, "searches": 6.0}
-    assert alarm(calm, False) == "" == alarm(calm | {"unmixed": PATIENCE + 1}, False)
-    assert "nothing was learned" in alarm(calm | {"unmixed": PATIENCE}, False)
-    assert "only prices were learned" in alarm(calm | {"unmixed": PATIENCE}, True)
-    assert "nothing new is tried" in alarm(calm | {"certain": PATIENCE}, False)
-    assert "search twice as often" in alarm(calm | {"searches": 10.5}, False)
+    assert alarms(calm, False) == {}
+    assert "nothing was learned" in alarms(calm | {"unmixed": PATIENCE}, False)["unmixed"]
+    assert "only prices were learned" in alarms(calm | {"unmixed": PATIENCE}, True)["unmixed"]
+    assert "nothing new is tried" in alarms(calm | {"certain": PATIENCE}, False)["certain"]
+    assert "search twice as often" in alarms(calm | {"searches": 10.5}, False)["searches"]
+
+
+def test_an_alarm_is_reported_once_for_each_cause_of_a_run(tmp_path, model):
+    """Searches double, groups agree and entropy falls for 40 steps, then all recovers and comes back."""
+    trainer, _ = open_rl(tmp_path, model, *LEARN["heads"])
+    state, reported = {}, []
+    for step in range(120):
+        bad = 2 <= step < 40 or step >= 60
+        metrics = {
+            "groups_mixed": 0.0 if bad else 0.5, "entropy": 0.001 if bad else 1.0,
+            "rollout_searches": 20.0 if bad else 5.0,
+        }  # fmt: skip
+        state = json.loads(json.dumps(trainer.task.advance(state, metrics, {})))  # as a checkpoint has it
+        reported += [metrics["alarm"]] if "alarm" in metrics else []
+    assert len(reported) == 3 == len(set(reported)), reported
 
 
 def test_the_surrogate_by_hand():

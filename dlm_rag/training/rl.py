@@ -19,7 +19,7 @@ from dlm_rag.training.rollouts import Buffer, Questions, Taken, decoder_of, make
 from dlm_rag.training.task import State
 
 STEPS = 8.0  # that a rollout counts in the divisor, whatever it took
-PATIENCE = 10  # steps that something must last to be told
+PATIENCE = 10  # steps that something must last before it is reported
 FEW_NATS = 0.02  # of entropy a step, under which nothing is tried any more
 
 
@@ -36,8 +36,8 @@ class Part:
 class Rl:
     """Groups of rollouts by reward (GRPO, arXiv 2402.03300).
 
-    The state is what the alarms count: steps without a mixed group, steps nearly without entropy, and the
-    searches of a rollout at first and now.
+    The state is what the alarms count: steps without a mixed group, steps nearly without entropy, the
+    searches of a rollout at first and now; and the alarms that the run has reported, each once.
     """
 
     name, ahead_of_time = "rl", False
@@ -126,33 +126,39 @@ class Rl:
 
     def advance(self, state: State, metrics: dict[str, Any], counts: dict[str, float]) -> State:
         first = state.get("searches_at_first", metrics["rollout_searches"])
+        reported = state.get("alarms", [])
         state = {
             "unmixed": 0 if metrics["groups_mixed"] else state.get("unmixed", 0) + 1,
             "certain": state.get("certain", 0) + 1 if 0 < metrics["entropy"] < FEW_NATS else 0,
             "searches_at_first": first,
             "searches": 0.9 * state.get("searches", first) + 0.1 * metrics["rollout_searches"],
         }
-        if told := alarm(state, bool(self._train.forward_price or self._train.search_price)):
-            metrics["alarm"] = told
-        return state
+        found = alarms(state, bool(self._train.forward_price or self._train.search_price))
+        if new := found.keys() - reported:
+            cause = min(new)
+            metrics["alarm"], reported = found[cause], [*reported, cause]
+        return state | {"alarms": reported}
 
 
-def alarm(state: State, priced: bool) -> str:
-    """What goes wrong while the reward may not show it, in a sentence; told once when it begins."""
-    if state["unmixed"] == PATIENCE:
+def alarms(state: State, priced: bool) -> dict[str, str]:
+    """What goes wrong while the reward may not show it: a sentence for each cause that lasts."""
+    found = {}
+    if state["unmixed"] >= PATIENCE:
         learned = "only prices were" if priced else "nothing was"
-        return (
+        found["unmixed"] = (
             f"no group of {PATIENCE} steps had both right and wrong rollouts, so {learned} learned: ask "
             "other questions (least_hops, hops), or reward parts of an answer (f1_weight, recall_weight)"
         )
-    if state["certain"] == PATIENCE:
-        return (
+    if state["certain"] >= PATIENCE:
+        found["certain"] = (
             "hardly anything is decided by lot any more, so nothing new is tried: lower the learning rate, "
             "or raise rollout_temperature or decode.gate_width"
         )
     if state["searches"] > 2 * max(1.0, state["searches_at_first"]):
-        return "rollouts search twice as often as at first: set search_price, or look at the retriever"
-    return ""
+        found["searches"] = (
+            "rollouts search twice as often as at first: set search_price, or look at the retriever"
+        )
+    return found
 
 
 def check_shape(shape: DenoiserConfig, train: TrainConfig) -> None:
