@@ -37,6 +37,8 @@ SAME = {  # case on two processes -> case on one
     "uneven": "uneven",
     "rl": "rl",
     "rl sharded": "rl",
+    **{case: case for case in CASES if "rows on one" in case},
+    "heads bfloat16 sharded": "heads bfloat16 sharded",
     "pretrain": "pretrain",
     "pretrain sharded": "pretrain",
     "pretrain shared": "pretrain",
@@ -85,8 +87,10 @@ def together(folders):
     def launched(cases):
         return torchrun(folders[1], *cases)
 
-    rest = tuple(case for case in SAME if case not in FAST)
-    return lambda case: launched(tuple(FAST) if case in FAST else rest)[case]
+    rewarded = tuple(case for case in SAME if case.startswith(("rl", "heads")))
+    rest = tuple(case for case in SAME if case not in FAST and case not in rewarded)
+    launches = (tuple(FAST), rewarded, rest)
+    return lambda case: launched(next(cases for cases in launches if case in cases))[case]
 
 
 @slow

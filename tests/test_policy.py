@@ -4,21 +4,37 @@ import functools
 import itertools
 import json
 import math
+import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import examples
+from conftest import examples, tiny_denoiser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlm_rag.config import DecodeConfig, TrainConfig
 from dlm_rag.decode.actions import sampled
 from dlm_rag.decode.proposals import Wanted, read_proposals
+from dlm_rag.decode.rollout import Action, Rollout, Step
 from dlm_rag.diffusion.commit import Proposals, threshold
-from dlm_rag.diffusion.policy import Soft, drawn, gate_log_prob, outcomes, picked, step_log_prob
+from dlm_rag.diffusion.policy import (
+    Soft,
+    drawn,
+    gate_log_prob,
+    outcomes,
+    picked,
+    step_divergence,
+    step_log_prob,
+)
+from dlm_rag.evidence.layout import State
+from dlm_rag.model.rows import Segment
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.training.policy_loss import PolicyObjective, PolicyRow
+from dlm_rag.training.rollouts import steps_of
 
 V, MASK = 4, torch.tensor([3])  # three tokens and the mask
 SOFT = Soft(0.8, 0.7, 0.6)
@@ -184,17 +200,122 @@ def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
     assert action.log_prob == pytest.approx(0, abs=1e-3)
 
 
-def test_divergence_is_that_of_the_enumerated_outcomes():
+def test_divergence_and_entropy_of_positions_are_those_of_the_enumerated_outcomes():
     ours, theirs = outcomes(logits_of(1, 3), MASK, SOFT), outcomes(logits_of(2, 3), MASK, SOFT)
-    expected = []
-    for at in range(3):
-        p, q = (torch.cat((x.log_commit[at, :3], x.log_stay[at : at + 1])) for x in (ours, theirs))
-        expected.append(float((p.exp() * (p - q)).sum()))
-    assert ours.divergence(theirs).tolist() == pytest.approx(expected, abs=1e-9)
+    p, q = (torch.cat((x.log_commit[:, :3], x.log_stay[:, None]), 1) for x in (ours, theirs))
+    pi, other = ours.log_pi[:, :3], theirs.log_pi[:, :3]
+    expected = torch.stack([(x.exp() * (x - y)).sum(1) for x, y in ((p, q), (pi, other))])
+    torch.testing.assert_close(ours.divergence(theirs), expected, rtol=0, atol=1e-9)
     assert float(ours.divergence(ours).abs().max()) < 1e-12
-    entropy = [float(-(torch.cat((x, y)).exp() * torch.cat((x, y))).sum())
-               for x, y in zip(ours.log_commit[:, :3], ours.log_stay[:, None], strict=True)]  # fmt: skip
-    assert ours.entropy().tolist() == pytest.approx(entropy, abs=1e-9)
+    torch.testing.assert_close(ours.entropy(), -(p.exp() * p).sum(1), rtol=0, atol=1e-9)
+
+
+def divergence_of(logits, other):
+    """KL of the action of one step from that of other logits, by the closed form."""
+    ours, theirs = (outcomes(z, MASK, SOFT) for z in (logits, other))
+    parts = torch.stack([ours.log_stay, ours.urge, *ours.divergence(theirs)])
+    return step_divergence(parts, theirs.urge, torch.zeros(len(logits), dtype=torch.long), 1)[0]
+
+
+def enumerated_divergence(logits, other):
+    """The same by all actions."""
+    pairs = [(log_prob_of(logits, *a), log_prob_of(other, *a)) for a in actions(len(logits))]
+    return sum(p.exp() * (p - q) for p, q in pairs)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("scale", [0.05, 1.0])
+def test_divergence_of_a_step_is_that_of_its_enumerated_actions(n, scale):
+    """Of forced ones too: with flat logits (scale 0.05) hardly anything else happens."""
+    logits, other = (logits_of(seed, n) * scale for seed in (7, 8))
+    logits.requires_grad_()
+    found, expected = divergence_of(logits, other), enumerated_divergence(logits, other)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-9)
+    slopes = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
+    torch.testing.assert_close(*slopes, rtol=1e-7, atol=1e-10)
+    assert float(divergence_of(logits, logits).detach().abs()) < 1e-12
+
+
+def masked(canvas):
+    return [at for at in range(2) if canvas[at] == V - 1]
+
+
+class Toy:
+    """A denoiser of three tokens and a mask, on two positions behind one token."""
+
+    def __init__(self, seed):
+        self.denoiser = tiny_denoiser(seed, vocab_size=V, mask_token_id=V - 1).train()
+        self.logits, self.log_prob = functools.cache(self.logits), functools.cache(self.log_prob)
+
+    def logits(self, canvas):
+        """Of the masked positions."""
+        return self.denoiser(torch.tensor([[0, *canvas]]))[0, 1:][masked(canvas)].double()
+
+    def log_prob(self, canvas, taken, forced):
+        return log_prob_of(self.logits(canvas), taken, forced)
+
+    def trajectories(self, canvas=(V - 1, V - 1), log_prob=0.0, path=()):
+        """Every way from a canvas to a whole one: its probability, its steps, the canvas at the end."""
+        if not masked(canvas):
+            yield math.exp(log_prob), path, canvas
+            return
+        for taken, forced in actions(len(masked(canvas))):
+            after = list(canvas)
+            for at, token in zip(masked(canvas), taken, strict=True):
+                after[at] = token if token >= 0 else canvas[at]
+            own = float(self.log_prob(canvas, taken, forced).detach())
+            step = (canvas, taken, forced)
+            yield from self.trajectories(tuple(after), log_prob + own, (*path, step))
+
+
+@pytest.mark.parametrize("steps_of_rollout", [None, 1])
+def test_the_loss_is_reward_and_divergence_of_all_steps_that_are_visited(steps_of_rollout, monkeypatch):
+    """The mean over all trajectories, and over all draws of their steps, of value and gradient of the loss:
+    against sums over everything that may happen. Visited states are as they are: the gradient of the
+    divergence is that at these states."""
+    ours, theirs = Toy(1), Toy(2)
+    divergence = functools.cache(lambda x: enumerated_divergence(ours.logits(x), theirs.logits(x)))
+    train = TrainConfig(kl_weight=0.7, steps_of_rollout=steps_of_rollout, logit_chunk=5)
+    rows, expected, total = [], torch.zeros((), dtype=torch.float64), 0.0
+    for probability, path, end in ours.trajectories():
+        advantage, total = float(end == (1, 2)) - 0.5 * float(end[0] == 1), total + probability
+        for step in path:
+            own = 0.7 * divergence(step[0]) - advantage * ours.log_prob(*step)
+            expected = expected + probability * own
+        steps = [Step(n, None, (), False, action=Action()) for n in range(len(path))]
+        draws = list(itertools.combinations(steps, steps_of_rollout or len(steps)))
+        share = probability / len(draws)
+        for draw in draws:
+            monkeypatch.setattr(random.Random, "sample", lambda *_, draw=draw: list(draw))
+            for part in steps_of(Rollout("q", "Who?", "joint", 2, steps), advantage, train):
+                canvas, taken, forced = path[part.step.step]
+                state = State((), Segment((0, *canvas), 0), 1)
+                weights = part.weight * share, 0.0, part.stands_for * share
+                rows.append(PolicyRow(state, tuple(masked(canvas)), taken, forced, *weights))
+    assert total == pytest.approx(1, abs=1e-5)
+    settings = DecodeConfig(
+        temperature=SOFT.temperature, commit_threshold=SOFT.threshold, gate_width=SOFT.width
+    )
+    objective = PolicyObjective(ours.denoiser, settings, V - 1, train, theirs.denoiser)
+    loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert 0.7 * sums["divergence"] - sums["policy"] == pytest.approx(loss.item(), rel=1e-5)
+    weights = list(ours.denoiser.parameters())
+    for found, wanted in zip(*(torch.autograd.grad(x, weights) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-5)
+
+
+def test_divergence_summed_over_the_steps_is_that_of_whole_trajectories():
+    """The chain rule, by which the sum over steps of a rollout is a divergence, too."""
+    summed = whole = 0.0
+    with torch.no_grad():
+        ours, theirs = Toy(1), Toy(2)
+        divergence = functools.cache(lambda x: divergence_of(ours.logits(x), theirs.logits(x)))
+        for probability, path, _ in ours.trajectories():
+            for step in path:
+                whole += probability * float(ours.log_prob(*step) - theirs.log_prob(*step))
+                summed += probability * float(divergence(step[0]))
+    assert summed == pytest.approx(whole, rel=1e-5)
 
 
 def test_steps_of_one_call_are_those_of_calls_of_their_own():

@@ -101,6 +101,31 @@ def check_recorded(decoder, finished_blocks="reread"):
     assert sum(part.item() for part in parts) == pytest.approx(whole[0].item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("blocks", [{}, {"attention_block": 4, "finished_blocks": "text"}])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_of_no_step_runs_as_many_layers_and_adds_no_gradient(corpus_file, layout, shifted, blocks):
+    """Layers in shards are gathered by all processes together, in each call of them."""
+    if blocks and (shifted or layout != "independent"):
+        return
+    decoder = make_decoder(corpus_file, layout, shifted=shifted, **SAMPLED)
+    decoder.denoiser = tiny_denoiser(shifted=shifted, evidence_layout=layout, **blocks)
+    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig())
+    taken = learned(decoder.decode([Question("0", QUESTIONS[0])]))
+    denoiser, reference = decoder.denoiser.train(), tiny_denoiser(3, shifted=shifted, **blocks)
+    train = TrainConfig(kl_weight=1.0)
+    objective = PolicyObjective(denoiser, decoder.config, 256, train, reference)
+    calls, order = [], "text" if blocks else "reread"
+    for part in (taken, []):
+        before = denoiser.work.calls, reference.work.calls
+        rows = policy_rows(part, header_for(decoder), decoder.tokenizer, denoiser.config, order)
+        loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+        calls.append((denoiser.work.calls - before[0], reference.work.calls - before[1]))
+    assert calls[0] == calls[1]
+    gradients = torch.autograd.grad(loss, list(denoiser.parameters()))
+    assert loss == 0 and not any(value.any() for value in (*gradients, *sums.values()))
+
+
 def test_rollouts_by_lot_are_those_they_are_alone(corpus_file):
     questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 3)]
     for settings in (SAMPLED, {"commit_rule": "head", "head_cut": None, "search": "head"}):
@@ -211,6 +236,32 @@ def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatc
             total[taken.step.step] += taken.weight / len(subsets)
     assert total.tolist() == pytest.approx([0.7] * 5)
     assert [t.weight for t in steps_of(rollout, 0.7, TrainConfig())] == [0.7] * 5
+
+
+class Made:
+    """A decoder whose rollouts of a question are right as often as its id says, in 2 to 5 steps."""
+
+    def decode(self, questions):
+        return [self.rollout(question) for question in questions]
+
+    def rollout(self, question):
+        _, right, member = (int(word) for word in question.id.split("."))
+        steps = [Step(n, None, (), False, action=Action()) for n in range(2 + member)]
+        answer = "yes" if member < right else "no"
+        return Rollout(question.id, question.question, "joint", 8, steps, response=f"So. ### {answer}")
+
+
+@pytest.mark.parametrize("right", [(0, 0, 0), (4, 4, 0), (2, 0, 4), (1, 2, 3)])
+@pytest.mark.parametrize("steps_of_rollout", [None, 2])
+def test_divergence_weighs_as_much_however_many_groups_differ(right, steps_of_rollout):
+    asked = [Question(f"{n}.{times}", "Is it?", ("yes",)) for n, times in enumerate(right)]
+    train = TrainConfig(rows=4, kl_weight=0.1, steps_of_rollout=steps_of_rollout)
+    taken = make_buffer(Made(), asked, train, 0.0).taken
+    assert sum(part.stands_for for part in taken) == pytest.approx(len(right) * (2 + 3 + 4 + 5))
+    assert sum(part.weight for part in taken if part.rollout.id[2] in "04") == 0
+    alone = make_buffer(Made(), asked, replace(train, kl_weight=0.0), 0.0).taken
+    mixed = 4 * sum(0 < times < 4 for times in right)
+    assert len({part.rollout.id for part in alone}) == mixed, "without it they alone are learned from"
 
 
 class FailsFor:

@@ -5,7 +5,10 @@ torchrun --nproc-per-node 2 tests/two_processes.py FOLDER CASE...
 
 import json
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +40,21 @@ RL = [
     "model.path={checkpoint}",
     "train.passage_length=96",
 ]
+HEADS = [
+    *(word for word in RL if not word.startswith(("train.learn=", "decode.commit_rule="))),
+    "train.learn=heads", "decode.commit_rule=head", "decode.search=head", "train.learning_rate=0.03",
+]  # fmt: skip
+# Nothing is learned from questions with an odd number: of two processes one is left without rows.
+ROWS_ON_ONE = {
+    "copied": ["train.parallel=ddp"],
+    "sharded": [],
+    "sharded, accumulated, checkpointed": ["train.accumulate=2", "train.checkpointing=full"],
+    "sharded, joint": ["model.evidence_layout=joint"],
+    "sharded, prefix": ["model.evidence_layout=prefix"],
+    "sharded, blocks": ["model.attention_block=8", "decode.finished_blocks=text"],
+    "sharded adapters": ["train.learn=lora", "train.lora_rank=4"],
+}
+SHARDED = [*RL, "train.parallel=fsdp", "train.kl_weight=0.5"]
 PRETRAIN = [
     *SHAPE, "train.objective=pretrain", "train.sequence_length=96", "train.batch_tokens=384",
 ]  # fmt: skip
@@ -60,6 +78,9 @@ CASES = {
     "uneven, searches fail on one": UNEVEN,
     "rl": RL,
     "rl sharded": [*RL, "train.parallel=fsdp"],
+    **{f"rl {kind}, rows on one": [*SHARDED, *words] for kind, words in ROWS_ON_ONE.items()},
+    "heads sharded, rows on one": [*HEADS, "train.parallel=fsdp"],
+    "heads bfloat16 sharded": [*HEADS, "train.parallel=fsdp", "train.dtype=bfloat16"],
     "pretrain": PRETRAIN,
     "pretrain sharded": [*PRETRAIN, "train.parallel=fsdp"],
     "pretrain shared": [*PRETRAIN, "train.context_parallel=2"],
@@ -74,7 +95,17 @@ def make_trainer(case: str, folder: Path, processes: Processes) -> tuple[Trainer
     trainer, validation = open_trainer(load_config(None, words), folder, processes)
     if "searches fail" in case and processes.rank == 1:
         validation._retriever = Failing(validation._retriever)
+    if "rows on one" in case:
+        task: Any = trainer.task
+        task.buffer = partial(even_items, task.buffer)
     return trainer, validation
+
+
+def even_items(buffer, step: int, items):
+    """The rollouts of a step, of which those of every second question are learned from."""
+    found, layout = buffer(step, items)
+    taken = [part for part in found.taken if int(part.rollout.id.split(".")[1]) % 2 == 0]
+    return replace(found, taken=taken), layout
 
 
 class Failing:
@@ -122,7 +153,7 @@ def own_rows(value: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     root, *cases = sys.argv[1:]
-    processes = Processes.join()
+    processes = Processes.join(timeout_minutes=2.0)
     torch.set_num_threads(1)
     for case in cases:
         found = run(case, Path(root, case), processes)

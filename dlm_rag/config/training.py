@@ -182,7 +182,9 @@ class TrainConfig(Checked):
     clip: float = setting(
         0.2, "rl: how far an update may move the probability of a step, with several updates", low=0
     )
-    kl_weight: float = setting(0.0, "rl: of the divergence from the first weights, in nats", low=0)
+    kl_weight: float = setting(
+        0.0, "rl: of the divergence from the policy that the phase began with, in nats a step", low=0
+    )
     committed_only: bool = setting(
         False, "rl: learn from the committed tokens alone, as if positions were given (biased; a control)"
     )
@@ -225,6 +227,10 @@ class TrainConfig(Checked):
         phases = self.in_phases()
         if self.learn == "heads" and any(phase.objective != "rl" for phase in phases.values()):
             raise ConfigError("learn=heads is for objective=rl: nothing else teaches when to commit")
+        if self.learn == "heads" and self.kl_weight:
+            raise ConfigError(
+                "kl_weight is for the denoiser's own policy: set kl_weight=0 with learn=heads"
+            )
         if self.committed_only and self.updates > 1:
             raise ConfigError("committed_only has no ratio to be clipped: set updates=1")
         if self.objective == "rl" and self.least_hops > self.hops:

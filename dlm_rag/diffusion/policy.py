@@ -45,10 +45,13 @@ class Outcomes:
     urge: Tensor  # (n,) logit c_max / w: by its softmax the forced position is drawn
 
     def divergence(self, other: "Outcomes") -> Tensor:
-        """KL (n,) of these outcomes from others, over all V + 1 of each position."""
-        ratio = torch.where(self.log_commit.isfinite(), self.log_commit - other.log_commit, 0.0)
-        committed = (self.log_commit.exp() * ratio).sum(-1)
-        return committed + self.log_stay.exp() * (self.log_stay - other.log_stay)
+        """KL (2, n) of these outcomes from others: of all V + 1 of each position, and of pi alone."""
+
+        def of(ours: Tensor, theirs: Tensor) -> Tensor:
+            return (ours.exp() * torch.where(ours.isfinite(), ours - theirs, 0.0)).sum(-1)
+
+        stayed = self.log_stay.exp() * (self.log_stay - other.log_stay)
+        return torch.stack((of(self.log_commit, other.log_commit) + stayed, of(self.log_pi, other.log_pi)))
 
     def entropy(self) -> Tensor:
         """Entropy (n,) over the V + 1 outcomes of each position."""
@@ -94,6 +97,19 @@ def step_log_prob(parts: Tensor, step: Tensor, took: Tensor, forced: Tensor) -> 
     at = (took & forced[step]).nonzero().squeeze(1)
     place = urge[at] - log_sum(urge, step, len(forced))[step[at]]
     return total.index_add(0, step[at], place + log_pi[at])
+
+
+def step_divergence(parts: Tensor, other: Tensor, step: Tensor, steps: int) -> Tensor:
+    """KL (S,) of the actions of S steps from those of another policy, in nats, what is forced included.
+
+    parts (4, n): log-probability of staying, urge, and the two rows of `Outcomes.divergence`, at all
+    candidates; other (n,): the urge of the other policy. step (n,): as in `step_log_prob`.
+    """
+    stay, urge, free, token = parts
+    place, theirs = (x - log_sum(x, step, steps)[step] for x in (urge, other))
+    forced = place.exp() * (place - theirs + token)
+    none = stay.new_zeros(steps).index_add(0, step, stay).exp()
+    return stay.new_zeros(steps).index_add(0, step, free + none[step] * forced)
 
 
 def gate_log_prob(logit: Tensor, step: Tensor, opened: Tensor, steps: int) -> Tensor:

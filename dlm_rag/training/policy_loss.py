@@ -1,6 +1,10 @@
 """The gradient of the expected reward: what was decided, made more likely by its advantage.
 
-    loss = - sum over steps of weight x log pi(step) / divisor
+    loss = sum over steps of stands_for x (kl_weight x KL(step) - advantage x log pi(step)) / divisor
+
+A step that was drawn stands for so many of its rollout. KL(step) is the divergence of all that might have
+been decided there, from the policy that the phase began with; that the weights also move which steps are
+visited has no gradient in it.
 
 The divisor is constant, so that long rollouts count no less a step than short ones (arXiv 2503.20783). The
 log-probabilities are those of the decoder, computed again with gradients: `ratio_error` says how far apart.
@@ -10,7 +14,6 @@ log pi(step) stands the ratio to the recorded probability, clipped (PPO, arXiv 1
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -23,15 +26,22 @@ from torch.utils.checkpoint import checkpoint
 from dlm_rag.config import DecodeConfig, TrainConfig
 from dlm_rag.decode.actions import SEARCH_ODDS, gate_base
 from dlm_rag.decode.trace import Header, training_rows
-from dlm_rag.diffusion.policy import Soft, gate_log_prob, outcomes, picked, step_log_prob
+from dlm_rag.diffusion.policy import (
+    Soft,
+    gate_log_prob,
+    outcomes,
+    picked,
+    step_divergence,
+    step_log_prob,
+)
 from dlm_rag.evidence.encode import encode_canvases, encode_contexts
 from dlm_rag.evidence.layout import State, arrange
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.heads import COMMIT, SEARCH
-from dlm_rag.model.rows import Segment
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_device
 from dlm_rag.stages import stage
-from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rollouts import Taken
 
 SUMS = ("policy", "ratio_error", "clipped", "entropy", "divergence", "scale_score", "learned")
@@ -123,12 +133,18 @@ class PolicyRow:
     forced: bool
     weight: float
     recorded: float
+    stands_for: float = 1.0  # steps of its rollout
 
 
 def policy_rows(
-    taken: Sequence[Taken], header: Header, tokenizer: Tokenizer, shape: Any, finished_blocks: str
+    taken: Sequence[Taken], header: Header, tokenizer: Tokenizer, shape: DenoiserConfig, order: str
 ) -> list[PolicyRow]:
-    """The rows of steps of rollouts; what a step saw follows from its rollout."""
+    """The rows of steps of rollouts; what a step saw follows from its rollout. Never empty.
+
+    order: what finished blocks see, one of `shape.FINISHED_BLOCKS`. Weights in shards are gathered by all
+    processes together, so a process without steps gets a row that weighs nothing and runs the layers as
+    often as any other: for its context, where there is one, and for its canvas.
+    """
     by_rollout: dict[int, list[Taken]] = {}
     for part in taken:
         by_rollout.setdefault(id(part.rollout), []).append(part)
@@ -139,7 +155,7 @@ def policy_rows(
         for part in parts:
             row, action = rows[part.step.step], part.step.action
             assert action is not None
-            laid = arrange(row.prompt, shape, rollout.prompt_layout, finished_blocks)
+            laid = arrange(row.prompt, shape, rollout.prompt_layout, order)
             begin, end = laid.block_of(row.canvas.index(header.mask_id))
             finished = max(0, begin) if laid.block else 0
             written = {token.position: token.token_id for token in row.committed}
@@ -151,9 +167,14 @@ def policy_rows(
                     action.forced,
                     part.weight,
                     action.log_prob,
+                    part.stands_for,
                 )
             )
-    return found
+    if found:
+        return found
+    mask = (header.mask_id,)
+    laid = arrange(Prompt(mask, (mask,), mask), shape, header.prompt_layout, order)
+    return [PolicyRow(laid.state(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, stands_for=0.0)]
 
 
 class PolicyObjective(nn.Module):
@@ -167,7 +188,7 @@ class PolicyObjective(nn.Module):
         train: TrainConfig,
         reference: Denoiser | None = None,
     ) -> None:
-        """reference: the first weights, where divergence from them is wanted."""
+        """reference: the denoiser that divergence is counted from, where it is wanted."""
         super().__init__()
         self.denoiser, self.mask_id, self.train_config = denoiser, mask_id, train
         self.soft = Soft(settings.temperature, settings.commit_threshold, settings.gate_width)
@@ -176,70 +197,81 @@ class PolicyObjective(nn.Module):
     def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
         """What the rows of a part add to the loss of a step, and sums over their decisions."""
         rows: list[PolicyRow] = part.rows
-        if not rows:  # sharded weights are gathered by all together all the same
-            rows = [PolicyRow(State((), Segment((self.mask_id,) * 2, 0), 0), (0,), (-1,), False, 0.0, 0.0)]
         states, read = [row.state for row in rows], [row.candidates for row in rows]
         hidden = encode_canvases(self.denoiser, states, encode_contexts(self.denoiser, states), read)
+        (reference,) = self._reference
         with stage("loss"):
-            first = self._first_logits(states, read)
+            seen: list[Tensor] = []  # by the reference
+            if reference is not None:
+                with torch.no_grad():
+                    seen = [encode_canvases(reference, states, encode_contexts(reference, states), read)]
             arrays = [
                 np.array([token for row in rows for token in row.taken], np.int64),
                 np.repeat(np.arange(len(rows)), [len(row.candidates) for row in rows]),
                 np.array([row.forced for row in rows], np.bool_),
-                np.array([row.weight for row in rows], np.float32),
-                np.array([row.recorded for row in rows], np.float32),
+                np.array([[row.weight, row.recorded, row.stands_for] for row in rows], np.float32).T,
                 np.array([self.mask_id]),
             ]
-            taken, step, forced, weights, recorded, mask_id = to_device(arrays, hidden.device)
+            taken, step, forced, numbers, mask_id = to_device(arrays, hidden.device)
+            weights, recorded, stands_for = numbers
             chunk = self.train_config.logit_chunk
-            pieces = zip(hidden.split(chunk), taken.split(chunk), first or repeat(None), strict=False)
-            # Logits exist a chunk at a time: backward computes them again.
-            parts = torch.cat(
-                [checkpoint(self._picked, x, at, mask_id, z, use_reentrant=False) for x, at, z in pieces], 1
-            )
+            pieces = zip(*(x.split(chunk) for x in (taken, hidden, *seen)), strict=True)
+            found, looked = [], []
+            for at, *views in pieces:
+                # Logits exist a chunk at a time: backward computes them again.
+                found.append(checkpoint(self._picked, at, mask_id, *views, use_reentrant=False))
+                with torch.no_grad():
+                    looked.append(self._looked(at, mask_id, views[0]))
+            parts, notes = torch.cat(found, 1), torch.cat(looked, 1)
             took = taken >= 0
             log_prob = step_log_prob(parts[:4], step, took, forced)
             learned = log_prob
             if self.train_config.committed_only:
                 learned = log_prob.new_zeros(len(forced)).index_add(0, step, parts[3].where(took, 0.0))
-            divergence = parts[5].sum()
             gained, clipped = surrogate(learned, recorded, weights, self.train_config)
-            loss = (self.train_config.kl_weight * divergence - gained) / counts["divisor"]
+            loss, divergence = -gained, torch.zeros_like(gained)
+            if reference is not None:
+                each = step_divergence(parts[[1, 2, 4, 5]], parts[6], step, len(rows))
+                divergence = (stands_for * each).sum()
+                loss = loss + self.train_config.kl_weight * divergence
+            loss = loss / counts["divisor"]
         sums = {name: loss.detach().double() * 0.0 for name in SUMS}
-        if part.rows:
+        if rows[0].stands_for:  # else it is there for the other processes
             with torch.no_grad():
                 sums["policy"] += gained
                 sums["clipped"] += clipped
                 add(sums, log_prob.double(), recorded.double())
-                sums["entropy"] += parts[4].sum()
+                sums["entropy"] += notes[0].sum()
                 sums["divergence"] += divergence
-                up, down = (step_log_prob(parts[n : n + 4], step, took, forced) for n in (6, 10))
+                up, down = (step_log_prob(x, step, took, forced) for x in notes[1:].split(4))
                 sums["scale_score"] += ((up - down) / (2 * NUDGE)).sum()
         return loss, sums
 
-    def _picked(self, hidden: Tensor, taken: Tensor, mask_id: Tensor, first: Tensor | None) -> Tensor:
-        """(14, n): `picked`, entropy, divergence from the first weights; `picked` with the scale moved."""
-        logits = self.denoiser.read_out(hidden).float()
-        found = outcomes(logits, mask_id, self.soft)
-        parts, chosen = [found.entropy().detach()[None]], picked(found, taken)
-        if first is None:
-            parts.append(torch.zeros_like(parts[0]))
-        else:
-            parts.append(found.divergence(outcomes(first, mask_id, self.soft))[None])
-        with torch.no_grad():
-            moved = [logits.detach() * (1 + by) for by in (NUDGE, -NUDGE)]
-            parts += [picked(outcomes(z, mask_id, self.soft), taken) for z in moved]
-        return torch.cat((chosen, *parts))
-
-    def _first_logits(self, states: Sequence[State], read: Sequence[Sequence[int]]) -> list[Tensor] | None:
-        """Logits of the first weights, as many at a time as there are of the others."""
+    def _picked(self, taken: Tensor, mask_id: Tensor, hidden: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(4, n): `picked`; with the hidden states that the reference has seen (7, n): the two rows of the
+        divergence from it, and its urge."""
+        found = outcomes(logits_of(self.denoiser, hidden), mask_id, self.soft)
+        parts = picked(found, taken)
         (reference,) = self._reference
-        if reference is None:
-            return None
+        if reference is None or seen is None:
+            return parts
         with torch.no_grad():
-            hidden = encode_canvases(reference, states, encode_contexts(reference, states), read)
-            chunks = hidden.split(self.train_config.logit_chunk)
-            return [reference.read_out(x).float() for x in chunks]
+            other = outcomes(logits_of(reference, seen), mask_id, self.soft)
+        return torch.cat((parts, found.divergence(other), other.urge[None]))
+
+    def _looked(self, taken: Tensor, mask_id: Tensor, hidden: Tensor) -> Tensor:
+        """(9, n): entropy; `picked` with the scale of the logits moved up, and down."""
+        logits = logits_of(self.denoiser, hidden)
+        parts = [outcomes(logits, mask_id, self.soft).entropy()[None]]
+        for by in (NUDGE, -NUDGE):
+            parts.append(picked(outcomes(logits * (1 + by), mask_id, self.soft), taken))
+        return torch.cat(parts)
+
+
+def logits_of(denoiser: Denoiser, hidden: Tensor) -> Tensor:
+    """Logits (n, V) of hidden states (n, hidden), in float32; the trainer counts the work of the head."""
+    found: Tensor = denoiser.lm_head(denoiser.norm(hidden))
+    return found.float()
 
 
 def surrogate(

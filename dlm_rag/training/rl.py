@@ -102,6 +102,7 @@ class Rl:
             "rows": part.sums["rollouts"],
             "tokens": float(sum(len(run.ids) for run in runs)),
             "supervised": float(sum(len(row.candidates) for row in part.rows)),
+            "visited": sum(row.stands_for for row in part.rows),
             "divisor": (part.sums["rollouts"] + part.sums["failed"]) * STEPS,
         }
 
@@ -121,7 +122,7 @@ class Rl:
             "scale_score": sums["scale_score"] / learned,
         }
         if self._train.kl_weight:
-            found["divergence"] = sums["divergence"] / learned
+            found["divergence"] = sums["divergence"] / max(1.0, counts["visited"])
         return found
 
     def advance(self, state: State, metrics: dict[str, Any], counts: dict[str, float]) -> State:

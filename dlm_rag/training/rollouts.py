@@ -79,7 +79,8 @@ class Taken:
 
     rollout: Rollout
     step: Step
-    weight: float  # its advantage, by the share of its rollout's steps that are taken
+    weight: float  # its advantage, times `stands_for`
+    stands_for: float = 1.0  # steps of its rollout
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def make_buffer(
 ) -> Buffer:
     """Decodes `train.rows` rollouts of each question, and weighs their steps.
 
-    share_done: of the steps of the phase. Rollouts with an error leave their group, and are counted.
+    share_done: of the steps of the phase. Rollouts with an error leave their group, and are counted. Groups
+    without differences are learned from only where divergence is: it counts in every rollout.
     """
     members = [replace(q, id=f"{q.id}.{member}") for q in asked for member in range(train.rows)]
     with stage("rollout"):
@@ -112,7 +114,7 @@ def make_buffer(
             rewards = [reward(part, train, priced) for part in found]
             count(sums, group, found, rewards)
             for rollout, advantage in zip(sound, advantages(rewards, priced), strict=True):
-                if advantage:
+                if advantage or train.kl_weight:
                     taken += steps_of(rollout, float(advantage), train)
     return Buffer(rollouts, taken, sums)
 
@@ -128,8 +130,8 @@ def steps_of(rollout: Rollout, advantage: float, train: TrainConfig) -> list[Tak
     if most >= len(steps):
         return [Taken(rollout, step, advantage) for step in steps]
     rng = random.Random(f"steps/{train.seed}/{rollout.id}")
-    weight = advantage * len(steps) / most
-    return [Taken(rollout, step, weight) for step in rng.sample(steps, most)]
+    each = len(steps) / most
+    return [Taken(rollout, step, advantage * each, each) for step in rng.sample(steps, most)]
 
 
 SUMS = (

@@ -39,7 +39,8 @@ def shard(
     # Values are views of what projects them; nothing here writes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device.type, (count,))
-    low = dtype != torch.float32
+    # Heads stay in float64, and the frozen weights beside them are in the dtype already.
+    low = dtype != torch.float32 and denoiser.heads is None
     # Inputs stay as they are: the rotary angles need float32.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if low else None,

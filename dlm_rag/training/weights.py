@@ -73,12 +73,13 @@ def fill(
     for name, value in adapters.items():
         _take(value, fresh_adapter(name, value.shape, seed))
     heads = {name: value for name, value in wanted.items() if name.startswith(PREFIX)}
-    if heads and denoiser.heads is not None:
+    if heads:
         there = None if checkpoint is None else read_heads(checkpoint.folder)
         if there is None:
-            denoiser.heads.begin(seed)
-        else:
-            denoiser.heads.load_state_dict(there.state_dict())
+            there = Heads()
+            there.begin(seed)
+        for name, made in there.state_dict().items():
+            _take(heads[PREFIX + name], made)
     plain = {name: value for name, value in wanted.items() if name not in adapters and name not in heads}
     if checkpoint is None:
         if plain:

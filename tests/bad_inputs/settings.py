@@ -244,6 +244,7 @@ CASES = [
     Case("reward of what was copied", f"{TRAIN} --model model train.objective=rl decode.copy_price=4", "without what decode.copy_price makes of them"),
     Case("heads by examples", f"{TRAIN} train.learn=heads", "learn=heads is for objective=rl"),
     Case("adapters of no rank", f"{TRAIN} train.learn=lora", "learn=lora does not go with lora_rank=0"),
+    Case("kl for heads", f"{TRAIN} --model model train.objective=rl train.learn=heads train.kl_weight=1", "kl_weight=0"),
     Case("no hops", f"{TRAIN} --model model train.objective=rl train.least_hops=4 train.hops=2", "least_hops=4 is more"),
     Case(
         "reward without answers",
