@@ -103,14 +103,64 @@ def test_a_damaged_index_is_said_and_built_anew(corpus_file, tmp_path, caplog, h
         assert {path: path.read_bytes() for path in kept} == kept, path
 
 
+def saved(change):
+    """Writes an array back with a change."""
+    return lambda path: np.save(path, change(np.load(path)))
+
+
+def said(text):
+    return lambda path: path.write_text(text)
+
+
+OFFSETS, WORDS, FACTS = "offsets.npy", "vocab.index.json", "columns.json"
+SCORES, ROWS, STARTS = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
 FORGED = {
-    "offsets of floats": ("offsets.npy", lambda path: np.save(path, np.load(path).astype(float))),
-    "offsets of nothing": ("offsets.npy", lambda path: np.save(path, np.load(path)[:0])),
-    "offsets beyond the file": ("offsets.npy", lambda path: np.save(path, np.load(path) * 10**15)),
-    "a pickle": ("offsets.npy", lambda path: np.save(path, np.array([{}]), allow_pickle=True)),
-    "a vocabulary in a list": ("vocab.index.json", lambda path: path.write_text("[]")),
-    "settings in a list": ("params.index.json", lambda path: path.write_text("[]")),
+    "offsets of floats": (OFFSETS, saved(lambda old: old.astype(float))),
+    "offsets of nothing": (OFFSETS, saved(lambda old: old[:0])),
+    "offsets beyond the file": (OFFSETS, saved(lambda old: old * 10**15)),
+    "offsets that fall": (OFFSETS, saved(lambda old: old[[0, 3, 2, 1, 4, 5]])),
+    "offsets below nothing": (OFFSETS, saved(lambda old: old - [9, 0, 0, 0, 0, 0])),
+    "a pickle": (OFFSETS, lambda path: np.save(path, np.array([{}]), allow_pickle=True)),
+    "a vocabulary in a list": (WORDS, said("[]")),
+    "words beyond all columns": (WORDS, said('{"wrote": 10000000}')),
+    "words below all columns": (WORDS, said('{"wrote": -1}')),
+    "words that are half": (WORDS, said('{"wrote": 0.5}')),
+    "words that are texts": (WORDS, said('{"wrote": "a"}')),
+    "a word that is a large number": (WORDS, said(f'{{"wrote": 1{"0" * 30}}}')),
+    "facts of nothing": (FACTS, said("{}")),
+    "facts that are texts": (FACTS, said('{"largest": "1", "ascending": true}')),
+    "a pickle of scores": (SCORES, lambda path: np.save(path, np.array([{}]), allow_pickle=True)),
+    "scores as integers": (SCORES, saved(lambda old: old.astype(np.int32))),
+    "scores in a table": (SCORES, saved(lambda old: old[:, None])),
+    "fewer scores": (SCORES, saved(lambda old: old[:-1])),
+    "rows beyond the corpus": (ROWS, saved(lambda old: old + 10**8)),
+    "one row beyond the corpus": (ROWS, saved(lambda old: old + (old == 4))),
+    "rows below nothing": (ROWS, saved(lambda old: old - 10**8)),
+    "rows as floats": (ROWS, saved(lambda old: old.astype(np.float32))),
+    "columns beyond the scores": (STARTS, saved(lambda old: old + 10**8)),
+    "columns that fall": (STARTS, saved(lambda old: old[::-1].copy())),
+    "columns below nothing": (STARTS, saved(lambda old: old - 9)),
+    "no columns": (STARTS, saved(lambda old: old[:0])),
 }
+
+
+def test_settings_of_an_index_are_not_taken_from_it(corpus_file, tmp_path):
+    """They could ask for word ids of 8 bits; what bm25s has written beside the columns is not read."""
+    load_retriever(corpus_file, index_folder=str(tmp_path / "index"))
+    (path,) = (tmp_path / "index").rglob("params.index.json")
+    path.write_text('{"int_dtype": "int8", "num_docs": 100000000, "method": "bm25+"}')
+    (path.parent / WHOLE).write_text(json.dumps(_digests(path.parent)))
+    retriever = load_retriever(corpus_file, top_k=1, index_folder=str(tmp_path / "index"))
+    assert [p.id for p in retriever.search([build_query("question", "who wrote dune")])[0]] == ["dune"]
+
+
+def test_a_manifest_that_is_a_link_to_itself_is_written_anew(corpus_file, tmp_path):
+    folder = load_retriever(corpus_file, index_folder=str(tmp_path / "index")).corpus.folder
+    written = (folder / "corpus.json").read_text()
+    (folder / "corpus.json").unlink()
+    (folder / "corpus.json").symlink_to("corpus.json")
+    load_retriever(corpus_file, index_folder=str(tmp_path / "index"))
+    assert (folder / "corpus.json").read_text() == written
 
 
 @pytest.mark.parametrize("forged", FORGED)

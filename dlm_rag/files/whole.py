@@ -26,7 +26,7 @@ def new_file(path: Path) -> Iterator[Path]:
     Where that fails, or the process is killed, `path` is as it was. A link stays one: what it leads to
     is replaced.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # of a link to itself that link, which pathlib raises for
     scratch = path.with_name(f".part-{os.getpid()}{path.suffix}")
     try:
         yield scratch

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -10,14 +11,16 @@ import bm25s
 import numpy as np
 from bm25s.numba import retrieve_utils
 
-from dlm_rag.errors import CorpusError, fold_message
+from dlm_rag.errors import CorpusError
+from dlm_rag.files.foreign import read_as
+from dlm_rag.files.jsonl import parse_object, read_note
 from dlm_rag.machine import memory
 from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress, status
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.compiled import keep_compiled
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.incremental import SuccessiveSearch
-from dlm_rag.retrieval.index import build_once, slug
+from dlm_rag.retrieval.index import build_once, load_array, not_of_this, rises, slug
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.scores import terms
 from dlm_rag.stages import stage
@@ -29,9 +32,18 @@ SAMPLE = 10_000  # passages, from which the costs of a build are told
 # Of a build, measured as in `profiling/bench_bm25.py`: peak of memory and disk for each term of a passage,
 # and the time of all by that of finding the terms.
 MEMORY_A_TERM, DISK_A_TERM, TIMES_TOKENISING = 45, 8, 2  # bytes, bytes
-FACTS = "columns.json"  # what `SuccessiveSearch` needs to know about the columns
+FACTS, WORDS = "columns.json", "vocab.index.json"
+COLUMNS = ("data", "indices", "indptr")  # scores, their rows, where each word's begin; as bm25s has them
 
 keep_compiled(retrieve_utils._retrieve_internal_jitted_serial)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `SuccessiveSearch` needs to know about the columns: their largest score, whether rows ascend."""
+
+    largest: float
+    ascending: bool
 
 
 class BM25Retriever(CorpusRetriever):
@@ -47,13 +59,7 @@ class BM25Retriever(CorpusRetriever):
         folder = build_once(
             corpus.folder / slug("bm25", bm25s.__version__, FACTS), lambda scratch: _build(corpus, scratch)
         )
-        try:
-            self._index = bm25s.BM25.load(folder, mmap=True, backend="numba")
-            self._facts = json.loads(Path(folder, FACTS).read_text(encoding="utf-8"))
-        except Exception as error:  # it is as it was built, but by whom?
-            raise CorpusError(
-                f"index {folder} cannot be read ({fold_message(error)}): remove it, and it is built anew"
-            ) from None
+        self._index, self._facts = _open(folder, len(corpus))
         self._successive = self._keep_scores(memory) if len(corpus) >= SUCCESSIVE_FROM else None
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
@@ -64,13 +70,13 @@ class BM25Retriever(CorpusRetriever):
         """For a corpus of fewer than `SUCCESSIVE_FROM` passages a fresh search is cheaper."""
         if not memory:
             return None
-        if not self._facts["ascending"]:
+        if not self._facts.ascending:
             log.warning("the columns of this BM25 index are not in order: every search is a fresh one")
             return None
         found = self._index.scores
         kept = SuccessiveSearch(
             found["data"], found["indices"], found["indptr"], len(self.corpus),
-            self._facts["largest"], memory,
+            self._facts.largest, memory,
         )  # fmt: skip
         kept.rank("", [0], 1)  # loads its compiled parts
         kept.forget("")
@@ -112,6 +118,36 @@ class BM25Retriever(CorpusRetriever):
         ]
 
 
+def _open(folder: Path, passages: int) -> tuple[bm25s.BM25, Facts]:
+    """The index in a folder. Raises `CorpusError` for one that somebody else made, and not of this corpus.
+
+    Every number is checked: the compiled search would follow it out of its own memory.
+    """
+    data_path, rows_path, starts_path = (folder / f"{name}.csc.index.npy" for name in COLUMNS)
+    data = load_array(data_path, np.float32, (None,))
+    rows = load_array(rows_path, np.int32, data.shape)
+    starts = load_array(starts_path, np.int64, (None,))
+    if not len(starts) or not rises(starts, 0) or starts[-1] > len(rows):
+        raise not_of_this(starts_path)
+    if rows.view(np.uint32).max(initial=0) >= passages:  # which rows below 0 are too, without their sign
+        raise not_of_this(rows_path)
+    try:
+        words = parse_object((folder / WORDS).read_bytes(), WORDS, CorpusError)
+        facts = read_as(Facts, read_note(folder / FACTS), FACTS, CorpusError)
+        sound = {*map(type, words.values())} <= {int}
+        sound = sound and np.fromiter(words.values(), np.uint64).max(initial=0) < len(starts) - 1
+    except (CorpusError, OverflowError):
+        sound = False
+    if not sound:
+        raise not_of_this(folder / WORDS)
+    # Not by its own loader, which takes settings from the folder as well.
+    index = bm25s.BM25(backend="numba")
+    index.scores = dict(zip(COLUMNS, (data, rows, starts), strict=True)) | {"num_docs": passages}
+    index.vocab_dict, index.unique_token_ids_set = words, {*words.values()}
+    index.nonoccurrence_array = None
+    return index, facts
+
+
 def _build(corpus: Corpus, scratch: Path) -> None:
     vocabulary: dict[str, int] = {}
     documents: list[list[int]] = []
@@ -129,14 +165,11 @@ def _build(corpus: Corpus, scratch: Path) -> None:
     index = bm25s.BM25()
     index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
     index.save(scratch, show_progress=False)
-    data, indices, indptr = (index.scores[name] for name in ("data", "indices", "indptr"))
+    data, indices, indptr = (index.scores[name] for name in COLUMNS)
     rising = np.diff(indices, prepend=-1) > 0
     rising[indptr[:-1][indptr[:-1] < len(indices)]] = True  # where a column begins
-    facts = {
-        "largest": float(data.max(initial=0.0)),
-        "ascending": bool(rising.all() and (data > 0).all()),
-    }
-    (scratch / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    facts = Facts(float(data.max(initial=0.0)), bool(rising.all() and (data > 0).all()))
+    (scratch / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
     status()
 
 

@@ -20,7 +20,7 @@ from dlm_rag.files.jsonl import is_blank, lines, parse_object, read_note
 from dlm_rag.files.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
 from dlm_rag.files.whole import default_index_folder, write_whole
 from dlm_rag.progress import progress
-from dlm_rag.retrieval.index import build_once, slug
+from dlm_rag.retrieval.index import build_once, load_array, not_of_this, rises, slug
 from dlm_rag.retrieval.texts import fingerprint_texts, read_texts, texts_in
 
 log = logging.getLogger(__name__)
@@ -63,21 +63,6 @@ def parse_passage(record: dict[str, Any], place: str) -> Passage:
     return Passage(id_of(record, "passage", place, CorpusError), title or "", contents)
 
 
-def _load_offsets(path: Path, size: int) -> np.ndarray:
-    """Where the passages of a corpus of `size` bytes begin, and its end.
-
-    Raises `CorpusError` where an index that somebody else made holds anything else.
-    """
-    try:
-        # A plain array over the mapped file: a memmap is slow at single numbers.
-        found = np.asarray(np.load(path, mmap_mode="r"))
-    except (ValueError, EOFError):  # a pickle, which is not opened
-        found = np.empty(0)
-    if found.dtype != np.int64 or found.ndim != 1 or len(found) < 2 or int(found[-1]) != size:
-        raise CorpusError(f"{path} is not of this corpus: remove {path.parent}, and it is built anew")
-    return found
-
-
 class Corpus(Sequence[Passage]):
     """The passages of a file by row number; only their offsets are held in memory.
 
@@ -87,7 +72,11 @@ class Corpus(Sequence[Passage]):
     def __init__(self, path: Path, folder: Path, fingerprint: str, state: dict[str, int]) -> None:
         """state: of the file before it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
-        self._offsets = _load_offsets(folder / "offsets" / "offsets.npy", state["size"])
+        offsets = folder / "offsets" / "offsets.npy"
+        self._offsets = load_array(offsets, np.int64, (None,))  # of each passage, and the end
+        count = len(self._offsets) - 1
+        if count < 1 or self._offsets[-1] != state["size"] or not rises(self._offsets, 0):
+            raise not_of_this(offsets)
         self._file = path.open("rb", buffering=0)
         self._descriptor = self._file.fileno()
         self._hashed, self._lock = state, threading.Lock()

@@ -7,7 +7,9 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
@@ -78,6 +80,36 @@ def _damage(folder: Path) -> str:
     except CorpusError:
         return f"{WHOLE} is damaged"
     return "" if digests else f"{WHOLE} is damaged"
+
+
+def load_array(
+    path: Path, dtype: type[np.generic], shape: tuple[int | None, ...], mode: Literal["r", "c"] = "r"
+) -> np.ndarray:
+    """An array of an index, mapped from disk; None in `shape` stands for any length.
+
+    Raises `CorpusError` for what no build has written; a pickle is not opened.
+    """
+    try:
+        # A plain array over the mapped file: a memmap is slow at single numbers.
+        found = np.asarray(np.load(path, mmap_mode=mode))
+    except (ValueError, EOFError, OSError):
+        found = np.empty(0)
+    fits = found.ndim == len(shape) and all(
+        wanted in (None, length) for length, wanted in zip(found.shape, shape, strict=True)
+    )
+    if found.dtype != dtype or not fits:
+        raise not_of_this(path)
+    return found
+
+
+def rises(places: np.ndarray, least: int) -> bool:
+    """Whether numbers begin at `least` or above, and none is below the one before it."""
+    return bool(places[0] >= least and (places[1:] >= places[:-1]).all())
+
+
+def not_of_this(path: Path) -> CorpusError:
+    """The error for a file of an index that is whole, but that no build of this corpus has written."""
+    return CorpusError(f"{path} is not of this corpus: remove {path.parent}, and it is built anew")
 
 
 def slug(*parts: object) -> str:
