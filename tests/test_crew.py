@@ -16,12 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import RAY_TOKEN, ROOT, lines_in, wait_until, write_lines
+from conftest import RAY_TOKEN, ROOT, in_tokens, lines_in, wait_until, write_lines
 from fake_workers import FakeOpening, finished
 from test_answers import stamp
 from test_cli import call, model  # noqa: F401 - fixtures
 from test_trace import HEADER
-from test_workers import in_tokens
 
 from dlm_rag.commands import evaluate
 from dlm_rag.commands.prepare import SHIPPED

@@ -116,6 +116,8 @@ def test_logits_equal_those_of_the_public_modelling_code(tmp_path, name):
     assert (config.shifted, config.attention_block, config.block_grid) == (shifted, block or own, grid)
     if own:
         assert open_checkpoint(tmp_path).config.attention_block == own
+    if not config.experts:  # then the rounding of the reference alone is left, the same on every processor
+        denoiser = denoiser.double()
     with torch.no_grad():
         ours, theirs = denoiser(golden["input_ids"]), golden["logits"]
     if shifted:

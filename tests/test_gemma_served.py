@@ -12,11 +12,10 @@ from unittest.mock import patch
 
 import httpx
 import pytest
-from conftest import ROOT, write_lines
+from conftest import ROOT, in_tokens, write_lines
 from test_gemma import ByLot, decoder_of
 from test_serve import QUESTIONS, ask, chat, client_of, events, metrics, recorded, serving
 from test_serve_process import free_port, server
-from test_workers import in_tokens
 from tiny_gemma import END, TURN_END, write_gemma
 
 from dlm_rag.commands import evaluate, sample

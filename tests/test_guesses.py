@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_blocks
+from conftest import in_tokens
 from test_trace import ASKED, header_for, make_decoder, write
 
 from dlm_rag.decode.guesses import Guess, Guesses, Recorder, are_sound, replay
@@ -51,15 +52,6 @@ def test_a_step_holds_what_is_new_in_it():
 def bare(rollout):
     """Without guesses, and without what the clock says."""
     steps = [replace(step, guesses=None, seconds={}) for step in rollout.steps]
-    return replace(rollout, steps=steps)
-
-
-def tokens_alone(rollout):
-    """Without confidences: the rows of one matrix product are not rounded alike on every processor."""
-    steps = [
-        replace(step, committed=tuple(replace(c, confidence=0.0, log_prob=0.0) for c in step.committed))
-        for step in bare(rollout).steps
-    ]
     return replace(rollout, steps=steps)
 
 
@@ -118,7 +110,7 @@ def test_a_row_records_guesses_beside_one_that_does_not(corpus):
             found |= {event.ticket: event.rollout for event in engine.step()}
     one, other = (found[ticket] for ticket in tickets)
     assert any(step.guesses for step in one.steps) and not any(step.guesses for step in other.steps)
-    assert tokens_alone(one) == tokens_alone(other)
+    assert in_tokens(one) == in_tokens(other)
     sure = [[c.confidence for step in r.steps for c in step.committed] for r in (one, other)]
     assert sure[0] == pytest.approx(sure[1], abs=1e-5)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, examples, tiny_denoiser, write_lines
+from conftest import byte_tokenizer, examples, in_tokens, tiny_denoiser, write_lines
 from fake_workers import FakeDecoder, FakeOpening
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,19 +194,6 @@ def test_weights_that_a_device_cannot_hold_are_refused_before_they_are_read(conf
     monkeypatch.setattr("dlm_rag.commands.prepare.device_memory", lambda device: size / 2 - 1)
     with pytest.raises(ConfigError, match="of memory: choose a smaller model or a larger device"):
         refuse_too_large(checkpoint, CPU, torch.bfloat16)
-
-
-def in_tokens(rollout):
-    """A rollout without times and last bits: those depend on who shares the batch."""
-
-    def plain(tokens):
-        return tuple(replace(token, confidence=0.0, log_prob=None) for token in tokens)
-
-    steps = [
-        replace(s, seconds={}, guesses=None, committed=plain(s.committed), edited=plain(s.edited))
-        for s in rollout.steps
-    ]
-    return replace(rollout, steps=steps, citations=[], evidence_texts={})
 
 
 @pytest.fixture
