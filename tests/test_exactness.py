@@ -4,8 +4,10 @@ import pytest
 import torch
 from test_decoder import LAYOUTS, QUESTIONS, make_decoder
 
-from dlm_rag.config import EngineConfig
+from dlm_rag.commands.prepare import SHIPPED, prepare, with_shipped
+from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.decode.proposer import DenoiserProposer
+from dlm_rag.questions import read_questions
 
 
 @pytest.fixture
@@ -42,3 +44,21 @@ def test_other_batches_threads_and_pools_give_the_same_tokens_to_rounding(decode
     assert [(t.position, t.token_id) for t in one] == [(t.position, t.token_id) for t in two]
     assert [t.confidence for t in one] == pytest.approx([t.confidence for t in two], abs=1e-5)
     assert [t.log_prob for t in one] == pytest.approx([t.log_prob for t in two], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_shipped_model_answers_with_and_without_a_pool_alike():
+    """Prints what docs/exactness.md says; `-s` shows it."""
+    world = SHIPPED / "world"
+    asked = [q for q in read_questions(world / "questions.jsonl") if not q.labels][::3]
+    one, two = [], []
+    for found, pool_gib in ((one, 1.0), (two, 0.0)):
+        settings = [f"retrieval.corpus={world / 'corpus.jsonl'}", f"engine.pool_gib={pool_gib}"]
+        config = with_shipped(load_config(None, [*settings, "decode.batch_size=16"]), [])
+        for rollout in prepare(config, asked).load().decode(asked):
+            found.append([token for step in rollout.steps for token in step.committed])
+    for ours, theirs in zip(one, two, strict=True):
+        assert [(t.position, t.token_id) for t in ours] == [(t.position, t.token_id) for t in theirs]
+    apart = max(abs(a.confidence - b.confidence) for a, b in zip(sum(one, []), sum(two, []), strict=True))
+    print(f"{len(one)} questions, {sum(a == b for a, b in zip(one, two))} to the bit; apart by {apart:.1e}")
+    assert apart < 1e-5
