@@ -51,14 +51,15 @@ def test_the_shipped_model_answers_with_and_without_a_pool_alike():
     """Prints what docs/exactness.md says; `-s` shows it."""
     world = SHIPPED / "world"
     asked = [q for q in read_questions(world / "questions.jsonl") if not q.labels][::3]
-    one, two = [], []
-    for found, pool_gib in ((one, 1.0), (two, 0.0)):
+    decoded = []
+    for pool_gib in (1.0, 0.0):
         settings = [f"retrieval.corpus={world / 'corpus.jsonl'}", f"engine.pool_gib={pool_gib}"]
         config = with_shipped(load_config(None, [*settings, "decode.batch_size=16"]), [])
-        for rollout in prepare(config, asked).load().decode(asked):
-            found.append([token for step in rollout.steps for token in step.committed])
-    for ours, theirs in zip(one, two, strict=True):
-        assert [(t.position, t.token_id) for t in ours] == [(t.position, t.token_id) for t in theirs]
-    apart = max(abs(a.confidence - b.confidence) for a, b in zip(sum(one, []), sum(two, []), strict=True))
-    print(f"{len(one)} questions, {sum(a == b for a, b in zip(one, two))} to the bit; apart by {apart:.1e}")
+        rollouts = prepare(config, asked).load().decode(asked)
+        decoded.append([flat([[step.committed for step in rollout.steps]]) for rollout in rollouts])
+    to_the_bit = sum(one == two for one, two in zip(*decoded, strict=True))
+    one, two = ([token for question in found for token in question] for found in decoded)
+    assert [(t.position, t.token_id) for t in one] == [(t.position, t.token_id) for t in two]
+    apart = max(abs(a.confidence - b.confidence) for a, b in zip(one, two, strict=True))
+    print(f"{len(asked)} questions, {to_the_bit} equal to the bit, confidences up to {apart:.1e} apart")
     assert apart < 1e-5
