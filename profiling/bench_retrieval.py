@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +45,7 @@ def recalls(rankings: Sequence[Ranking], retriever: CorpusRetriever, questions: 
 
 def by_parts(retriever: CorpusRetriever, parts: list[list[str]], turns: bool) -> list[Ranking]:
     """Every part searched alone; the rankings of a question fused or taking turns."""
-    combine = take_turns if turns else fuse
+    combine = take_turns if turns else partial(fuse, fusion_depth=50)
     flat = [Query(part, (part,)) for question in parts for part in question]
     rankings = iter(retriever.rank(flat, 50))
     return [combine([next(rankings) for _ in question], retriever.top_k) for question in parts]

@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 from pymilvus import MilvusClient, MilvusException
 
-from dlm_rag.retrieval.base import Ranking, take_turns
+from dlm_rag.retrieval.base import Ranking
 from dlm_rag.retrieval.bm25 import BM25Retriever
-from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.milvus import CHANNEL
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.scores import terms
@@ -84,15 +83,3 @@ class LocalSearch(BM25Retriever):
             scores[rows[column]] += data[column]
         order = np.lexsort((np.arange(len(scores)), -scores.round(4)))[:depth]
         return [int(row) for row in order if scores[row] > 0]
-
-
-class LocalDense(DenseRetriever):
-    """Dense search in this process; what agrees to six digits stands in corpus order."""
-
-    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        rows = np.arange(len(self.corpus))
-        rankings = {}
-        for part in {part for query in queries for part in query.parts}:
-            scores = self._vectors.numpy().astype(np.float64) @ self._embed([part])[0].numpy()
-            rankings[part] = np.lexsort((rows, -scores.round(6)))[:depth].tolist()
-        return [take_turns([rankings[part] for part in query.parts], depth) for query in queries]

@@ -17,7 +17,7 @@ from conftest import ROOT, write_lines
 
 pytest.importorskip("milvus_lite")
 
-from milvus_server import LocalDense, LocalSearch, Server
+from milvus_server import LocalSearch, Server
 from pymilvus import MilvusClient
 
 from dlm_rag.__main__ import dispatch
@@ -30,16 +30,16 @@ from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import filling, link, load_retriever, milvus, remote
-from dlm_rag.retrieval.base import PartialSearchError
+from dlm_rag.retrieval.base import PartialSearchError, best
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.dense import open_encoder
+from dlm_rag.retrieval.dense import DenseRetriever, open_encoder
 from dlm_rag.retrieval.facts import Facts
 from dlm_rag.retrieval.filling import batches, complete, fill
 from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.link import Link, SearchUnavailableError
 from dlm_rag.retrieval.milvus import Collection
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.remote import MilvusRetriever, best, ends_among_equals
+from dlm_rag.retrieval.remote import MilvusRetriever, ends_among_equals
 from dlm_rag.retrieval.scores import count_words
 from dlm_rag.tokenizer import Tokenizer
 
@@ -154,7 +154,9 @@ def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most)
 
 def test_the_rule_for_equals():
     hits = [(3.0, 4), (2.00001, 9), (2.0, 1), (1.9999, 3), (1.0, 0)]
-    assert best(hits, 3, 4) == [4, 1, 9] and best(hits, 9, 4) == [4, 1, 9, 3, 0]
+    assert [row for _, row in best(hits, 9, 4)] == [4, 1, 9, 3, 0] and best(hits, 3, 4) == best(hits, 9, 4)[
+        :3
+    ]
     assert ends_among_equals(hits[:3], 2, 4) and not ends_among_equals(hits[:4], 2, 4)
     assert not ends_among_equals(hits[:1], 2, 4)
 
@@ -181,6 +183,20 @@ def test_a_refresh_takes_two_round_trips_and_one_where_passages_recur(few, monke
     assert len(found._known) < 200
 
 
+def test_queries_without_known_words_cost_a_count_now_and_then(few, monkeypatch):
+    found = load_retriever(url=few[1]._collection.url, url_seconds=SECONDS)
+    counts = []
+    count = Collection.count
+    monkeypatch.setattr(Collection, "count", lambda self, *a, **k: counts.append(1) or count(self, *a, **k))
+    nothing = [asked(f"zzzz{n}") for n in range(20)]
+    monkeypatch.setattr(remote, "COUNT_EVERY", 3600)
+    assert found.search(nothing) == [[]] * 20 and found.search(nothing[:3]) == [[]] * 3
+    assert len(counts) == 1, "of 23 queries, in two searches"
+    found._count_due = 0.0  # an hour later
+    found.search(nothing)
+    assert len(counts) == 2, "a collection that has lost its passages is noticed in time"
+
+
 @pytest.mark.slow
 def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path):
     """Passages that are there twice have equal vectors; a hybrid collection answers all three kinds."""
@@ -191,7 +207,7 @@ def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path
     corpus = open_corpus(path)
     encoder = open_encoder(RetrievalConfig(**settings))
     vectors = encoder.passages([passage.text for passage in corpus]).numpy()
-    dense = LocalDense(corpus, 5, encoder.queries, vectors, encoder.device)
+    dense = DenseRetriever(corpus, 5, encoder.queries, vectors, encoder.device)
     sparse = LocalSearch(corpus, 5)
     local = {"bm25": sparse, "dense": dense, "hybrid": HybridRetriever([sparse, dense], 5, 50)}
     build(server, "all_kinds", path, kind="hybrid", **settings)

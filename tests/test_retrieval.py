@@ -3,6 +3,9 @@
 import json
 import math
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from dlm_rag import load_retriever
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evaluation.metrics import evidence_recall
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval.base import fuse, take_turns
+from dlm_rag.retrieval.base import Remembered, fuse, take_turns
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
@@ -127,12 +130,50 @@ def test_dense_search_is_exact(corpus, monkeypatch, block_bytes):
     assert retriever.rank(queries, 2) == expected
 
 
+def drawn(texts):
+    """A unit vector of 48 numbers, and no more than 12 different ones: so many passages are equal."""
+    rows = [np.random.default_rng(int(text) % 12).standard_normal(48) for text in texts]
+    return torch.nn.functional.normalize(torch.tensor(np.array(rows), dtype=torch.float32), dim=-1)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 6 * 48 * 4, 1 << 20])
+def test_equal_passages_stand_in_corpus_order_whatever_the_depth(monkeypatch, block_bytes):
+    """Against float64: similarities that agree in six digits are equal. In blocks of any size."""
+    monkeypatch.setattr("dlm_rag.retrieval.dense.BLOCK_BYTES", block_bytes)
+    rng = np.random.default_rng(0)
+    texts = [str(n) for n in rng.integers(0, 12, 130)]
+    vectors = drawn(texts)
+    retriever = DenseRetriever([None] * 130, 7, drawn, vectors.numpy(), torch.device("cpu"))
+    queries = [ask(str(n)) for n in range(12)]
+    similarity = drawn([query.text for query in queries]).double() @ vectors.double().T
+    rows = np.arange(130)
+    expected = [np.lexsort((rows, -row.round(decimals=6).numpy())).tolist() for row in similarity]
+    for depth in (1, 3, 7, 20, 64, 129, 130, 500):
+        assert retriever.rank(queries, depth) == [ranking[:depth] for ranking in expected], depth
+
+
 def test_dense_asks_part_by_part_and_the_parts_take_turns(corpus):
     retriever = letter_retriever(corpus, 3)
     alone = retriever.rank([ask("Frank Herbert"), ask("Steventon")], 5)
     both = retriever.rank([ask("x", "Frank Herbert", "Steventon")], 3)
     assert both == [take_turns(alone, 3)]
     assert retriever.rank([Query("", ())], 3) == [[]]
+
+
+def test_what_is_remembered_is_right_in_many_threads_and_computed_by_one_at_a_time():
+    """Though so little is kept that each call drops what another has just put there."""
+    busy = threading.Lock()
+
+    def squared(numbers):
+        assert busy.acquire(blocking=False), "encoders and tokenizers bear one call at a time"
+        time.sleep(0.0002)
+        busy.release()
+        return [n * n for n in numbers]
+
+    remembered = Remembered(squared, 5)
+    asked = [[(7 * k + n) % 13 for n in range(1 + k % 6)] for k in range(200)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(remembered, asked)) == [[n * n for n in numbers] for numbers in asked]
 
 
 def test_a_part_is_embedded_once_though_it_is_asked_at_every_step(corpus):
@@ -158,9 +199,10 @@ def test_a_failing_search_is_an_error_not_an_empty_result(corpus):
 
 def test_reciprocal_rank_fusion_by_hand():
     """1: 1/61 + 1/63; 2: 1/62 + 1/61; 3: 1/63; 4: 1/62. So 2, 1, 4, 3."""
-    assert fuse([[1, 2, 3], [2, 4, 1]], 4) == [2, 1, 4, 3]
-    assert fuse([[1, 2], [2, 1]], 2) == [1, 2], "ties go to the row that came first"
-    assert fuse([[], []], 3) == []
+    assert fuse([[1, 2, 3], [2, 4, 1]], 4, 3) == [2, 1, 4, 3]
+    assert fuse([[1, 2], [2, 1]], 2, 2) == [1, 2], "ties go to the row that came first"
+    assert fuse([[], []], 3, 3) == []
+    assert fuse([[1, 2, 3], [2, 4, 1, 5, 3]], 9, 2) == [2, 1, 4, 5, 3], "the rest as the last has them"
 
 
 def test_taking_turns_by_hand():
@@ -168,12 +210,27 @@ def test_taking_turns_by_hand():
     assert take_turns([], 3) == []
 
 
+@pytest.mark.parametrize("fusion_depth", [1, 4, 50])
+def test_the_best_of_a_hybrid_are_the_first_of_more(tmp_path, fusion_depth):
+    """Among many equals, at depths on either side of what is fused."""
+    words = "novel village born first published Hampshire".split()
+    lines = [{"id": n, "contents": " ".join(words[: 1 + n % 6])} for n in range(60)]
+    sparse = load_retriever(write_lines(tmp_path / "c.jsonl", lines), top_k=7)
+    hybrid = HybridRetriever([sparse, letter_retriever(sparse.corpus, 7)], 7, fusion_depth)
+    queries = [ask("a novel"), ask("first published", "first", "published"), ask("zebra")]
+    whole = hybrid.rank(queries, 60)
+    assert all(sorted(ranking) == list(range(60)) for ranking in whole)
+    for depth in (1, 3, 7, 30):
+        assert hybrid.rank(queries, depth) == [ranking[:depth] for ranking in whole], depth
+
+
 def test_hybrid_fuses_the_rankings_of_its_parts(corpus_file):
     sparse = load_retriever(corpus_file, top_k=2)
     dense = letter_retriever(sparse.corpus, 2)
     hybrid = HybridRetriever([sparse, dense], 3, fusion_depth=5)
     query = ask("born in Tacoma")
-    assert hybrid.rank([query], 3) == [fuse([sparse.rank([query], 5)[0], dense.rank([query], 5)[0]], 3)]
+    both = [sparse.rank([query], 5)[0], dense.rank([query], 5)[0]]
+    assert hybrid.rank([query], 3) == [fuse(both, 3, 5)]
     assert hybrid.key(query) == (query.text, query.parts)
 
 
@@ -384,5 +441,5 @@ def test_hybrid_fuses_the_turns_of_parts_with_dense(corpus_file, monkeypatch):
     query = Query(" ".join(parts), parts)
     hybrid = load_retriever(corpus_file, kind="hybrid", top_k=3, words_of="parts")
     turns = load_retriever(corpus_file, top_k=5, words_of="parts").rank([query], 50)[0]
-    assert hybrid.rank([query], 3) == [fuse([turns, [4, 3, 2, 1, 0]], 3)]
+    assert hybrid.rank([query], 3) == [fuse([turns, [4, 3, 2, 1, 0]], 3, 50)]
     assert hybrid.key(query) != load_retriever(corpus_file, kind="hybrid").key(query)

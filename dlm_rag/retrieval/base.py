@@ -1,9 +1,10 @@
 """What a retriever does: queries in, ranked passages out; and the kind that ranks rows of a file."""
 
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dlm_rag.errors import UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
@@ -13,7 +14,13 @@ from dlm_rag.retrieval.query import Query
 log = logging.getLogger(__name__)
 
 Ranking = list[int]  # rows of the corpus, best first, each once
+Hits = list[tuple[float, int]]  # score and row
 Ranked = TypeVar("Ranked", bound=Hashable)  # a row or a passage
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+# Digits after the point in which equal scores agree, in whatever order an engine adds them up.
+DIGITS = {"sparse": 4, "dense": 6}
+REMEMBERED = 65536  # vectors and rankings of query parts: a sentence recurs from step to step
 
 
 class Retriever(Protocol):
@@ -138,16 +145,48 @@ def with_the_rest(rows: Iterable[int], depth: int, passages: int) -> Ranking:
     return list(dict.fromkeys((*found, *range(passages)))) if whole else found
 
 
-def fuse(rankings: Sequence[Ranking], depth: int, constant: int = 60) -> Ranking:
-    """Reciprocal rank fusion (Cormack et al. 2009): each ranking gives 1 / (constant + rank).
+def best(hits: Hits, depth: int, digits: int) -> Hits:
+    """The `depth` best hits, best first; those whose scores agree in so many digits in corpus order."""
+    return sorted(hits, key=lambda hit: (-round(hit[0], digits), hit[1]))[:depth]
 
-    Rank counts from 1. Ties go to the row that came first in the earliest ranking.
+
+def fuse(rankings: Sequence[Ranking], depth: int, fusion_depth: int, constant: int = 60) -> Ranking:
+    """Reciprocal rank fusion (Cormack et al. 2009): the first ranks each give 1 / (constant + rank).
+
+    Rank counts from 1. Ties go to the row that came first in the earliest ranking. The rows of the last
+    ranking that are not among the first `fusion_depth` of any follow in its order: a deeper result begins
+    with the shallower one.
     """
     scores: dict[int, float] = {}
     for ranking in rankings:
-        for rank, row in enumerate(ranking, start=1):
+        for rank, row in enumerate(ranking[:fusion_depth], start=1):
             scores[row] = scores.get(row, 0.0) + 1.0 / (constant + rank)
-    return sorted(scores, key=lambda row: -scores[row])[:depth]
+    fused = sorted(scores, key=lambda row: -scores[row])
+    return list(dict.fromkeys((*fused, *rankings[-1])))[:depth]
+
+
+class Remembered(Generic[K, V]):
+    """Computes a value for each key, and remembers it; any number of threads may ask.
+
+    `compute` gets several keys at once, and is never called by two threads at a time.
+    """
+
+    def __init__(self, compute: Callable[[list[K]], Iterable[V]], most: int = REMEMBERED) -> None:
+        """most: values that are kept from one call to the next."""
+        self._compute, self._most = compute, most
+        self._known: dict[K, V] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, keys: Iterable[K]) -> list[V]:
+        keys = list(keys)
+        with self._lock:
+            new = [key for key in dict.fromkeys(keys) if key not in self._known]
+            if len(self._known) + len(new) > self._most:
+                self._known.clear()
+                new = list(dict.fromkeys(keys))
+            if new:
+                self._known.update(zip(new, self._compute(new), strict=True))
+            return [self._known[key] for key in keys]
 
 
 def take_turns(rankings: Sequence[Sequence[Ranked]], depth: int) -> list[Ranked]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import RunError
 from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress
-from dlm_rag.retrieval.base import CorpusRetriever, Ranking, take_turns
+from dlm_rag.retrieval.base import DIGITS, CorpusRetriever, Hits, Ranking, Remembered, best, take_turns
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.encoder import load_encoder
 from dlm_rag.retrieval.index import build_once, slug
@@ -34,23 +34,7 @@ VECTORS = "vectors.npy"
 FINISHED = "finished"  # beside the vectors of a build: how many passages have theirs
 KEEP_EVERY = 10.0  # seconds of embedding that a kill costs at most, and a block
 BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
-REMEMBERED_PARTS = 65536  # vectors of query parts kept: a sentence recurs from step to step
-
-
-class Remembered:
-    """Embeds texts; those that it embedded lately it knows."""
-
-    def __init__(self, embed: Embed) -> None:
-        self._embed, self._known = embed, dict[str, Tensor]()
-
-    def __call__(self, parts: list[str]) -> Tensor:
-        new = [part for part in parts if part not in self._known]
-        if len(self._known) + len(new) > REMEMBERED_PARTS:
-            self._known.clear()
-            new = parts
-        if new:
-            self._known.update(zip(new, self._embed(new), strict=True))
-        return torch.stack([self._known[part] for part in parts])
+_AT_ONCE = 1 << 14  # passages whose exact similarity is computed at once
 
 
 class DenseRetriever(CorpusRetriever):
@@ -85,27 +69,37 @@ class DenseRetriever(CorpusRetriever):
         if not parts:
             return [[] for _ in queries]
         with stage("retrieve/embed"):
-            vectors = self._embed(parts)
+            vectors = torch.stack(self._embed(parts))
         with stage("retrieve/search"):
             rankings = dict(zip(parts, self._nearest(vectors, depth), strict=True))
             return [take_turns([rankings[part] for part in query.parts], depth) for query in queries]
 
     @torch.inference_mode()
     def _nearest(self, vectors: Tensor, depth: int) -> list[Ranking]:
-        """Rows of the `depth` most similar passages per vector (n, width), block by block."""
-        depth = min(depth, len(self.corpus))
-        block = max(depth, BLOCK_BYTES // (4 * vectors.shape[1]))
-        vectors = vectors.to(self._device)
-        scores = torch.empty(len(vectors), 0, device=self._device)
-        rows = torch.empty(len(vectors), 0, dtype=torch.long, device=self._device)
+        """Rows of the `depth` most similar passages per vector (n, width), equal ones in corpus order.
+
+        In a matrix product the last bits of equal passages differ with their place in it. It chooses those
+        that may be among the best, block by block; their order is that of similarities in float64.
+        """
+        depth, width = min(depth, len(self.corpus)), vectors.shape[1]
+        block = max(depth, BLOCK_BYTES // (4 * width))
+        # Each of two float32 sums of unit vectors may be off by width * 2^-24 (Higham 2002, section 3.1).
+        slack = 2 * width * 2.0**-24 + 10.0 ** -DIGITS["dense"]
+        asked, exact = vectors.to(self._device), vectors.cpu().double()
+        worst = asked.new_full((len(asked), 1), -torch.inf)  # of the `depth` best so far
+        hits: list[Hits] = [[] for _ in vectors]
         for start in range(0, len(self.corpus), block):
             part = self._vectors[start : start + block].to(self._device)
-            found = (vectors @ part.T).topk(min(depth, len(part)))
-            scores = torch.cat((scores, found.values), dim=1)
-            rows = torch.cat((rows, found.indices + start), dim=1)
-            order = scores.argsort(dim=1, descending=True, stable=True)[:, :depth]
-            scores, rows = scores.gather(1, order), rows.gather(1, order)
-        return rows.tolist()
+            scores = asked @ part.T
+            if len(part) >= depth:
+                worst = worst.maximum(scores.topk(depth).values[:, -1:])
+            places, rows = (scores >= worst - slack).nonzero(as_tuple=True)
+            for some, near in zip(places.cpu().split(_AT_ONCE), rows.split(_AT_ONCE), strict=True):
+                found = (exact[some] * part[near].cpu().double()).sum(1)
+                for n, row, score in zip(some.tolist(), near.tolist(), found.tolist(), strict=True):
+                    hits[n].append((score, start + row))
+            hits = [best(found, depth, DIGITS["dense"]) for found in hits]
+        return [[row for _, row in found] for found in hits]
 
 
 class TextEncoder:

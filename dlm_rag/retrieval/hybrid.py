@@ -7,7 +7,7 @@ from dlm_rag.retrieval.query import Query
 
 
 class HybridRetriever(CorpusRetriever):
-    """Reciprocal rank fusion of the first `fusion_depth` ranks of each of `retrievers`."""
+    """Reciprocal rank fusion of the first `fusion_depth` ranks of each; the last ranks what follows."""
 
     def __init__(self, retrievers: Sequence[CorpusRetriever], top_k: int, fusion_depth: int) -> None:
         super().__init__(retrievers[0].corpus, top_k)
@@ -21,6 +21,7 @@ class HybridRetriever(CorpusRetriever):
             retriever.forget(asker)
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        deep = max(depth, self._fusion_depth)
-        parts = [retriever.rank(queries, deep) for retriever in self._retrievers]
-        return [fuse(rankings, depth) for rankings in zip(*parts, strict=True)]
+        *others, last = self._retrievers
+        found = [retriever.rank(queries, self._fusion_depth) for retriever in others]
+        found.append(last.rank(queries, max(depth, self._fusion_depth)))
+        return [fuse(rankings, depth, self._fusion_depth) for rankings in zip(*found, strict=True)]

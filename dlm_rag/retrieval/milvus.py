@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 
 from dlm_rag.errors import ConfigError, CorpusError, RunError, nearest
 from dlm_rag.progress import duration, status
+from dlm_rag.retrieval.base import Hits
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.facts import FIELDS_OF, PREFIX, TEXTS, Facts
 from dlm_rag.retrieval.link import Link, SearchUnavailableError, Unreachable
 from dlm_rag.retrieval.scores import FORM, Vector
 
 T = TypeVar("T")
-Hits = list[tuple[float, int]]  # score and row, best first
 Ask = tuple[str, Sequence[Vector] | Sequence[list[float]], int]  # field, vectors, how many hits each
 
 MOST_HITS = 16_384  # that a search gives: a limit of the engine

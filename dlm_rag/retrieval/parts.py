@@ -2,10 +2,8 @@
 
 from collections.abc import Hashable, Sequence
 
-from dlm_rag.retrieval.base import CorpusRetriever, Ranking, take_turns
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking, Remembered, take_turns
 from dlm_rag.retrieval.query import Query
-
-REMEMBERED = 65536  # rankings of parts kept: a sentence recurs from step to step
 
 
 class PartsRetriever(CorpusRetriever):
@@ -18,17 +16,16 @@ class PartsRetriever(CorpusRetriever):
 
     def __init__(self, inner: CorpusRetriever) -> None:
         super().__init__(inner.corpus, inner.top_k)
-        self._inner = inner
-        self._known: dict[tuple[str, int], Ranking] = {}
+
+        def rank(asked: Sequence[tuple[str, int]]) -> list[Ranking]:
+            return inner.rank([Query(part, (part,)) for part, _ in asked], asked[0][1])
+
+        self._rankings = Remembered(rank)
 
     def key(self, query: Query) -> Hashable:
         return query.parts
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        parts = dict.fromkeys(part for query in queries for part in query.parts)
-        if len(self._known) > REMEMBERED:
-            self._known.clear()
-        if new := [part for part in parts if (part, depth) not in self._known]:
-            found = self._inner.rank([Query(part, (part,)) for part in new], depth)
-            self._known.update(zip(((part, depth) for part in new), found, strict=True))
-        return [take_turns([self._known[part, depth] for part in q.parts], depth) for q in queries]
+        parts = list(dict.fromkeys(part for query in queries for part in query.parts))
+        found = dict(zip(parts, self._rankings((part, depth) for part in parts), strict=True))
+        return [take_turns([found[part] for part in query.parts], depth) for query in queries]

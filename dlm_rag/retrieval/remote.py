@@ -5,16 +5,27 @@ scores are taken in corpus order, so more hits are asked for where they end amon
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, RunError
-from dlm_rag.retrieval.base import Ranking, fuse, search_each, take_turns, with_the_rest
+from dlm_rag.retrieval.base import (
+    DIGITS,
+    Hits,
+    Ranking,
+    Remembered,
+    best,
+    fuse,
+    search_each,
+    take_turns,
+    with_the_rest,
+)
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.facts import FIELDS_OF
 from dlm_rag.retrieval.link import SearchUnavailableError
-from dlm_rag.retrieval.milvus import MOST_HITS, Collection, Hits
+from dlm_rag.retrieval.milvus import MOST_HITS, Collection
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.scores import NO_WORD, word_counts
 from dlm_rag.stages import stage
@@ -24,20 +35,14 @@ if TYPE_CHECKING:
 
     from dlm_rag.retrieval.dense import TextEncoder
 
-Embed = Callable[[list[str]], "Tensor"]  # n texts -> (n, width) unit vectors
+Embed = Callable[[list[str]], "Iterable[Tensor]"]  # texts -> a unit vector (width) each
 
 SPARE = 25  # hits beyond those that are wanted: most often the last equals end there
 MORE = 4  # times as many where they do not
-# Digits after the point in which equal scores agree, in whatever order an engine adds them up.
-DIGITS = {"sparse": 4, "dense": 6}
 MOST_KEPT = 100_000  # passages that recur
+COUNT_EVERY = 10.0  # seconds for which a collection that was whole is taken to be so
 SAMPLE = 8  # queries that check an engine's scores
 RELATIVE, ABSOLUTE = 1e-5, 1e-4  # how far these may be from ours
-
-
-def best(hits: Hits, depth: int, digits: int) -> Ranking:
-    """The rows of the `depth` best hits; what agrees in so many digits stands in corpus order."""
-    return [row for _, row in sorted((-round(score, digits), row) for score, row in hits)[:depth]]
 
 
 def ends_among_equals(hits: Hits, depth: int, digits: int) -> bool:
@@ -59,6 +64,7 @@ class MilvusRetriever:
         self._passages = collection.facts.passages
         self.top_k = min(config.top_k, self._passages)
         self._known: dict[int, Passage] = {}
+        self._count_due = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -93,7 +99,7 @@ class MilvusRetriever:
         if "dense" in fields and parts:
             assert self._embed is not None
             with stage("retrieve/embed"):
-                asked["dense"] = self._embed(parts).tolist()
+                asked["dense"] = [vector.tolist() for vector in self._embed(parts)]
         with stage("retrieve/search"):
             found = self._rank_all(asked, deep)
         sparse, dense = iter(found["sparse"]), dict(zip(parts, found.get("dense", ()), strict=False))
@@ -103,7 +109,7 @@ class MilvusRetriever:
         by_parts = [take_turns([dense[part] for part in query.parts], deep) for query in queries]
         if self._kind == "dense":
             return by_parts
-        return [fuse(both, depth) for both in zip(by_words, by_parts, strict=True)]
+        return [fuse(both, depth, self._fusion_depth) for both in zip(by_words, by_parts, strict=True)]
 
     def _rank_all(self, asked: Mapping[str, Sequence[Any]], depth: int) -> dict[str, list[Ranking]]:
         """Field of vectors -> the best rows for each vector; raises `RunError` where equals have no end."""
@@ -120,7 +126,7 @@ class MilvusRetriever:
                     if self._may_go_on(field, hits, limit, depth):
                         again.append(number)
                     else:
-                        found[field][number] = best(hits, depth, DIGITS[field])
+                        found[field][number] = [row for _, row in best(hits, depth, DIGITS[field])]
                 open_[field] = again
             if limit == MOST_HITS and any(open_.values()):
                 raise RunError(
@@ -137,17 +143,19 @@ class MilvusRetriever:
             raise SearchUnavailableError(
                 f"{self._collection.url} gives {len(hits)} of {whole} hits: a part of it may be down"
             )
-        if not hits:
-            self._collection.check_count()  # nothing found, or nothing there?
+        if not hits and time.monotonic() >= self._count_due:  # nothing found, or nothing there?
+            self._collection.check_count()
+            self._count_due = time.monotonic() + COUNT_EVERY
         return len(hits) == limit and ends_among_equals(hits, depth, DIGITS[field])
 
     def _fetch(self, rows: set[int]) -> dict[int, Passage]:
-        found = {row: self._known[row] for row in rows if row in self._known}
+        known = self._known
+        found = {row: known[row] for row in rows if row in known}
         if new := sorted(rows - found.keys()):
             fetched = {row: passage for row, (passage, _) in self._collection.fetch(new).items()}
-            if len(self._known) + len(fetched) > MOST_KEPT:
-                self._known = {}
-            self._known.update(fetched)
+            kept = known if len(known) + len(fetched) <= MOST_KEPT else {}
+            kept.update(fetched)
+            self._known = kept
             found |= fetched
         return found
 
@@ -173,7 +181,7 @@ def open_milvus(config: RetrievalConfig) -> MilvusRetriever:
         raise ConfigError(f"{url} cannot be searched: {reason}") from None
     if config.kind == "bm25":
         return MilvusRetriever(collection, config)
-    from dlm_rag.retrieval.dense import Remembered, open_encoder
+    from dlm_rag.retrieval.dense import open_encoder
 
     encoder = open_encoder(config)
     check_encoder(collection, config.dense_model, encoder)
