@@ -89,6 +89,10 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def own_data(tmp_path):
+    return write_own_data(tmp_path)
+
+
+def write_own_data(folder):
     """Questions with responses, their passages, and documents."""
     passages = [
         {"id": str(n), "title": f"Town {n}", "contents": f"Town {n} lies in land {n % 5}."}
@@ -102,11 +106,11 @@ def own_data(tmp_path):
         }
         for n in range(40)
     ]  # fmt: skip
-    write_lines(tmp_path / "corpus.jsonl", passages)
-    write_lines(tmp_path / "questions.jsonl", questions)
+    write_lines(folder / "corpus.jsonl", passages)
+    write_lines(folder / "questions.jsonl", questions)
     for name in ("web", "quality"):
-        write_lines(tmp_path / f"{name}.jsonl", [{"text": p["contents"] * 3} for p in passages])
-    return tmp_path
+        write_lines(folder / f"{name}.jsonl", [{"text": p["contents"] * 3} for p in passages])
+    return folder
 
 
 TOY = [

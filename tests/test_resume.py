@@ -1,6 +1,7 @@
 """What `train --resume` goes on with: files that are what was written, and the run that was begun."""
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -9,15 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from conftest import ROOT
+from conftest import ROOT, byte_tokenizer, tiny_denoiser
 from safetensors.torch import load_file, save_file
 from test_parallel import LAUNCHER
+from test_phases import write_own_data
 from test_training import ALONE, METRICS, MICRO, make_trainer
 from two_processes import CASES
 
 from dlm_rag import commands
-from dlm_rag.errors import CheckpointError
+from dlm_rag.config import known_keys, load_config
+from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.training.fingerprint import MAY_CHANGE, phase_settings, run_settings
+from dlm_rag.training.origin import Origin
+from dlm_rag.training.phase import open_trainer
 from dlm_rag.training.saving import RECORD, pass_over_damaged, position
+from dlm_rag.training.trainer import Trainer
 
 FOUR = [*MICRO, "train.steps=4"]  # with checkpoints of steps 2 and 4
 
@@ -180,3 +187,131 @@ def test_a_checkpoint_without_digests_is_gone_on_with_and_it_is_said(folder):
         without_digests(lambda _: None)(checkpoint)
     (line,) = pass_over_damaged(folder, ALONE)
     assert position(folder, [""])[0] == 4 and "step-00000004" in line and "no digests" in line
+
+
+OWN = [
+    *MICRO, "model.path={base}/model", "data.questions={base}/questions.jsonl",
+    "data.corpus={base}/corpus.jsonl", "retrieval.top_k=2", "train.passage_length=96",
+]  # fmt: skip
+BEGUN = {
+    "sft": OWN,
+    "rl": [*OWN, "train.objective=rl", "train.learn=heads", "decode.gate_width=2"],
+    "documents": [
+        *MICRO, "train.objective=pretrain", "train.sequence_length=64", "train.batch_tokens=256",
+        "data.documents.web={base}/web.jsonl",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Beneath one folder a model, data, and runs from them that have saved a checkpoint at once."""
+    write_own_data(base := tmp_path_factory.mktemp("begun"))
+    tiny_denoiser(max_position_embeddings=512).save_pretrained(base / "model", eos_token_id=257)
+    byte_tokenizer().save_pretrained(base / "model")
+    for name in BEGUN:
+        open_run(base, name).save()
+    return base
+
+
+@pytest.fixture
+def base(begun, tmp_path):
+    """A copy of it: everything has another path, and is the same."""
+    return Path(shutil.copytree(begun, tmp_path / "base"))
+
+
+def open_run(base: Path, name: str, *words: str) -> Trainer:
+    given = [word.format(base=base) for word in (*BEGUN[name], *words)]
+    return open_trainer(load_config(None, given), base / name)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "says"),
+    [
+        ("sft", "model.attention_block=4", "model.attention_block=None, not 4"),
+        ("sft", "decode.block_length=4", "decode.block_length=None, not 4"),
+        ("sft", "train.validation_questions=2", "train.validation_questions=1, not 2"),
+        ("sft", "retrieval.words_of=parts", "retrieval.words_of=query, not parts"),
+        ("rl", "decode.block_length=4", "decode.block_length=None, not 4"),
+        ("rl", "decode.gate_width=1", "decode.gate_width=2.0, not 1.0"),
+        ("documents", "train.seed=1", "train.seed=0, not 1"),
+    ],
+)
+def test_what_a_run_depends_on_must_be_as_it_was(base, monkeypatch, name, word, says):
+    """And is looked at before any weight is read."""
+    monkeypatch.setattr(Origin, "fill", None)
+    with pytest.raises(ConfigError, match=f"begun with {says}"):
+        open_run(base, name, word)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sft", ["decode.commit_threshold=0.5", "train.steps=99", "model.attention=sdpa"]),
+        ("rl", ["decode.batch_size=3", "train.validation_questions=1", "train.save_every=7"]),
+        ("documents", ["train.validation_questions=3", "train.accumulate=2", "decode.block_length=null"]),
+    ],
+)
+def test_what_changes_no_step_may_be_another(base, name, words):
+    assert open_run(base, name, *words).restore()
+
+
+def spoil(path: Path) -> None:
+    """Changes one byte, and keeps size and time: nothing but the content tells."""
+    found, data = path.stat(), bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def other_theta(path: Path) -> None:
+    path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "harm", "says"),
+    [
+        ("rl", "model/model.safetensors", spoil, "model.path"),
+        ("rl", "model/config.json", other_theta, "model.path"),
+        ("sft", "questions.jsonl", lambda path: replace_in(path, "town 7", "town 8"), "data.questions"),
+        ("sft", "corpus.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.corpus"),
+        ("documents", "web.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.documents.web"),
+    ],
+)
+def test_other_contents_under_the_same_name_are_refused(base, monkeypatch, name, file, harm, says):
+    assert open_run(base, name).restore(), "moved, and the same"
+    harm(base / file)
+    monkeypatch.setattr(Origin, "fill", None)
+    with pytest.raises(ConfigError, match=f"begun with other contents of {says}={base}"):
+        open_run(base, name)
+
+
+def replace_in(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_run_without_fingerprints_is_held_by_its_names_and_it_is_said(base):
+    def older(record):
+        for key in ("digest", "fingerprints"):
+            del record[key]
+        del record["run"]["decode.block_length"]  # which older programs did not note
+
+    in_record(older)(next((base / "sft" / "checkpoints").iterdir()))
+    (line,) = pass_over_damaged(base / "sft", ALONE)
+    assert "no fingerprints" in line
+    with pytest.raises(ConfigError, match=f"begun with model.path=.*, not {base}/model"):
+        open_run(base, "sft")
+    record = json.loads(next(base.glob("sft/checkpoints/*/" + RECORD)).read_text())
+    names = [f"{key}={record['run'][key]}" for key in ("model.path", "data.questions", "data.corpus")]
+    assert open_run(base, "sft", *names, "decode.block_length=4").restore()
+
+
+def test_every_setting_is_held_or_stands_in_the_table():
+    """`run_settings` and `phase_settings` have what the table does not name, and it names what there is."""
+    config = load_config(None, ["train.objective=rl"])
+    sections = ("model.", "retrieval.", "data.", "train.", "decode.")
+    known = {key for key in known_keys() if key.startswith(sections)}
+    held = {*run_settings(config), *phase_settings(config, config.train)}
+    assert known >= MAY_CHANGE and known == held | MAY_CHANGE and not held & MAY_CHANGE

@@ -30,6 +30,7 @@ from dlm_rag.files.whole import give_back, take_lock
 from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.transfer import to_host
+from dlm_rag.training.fingerprint import phase_settings
 from dlm_rag.training.loss import ChunkedLoss
 from dlm_rag.training.objective import Objective, Terms, counts_of, encode, states_of
 from dlm_rag.training.optimizers import make_optimizers, share_left
@@ -40,7 +41,6 @@ from dlm_rag.training.processes import Processes
 from dlm_rag.training.report import Report
 from dlm_rag.training.rows.worlds import WorldExamples, find
 from dlm_rag.training.saving import look, newest, position
-from dlm_rag.training.state import phase_settings
 from dlm_rag.training.trainer import added
 from dlm_rag.training.validation import QuestionValidation
 from dlm_rag.training.vocabulary import learn_tokenizer, world_texts
@@ -640,7 +640,8 @@ def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
     with pytest.raises(ConfigError, match=r"begun with train.weight_decay=0.0, not 0.1"):
         make_trainer(tmp_path, "train.weight_decay=0.1").restore()
     adapted = [*MICRO, "train.objective=adapt"]
-    assert "train.steps" in phase_settings(load_config(None, adapted).train), "attention opens in a share"
+    config = load_config(None, adapted)
+    assert "train.steps" in phase_settings(config, config.train), "attention opens in a share"
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ from dlm_rag.files.whole import give_back, new_folder, take_lock
 from dlm_rag.program import check_writable, note
 
 if TYPE_CHECKING:
+    from filelock import FileLock
+
     from dlm_rag.config import Config
     from dlm_rag.training.energy import Windows
     from dlm_rag.training.origin import Origin
@@ -185,18 +187,13 @@ def make_folder(folder: Path, resume: bool) -> None:
 @contextmanager
 def running(folder: Path, processes: "Processes") -> Iterator[None]:
     """Keeps other runs out of the folder; raises `ConfigError`, on all processes, where one is in it."""
-    lock, taken = None, ""
-    if processes.first:
-        try:
-            lock = take_lock(folder / "train.lock", f"the run in {folder}")
-        except ConfigError as error:
-            taken = str(error)
+    locks: list[FileLock] = []
+    name = folder / "train.lock"
+    processes.check_first(lambda: locks.append(take_lock(name, f"the run in {folder}")))
     try:
-        if processes.any(bool(taken)):
-            raise ConfigError(taken or f"{folder} is in use")
         yield
     finally:
-        if lock is not None:
+        for lock in locks:
             give_back(lock)
 
 

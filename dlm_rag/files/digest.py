@@ -50,8 +50,7 @@ def digest_open(file: FileIO, path: Path) -> str:
 def read_digest(file: FileIO, path: Path) -> str:
     """The same of what the disk gives now: one that loses a bit changes no time of the file."""
     size = state_of(file.fileno())["size"]
-    # Threads for what is large only: a fork lacks those that its parent began, and waits for them.
-    digest = blake3(max_threads=blake3.AUTO if size >= REMEMBERED_FROM else 1)
+    digest = begin_digest(size)
     block = memoryview(bytearray(min(BLOCK, size + 1)))
     file.seek(0)
     # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
@@ -60,6 +59,14 @@ def read_digest(file: FileIO, path: Path) -> str:
             digest.update(block[:count])
             advance(count)
     return digest.hexdigest()
+
+
+def begin_digest(size: int) -> blake3:
+    """BLAKE3 of so many bytes to come, on threads where they are many.
+
+    A fork lacks the threads that its parent began, and waits for them: small files need none.
+    """
+    return blake3(max_threads=blake3.AUTO if size >= REMEMBERED_FROM else 1)
 
 
 def _name(path: Path) -> str:

@@ -109,16 +109,21 @@ def read_records(path: Path, error: type[UserError], plain: str | None = None) -
 
 
 def read_folder(folder: Path, error: type[UserError]) -> Iterator[Record]:
-    """The records of the files in a folder, by name: those whose suffix says that they hold rows.
+    """The records of `row_files`; raises `error` as that and `read_records` do."""
+    for path in row_files(folder, error):
+        yield from read_records(path, error)
+
+
+def row_files(folder: Path, error: type[UserError]) -> list[Path]:
+    """The files in a folder, by name, whose suffix says that they hold rows.
 
     JSON that is no lines is left out, as is what lies in folders below: notes, and other splits. Raises
-    `error` for a folder that has no such file, and as `read_records` does.
+    `error` for a folder that has no such file.
     """
     files = sorted(path for path in folder.glob("[!.]*") if suffix_of(path) in SHARDS and path.is_file())
     if not files:
         raise error(f"the folder '{folder}' has no file of rows ({', '.join(SHARDS)}): name a file")
-    for path in files:
-        yield from read_records(path, error)
+    return files
 
 
 def records_in(

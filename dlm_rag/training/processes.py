@@ -9,7 +9,7 @@ float32, and up to what shards round before they are gathered in the dtypes belo
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, UserError
 from dlm_rag.machine import choose_device
 from dlm_rag.model.sharing import SequenceShare
 from dlm_rag.program import whole
@@ -89,6 +89,17 @@ class Processes:
         if self.count > 1:
             dist.all_gather_object(found, value)
         return found
+
+    def check_first(self, check: Callable[[], object]) -> None:
+        """Calls `check` on the first process; all raise the `UserError` that it raises. All must call."""
+        raised: UserError | None = None
+        if self.first:
+            try:
+                check()
+            except UserError as error:
+                raised = error
+        if (raised := self.gather(raised)[0]) is not None:
+            raise raised
 
     def device(self, name: str) -> torch.device:
         """Where this process computes; CUDA devices are dealt out by the place on the machine."""

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError, fold_message
-from dlm_rag.files.digest import read_digest
+from dlm_rag.files.digest import begin_digest, read_digest
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.files.whole import write_whole
 from dlm_rag.training.failures import lost, lost_another
@@ -89,9 +89,9 @@ def _read_record(path: Path) -> tuple[dict[str, Any], str]:
         record = parse_object((path / RECORD).read_bytes(), RECORD, CheckpointError)
         if record.get("format", 1) != FORMAT:
             return record, ""
-        # Older programs wrote no digests, and still older ones no files.
+        # Older programs wrote no digests and fingerprints, and still older ones no files.
         parts = [record.get("run"), record.get("phase")]
-        parts += [record.get(name, {}) for name in ("files", "digests", "scaler")]
+        parts += [record.get(name, {}) for name in ("files", "digests", "fingerprints", "scaler")]
         if not all(isinstance(part, dict) for part in parts):
             return {}, f"{RECORD} lacks a part"
         if record.get("digest", digest := _digest(record)) != digest:
@@ -132,8 +132,11 @@ def pass_over_damaged(folder: Path, processes: Processes) -> list[str]:
         wrong = processes.gather([_damage(path / name, digests.get(name)) for name in own])
         damages = [line for lines in wrong for line in lines if line]
         if not damages:
-            if not digests:
-                unchecked = [f"{path} was written by an older version and carries no digests"]
+            if not digests or "fingerprints" not in record:
+                unchecked = [
+                    f"{path} is of an older version and carries no digests or no fingerprints: whether its "
+                    "files, the model and the data are as they were cannot be told"
+                ]
             break
         if processes.first:
             write_whole(path / DAMAGE, damages[0])
@@ -173,19 +176,18 @@ class _DigestedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        raw = _DigestedFile(path, mode)
-        with io.BufferedWriter(raw) as stream:
+        with io.BufferedWriter(raw := _DigestedFile(path, mode)) as stream:
             yield stream
+        assert raw.digest is not None, "safetensors have a header"
         self.digests[Path(path).name] = raw.digest.hexdigest()
 
 
 class _DigestedFile(io.FileIO):
-    def __init__(self, path: Any, mode: str) -> None:
-        super().__init__(path, mode)
-        self.digest = blake3(max_threads=blake3.AUTO)
+    digest: blake3 | None = None
 
     def write(self, data: Any) -> int:
         count = super().write(data)
+        self.digest = self.digest or begin_digest(len(data))  # all of a shard comes at once
         self.digest.update(memoryview(data)[:count])
         return count
 

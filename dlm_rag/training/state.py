@@ -1,18 +1,10 @@
-"""Where a run stands beside its weights and optimizers, and which settings it may go on with."""
+"""Where a run stands, beside its weights and optimizers."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dlm_rag.config import Config, TrainConfig
-from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.errors import CheckpointError
 from dlm_rag.training.task import State
-
-# What may change while a run goes on: how long it is, what is reported, how the work is done.
-FREE = {
-    "timeout_minutes", "steps", "decay_share", "save_every", "validate_every", "validation_questions",
-    "wandb", "phases", "accumulate", "checkpointing", "logit_chunk", "compile", "parallel",
-    "context_parallel",
-}  # fmt: skip
 
 
 @dataclass
@@ -39,37 +31,3 @@ class TrainState:
         if not all(isinstance(state, dict) for state in found.tasks.values()):
             raise CheckpointError("the state of a task is not an object")
         return found
-
-
-def refuse_others(what: str, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises `ConfigError` for the first setting that has another value than before.
-
-    One that did not exist yet when the run was begun had its default.
-    """
-    then = run_settings(Config()) | phase_settings(TrainConfig()) | then
-    for key, value in now.items():
-        if then.get(key) != value:
-            raise ConfigError(
-                f"{what} was begun with {key}={then.get(key)}, not {value}: give the same, or another --out"
-            )
-
-
-def run_settings(config: Config) -> dict[str, Any]:
-    """What the whole run depends on."""
-    names = [
-        "seed", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers", "vocabulary",
-        "passage_length", "lora_rank", "learn",
-    ]  # fmt: skip
-    return {f"train.{name}": getattr(config.train, name) for name in names} | {
-        "model.path": config.model.path,
-        "model.evidence_layout": config.model.evidence_layout,
-        "retrieval.top_k": config.retrieval.top_k,
-        "decode.canvas_length": config.decode.canvas_length,
-        **{f"data.{key}": value for key, value in asdict(config.data).items()},
-    }
-
-
-def phase_settings(train: TrainConfig) -> dict[str, Any]:
-    """What the steps of a phase depend on; attention opens in a share of them, however many they are."""
-    free = FREE - {"steps"} if train.objective == "adapt" else FREE
-    return {f"train.{key}": value for key, value in asdict(train).items() if key not in free}

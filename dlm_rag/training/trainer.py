@@ -24,6 +24,12 @@ from dlm_rag.machine import choose_dtype
 from dlm_rag.model.cost import head_work
 from dlm_rag.model.transfer import to_host
 from dlm_rag.stages import StageClock, stage, step_range
+from dlm_rag.training.fingerprint import (
+    fingerprint_files,
+    phase_settings,
+    refuse_others,
+    run_settings,
+)
 from dlm_rag.training.machines import this_machine
 from dlm_rag.training.objective import arithmetic
 from dlm_rag.training.optimizers import Rates, make_optimizers
@@ -31,7 +37,7 @@ from dlm_rag.training.origin import Origin
 from dlm_rag.training.processes import Processes, check_sharing
 from dlm_rag.training.saving import Checkpoints, newest, whole_state
 from dlm_rag.training.sharding import called_alone, in_copies, shard, whole, without_sum
-from dlm_rag.training.state import TrainState, phase_settings, refuse_others, run_settings
+from dlm_rag.training.state import TrainState
 from dlm_rag.training.task import State, Task
 
 
@@ -49,11 +55,17 @@ class Trainer:
     ) -> None:
         """The phase's own settings are taken from the config; weights are read.
 
-        Raises `ConfigError` where the processes cannot share it.
+        Raises `ConfigError` where the processes cannot share it, and where the run in `folder` was begun
+        with other settings, or other contents of what they name.
         """
         self.config, self.origin, self.task, self.folder = config, origin, task, folder
         self.train = train = config.train.in_phases()[phase]
         check_sharing(train, task.items, processes.count)
+        found = newest(folder)
+        self._fingerprints = fingerprint_files(config, origin) if processes.first else {}
+        if found is not None:
+            record, held = found[1], self._fingerprints
+            processes.check_first(lambda: refuse_others(record, config, phase, held))
         self.processes, share = processes.sharing_sequences(train.context_parallel)
         self.device = device = processes.device(config.model.device)
         self.dtype = choose_dtype(train.dtype, device)
@@ -63,7 +75,7 @@ class Trainer:
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
             shard(self.root, self.denoiser, processes.count, device, self.dtype)
-        origin.fill(self.denoiser, device, trained=newest(folder) is None)
+        origin.fill(self.denoiser, device, trained=found is None)
         if processes.count > 1 and not sharded:
             self.root = in_copies(self.root)
         self.denoiser.attention = config.model.attention
@@ -240,15 +252,15 @@ class Trainer:
         with stage("checkpoint"):
             record = {
                 "state": asdict(self.state), "run": run_settings(self.config),
-                "phase": phase_settings(self.train), "scaler": self._scaler.state_dict(),
+                "phase": phase_settings(self.config, self.train), "fingerprints": self._fingerprints,
+                "scaler": self._scaler.state_dict(),
             }  # fmt: skip
             return self._checkpoints.save(self.state.step, self.root, self.optimizers, record)
 
     def restore(self) -> bool:
         """Goes on from the newest checkpoint, of this phase or the one before; False without one.
 
-        Raises `ConfigError` where it was begun with other settings, `CheckpointError` where it is
-        broken.
+        Raises `CheckpointError` where it is broken.
         """
         found = newest(self.folder)
         if found is None:
@@ -256,12 +268,7 @@ class Trainer:
         path, record = found
         state = TrainState.read(record["state"])
         same = state.phase == self.state.phase
-        refuse_others("the run", record["run"], run_settings(self.config))
-        if same:
-            refuse_others(
-                "the phase" if state.phase else "the run", record["phase"], phase_settings(self.train)
-            )
-        kept = same or record["phase"]["train.optimizer"] == self.train.optimizer
+        kept = same or record["phase"].get("train.optimizer") == self.train.optimizer
         self._checkpoints.load(path, self.root, self.optimizers if kept else [])
         if self._scaler.is_enabled() and record.get("scaler"):
             self._scaler.load_state_dict(record["scaler"])
