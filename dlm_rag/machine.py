@@ -34,11 +34,15 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype called `name`; "auto" is bfloat16 on CUDA and float32 elsewhere."""
+    """The torch dtype called `name`; "auto" is float32 on a CPU, on CUDA bfloat16, which GPUs compute from
+    compute capability 8.0 on, and before it float16.
+    """
     import torch
 
+    if name == "auto" and device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 

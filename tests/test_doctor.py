@@ -16,7 +16,7 @@ from dlm_rag.commands import doctor
 from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding, examine
 from dlm_rag.config import Config
 from dlm_rag.config.decoding import RetrievalConfig
-from dlm_rag.machine import has_code_for
+from dlm_rag.machine import choose_dtype, has_code_for
 from dlm_rag.model import kernels
 
 BUILD = ["sm_80", "sm_90", "sm_100", "sm_120"]
@@ -25,6 +25,17 @@ BUILD = ["sm_80", "sm_90", "sm_100", "sm_120"]
 def found(check, config=None) -> Finding:
     (finding,) = check(config or Config())
     return finding
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((12, 1), torch.bfloat16)],
+)
+def test_the_dtype_is_one_that_the_gpu_computes_in(monkeypatch, capability, dtype):
+    """`torch.cuda.is_bf16_supported` says yes where bfloat16 is only emulated."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert choose_dtype("auto", torch.device("cuda")) == dtype
+    assert choose_dtype("auto", torch.device("cpu")) == torch.float32
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ class ModelConfig(Checked):
     device: str = setting("auto", "cpu, cuda, cuda:1, mps; auto takes CUDA where there is one")
     dtype: str = setting(
         "auto",
-        "auto takes bfloat16 on CUDA and float32 elsewhere",
+        "auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     attention: str = setting(

@@ -128,7 +128,8 @@ class TrainConfig(Checked):
     # What it takes: none of this changes the loss, but by rounding.
     dtype: str = setting(
         "auto",
-        "of the arithmetic; weights under training are float32. auto: bfloat16 on CUDA, else float32",
+        "of the arithmetic; weights under training are float32. auto: bfloat16 on CUDA (float16 before "
+        "Ampere), else float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     accumulate: int = setting(1, "parts that each process computes its share of a step in", low=1)

@@ -6,7 +6,6 @@ Shapes: T tokens, E experts, k of them for each token, W model width, I width of
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dlm_rag.model.shape import DenoiserConfig, Experts
 
@@ -64,8 +63,25 @@ class Router(nn.Module):
         return counts * e.routed_scaling_factor, chosen
 
 
+def by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's rows of x (n, in), up to its entry in `ends` (E,), times its weights (E, out, in)."""
+    if x.dtype != weights.dtype:  # under autocast, where weights may be float32
+        x = x.to(weights.dtype)
+    if (x.is_cuda and x.dtype != torch.bfloat16) or x.device.type not in ("cpu", "cuda"):
+        return _one_by_one(x, weights, ends)
+    return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+
+
+def _one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """As `by_expert`, where torch has no grouped product: the host waits for the numbers of tokens."""
+    parts = x.tensor_split(ends[:-1].long().cpu())
+    return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
+
+
 class ExpertStack(nn.Module):
     """The weights of all experts of a layer, one behind another."""
+
+    product = staticmethod(by_expert)
 
     def __init__(self, experts: Experts, width: int) -> None:
         super().__init__()
@@ -75,8 +91,8 @@ class ExpertStack(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (n, W), sorted by expert, each expert's tokens up to its entry in `ends` (E,) -> the same."""
-        gate, up = by_expert(x, self.gate_up_proj, ends).chunk(2, dim=-1)
-        return by_expert(F.silu(gate) * up, self.down_proj, ends)
+        gate, up = self.product(x, self.gate_up_proj, ends).chunk(2, dim=-1)
+        return self.product(F.silu(gate) * up, self.down_proj, ends)
 
 
 class MixtureOfExperts(nn.Module):
@@ -105,21 +121,3 @@ def feed_forward(config: DenoiserConfig, layer: int) -> nn.Module:
         return FeedForward(config.hidden_size, config.intermediate_size)
     assert config.experts is not None
     return MixtureOfExperts(config.experts, config.hidden_size)
-
-
-def by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's rows of x (n, in), up to its entry in `ends` (E,), times its weights (E, out, in)."""
-    if x.dtype != weights.dtype:  # under autocast, where weights may be float32
-        x = x.to(weights.dtype)
-    if isinstance(x, FakeTensor):  # in a plan of training: nobody knows who is chosen, so all are alike
-        even = F.pad(x, (0, 0, 0, -len(x) % len(weights))).unflatten(0, (len(weights), -1))
-        return (even @ weights.transpose(1, 2)).flatten(0, 1)[: len(x)]
-    if (x.is_cuda and x.dtype != torch.bfloat16) or x.device.type not in ("cpu", "cuda"):
-        return _one_by_one(x, weights, ends)
-    return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-
-
-def _one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """As `by_expert`, where torch has no grouped product: the host waits for the numbers of tokens."""
-    parts = x.tensor_split(ends[:-1].long().cpu())
-    return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])

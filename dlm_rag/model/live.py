@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.feedforward import ExpertStack
 
 RESERVE = 0.08  # of a device's memory, for its context, workspaces and fragments
 
@@ -77,8 +79,16 @@ def without_contents(denoiser: Denoiser, frozen: torch.dtype, trained: torch.dty
     denoiser.attention = "sdpa"
     made: dict[int, nn.Parameter] = {}  # a tied head stays one with the embedding
     for module in denoiser.modules():
+        if isinstance(module, ExpertStack):
+            module.product = evenly
         for name, old in module.named_parameters(recurse=False):
             kind = trained if old.requires_grad else frozen
             fresh = nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad)
             setattr(module, name, made.setdefault(id(old), fresh))
     return denoiser
+
+
+def evenly(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """As `feedforward.by_expert`, for tensors without contents: all experts get as many of the rows."""
+    even = pad(x, (0, 0, 0, -len(x) % len(weights))).unflatten(0, (len(weights), -1)).to(weights.dtype)
+    return (even @ weights.transpose(1, 2)).flatten(0, 1)[: len(x)]

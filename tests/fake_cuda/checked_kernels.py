@@ -1,0 +1,96 @@
+"""Attention kernels for `fake_cuda` that compute nothing and check what they are handed.
+
+What kernels ask for is in the documentation of flash-attn 2 and of `torch.nn.attention.varlen`. How long
+the rows are is taken from what the package knows on the host: on the device there are no contents.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.attention.varlen as of_torch
+from fake_cuda.device import CUDA
+
+from dlm_rag.model import attention, kernels
+
+PAGE = 256  # a page of keys is a multiple of so many tokens
+
+
+@contextmanager
+def checked_kernels(flash: bool = False, implementation: str | None = None) -> Iterator[list[str]]:
+    """While it is open, flash-attn is there or not (`flash`), and torch's own kernel is `implementation`.
+
+    Yields what was called, in order: "sdpa", "varlen", "varlen, paged", "flash", "flash, paged".
+    """
+    calls, sights, varlen = list[str](), [], of_torch.varlen_attn
+
+    def known(name: str, kernel: Any) -> Any:
+        def called(q: Any, k: Any, v: Any, sight: Any, *more: Any) -> Any:
+            calls.extend(["sdpa"] if name == "sdpa" else [])
+            sights.append(sight)
+            return kernel(q, k, v, sight, *more)
+
+        return called
+
+    def of_varlen(q: Any, k: Any, v: Any, *ends: Any, **options: Any) -> Any:
+        paged = options.get("block_table") is not None
+        calls.append("varlen, paged" if paged else "varlen")
+        check(sights[-1], (q, k, v), ends, options["window_size"], options.get("block_table"))
+        assert options["enable_gqa"] == (q.shape[1] != k.shape[-2])
+        assert (ends[1] is None) == (paged and implementation is not None)
+        assert (options.get("seqused_k") is not None) == paged
+        if paged:
+            check_numbers(options["seqused_k"], (len(sights[-1].keys.lengths),))
+        return varlen(q, k, v, *ends, **options)
+
+    def of_flash(q: Any, k: Any, v: Any, *ends: Any, window_size: Any, block_table: Any) -> Any:
+        calls.append("flash" if block_table is None else "flash, paged")
+        check(sights[-1], (q, k, v), ends, window_size, block_table)
+        return q + 0 * (k.mean() + v.mean())
+
+    module = ModuleType(kernels.FLASH_MODULE)
+    module.__spec__ = ModuleSpec(kernels.FLASH_MODULE, None)
+    module.flash_attn_varlen_func = of_flash
+    package = {kernels.FLASH_MODULE: module, "flash_attn": SimpleNamespace(flash_attn_interface=module)}
+    spied = {name: known(name, kernel) for name, kernel in attention._KERNELS.items()}
+    with (
+        mock.patch.dict(attention._KERNELS, spied),
+        mock.patch.object(of_torch, "varlen_attn", of_varlen),
+        mock.patch("torch.nn.attention.current_flash_attention_impl", lambda: implementation),
+        mock.patch.dict(sys.modules, package if flash else {}),
+        mock.patch.object(kernels, "version", lambda package: "2.8.3"),
+        mock.patch.object(kernels, "_flash_missing", lambda: "" if flash else "it is not there"),
+    ):
+        yield calls
+
+
+def check(sight: Any, heads: Any, ends: Any, window: tuple[int, int], table: Any) -> None:
+    """What the kernels have in common; `ends`: of queries and keys, and the longest of each."""
+    (q, k, v), (ends_q, ends_k, longest_q, longest_k) = heads, ends
+    queries, keys = sight.queries.lengths, sight.keys.lengths
+    for x in heads:
+        assert x.device == CUDA and x.dtype == q.dtype and x.dtype in (torch.float16, torch.bfloat16)
+        assert x.stride(-1) == 1 and x.shape[-1] == q.shape[-1] and x.shape[-1] % 8 == 0
+    assert q.shape[1] % k.shape[-2] == 0 and k.shape == v.shape and q.shape[0] == sum(queries)
+    check_numbers(ends_q, (len(queries) + 1,))
+    assert type(longest_q) is type(longest_k) is int
+    assert longest_q >= max(2, *queries) and longest_k == max(keys)
+    assert len(queries) == len(keys) and min(keys) > 0
+    assert window == ((-1, 0) if sight.causal else (-1, -1)), "to the right only what a causal model sees"
+    if ends_k is not None:
+        check_numbers(ends_k, (len(keys) + 1,))
+    if table is None:
+        assert k.dim() == 3 and k.shape[0] == sum(keys)
+    else:
+        assert k.dim() == 4 and k.shape[1] % PAGE == 0 and k.is_contiguous() and v.is_contiguous()
+        check_numbers(table, (len(keys), -(-max(keys) // k.shape[1])))
+
+
+def check_numbers(x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Places and lengths are int32, on the device, without gaps."""
+    assert x.device == CUDA and x.dtype == torch.int32 and x.is_contiguous() and tuple(x.shape) == shape

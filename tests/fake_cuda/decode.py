@@ -1,0 +1,425 @@
+"""Decoding on a CUDA device that is not there; run by tests/test_fake_cuda.py."""
+
+import traceback
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_denoiser, tiny_tokenizer
+from fake_cuda.checked_kernels import checked_kernels
+from fake_cuda.device import ALIKE, CUDA, PACKAGE, fake_cuda
+from test_decoder import LAYOUTS, QUESTIONS
+from tiny_gemma import write_gemma
+
+from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
+from dlm_rag.commands.prepare import prepare, with_shipped
+from dlm_rag.config import DecodeConfig, EngineConfig, load_config
+from dlm_rag.decode.proposer import DenoiserProposer, View
+from dlm_rag.evidence.layout import arrange
+from dlm_rag.evidence.pool import EvidencePool
+from dlm_rag.machine import choose_dtype
+from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.gemma import NoiseDenoiser
+from dlm_rag.model.heads import Heads
+from dlm_rag.model.rows import Segment
+from dlm_rag.model.shape import Experts
+from dlm_rag.questions import read_questions
+from dlm_rag.tokenizer import Prompt, PromptTemplate
+
+STEP = [("in", "to_device"), ("out", "to_host"), ("wait", "to_host")]
+FACTS = [((10, 11), (20, 21, 22)), ((20, 21, 22),), ((30,), (10, 11), (40, 41))]
+TIERS = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)  # a few passages each, which leave and come back
+EXPERTS = Experts(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_intermediate_size=32,
+    score_function="sigmoid", expert_bias=True, n_group=2, topk_group=1,
+)  # fmt: skip
+
+
+# What the device sees.
+
+BROKEN = [
+    (lambda x: torch.tensor([0, 1], device=CUDA), "in, waiting"),
+    (lambda x: torch.as_tensor(np.array([0, 1]), device=CUDA), "in, waiting"),
+    (lambda x: torch.zeros(3).to(CUDA), "in, waiting"),
+    (lambda x: torch.zeros(3).to(CUDA, non_blocking=True), "in, waiting"),
+    (lambda x: torch.zeros(3, pin_memory=True).to(CUDA), "in, waiting"),
+    (lambda x: torch.zeros(3, pin_memory=True)[1:].to(CUDA, non_blocking=True), "in"),
+    (lambda x: x[0].copy_(torch.zeros(3)), "in, waiting"),
+    (lambda x: x[torch.tensor([0, 1])], "in, waiting"),
+    (lambda x: x[[0, 1]], "in, waiting"),
+    (lambda x: x[:, np.array([0, 1])], "in, waiting"),
+    (lambda x: x.new_tensor([0, 1]), "in, waiting"),
+    (lambda x: torch.nn.Linear(3, 3).to(CUDA), "in, waiting"),
+    (lambda x: x.cpu().numpy(), "out, waiting"),
+    (lambda x: torch.zeros(3).copy_(x[0]), "out, waiting"),
+    (lambda x: torch.zeros(3, pin_memory=True).copy_(x[0], non_blocking=True), "out"),
+    (lambda x: x.tolist(), "wait"),
+    (lambda x: float(x.sum()), "wait"),
+    (lambda x: bool((x > 0).any()), "wait"),
+    (lambda x: x[x > 0], "wait"),
+    (lambda x: x.nonzero(), "wait"),
+    (lambda x: torch.equal(x, x), "wait"),
+    (lambda x: torch.cuda.current_stream().record_event().synchronize(), "wait"),
+]
+
+
+@pytest.mark.parametrize(("broken", "said"), BROKEN)
+@pytest.mark.parametrize("inference", [False, True])
+def test_copies_and_waits_are_noted(broken, said, inference):
+    with fake_cuda() as seen, torch.inference_mode(inference):
+        x = torch.zeros(4, 3, device=CUDA)
+        try:
+            broken(x)
+        except RuntimeError as error:
+            assert said == "wait" and str(error).endswith("waits for the device")
+    assert set(seen) == {(said, "the test")}
+
+
+FINE = [
+    lambda x: x + torch.zeros(()),
+    lambda x: x.new_zeros(3),
+    lambda x: x[1:, 0].sum(),
+    lambda x: x.half(),
+]
+
+
+@pytest.mark.parametrize("fine", FINE)
+def test_what_stays_on_the_device_is_no_traffic(fine):
+    with fake_cuda() as seen:
+        assert fine(torch.zeros(4, 3, device=CUDA)).device == CUDA
+    assert not seen
+
+
+def test_weights_stay_the_same_objects_when_they_get_another_dtype():
+    with fake_cuda():
+        linear = torch.nn.Linear(3, 3).to(CUDA)
+        before = linear.weight
+        linear.to(torch.bfloat16)
+        assert linear.weight is before and before.dtype == torch.bfloat16
+
+
+def test_autocast_is_on_where_the_generation_has_the_dtype():
+    with fake_cuda():
+        x = torch.zeros(4, 4, device=CUDA)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert (x @ x).dtype == torch.bfloat16
+
+
+OF_TWO_DTYPES = {
+    "mm": lambda a, b, at: torch.mm(a, b),
+    "addmm": lambda a, b, at: torch.addmm(a, a, b),
+    "bmm": lambda a, b, at: torch.bmm(a[None], b[None]),
+    "baddbmm": lambda a, b, at: torch.baddbmm(a[None], a[None], b[None]),
+    "_grouped_mm": lambda a, b, at: torch._grouped_mm(a, b[None], at[:1].int()),
+    "index_put": lambda a, b, at: a.index_put((at,), b),
+    "index_put_": lambda a, b, at: a.index_put_((at,), b),
+    "index_add": lambda a, b, at: a.index_add(0, at, b),
+    "index_copy": lambda a, b, at: a.index_copy(0, at, b),
+    "index_copy_": lambda a, b, at: a.index_copy_(0, at, b),
+    "scatter": lambda a, b, at: a.scatter(0, at[:, None], b),
+    "scatter_add": lambda a, b, at: a.scatter_add(0, at[:, None], b),
+    "scatter_add_": lambda a, b, at: a.scatter_add_(0, at[:, None], b),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO_DTYPES)
+def test_what_is_refused_of_two_dtypes_is_refused_by_torch(name):
+    assert {operator._schema.name.removeprefix("aten::") for operator in ALIKE} == set(OF_TWO_DTYPES)
+    a, b, at = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.bfloat16), torch.arange(8)
+    with pytest.raises(RuntimeError):
+        OF_TWO_DTYPES[name](a, b, at)
+    with fake_cuda(), pytest.raises(RuntimeError, match="got numbers of"):
+        OF_TWO_DTYPES[name](*(torch.empty_like(x, device=CUDA) for x in (a, b, at)))
+
+
+# Steps.
+
+
+def views_of(shape, layout, temperature=0.0, spread=False, soft=None):
+    """Three rows of other lengths, each at another point of its canvas; the last has one position left."""
+    found = []
+    for slot, facts in enumerate(FACTS):
+        laid = arrange(Prompt((1, 2, 3), facts, (4,)), shape, layout)
+        canvas = np.full(8 + slot, 256)
+        positions = np.arange(len(canvas)) if slot < 2 else np.array([5])
+        rng = np.random.default_rng(slot)
+        draws = rng.random(len(positions)) if temperature else None
+        lots = rng.random((2, len(positions))) if soft else None
+        found.append(View(slot, laid, canvas, positions, temperature, draws, spread, soft, lots))
+    return found
+
+
+def steps(denoiser, layout, engine, **asked):
+    """What three steps send, one after another; before the third another passage comes into one row."""
+    proposer = DenoiserProposer(denoiser, 256, engine)
+    views = views_of(denoiser.config, layout, **asked)
+    for again in range(3):
+        if again == 2:
+            laid = arrange(Prompt((1, 2, 3), ((50, 51), (20, 21, 22)), (4,)), denoiser.config, layout)
+            views[1] = replace(views[1], arrangement=laid)
+        calls = denoiser.work.calls
+        proposals = proposer.propose(views)
+        assert denoiser.work.calls == calls + 1, "new passages run in the same call"
+        assert [len(found.token_ids) for found in proposals] == [8, 9, 1]
+        yield
+
+
+def denoiser_on_gpu(dtype=torch.bfloat16, attention="auto", **shape):
+    denoiser = tiny_denoiser(passage_length=6, **shape).to(CUDA, dtype)
+    denoiser.attention = attention
+    return denoiser
+
+
+ASKED = {
+    "likeliest": {},
+    "drawn": {"temperature": 0.7},
+    "spread": {"spread": True},
+    "by lot": {"soft": (1.0, 0.9, 1.0)},
+}
+POOLS = {"no pool": (0.0, False), "pool, shifted": (1.0, True)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize(("pool_gib", "shifted"), POOLS.values(), ids=POOLS)
+def test_a_decode_step_is_one_call_one_copy_in_and_one_out(layout, shifted, asked, pool_gib):
+    with fake_cuda() as seen:
+        denoiser = denoiser_on_gpu(shifted=shifted)
+        seen.clear()
+        for _ in steps(denoiser, layout, EngineConfig(pool_gib=pool_gib), **ASKED[asked]):
+            assert seen == STEP
+            seen.clear()
+
+
+@pytest.mark.parametrize("order", ["reread", "text", "append", "kept"])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash"])
+def test_blocks_that_are_finished_cost_no_call_and_no_copy_of_their_own(order, kernel):
+    """A step is one call, whatever was finished, found or moved before it."""
+    with fake_cuda() as seen, checked_kernels(flash=True) as calls:
+        denoiser = denoiser_on_gpu(
+            attention=kernel, attention_block=4, evidence_layout="independent", finished_blocks=order
+        )
+        proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=1.0))
+        for step, finished in enumerate((0, 4, 4, 8)):
+            views = []
+            for slot, facts in enumerate(FACTS):
+                laid = arrange(Prompt((1, 2, 3), facts[step % 2 :], (4,)), denoiser.config)
+                positions = np.arange(finished, finished + 8)
+                views.append(View(slot, laid, np.full(finished + 8, 256), positions, finished=finished))
+            before = denoiser.work.calls
+            seen.clear()
+            proposer.propose(views)
+            assert denoiser.work.calls == before + 1 and seen == STEP
+        assert {call.split(",")[0] for call in calls} == {kernel}
+
+
+def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
+    with fake_cuda() as seen:
+        denoiser = denoiser_on_gpu()
+        proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=0.0))
+        laid = arrange(Prompt((1,), (), ()), denoiser.config, "joint")
+        whole = View(0, laid, np.full(2000, 256), np.arange(2000))
+        seen.clear()
+        proposer.propose([whole, View(1, laid, np.full(3, 7), np.arange(0))])
+        assert seen == STEP
+
+
+KERNELS = {  # what is there -> capability, flash-attn, torch's active kernel -> what is called
+    "volta": ((7, 0), False, None, "sdpa"),
+    "turing": ((7, 5), True, None, "sdpa"),
+    "ampere": ((8, 0), False, None, "varlen, paged"),
+    "ampere, flash-attn": ((8, 0), True, None, "flash, paged"),
+    "hopper": ((9, 0), False, None, "varlen, paged"),
+    "hopper, FA3": ((9, 0), False, "FA3", "varlen, paged"),
+    "hopper, FA4": ((9, 0), False, "FA4", "varlen"),
+    "blackwell, FA4": ((10, 0), False, "FA4", "varlen, paged"),
+    "spark": ((12, 1), False, None, "varlen, paged"),
+}
+
+
+@pytest.mark.parametrize("there", KERNELS)
+@pytest.mark.parametrize(("layout", "heads"), zip(LAYOUTS, (1, 2, 4), strict=True))
+def test_the_kernel_and_the_dtype_follow_the_generation(there, layout, heads):
+    capability, flash, implementation, called = KERNELS[there]
+    with fake_cuda(capability) as seen, checked_kernels(flash, implementation) as calls:
+        dtype = choose_dtype("auto", CUDA)
+        assert dtype == (torch.float16 if capability < (8, 0) else torch.bfloat16)
+        denoiser = denoiser_on_gpu(dtype, num_key_value_heads=heads, qkv_bias=True, qk_norm=True)
+        seen.clear()
+        for _ in steps(denoiser, layout, EngineConfig(pool_gib=1.0)):
+            assert seen == STEP
+            seen.clear()
+    # Without a context there is nothing in slots, so no pages.
+    assert set(calls) == {called.split(",")[0] if layout == "joint" else called}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_experts_wait_in_bfloat16_not_at_all_and_else_where_it_says_so(dtype):
+    with fake_cuda() as seen:
+        denoiser = denoiser_on_gpu(dtype, experts=EXPERTS)
+        seen.clear()
+        for _ in steps(denoiser, "independent", EngineConfig(pool_gib=1.0)):
+            # Two products a layer: what goes in, what comes out.
+            waits = [] if dtype == torch.bfloat16 else [("out, waiting", "_one_by_one")] * 4
+            assert seen == [STEP[0], *waits, *STEP[1:]]
+            seen.clear()
+
+
+# The whole loop.
+
+LOOPS = {  # layout, block of the model's attention, what finished blocks see, how it is decoded
+    "joint": ("joint", None, {}),
+    "prefix": ("prefix", None, {}),
+    "independent": ("independent", None, {}),
+    "blocks, reread": ("joint", 3, {}),
+    "blocks, text": ("independent", 3, {"finished_blocks": "text"}),
+    "blocks, append": ("independent", 3, {"finished_blocks": "append"}),
+    "blocks, kept": ("independent", 3, {"finished_blocks": "kept"}),
+    "pipeline": ("independent", None, {"overlap": "pipeline"}),
+    "drawn": ("prefix", None, {"temperature": 0.5}),
+    "several by entropy": ("joint", None, {"commit_rule": "entropy_bound"}),
+    "by lot": ("independent", None, {"commit_rule": "sampled", "temperature": 1.0}),
+    "by heads": ("prefix", 3, {"commit_rule": "head", "search": "head"}),
+    "copying": ("independent", None, {"copy_price": 3.0, "canvas_length": 3}),
+    "edited": ("independent", 3, {"edit_threshold": 0.5, "edit_rounds": 2}),
+    "one question at a time": ("joint", 3, {"batch_size": 1}),
+}
+
+
+def decoder_on_gpu(corpus_file, layout="independent", block=None, dtype=torch.bfloat16, **settings):
+    config = DecodeConfig(**{"canvas_length": 6, "batch_size": 2, "commit_threshold": 0.4} | settings)
+    denoiser = tiny_denoiser(attention_block=block, evidence_layout=layout).to(CUDA, dtype)
+    denoiser.heads = Heads().requires_grad_(False)
+    tokenizer = tiny_tokenizer(PromptTemplate.read(None, layout))
+    decoder = Decoder(denoiser, load_retriever(corpus_file, top_k=2), tokenizer, config, layout)
+    decoder.proposer = DenoiserProposer(denoiser, 256, TIERS)
+    return decoder
+
+
+@pytest.mark.parametrize("how", LOOPS)
+def test_answers_come_out_in_one_copy_a_step(corpus_file, how):
+    layout, block, settings = LOOPS[how]
+    with fake_cuda() as seen:
+        decoder = decoder_on_gpu(corpus_file, layout, block, **settings)
+        seen.clear()
+        rollouts = decoder.decode(QUESTIONS)
+        assert [rollout.error for rollout in rollouts] == [""] * len(QUESTIONS)
+        between_tiers = {("in", "_copy"), ("out", "_copy")}
+        assert set(STEP) <= set(seen) <= {*STEP, *between_tiers}
+        assert Counter(seen)[STEP[2]] == decoder.denoiser.work.calls
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (9, 0)])
+def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capability):
+    # Which waits for the contents of weights.
+    monkeypatch.setattr("dlm_rag.model.checkpoint._check_sound", lambda *_: None)
+    with fake_cuda(capability) as seen:
+        config = with_shipped(load_config(None, ["model.device=cuda", "decode.canvas_length=4"]), [])
+        asked = read_questions(config.questions)[:2]
+        decoder = prepare(config, asked).load()
+        seen.clear()
+        assert not any(rollout.error for rollout in decoder.decode(asked))
+        assert decoder.denoiser.device.type == "cuda" and set(seen) == set(STEP)
+
+
+# Streams.
+
+
+def test_passages_that_leave_and_come_back_are_waited_for(corpus_file):
+    with fake_cuda() as seen:
+        decoder = decoder_on_gpu(corpus_file, dtype=torch.float32)
+        decoder.decode(QUESTIONS * 2)
+        reuse = decoder.proposer.reuse
+    assert reuse.evicted > 5 and reuse.from_host > 50
+    assert ("in", "_copy") in seen and ("out", "_copy") in seen
+
+
+def pool_of_two(count=6):
+    """What a pool with room for two of six passages is asked; work goes on beside it."""
+    segments = [Segment((n,) * 8, 0) for n in range(count)]
+    size = torch.empty(1, 2, 8, 2, 64).nbytes
+    pool = EvidencePool(CUDA, 2 * size, 8 * size)
+    for segment in segments:
+        pool.add(segment, torch.zeros(1, 2, 8, 2, 64, device=CUDA))
+    for segment in segments * 2:
+        pool.prefetch([segment])
+        pool.get(segment).sum()
+
+
+FAULTS = {
+    "copies do not wait for the denoiser": ("fake_cuda.streams.Stream.wait_event", lambda *_: None),
+    "memory is given back": ("fake_cuda.streams.Streams.record", lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_copy_that_is_not_waited_for_is_found(monkeypatch, fault):
+    if fault is None:
+        with fake_cuda():
+            pool_of_two()
+        return
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises((RuntimeError, AssertionError), match="another stream"), fake_cuda():
+        pool_of_two()
+
+
+# Uniform noise.
+
+
+@pytest.mark.parametrize("canvas_length", [12, 24])
+def test_a_model_of_uniform_noise_answers(tmp_path, corpus_file, canvas_length):
+    checkpoint = open_checkpoint(write_gemma(tmp_path))
+    with fake_cuda() as seen:
+        denoiser = NoiseDenoiser.from_pretrained(checkpoint, CUDA, torch.bfloat16)
+        settings = DecodeConfig(canvas_length=canvas_length, batch_size=2)
+        retriever = load_retriever(corpus_file, top_k=2)
+        decoder = Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), settings)
+        seen.clear()
+        rollouts = decoder.decode(QUESTIONS)
+    assert [rollout.error for rollout in rollouts] == [""] * len(QUESTIONS)
+
+
+# Faults that are planted.
+
+
+def place_of(error: BaseException) -> tuple[str, str]:
+    """The file and the line of the package, or of this file, in which it came up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith((PACKAGE, __file__))]
+    return Path(ours[-1].filename).name, ours[-1].line
+
+
+def test_a_tensor_that_was_left_on_the_host_is_found():
+    with fake_cuda():
+        denoiser = denoiser_on_gpu()
+        denoiser.inverse_frequencies = torch.zeros(4)
+        with pytest.raises(RuntimeError, match="two devices, c") as found:
+            next(steps(denoiser, "independent", EngineConfig()))
+    file, line = place_of(found.value)
+    assert file == "denoiser.py" and "self.inverse_frequencies" in line
+
+
+def test_a_value_that_the_host_waits_for_is_found(monkeypatch):
+    read_out = Denoiser.read_out
+
+    def waits(self, hidden):
+        assert hidden.sum().item() == 0
+        return read_out(self, hidden)
+
+    monkeypatch.setattr(Denoiser, "read_out", waits)
+    with fake_cuda(), pytest.raises(RuntimeError, match="_local_scalar_dense.default waits") as found:
+        next(steps(denoiser_on_gpu(), "independent", EngineConfig()))
+    assert place_of(found.value) == ("decode.py", "assert hidden.sum().item() == 0")
+
+
+def test_weights_of_another_dtype_are_found():
+    with fake_cuda():
+        denoiser = denoiser_on_gpu()
+        denoiser.lm_head.to(torch.float32)
+        with pytest.raises(RuntimeError, match="aten.mm.default got numbers of") as found:
+            next(steps(denoiser, "independent", EngineConfig()))
+    file, line = place_of(found.value)
+    assert file == "denoiser.py" and "self.lm_head" in line
