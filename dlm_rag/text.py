@@ -16,6 +16,7 @@ FUNCTION_WORDS = frozenset(
 # What moves the cursor, rings the bell, turns the direction of writing.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*#{3,}\s*|\s*\n+\s*")
+_BRACKET = re.compile(r" ?\([^()]*\)$")
 _WORD = re.compile(r"[\w\u0300-\u036f]+")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -29,6 +30,11 @@ def fold(text: str) -> str:
 def title_line(text: str) -> str:
     """The first line of a passage, which is its title where it has one."""
     return text.strip().partition("\n")[0].strip('"')
+
+
+def title_name(title: str) -> str:
+    """The title without what tells it apart: `Hot Rod (film)` is written Hot Rod in a sentence."""
+    return _BRACKET.sub("", fold(title))
 
 
 def visible(text: str) -> str:

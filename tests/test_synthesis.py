@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -199,6 +200,24 @@ BOOKS = [
 
 
 SHARE = 0.9  # held out: with it `other` is, and the four that are connected are not
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["A", "Aa", "A'", "A_", "A. ", "Mr. A ", "Emma ", "Emma-", "See Emma. ", "a.", "(", ")", "((a", "() ",
+     '"', "!", ".' ", "\u00a0", "\n", "A\u0301", "U.S.", ", is a "],
+)  # fmt: skip
+def test_no_text_takes_longer_than_its_length(unit):
+    """Of 200,000 letters: after a sentence, within one, and as a title."""
+    long = unit * (200_000 // len(unit))
+    texts = [f"Emma is a novel of note. {long} b c d.", f"Emma {long} is a novel of note. It is."]
+    passages = [Passage("emma", "Emma", "Emma is a novel by Jane Austen of some note.")]
+    passages += [Passage(f"text{n}", f"Text {n}", text) for n, text in enumerate(texts)]
+    passages += [Passage(f"title{n}", long, "Emma is a novel by Jane Austen. It is.") for n in range(2)]
+    start = time.process_time()
+    rows = CorpusRows(passages)
+    assert [outcome.source for outcome in rows.outcomes(set())] == [p.id for p in passages]
+    assert time.process_time() - start < 10, "seconds; where it was quadratic it took minutes"
 
 
 def rows_of(passages, **settings):

@@ -12,7 +12,6 @@ What a word is, and which passage stands behind it, is decided here (`text.py`, 
 in the page's script.
 """
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -25,7 +24,7 @@ from dlm_rag.decode.rollout import Rollout, Step
 from dlm_rag.decode.trace import Header, read_header, read_trace, scan_trace
 from dlm_rag.errors import TraceError
 from dlm_rag.retrieval.query import takes_guesses
-from dlm_rag.text import title_line, words
+from dlm_rag.text import title_line, title_name, words
 
 EDITED, END = 1, 2  # of a written token: it took the place of another; it ends the text
 LONGEST_CANVAS = 1 << 17  # positions, each an element of the page; no public model sees as far
@@ -247,9 +246,7 @@ def bridges(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
     for rollout in rollouts:
         first = [name for step in rollout.steps[:1] for name in (*step.passage_ids, *step.dropped)]
         for name in (p["id"] for unit in rollout.citations for p in unit["passages"]):
-            entity = re.sub(
-                r"\s*\([^()]*\)$", "", title_line(rollout.passages.get(name, ""))
-            )  # Emma (novel)
+            entity = title_name(title_line(rollout.passages.get(name, "")))
             new = not {*words(entity)} <= {*words(rollout.question)}
             if name not in first and new and _first_asked(rollout, entity) is not None:
                 crossed[name] = entity

@@ -9,13 +9,13 @@ from typing import Any
 
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis.sentences import split_sentences
-from dlm_rag.text import FUNCTION_WORDS, fold
+from dlm_rag.text import FUNCTION_WORDS, fold, title_name
 
-MOST_WORDS = 35  # of a sentence
+MOST_WORDS, LONGEST_WORD = 35, 100  # of a sentence or a name; characters of each word
+DEEPEST = 4  # brackets within brackets
 ANSWER_WORDS = 15  # of what something is, at most
 SUBJECT_WORDS = 12  # of the name as a definition has it, brackets left out
 _CAPITAL = "[A-ZÀ-ÖØ-Þ]"
-_BRACKET = re.compile(r"\s*\([^()]*\)$")
 _BRACKETS = re.compile(r"\([^()]*\)")
 _WORD = re.compile(r"[^\W_]+")
 _IS = re.compile(r",? (?:is|was|are|were) (?=(?:an?|the|one of) )")
@@ -43,7 +43,7 @@ class Titled:
     @classmethod
     def of(cls, passage: Passage) -> "Titled":
         """The passage as chains see it; a first line that repeats the title is left out."""
-        name = name_of(passage.title)
+        name = title_name(passage.title) if is_short(passage.title) else ""
         first, _, rest = passage.contents.partition("\n")
         body = rest if first.strip() in (passage.title, f'"{passage.title}"') else passage.contents
         sentences = tuple(split_sentences(body))
@@ -51,9 +51,10 @@ class Titled:
         return cls(passage.id, name, sentences, what, says, name != fold(passage.title))
 
 
-def name_of(title: str) -> str:
-    """The title without what tells it apart: `Hot Rod (film)` is written Hot Rod in a sentence."""
-    return fold(_BRACKET.sub("", title))
+def is_short(text: str) -> bool:
+    """Whether a sentence or a name has few words, none too long: all else here may take quadratic time."""
+    found = text.split()
+    return len(found) <= MOST_WORDS and all(len(word) <= LONGEST_WORD for word in found)
 
 
 def what_is(name: str, sentence: str) -> tuple[str, str]:
@@ -64,8 +65,8 @@ def what_is(name: str, sentence: str) -> tuple[str, str]:
     Porcaro). The answer ends where a clause begins that says more, and has at most `ANSWER_WORDS` words.
     """
     bare = sentence
-    while (blanked := _BRACKETS.sub(lambda found: " " * len(found[0]), bare)) != bare:
-        bare = blanked
+    for _ in range(DEEPEST):
+        bare = _BRACKETS.sub(lambda found: " " * len(found[0]), bare)
     found = _IS.search(bare)
     if found is None:
         return "", ""

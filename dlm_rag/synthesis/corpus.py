@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.synthesis.chains import MOST_WORDS, Names, Sentences, Titled, components
+from dlm_rag.synthesis.chains import Names, Sentences, Titled, components, is_short
 from dlm_rag.synthesis.shards import Outcome
 from dlm_rag.text import FUNCTION_WORDS, normalize_answer, words
 
@@ -164,7 +164,7 @@ class CorpusRows:
     def _gaps_of(self, row: int) -> Iterator[Gap]:
         """Names of passages, the own one among them, and runs of capitalised words; each alone in a gap."""
         for sentence in self.passages[row].sentences:
-            if len(sentence.split()) > MOST_WORDS:
+            if not is_short(sentence):
                 continue
             spans = list(self.names.find(sentence))
             taken = [(start, stop) for start, stop, _ in spans]
@@ -195,7 +195,7 @@ class CorpusRows:
         """Whether a passage says what it is, in a first sentence that is not too long."""
         if row is None or not self.passages[row].what:
             return False
-        return len(self.passages[row].sentences[0].split()) <= MOST_WORDS
+        return is_short(self.passages[row].sentences[0])
 
     def _known(self, row: int) -> bool:
         """Whether the name of a passage stands for it alone."""

@@ -8,7 +8,8 @@ import re
 
 # A mark, closing quotes or brackets, then white space before what can begin a sentence.
 _END = re.compile(r"""[.!?]["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9À-ÖØ-Þ])""")
-_LAST_WORD = re.compile(r"[^\s(\[\"'“‘]*$")
+_LAST_WORD = re.compile(r"""[^\s(\["'“‘]*""")  # backwards
+_WORD = re.compile(r"\w+")
 _ABBREVIATIONS = frozenset(
     """adm al approx apr aug ave bros ca capt cf ch co col corp cpl dec dept dr ed eds est etc feb fig fl
     ft gen gov hon inc jan jr jul jun lt ltd maj mar messrs mr mrs ms mt mts no nos nov oct op p pp pres
@@ -29,25 +30,27 @@ def split_sentences(text: str) -> list[str]:
     for line in text.splitlines():
         line, start = " ".join(line.split()), 0
         for end in _END.finditer(line):
-            stands = line[start : end.end()].rstrip()
-            if not _goes_on(stands, line[end.end() :]):
-                found.append(stands)
+            if not _goes_on(line, start, end.end()):
+                found.append(line[start : end.end()].rstrip())
                 start = end.end()
         found.append(line[start:])
-    return [sentence for sentence in found if re.search(r"\w", sentence)]
+    return [sentence for sentence in found if _WORD.search(sentence)]
 
 
-def _goes_on(stands: str, rest: str) -> bool:
-    """Whether a sentence goes on behind the mark that `stands` ends with."""
-    opened = stands.rfind("(")
-    if opened > stands.rfind(")") and len(stands) - opened < LONGEST_BRACKET:
+def _goes_on(line: str, start: int, stop: int) -> bool:
+    """Whether a sentence that begins at `start` goes on at `stop`, after a mark and a blank.
+
+    Only its last characters are looked at, so that a line without a single end takes linear time.
+    """
+    stands = line[max(start, stop - LONGEST_BRACKET) : stop].rstrip()
+    if stands.rfind("(") > stands.rfind(")"):
         return True
     if stands[-1] != ".":
         return False
-    found = _LAST_WORD.search(stands[:-1])
-    word = found[0] if found else ""
+    backwards = _LAST_WORD.match(stands[-2::-1])
+    word = backwards[0][::-1] if backwards else ""
     initials = bool(re.fullmatch(r"([^\W\d_]\.)*[^\W\d_]", word))
     if not initials and word.lower() not in _ABBREVIATIONS:
         return False
-    following = re.match(r"\w+", rest)
+    following = _WORD.match(line, stop)
     return not (following and following[0] in _STARTERS)

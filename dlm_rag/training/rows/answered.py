@@ -19,8 +19,7 @@ from dlm_rag.randomness import permutation
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
-from dlm_rag.synthesis.chains import name_of
-from dlm_rag.text import sentence_spans
+from dlm_rag.text import sentence_spans, title_name
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rows.evidence import among, copies
 from dlm_rag.training.rows.example import Example, masked_canvas
@@ -99,7 +98,7 @@ class AnsweredQuestions:
         examples = []
         for (rng, question, stands, ends, own), evidence in zip(moments, found, strict=True):
             if own:  # what the corpus says under that name would be another answer
-                evidence = [passage for passage in evidence if name_of(passage.title) != own.title]
+                evidence = [passage for passage in evidence if title_name(passage.title) != own.title]
                 if ends.index(stands) > 1 or rng.random() >= NOT_FOUND:
                     evidence = [*evidence, own]
             if self._beside:
