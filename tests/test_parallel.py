@@ -62,9 +62,13 @@ def folders(tmp_path_factory):
     """Where the cases run on one process and on two; each has the checkpoint that adapters stand beside."""
     found = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("together")
     for folder in found:
-        tiny_denoiser(max_position_embeddings=512).save_pretrained(folder / "checkpoint", eos_token_id=257)
-        byte_tokenizer().save_pretrained(folder / "checkpoint")
+        make_checkpoint(folder)
     return found
+
+
+def make_checkpoint(folder):
+    tiny_denoiser(max_position_embeddings=512).save_pretrained(folder / "checkpoint", eos_token_id=257)
+    byte_tokenizer().save_pretrained(folder / "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +226,29 @@ def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
         lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@slow
+def test_a_reference_in_shards_is_what_the_phase_began_with(tmp_path):
+    """Read, then act: on one process, and on two that are stopped within the second phase."""
+    make_checkpoint(tmp_path)
+    phases = "read={{objective: sft, steps: 2}}", "act={{objective: rl, steps: {}, kl_weight: 0.5}}"
+    words = [w.format(checkpoint=tmp_path / "checkpoint") for w in CASES["rl"]] + ["train.objective=sft"]
+    found = []
+    for folder, launcher, steps in (("one", [sys.executable], [3]), ("two", [*LAUNCHER, "2"], [2, 3])):
+        more = ["train.parallel=fsdp"] if folder == "two" else []
+        for number in steps:
+            command = [*launcher, "train.py", "--out", str(tmp_path / folder), *words, *more]
+            command += [f"train.phases.{phase}".format(number) for phase in phases]
+            command += ["--resume"] if number != steps[0] else []
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr[-4000:]
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(line) for line in lines][2:])
+    for name in ("loss", "divergence"):
+        one, two = ([metrics[name] for metrics in lines] for lines in found)
+        assert len(one) == 3 and two == pytest.approx(one, rel=1e-3)
+    assert found[1][0]["divergence"] == 0 < found[1][1]["divergence"]
 
 
 def start_training(folder, *words, launcher=()):

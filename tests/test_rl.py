@@ -4,6 +4,7 @@ import itertools
 import json
 import multiprocessing
 import random
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -377,6 +378,52 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, mod
     assert set(whole.stage_seconds) >= {"rollout", "reward", "forward", "backward", "optimizer"}
     ours, theirs = weights_of(second), weights_of(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_the_reference_is_what_the_phase_began_with_also_when_it_is_gone_on_with(tmp_path):
+    """From scratch: one phase of questions and answers, one of rewards."""
+    words = [
+        *RL, "train.objective=sft", "train.phases.read={steps: 2}",
+        "train.phases.act={objective: rl, steps: 6, kl_weight: 0.3, steps_of_rollout: 2}",
+    ]  # fmt: skip
+    config = load_config(None, words)
+    read, _ = open_trainer(config, tmp_path, phase="read")
+    for _ in range(2):
+        read.step()
+    read.save()
+    began = {name: value.clone() for name, value in weights_of(read).items()}
+    whole, _ = open_trainer(config, tmp_path, phase="act")
+    whole.restore()
+    told = []
+    for _ in range(4):
+        told.append(whole.step())
+        whole.save()
+    divergences = [metrics["divergence"] for metrics in told]
+    assert divergences[0] == 0 and all(value > 0 for value in divergences[1:])
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    resumed, _ = open_trainer(config, tmp_path, phase="act")
+    assert resumed.restore() and resumed.state.step == 5
+    reference = resumed.root.reference.state_dict()
+    assert all(torch.equal(reference[name], value) for name, value in began.items())
+    assert resumed.step() == told[-1]
+    (first,) = (tmp_path / "checkpoints" / "step-00000002").glob("*.safetensors")
+    first.write_bytes(first.read_bytes()[:-4] + b"oops")
+    broken, _ = open_trainer(config, tmp_path, phase="act")
+    with pytest.raises(CheckpointError, match="step-00000002 holds the weights that the phase began with"):
+        broken.restore()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learn", [["train.learn=all"], ["train.learn=lora", "train.lora_rank=2"]])
+def test_a_reference_in_bfloat16_is_the_policy_of_the_start_to_the_bit(tmp_path, model, learn):
+    words = [*LEARN["all"], *learn, "train.dtype=bfloat16"]
+    trainer, _ = open_rl(tmp_path, model, *words)
+    told = [trainer.step() for _ in range(2)]
+    assert told[0]["divergence"] == 0 < told[1]["divergence"]
+    matrices = [trainer.root.reference.layers[0].mlp.up_proj, trainer.denoiser.layers[0].mlp.up_proj]
+    dtypes = [next(module.parameters()).dtype for module in matrices]
+    assert dtypes == [torch.bfloat16, torch.float32 if "all" in learn[0] else torch.bfloat16]
 
 
 def go_on(folder, model, words, told, until):

@@ -7,7 +7,6 @@ from pathlib import Path
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.data.world import make_question, make_world, passage_record, write_world
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.machine import choose_device
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
@@ -16,7 +15,7 @@ from dlm_rag.training.origin import Origin, begin
 from dlm_rag.training.processes import Processes
 from dlm_rag.training.redrawn import RedrawnSft
 from dlm_rag.training.rl import Rl
-from dlm_rag.training.rollouts import FileQuestions, Questions, WorldQuestions
+from dlm_rag.training.rollouts import FileQuestions, WorldQuestions
 from dlm_rag.training.rows.answered import AnsweredQuestions, response_of
 from dlm_rag.training.rows.documents import Documents, open_documents
 from dlm_rag.training.rows.made import make_questions
@@ -66,7 +65,7 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
     if config.data.corpus is None:
         validation, top_k = world_validation(config, phase, folder / "validation"), config.retrieval.top_k
         if train.objective == "rl":
-            return rl_task(WorldQuestions(train, top_k), config, train, origin), validation
+            return Rl(WorldQuestions(train, top_k), config, train, tokenizer), validation
         worlds = WorldExamples(tokenizer, train, origin.config, top_k)
         return sft_task(worlds, config, train, origin), validation
     retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
@@ -88,7 +87,7 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
     engine = config.engine.beside_training
     validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed, engine)
     if train.objective == "rl":
-        return rl_task(FileQuestions(kept, retriever, train, phase), config, train, origin), validation
+        return Rl(FileQuestions(kept, retriever, train, phase), config, train, tokenizer), validation
     answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase)
     answers.beside(beside, crossed)
     return sft_task(answers, config, train, origin), validation
@@ -103,14 +102,6 @@ def sft_task(answers: AnswerRows, config: Config, train: TrainConfig, origin: Or
     """The task of learning to answer, with the model's own kind of noise."""
     kind = Sft if origin.config.noise is None else RedrawnSft
     return kind(answers, config, train, origin)
-
-
-def rl_task(questions: Questions, config: Config, train: TrainConfig, origin: Origin) -> Rl:
-    """The task of learning by reward from these questions."""
-    device = choose_device(config.model.device)
-    return Rl(
-        questions, config, train, origin.tokenizer, lambda: origin.denoiser(device).requires_grad_(False)
-    )
 
 
 def world_validation(config: Config, phase: str, folder: Path) -> QuestionValidation:

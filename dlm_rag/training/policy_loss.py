@@ -188,18 +188,18 @@ class PolicyObjective(nn.Module):
         train: TrainConfig,
         reference: Denoiser | None = None,
     ) -> None:
-        """reference: the denoiser that divergence is counted from, where it is wanted."""
+        """reference: the frozen denoiser that divergence is counted from, where it is wanted."""
         super().__init__()
         self.denoiser, self.mask_id, self.train_config = denoiser, mask_id, train
         self.soft = Soft(settings.temperature, settings.commit_threshold, settings.gate_width)
-        self._reference = (reference,)  # no part of what is trained
+        self.reference = reference
 
     def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
         """What the rows of a part add to the loss of a step, and sums over their decisions."""
         rows: list[PolicyRow] = part.rows
         states, read = [row.state for row in rows], [row.candidates for row in rows]
         hidden = encode_canvases(self.denoiser, states, encode_contexts(self.denoiser, states), read)
-        (reference,) = self._reference
+        reference = self.reference
         with stage("loss"):
             seen: list[Tensor] = []  # by the reference
             if reference is not None:
@@ -252,11 +252,10 @@ class PolicyObjective(nn.Module):
         divergence from it, and its urge."""
         found = outcomes(logits_of(self.denoiser, hidden), mask_id, self.soft)
         parts = picked(found, taken)
-        (reference,) = self._reference
-        if reference is None or seen is None:
+        if self.reference is None or seen is None:
             return parts
         with torch.no_grad():
-            other = outcomes(logits_of(reference, seen), mask_id, self.soft)
+            other = outcomes(logits_of(self.reference, seen), mask_id, self.soft)
         return torch.cat((parts, found.divergence(other), other.urge[None]))
 
     def _looked(self, taken: Tensor, mask_id: Tensor, hidden: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The task of learning by reward: rollouts of the policy of the step, and the gradient of their reward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.decode.engine import with_checkpoints_own
 from dlm_rag.decode.trace import header_of
 from dlm_rag.errors import ConfigError
+from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.sharing import SequenceShare
@@ -17,6 +18,7 @@ from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.policy_loss import Gates, HeadsObjective, PolicyObjective, PolicyRow, policy_rows
 from dlm_rag.training.rollouts import Buffer, Questions, Taken, decoder_of, make_buffer, rollout_settings
 from dlm_rag.training.task import State
+from dlm_rag.training.weights import frozen_copy
 
 STEPS = 8.0  # that a rollout counts in the divisor, whatever it took
 PATIENCE = 10  # steps that something must last before it is reported
@@ -48,11 +50,9 @@ class Rl:
         config: Config,
         train: TrainConfig,
         tokenizer: Tokenizer,
-        first: Callable[[], Denoiser],
     ) -> None:
-        """first: makes the denoiser with its first weights, from which divergence is counted."""
         self._questions, self._config, self._train = questions, config, train
-        self._tokenizer, self._first = tokenizer, first
+        self._tokenizer = tokenizer
         self.items, self.rows, self.updates = train.items, train.items * train.rows, train.updates
         self._denoiser: Denoiser | None = None
 
@@ -62,7 +62,8 @@ class Rl:
         settings = rollout_settings(self._config, self._train)
         if self._train.learn == "heads":
             return HeadsObjective(denoiser, settings, self._train)
-        reference = self._first() if self._train.kl_weight else None
+        dtype = choose_dtype(self._train.dtype, choose_device(self._config.model.device))
+        reference = frozen_copy(denoiser, dtype) if self._train.kl_weight else None
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self._train, reference)
 
     def conditions(self, state: State) -> None:

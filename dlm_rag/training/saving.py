@@ -126,13 +126,9 @@ def pass_over_damaged(folder: Path, processes: Processes) -> list[str]:
     found, unchecked = look(folder), []
     while found.whole:
         path, record = found.whole[-1]
-        names = sorted(record.get("files", [file.name for file in path.glob("*.safetensors")]))
-        own = names[processes.rank :: processes.count]
-        digests = record.get("digests", {})
-        wrong = processes.gather([_damage(path / name, digests.get(name)) for name in own])
-        damages = [line for lines in wrong for line in lines if line]
+        damages = damages_of(path, record, processes)
         if not damages:
-            if not digests or "fingerprints" not in record:
+            if not record.get("digests") or "fingerprints" not in record:
                 unchecked = [
                     f"{path} is of an older version and carries no digests or no fingerprints: whether its "
                     "files, the model and the data are as they were cannot be told"
@@ -148,6 +144,14 @@ def pass_over_damaged(folder: Path, processes: Processes) -> list[str]:
             "begin again in another --out"
         )
     return [*found.passed_over, *unchecked]
+
+
+def damages_of(path: Path, record: dict[str, Any], processes: Processes) -> list[str]:
+    """What is wrong with the files of a checkpoint, in words; processes share the reading, so all call."""
+    names = sorted(record.get("files", [file.name for file in path.glob("*.safetensors")]))
+    own, digests = names[processes.rank :: processes.count], record.get("digests", {})
+    wrong = processes.gather([_damage(path / name, digests.get(name)) for name in own])
+    return [line for lines in wrong for line in lines if line]
 
 
 def _damage(path: Path, digest: str | None) -> str:
@@ -229,9 +233,12 @@ class Checkpoints:
         root: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         record: dict[str, Any],
+        keep: int | None = None,
     ) -> Path:
-        """Writes a checkpoint and drops the oldest beyond two; every process takes part."""
-        target = self._folder / "checkpoints" / f"step-{step:08d}"
+        """Writes a checkpoint and drops the oldest beyond two, but not that of the step `keep`; every
+        process takes part.
+        """
+        target = self._at(step)
         scratch = target.with_suffix(".part")
         if self._processes.first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -260,9 +267,28 @@ class Checkpoints:
             target.unlink(missing_ok=True)
             scratch.rename(target)
             for old, _ in look(self._folder).whole[:-KEPT_CHECKPOINTS]:
-                shutil.rmtree(old)
+                if keep is None or old != self._at(keep):
+                    shutil.rmtree(old)
         self._processes.wait()
         return target
+
+    def _at(self, step: int) -> Path:
+        return self._folder / "checkpoints" / f"step-{step:08d}"
+
+    def load_start(self, step: int, root: nn.Module) -> None:
+        """Reads the weights that a phase began with, at that step of the run; every process takes part.
+
+        Raises `CheckpointError` where they are not what was written.
+        """
+        path = self._at(step)
+        found = dict(look(self._folder).whole).get(path)
+        damages = ["it is not whole"] if found is None else damages_of(path, found, self._processes)
+        if damages:
+            raise CheckpointError(
+                f"{path} holds the weights that the phase began with, from which kl_weight counts, and "
+                f"{damages[0]}: put it back, or begin again in another --out"
+            )
+        self.load(path, root, [])
 
     def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Reads weights, and the state of the optimizers where any are given, into their places."""
@@ -290,11 +316,11 @@ def state_of(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> di
     return tensors
 
 
-def whole_state(root: nn.Module) -> dict[str, Tensor]:
-    """All weights of the denoiser by its own names, gathered in host memory of the first process."""
+def whole_state(denoiser: nn.Module) -> dict[str, Tensor]:
+    """All weights of the denoiser by their names, gathered in host memory of the first process."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found: dict[str, Any] = dict(get_model_state_dict(root, options=options))
-    return {name.removeprefix("denoiser."): value for name, value in found.items()}
+    found: dict[str, Any] = dict(get_model_state_dict(denoiser, options=options))
+    return found
 
 
 @contextmanager

@@ -47,8 +47,10 @@ def shard(
         reduce_dtype=torch.float32 if low else None,
         cast_forward_inputs=False,
     )
-    for block in denoiser.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+    for module in list(objective.modules()):  # also of a reference
+        if isinstance(module, Denoiser):
+            for block in module.layers:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(objective, mesh=mesh, mp_policy=policy)
     root.small_call = partial(_small_call, denoiser)
     register_fsdp_forward_method(root, "small_call")  # as the root's own: it may be the first call of all

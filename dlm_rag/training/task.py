@@ -37,7 +37,8 @@ class Task(Protocol):
         with the `counts` of the whole step, by which the loss is divided: the losses of all parts on all
         processes add up to that of the step, and so do the sums, scalars on the device without gradients.
 
-        share: processes that have a stretch each of the same items.
+        A `reference` of the module, another denoiser, gets the weights that the phase began with. share:
+        processes that have a stretch each of the same items.
         """
         ...
 

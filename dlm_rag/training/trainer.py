@@ -22,6 +22,7 @@ from dlm_rag.config import Config
 from dlm_rag.errors import RunError
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.cost import head_work
+from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.transfer import to_host
 from dlm_rag.stages import StageClock, stage, step_range
 from dlm_rag.training.fingerprint import (
@@ -39,6 +40,7 @@ from dlm_rag.training.saving import Checkpoints, newest, whole_state
 from dlm_rag.training.sharding import called_alone, in_copies, shard, whole, without_sum
 from dlm_rag.training.state import TrainState
 from dlm_rag.training.task import State, Task
+from dlm_rag.training.weights import copy_weights, place
 
 
 class Trainer:
@@ -72,16 +74,22 @@ class Trainer:
         self.state = TrainState(phase=phase)
         self.denoiser = origin.empty(self.dtype)
         self.root = task.objective(self.denoiser, share)
+        self._reference: Denoiser | None = getattr(self.root, "reference", None)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
             shard(self.root, self.denoiser, processes.count, device, self.dtype)
-        origin.fill(self.denoiser, device, trained=found is None)
+        origin.fill(self.denoiser, device, trained=found is None or self._reference is not None)
+        if self._reference is not None:
+            place(self._reference, device)
+            copy_weights(self.denoiser, self._reference)
         if processes.count > 1 and not sharded:
             self.root = in_copies(self.root)
-        self.denoiser.attention = config.model.attention
+        for denoiser in (self.denoiser, self._reference):
+            if denoiser is not None:
+                denoiser.attention = config.model.attention
+                if train.rope_theta is not None:
+                    denoiser.set_rope(train.rope_theta)
         self.denoiser.checkpointing = train.checkpointing
-        if train.rope_theta is not None:
-            self.denoiser.set_rope(train.rope_theta)
         if train.compile:
             self.denoiser.compile_layers()
         self.stage_seconds: dict[str, float] = {}  # of the last step
@@ -255,7 +263,8 @@ class Trainer:
                 "phase": phase_settings(self.config, self.train), "fingerprints": self._fingerprints,
                 "scaler": self._scaler.state_dict(),
             }  # fmt: skip
-            return self._checkpoints.save(self.state.step, self.root, self.optimizers, record)
+            start = None if self._reference is None else self.state.step - self.state.phase_step
+            return self._checkpoints.save(self.state.step, self.root, self.optimizers, record, keep=start)
 
     def restore(self) -> bool:
         """Goes on from the newest checkpoint, of this phase or the one before; False without one.
@@ -269,6 +278,10 @@ class Trainer:
         state = TrainState.read(record["state"])
         same = state.phase == self.state.phase
         kept = same or record["phase"].get("train.optimizer") == self.train.optimizer
+        start = state.step - state.phase_step if same else state.step
+        if self._reference is not None and start:
+            self._checkpoints.load_start(start, self.root)
+            copy_weights(self.denoiser, self._reference)
         self._checkpoints.load(path, self.root, self.optimizers if kept else [])
         if self._scaler.is_enabled() and record.get("scaler"):
             self._scaler.load_state_dict(record["scaler"])
@@ -277,7 +290,7 @@ class Trainer:
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """A folder that `sample.py --model` reads; every process takes part."""
-        tensors = whole_state(self.root)
+        tensors = whole_state(self.denoiser)
         if self.processes.first:
             self.origin.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
         self.processes.wait()

@@ -6,9 +6,10 @@ whoever has it, bit for bit.
 """
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint
@@ -48,6 +49,28 @@ def add_adapters(denoiser: Denoiser, rank: int) -> None:
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(ADAPTED)), denoiser)
     for name, parameter in denoiser.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def frozen_copy(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
+    """A copy of an empty denoiser that is not trained, with matrices in the dtype of the arithmetic.
+
+    Autocast takes them in it anyway, so with the same weights both compute the same, bit for bit.
+    """
+    found = deepcopy(denoiser).requires_grad_(False)
+    for module in found.modules():
+        if isinstance(module, nn.Linear) and module.weight is not found.embed_tokens.weight:
+            module.to(dtype)
+    return found
+
+
+@torch.no_grad()
+def copy_weights(source: Denoiser, target: Denoiser) -> None:
+    """Gives a placed denoiser the weights of another that lies in memory alike; frozen ones are shared."""
+    for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
+        if theirs.requires_grad or hasattr(theirs, "device_mesh"):
+            _local(ours).copy_(_local(theirs))
+        else:
+            ours.data = theirs.data
 
 
 def place(denoiser: Denoiser, device: torch.device) -> None:
