@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,6 +123,14 @@ def memory() -> dict[str, int]:
     listed = Path("/proc/meminfo")
     found = dict(re.findall(r"^Mem(\w+):\s+(\d+) kB", listed.read_text(), re.M)) if listed.is_file() else {}
     return {name.lower(): 1024 * int(size) for name, size in found.items()}
+
+
+def peak_memory() -> int:
+    """Bytes of memory that this process has held at most."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
 
 
 def commit_of_code() -> str | None:

@@ -21,7 +21,6 @@ round asks new ones. Writes scores.json, table.md and picture.png into --out.
 
 import copy
 import json
-import resource
 import sys
 import time
 from collections import Counter
@@ -58,6 +57,7 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import exact_match
 from dlm_rag.evidence.pool import Reuse
 from dlm_rag.files.whole import new_file, write_whole
+from dlm_rag.machine import peak_memory
 from dlm_rag.model.cost import Work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.program import note, run
@@ -392,7 +392,7 @@ def tokens_of(rollout: Rollout) -> list[list[tuple[int, int]]]:
 
 def write(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]], quantity: str = "") -> None:
     """The table: on the screen, in Markdown, and whole in JSON."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_memory()
     record = {"stamp": stamp, "peak_bytes": peak, "settings": lines}
     write_whole(out / "scores.json", json.dumps(record, indent=2) + "\n")
     headings = [

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag import Denoiser, Tokenizer, commands
-from dlm_rag.commands.train import Stop, train
+from dlm_rag.commands.train import Stop, make_folder, train
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.data.world import make_question, make_world
 from dlm_rag.errors import ConfigError, RunError
@@ -38,7 +39,7 @@ from dlm_rag.training.origin import TEMPLATE, begin
 from dlm_rag.training.phase import open_phase, open_trainer
 from dlm_rag.training.pointers import Places, pointer_loss
 from dlm_rag.training.processes import Processes
-from dlm_rag.training.report import Report
+from dlm_rag.training.report import Report, start_wandb
 from dlm_rag.training.rows.worlds import WorldExamples, find
 from dlm_rag.training.saving import look, newest, position
 from dlm_rag.training.trainer import added
@@ -715,14 +716,35 @@ def test_a_kill_while_metrics_are_rewritten_leaves_the_old_ones(tmp_path, monkey
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_wandb_offline_needs_no_account_and_no_network(tmp_path, monkeypatch):
+def test_wandb_offline_needs_no_account_and_no_network_and_a_resumed_run_is_the_same_run(
+    tmp_path, monkeypatch
+):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with Report(tmp_path, load_config(None, [*MICRO, "train.wandb=offline"]), from_step=0) as report:
-        shown = dict.fromkeys(("loss", "name_accuracy", "pointer_mass"), 0.5)
-        report.add({"step": 0, "seconds": 1.0, "tokens": 20, "supervised_tokens": 10, "rows": 4, **shown})
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert list(run.glob("*.wandb")) and (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
+    config = load_config(None, [*MICRO, "train.wandb=offline"])
+    shown = dict.fromkeys(("loss", "name_accuracy", "pointer_mass"), 0.5)
+    for step in range(2):
+        with Report(tmp_path, config, from_step=step) as report:
+            line = {"step": step, "seconds": 1.0, "tokens": 20, "supervised_tokens": 10, "rows": 4}
+            report.add(line | shown)
+    runs = [*(tmp_path / "wandb").glob("offline-run-*")]
+    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "the id"
+    assert all(list(run.glob("*.wandb")) for run in runs)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_a_resumed_run_asks_wandb_for_the_run_that_it_began(tmp_path, monkeypatch):
+    """And another run for another; what the client is asked for, without it."""
+    asked = []
+    fake = SimpleNamespace(init=lambda **settings: asked.append(settings), Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = load_config(None, ["train.wandb=online"])
+    for folder in ("a", "a", "b"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        start_wandb(config, tmp_path / folder)
+    first, again, other = (settings["id"] for settings in asked)
+    assert first == again != other and {settings["resume"] for settings in asked} == {"allow"}
+    make_folder(tmp_path / "a", resume=False)  # which holds what a run leaves before its first step
 
 
 def test_the_command_of_a_card_can_be_pasted(monkeypatch):

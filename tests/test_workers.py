@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,13 @@ def test_cores_are_those_of_the_affinity_and_of_every_control_group_around(tmp_p
     for quota, cores in ((float("inf"), 8), (3.5, 3), (0.2, 1)):
         monkeypatch.setattr(machine, "_quota", lambda quota=quota: quota)
         assert machine.usable_cores() == cores
+
+
+@pytest.mark.parametrize(("system", "counted"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
+def test_peak_memory_is_in_bytes_whatever_the_system_counts(monkeypatch, system, counted):
+    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=counted))
+    monkeypatch.setattr("sys.platform", system)
+    assert machine.peak_memory() == 3 * 2**30
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Metrics of a run: JSON lines always, a line on the screen or in a log, W&B when asked for."""
 
 import json
+import secrets
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from dlm_rag.config import Config
 from dlm_rag.energy.reading import short
 from dlm_rag.errors import ConfigError, fold_message
 from dlm_rag.files.jsonl import parse_object
-from dlm_rag.files.whole import new_file
+from dlm_rag.files.whole import new_file, write_whole
 from dlm_rag.program import note
 
 WINDOW = 50  # steps that the figures on the screen are means of
@@ -163,7 +164,7 @@ def validation_of(metrics: dict[str, Any]) -> dict[str, float]:
 def start_wandb(config: Config, folder: Path) -> Any:
     """A W&B run, or None when metrics go to JSON lines alone; `offline` needs no account.
 
-    Raises `ConfigError` where W&B is not installed, or takes no run.
+    Its id is kept in `folder`, so that --resume adds to the same run. Raises `ConfigError` where W&B is not installed, or takes no run.
     """
     if config.train.wandb == "off":
         return None
@@ -173,10 +174,14 @@ def start_wandb(config: Config, folder: Path) -> Any:
         raise ConfigError("train.wandb needs wandb: install it with `pip install wandb`") from None
 
     mode: Any = config.train.wandb
+    kept = folder / "wandb.id"
+    if not kept.is_file():
+        write_whole(kept, secrets.token_hex(4))
     try:
         return wandb.init(
-            project="dlm_rag", name=folder.name, dir=str(folder), mode=mode, config=asdict(config)
-        )
+            project="dlm_rag", name=folder.name, dir=str(folder), mode=mode, config=asdict(config),
+            id=kept.read_text(encoding="utf-8").strip(), resume="allow", allow_val_change=True,
+        )  # fmt: skip
     except wandb.Error as error:  # no key, no network
         raise ConfigError(
             f"train.wandb={mode} does not begin ({fold_message(error)}): run `wandb login`, or set it to "

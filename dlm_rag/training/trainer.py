@@ -6,7 +6,6 @@ CPU the weights are equal bit for bit.
 
 import gc
 import math
-import resource
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from dlm_rag.config import Config
 from dlm_rag.errors import RunError
-from dlm_rag.machine import choose_dtype
+from dlm_rag.machine import choose_dtype, peak_memory
 from dlm_rag.model.cost import head_work
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.transfer import to_host
@@ -230,7 +229,7 @@ class Trainer:
         if self.device.type == "cuda":
             found["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         else:
-            found["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            found["memory_gib"] = peak_memory() / 2**30
         found["tflops_per_second"] = self.flops / seconds / 1e12
         if self._peak is not None:
             found["mfu"] = self.flops / seconds / self._peak
