@@ -164,7 +164,8 @@ def validation_of(metrics: dict[str, Any]) -> dict[str, float]:
 def start_wandb(config: Config, folder: Path) -> Any:
     """A W&B run, or None when metrics go to JSON lines alone; `offline` needs no account.
 
-    Its id is kept in `folder`, so that --resume adds to the same run. Raises `ConfigError` where W&B is not installed, or takes no run.
+    Its id is kept in `folder`, so that --resume adds to the same run. Raises `ConfigError` where W&B is
+    not installed, or takes no run.
     """
     if config.train.wandb == "off":
         return None
