@@ -19,9 +19,9 @@ from dlm_rag.diffusion.chain import Chains, marginals
 from dlm_rag.diffusion.commit import Proposals
 from dlm_rag.evidence.layout import Arrangement, State
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.rows import of_rows, pack
+from dlm_rag.model.rows import pack
 from dlm_rag.model.shape import DenoiserConfig
-from dlm_rag.model.store import KeysValues, Parts
+from dlm_rag.model.store import Parts, stretches
 from dlm_rag.model.transfer import to_device
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.query import Query
@@ -75,7 +75,7 @@ class PlainProposer:
         shifted = self.denoiser.config.shifted
         states = [view.arrangement.state(view.canvas.tolist(), view.finished, shifted) for view in views]
         with stage("encode_evidence"):
-            contexts = Parts([self._context(row) for row in states])
+            contexts = self._contexts(states)
         found = []
         with stage("denoise"):
             packed = pack([row.run for row in states], self.denoiser.device, context=contexts)
@@ -91,12 +91,15 @@ class PlainProposer:
                 found.append(Proposals(view.positions, token.astype(np.int64), *others))
         return found
 
-    def _context(self, state: State) -> list[KeysValues]:
-        """Keys and values of every segment, each through the whole of every layer."""
-        if not state.context:
-            return []
-        rows = pack(state.context, self.denoiser.device)
-        return of_rows(self.denoiser.encode(rows, keep=True)[1], rows.lengths)
+    def _contexts(self, states: Sequence[State]) -> Parts | None:
+        """Keys and values of every segment of every row, each through the whole of every layer."""
+        segments = [segment for row in states for segment in row.context]
+        if not segments:
+            return None
+        rows = pack(segments, self.denoiser.device)
+        places = iter(stretches(rows.lengths))
+        seen = [[next(places) for _ in row.context] for row in states]
+        return Parts(self.denoiser.encode(rows, keep=True)[1], seen)
 
     def prefetch(self, arrangement: Arrangement) -> None:
         """Nothing is kept."""

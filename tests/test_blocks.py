@@ -20,7 +20,7 @@ from dlm_rag.evidence.encode import encode_canvases, encode_contexts, encode_seg
 from dlm_rag.evidence.layout import arrange, with_new_passages
 from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.rows import of_rows, pack
+from dlm_rag.model.rows import pack
 from dlm_rag.model.store import Parts
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
@@ -137,6 +137,11 @@ def test_training_sees_what_decoding_sees(order):
         torch.testing.assert_close(hidden, by_definition(denoiser, view), rtol=1e-4, atol=1e-5)
 
 
+def alone(kept):
+    """All of these keys and values (layers, 2, n, heads, head_dim) as the context of one row."""
+    return Parts([tuple(layer) for layer in kept], [[range(kept.shape[2])]])
+
+
 def test_blocks_that_keep_what_they_saw():
     """The window sees new passages, and finished blocks as they were beside the old ones."""
     denoiser = block_denoiser(evidence_layout="independent")
@@ -151,13 +156,11 @@ def test_blocks_that_keep_what_they_saw():
     (found,) = proposer.propose([View(0, new, canvas, asked, finished=4)])
     chain = old.chain(canvas.tolist())
     with torch.inference_mode():
-        contexts = [
-            [[tuple(layer) for layer in kept] for kept in encode_segments(denoiser, laid.context)]
-            for laid in (old, new)
-        ]
-        first = pack([chain.part(0, 4)], denoiser.device, context=Parts([contexts[0]]))
-        (block,) = of_rows(denoiser.encode(first, keep=True)[1], [4])
-        window = pack([chain.part(4, 8)], denoiser.device, context=Parts([[*contexts[1], block]]))
+        contexts = [torch.cat(encode_segments(denoiser, laid.context), dim=2) for laid in (old, new)]
+        first = pack([chain.part(0, 4)], denoiser.device, context=alone(contexts[0]))
+        block = torch.stack([torch.stack(layer) for layer in denoiser.encode(first, keep=True)[1]])
+        after = torch.cat((contexts[1], block), dim=2)
+        window = pack([chain.part(4, 8)], denoiser.device, context=alone(after))
         confidence, token = confidences(denoiser, denoiser.encode(window)[0])
     assert found.token_ids.tolist() == token.tolist()
     assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)

@@ -9,7 +9,7 @@ from conftest import tiny_denoiser
 from safetensors.torch import load_file
 
 from dlm_rag import Denoiser
-from dlm_rag.model.rows import Segment, of_rows, pack
+from dlm_rag.model.rows import Segment, pack
 from dlm_rag.model.store import Parts
 
 CPU = torch.device("cpu")
@@ -97,7 +97,8 @@ def test_a_context_encoded_apart_counts_as_if_it_stood_before_the_row():
     with torch.no_grad():
         whole, _ = denoiser.encode(packed([ids]))
         _, kept = denoiser.encode(packed([ids[:12]]), keep=True)
-        after, _ = denoiser.encode(pack([Segment(tuple(range(12, 20)), 12)], CPU, context=Parts([[kept]])))
+        context = Parts(kept, [[range(12)]])
+        after, _ = denoiser.encode(pack([Segment(tuple(range(12, 20)), 12)], CPU, context=context))
     assert not torch.allclose(whole[12:], after), "the first part must not see the second"
     by_mask = masked_reference(denoiser, ids, split=12)
     torch.testing.assert_close(after, by_mask[12:])
@@ -147,8 +148,7 @@ def test_only_the_tokens_that_are_read_go_through_the_last_layer():
     ids = torch.arange(12).split(lengths)
     with torch.no_grad():
         _, kept = denoiser.encode(packed(ids), keep=True)
-        rows = of_rows(kept, lengths)
-        context = Parts([[rows[1]], [rows[2]], [rows[0]]])
+        context = Parts(kept, [[range(5, 9)], [range(9, 12)], [range(5)]])
         whole, _ = denoiser.encode(packed(ids, context=context))
         found, _ = denoiser.encode(packed(ids, context=context, read=[(0, 3), (2,), (1,)]))
         torch.testing.assert_close(found, whole[[0, 3, 7, 10]])

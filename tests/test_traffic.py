@@ -1,5 +1,6 @@
 """What goes to the device and what comes back, seen with a device that is not there (accelerator.py)."""
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -8,13 +9,16 @@ import pytest
 import torch
 from accelerator import META, traffic
 from conftest import tiny_denoiser
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.decode.proposer import DenoiserProposer, View
 from dlm_rag.evidence.layout import arrange
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
+from dlm_rag.training.objective import Objective, Terms, counts_of
 from dlm_rag.training.phase import open_trainer
+from dlm_rag.training.rows.example import Example
 
 LAYOUTS = ["joint", "prefix", "independent"]
 IN, OUT = ("in", "to_device"), ("out", "to_host")
@@ -146,3 +150,32 @@ def test_what_the_note_taker_sees(broken, said):
         except RuntimeError:  # nobody knows how much a mask takes
             assert said == "wait"
     assert {what for what, _ in seen} == {said}, seen
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that run while it is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is not torch.ops.prim.device.default
+        return operator(*args, **(kwargs or {}))
+
+
+def test_the_operators_of_a_step_do_not_grow_with_its_rows():
+    """Nor with their passages: a step of thousands of rows is not made of as many small tensors."""
+    denoiser, rng = tiny_denoiser(), random.Random(0)
+    objective = Objective(denoiser, "independent", frozenset())
+
+    def operators(rows, passages):
+        ids = [tuple(rng.randrange(250) for _ in range(n)) for n in [20] * passages + [8] * rows]
+        facts, hidden = tuple(ids[:passages]), (True,) * 8
+        few = [Example(Prompt((1, n), facts, ()), ids[passages + n], hidden) for n in range(rows)]
+        with Counted() as seen:
+            objective(few, counts_of(few, frozenset(), 1.0), Terms())[0].backward()
+        return seen.count
+
+    operators(1, 1)  # the first call prepares some things once
+    assert operators(16, 8) == operators(2, 2)

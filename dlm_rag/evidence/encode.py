@@ -9,9 +9,9 @@ from torch import Tensor
 from dlm_rag.evidence.layout import State
 from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.rows import Context, Segment, of_rows, pack
+from dlm_rag.model.rows import Context, Segment, pack
 from dlm_rag.model.sharing import SequenceShare, Stretches
-from dlm_rag.model.store import KeysValues, Parts
+from dlm_rag.model.store import KeysValues, Parts, stretches
 
 
 def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:
@@ -20,9 +20,10 @@ def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Ten
     What a segment gives depends on nothing but the segment. Of the last layer only keys and values are
     computed.
     """
-    rows = of_rows(*_keys_values(denoiser, segments))
+    kept, lengths = _keys_values(denoiser, segments)
     # Each a tensor of its own: a view would keep the keys and values of the whole call alive.
-    return [torch.stack([x for layer in row for x in layer]).unflatten(0, (-1, 2)) for row in rows]
+    rows = zip(*(x.split(lengths) for layer in kept for x in layer), strict=True)
+    return [torch.stack(row).unflatten(0, (-1, 2)) for row in rows]
 
 
 def _keys_values(denoiser: Denoiser, segments: Sequence[Segment]) -> tuple[KeysValues, list[int]]:
@@ -33,15 +34,15 @@ def _keys_values(denoiser: Denoiser, segments: Sequence[Segment]) -> tuple[KeysV
 def encode_contexts(denoiser: Denoiser, states: Sequence[State]) -> Parts | None:
     """Per row the keys and values of its segments, or None.
 
-    Segments that several rows share are encoded once. Gradients flow through, layer by layer, without
-    a copy; decoding, which keeps them from step to step, has `contexts.Contexts` instead.
+    Segments that several rows share are encoded once, and gradients flow through; decoding, which keeps
+    keys and values from step to step, has `contexts.Contexts` instead.
     """
     segments = list(dict.fromkeys(segment for row in states for segment in row.context))
     if not segments:
         return None
-    rows = of_rows(*_keys_values(denoiser, segments))
-    by_segment = dict(zip(segments, rows, strict=True))
-    return Parts([[by_segment[segment] for segment in row.context] for row in states])
+    kept, lengths = _keys_values(denoiser, segments)
+    places = dict(zip(segments, stretches(lengths), strict=True))
+    return Parts(kept, [[places[segment] for segment in row.context] for row in states])
 
 
 def encode_canvases(

@@ -181,8 +181,8 @@ class Denoiser(nn.Module):
         """Runs the layers over packed rows.
 
         Returns hidden states before the final norm, of all tokens (T, hidden) or of those that are read
-        (n, hidden), and, with `keep`, the keys and values of all rows, for use as context after
-        `rows.of_rows`, else an empty list. `probe` is filled with the queries and keys of its layer.
+        (n, hidden), and, with `keep`, the keys and values of all rows, for use in a
+        `store.Parts`, else an empty list. `probe` is filled with the queries and keys of its layer.
         """
         self._count(rows)
         call = Call(rows, self.backend, probe)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_rag.model.sharing import Stretches
-from dlm_rag.model.store import KeysValues, Parts, StoredRows, counted_from
+from dlm_rag.model.store import Parts, StoredRows, counted_from
 from dlm_rag.model.transfer import to_device
 
 Context = Parts | StoredRows
@@ -123,7 +123,8 @@ class Rows:
 
     ids, positions: (T,). sight: of all tokens; last: of those that go through the last layer, `read` (n,)
     being their places, None where all do. places: where keys and values go in a `ContextStore`, those of
-    the tokens `sources`, or of all in order. added: what else went to the device with them.
+    the tokens `sources`, or of all in order; of `Parts` where they come from. added: what else went to the
+    device with them.
     """
 
     ids: Tensor
@@ -148,10 +149,12 @@ class Rows:
         if self.stretches is not None:
             assert self.order is not None
             k, v = self.stretches.gather(torch.stack((k, v), dim=1), self.order).unbind(1)
+        if self.context is None:
+            return k, v
+        assert self.places is not None
         if isinstance(self.context, StoredRows):
-            assert self.places is not None
             return self.context.write(layer, self.places, self.sources, k, v)
-        return (k, v) if self.context is None else self.context.join(layer, k, v, self.lengths)
+        return self.context.join(layer, k, v, self.places)
 
 
 def pack(
@@ -185,6 +188,8 @@ def pack(
         places = np.fromiter(chain.from_iterable(read), np.int64, sum(map(len, read)))
         sent["read"] = places + np.repeat(first, [len(tokens) for tokens in read])
         sent["reads"] = _ends([len(tokens) for tokens in read])
+    if isinstance(context, Parts):
+        sent["places"] = context.places(lengths)
     if stored is not None:
         sent["places"], sources = stored.places(lengths)
         if stored.copies:
@@ -233,12 +238,6 @@ def rectangle(ids: Tensor, block: int | None = None) -> Rows:
         whole, whole, int(limits.sum()), bounded, there if row.bounded else None, row.bounded and block == 1
     )
     return Rows(ids.flatten(), torch.arange(length, device=ids.device).repeat(rows), sight, sight)
-
-
-def of_rows(kept: KeysValues, lengths: Sequence[int]) -> list[KeysValues]:
-    """Keys and values of packed rows, row by row."""
-    split = [(k.split(list(lengths)), v.split(list(lengths))) for k, v in kept]
-    return [[(k[row], v[row]) for k, v in split] for row in range(len(lengths))]
 
 
 def _ends(lengths: Sequence[int]) -> NDArray[np.int32]:

@@ -8,6 +8,7 @@ so that a step copies nothing but the keys and values of the canvas.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,38 +22,49 @@ KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
 
 @dataclass(frozen=True)
 class Parts:
-    """The context of each row as keys and values of earlier calls, in parts that rows may share."""
+    """The context of each row among the keys and values of an earlier call, which rows may share.
 
-    rows: Sequence[Sequence[KeysValues]]
+    kept: of all tokens of that call, layer by layer. rows: of each row the stretches of them that it sees.
+    """
+
+    kept: KeysValues
+    rows: Sequence[Sequence[range]]
 
     @cached_property
     def seen(self) -> tuple[int, ...]:
         """Tokens that each row sees before its own."""
-        return tuple(sum(len(part[0][0]) for part in parts) for parts in self.rows)
+        return tuple(sum(map(len, stretches)) for stretches in self.rows)
 
-    def join(self, layer: int, k: Tensor, v: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of each row its context, then its own k and v (T, Hk, D), rows of `lengths`."""
-        kept = [[part[layer] for part in parts] for parts in self.rows]
-        rows = list(zip(kept, k.split(list(lengths)), v.split(list(lengths)), strict=True))
-        seen_k = [x for parts, own_k, _ in rows for x in (*(part[0] for part in parts), own_k)]
-        seen_v = [x for parts, _, own_v in rows for x in (*(part[1] for part in parts), own_v)]
-        return Joined.apply(*seen_k), Joined.apply(*seen_v)
+    def places(self, lengths: Sequence[int]) -> NDArray[np.int64]:
+        """Where what each row sees stands in `kept` with the rows' own tokens, of `lengths`, after it."""
+        _, *own = stretches([len(self.kept[0][0]), *lengths])
+        seen = [part for row, last in zip(self.rows, own, strict=True) for part in (*row, last)]
+        return counted_from(np.array([part.start for part in seen]), [len(part) for part in seen])
+
+    def join(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row its context, then its own k and v (T, Hk, D); places: `self.places` on the device."""
+        kept_k, kept_v = self.kept[layer]
+        return Joined.apply(kept_k, k, places), Joined.apply(kept_v, v, places)
 
 
 class Joined(torch.autograd.Function):
-    """`torch.cat`, but that the gradient of each piece is a tensor of its own.
+    """`torch.cat((kept, own))[places]`, with gradients that are tensors of their own.
 
-    A view would keep that of all rows alive, in every layer, until backward comes to the contexts.
+    A view would keep the gradient of the rows' own tokens alive, in every layer, until backward comes to
+    the contexts. The number of operators does not grow with the rows.
     """
 
     @staticmethod
-    def forward(ctx: Any, *pieces: Tensor) -> Tensor:
-        ctx.lengths = [len(piece) for piece in pieces]
-        return torch.cat(pieces)
+    def forward(ctx: Any, kept: Tensor, own: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.lengths = len(kept), len(own)
+        return torch.cat((kept, own))[places]
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, ...]:
-        return tuple(piece.clone() for piece in slope.split(ctx.lengths))
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        whole = slope.new_zeros((sum(ctx.lengths), *slope.shape[1:])).index_add_(0, places, slope)
+        return *(part.clone() for part in whole.split(ctx.lengths)), None
 
 
 class ContextStore:
@@ -167,3 +179,8 @@ def counted_from(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDArray[n
     """(sum of lengths,) for each row the numbers from its start on, as many as its length."""
     before = np.cumsum(lengths) - lengths
     return np.arange(sum(lengths)) + np.repeat(starts - before, lengths)
+
+
+def stretches(lengths: Sequence[int]) -> list[range]:
+    """The places of pieces of `lengths` that stand one after another from 0 on."""
+    return [range(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
