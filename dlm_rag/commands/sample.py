@@ -120,7 +120,9 @@ def decode_to_screen(
     shown: list[Rollout] = []
     try:
         with ExitStack() as stack:
-            trace = config.trace and TraceWriter(Path(config.trace), prepared.trace_header())
+            trace = TraceWriter(Path(config.trace), prepared.trace_header()) if config.trace else None
+            if trace:
+                stack.callback(trace.close)
             stack.enter_context(meter)
             start = time.perf_counter()
             view = stack.enter_context(LiveView(console)) if console.is_terminal else None

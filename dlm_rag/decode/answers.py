@@ -20,7 +20,7 @@ from dlm_rag.decode.trace import (
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files.foreign import read_as
 from dlm_rag.files.jsonl import end_last_line, read_note
-from dlm_rag.files.whole import give_back, new_file, take_lock, write_whole
+from dlm_rag.files.whole import GrowingFile, give_back, new_file, take_lock, write_whole
 from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class AnswersFile:
     """
 
     def __init__(self, out: Path, trace: Path | None = None) -> None:
-        self._out, self._trace = out, trace
+        self._out, self._trace, self._file = out, trace, GrowingFile(out)
         self._writer: TraceWriter | None = None
         self._locks: list[FileLock] = []
         self._stamp_path = out.with_name(f"{out.name}.run.json")
@@ -185,12 +185,14 @@ class AnswersFile:
     def append(self, rollout: Rollout) -> None:
         """Adds a finished rollout: first its trace, then its answer, which marks it as done.
 
-        Raises `RunError` where the disk is full; what is there stays.
+        Raises `RunError` where the disk is full, or a file is another's by now; what is there stays.
         """
         with self._writing():
+            if self._stamp is not None and not self._stamp_path.exists():  # taken away meanwhile
+                self._write_stamp(self._stamp)
             if self._writer is not None:
                 self._writer.write(rollout)
-            append_lines(self._out, [rollout.answer_record()])
+            append_lines(self._file, [rollout.answer_record()])
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -204,6 +206,9 @@ class AnswersFile:
 
     def close(self) -> None:
         """Gives the files back."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
         while self._locks:
             give_back(self._locks.pop())
 

@@ -22,6 +22,7 @@ from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evidence.fitting import FittedPrompt, Room, fit_passages, keep_shorter
 from dlm_rag.files.foreign import read_as
 from dlm_rag.files.jsonl import parse_object
+from dlm_rag.files.whole import GrowingFile
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, read_tokenizer
 
@@ -148,7 +149,7 @@ class TraceWriter:
         held = held or scan_trace(path)
         if held.version == 1:
             raise TraceError(f"{path} is a trace of version 1, which nothing can be added to: name another")
-        self._path, self._written = path, dict(held.passages)
+        self._file, self._written = GrowingFile(path), dict(held.passages)
         self._common = (held.header or header).settings
         self._first = [] if held.header else [header.record()]
 
@@ -160,9 +161,12 @@ class TraceWriter:
             if self._written.get(name) != hash(rollout.passages[name])
         }
         texts = [{"passage": name, "text": text} for name, text in new.items()]
-        append_lines(self._path, [*self._first, *texts, _question_record(rollout, self._common)])
+        append_lines(self._file, [*self._first, *texts, _question_record(rollout, self._common)])
         self._first = []
         self._written |= {name: hash(text) for name, text in new.items()}
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_header(path: Path) -> Header:
@@ -231,10 +235,10 @@ def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[s
             yield place, record
 
 
-def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def append_lines(file: GrowingFile, records: Iterable[Mapping[str, Any]]) -> None:
     """Adds JSON lines to a file, out at once."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    file.append("".join(lines).encode())
 
 
 def prompts_of(rollout: Rollout, header: Header, tokenizer: Tokenizer) -> list[FittedPrompt]:

@@ -1,17 +1,21 @@
 """Files and folders that are whole or as they were, the locks of those that grow, and the cache folder."""
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.errors import ConfigError, fold_message
+from dlm_rag.errors import ConfigError, RunError, fold_message
 from dlm_rag.files.records import expand
 
 if TYPE_CHECKING:
     from filelock import FileLock
+
+log = logging.getLogger(__name__)
 
 
 def default_index_folder() -> Path:
@@ -60,6 +64,55 @@ def new_folder(path: Path) -> Iterator[Path]:
     for file in scratch.iterdir():
         file.replace(path / file.name)
     scratch.rmdir()
+
+
+class GrowingFile:
+    """A file that this process alone adds to; it is opened, or made, with the first of what is added.
+
+    What others do to it meanwhile is noticed before more is added: a file that was removed or renamed is
+    put back with all that was in it, and one that is another now is left to those who made it so.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._size = 0
+
+    def append(self, data: bytes) -> None:
+        """Adds to the end, out at once. Raises `OSError`, and `RunError` where the file is another now."""
+        file = self._file or self._open()
+        try:
+            now = self._path.stat()
+        except FileNotFoundError:
+            file = self._put_back(file)
+        else:
+            if now.st_size != self._size or not os.path.samestat(now, os.fstat(file.fileno())):
+                raise RunError(
+                    f"{self._path} was cut short or replaced by another process while it was written: it "
+                    "is left as it is, and the same command adds what is missing"
+                )
+        while data:
+            count = file.write(data)
+            self._size, data = self._size + count, data[count:]
+
+    def _open(self) -> FileIO:
+        self._file = FileIO(self._path, "ab+")
+        self._size = os.fstat(self._file.fileno()).st_size
+        return self._file
+
+    def _put_back(self, file: FileIO) -> FileIO:
+        log.warning("%s was removed or renamed while it was written: it is put back", self._path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file.seek(0)
+        with new_file(self._path) as scratch, scratch.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
+        file.close()
+        return self._open()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def take_lock(path: Path, what: str) -> "FileLock":
