@@ -95,20 +95,21 @@ def typed_questions(texts: list[str]) -> list[Question]:
 
 
 def choose(questions: list[Question], config: Config) -> list[Question]:
-    """The first `config.limit`, or with `quick` 200 of all hops and labels alike; in the order of the file.
+    """As many questions as `limit` says, with `quick` 200, of all hops and labels alike; in file order.
 
-    The numbers of hops take turns until 200 are drawn, within each the labels do, and each kind gives its
-    own in a seeded random order.
+    The numbers of hops take turns until enough are drawn, within each the labels do, and each kind gives
+    its own in a random order that is always the same. So a larger limit draws the same questions and more.
     """
-    if not config.quick:
-        return questions[: config.limit]
+    most = QUICK if config.quick else config.limit
+    if most is None:
+        return questions
     kinds: dict[int | None, dict[tuple[str, ...], list[int]]] = {}
     for place, question in enumerate(questions):
         kinds.setdefault(question.hops, {}).setdefault(question.labels, []).append(place)
     for hops, labelled in kinds.items():
         for labels, places in labelled.items():
             random.Random(f"quick/{hops}/{labels}").shuffle(places)
-    drawn = _in_turns([_in_turns(list(labelled.values())) for labelled in kinds.values()])[:QUICK]
+    drawn = _in_turns([_in_turns(list(labelled.values())) for labelled in kinds.values()])[:most]
     return [questions[place] for place in sorted(drawn)]
 
 

@@ -104,7 +104,10 @@ def answer_span(response: str) -> tuple[int, int]:
     return (start, start + len(answer)) if answer else (len(response), len(response))
 
 
-def normalize_answer(text: str) -> str:
-    """SQuAD's rule (Rajpurkar et al. 2016): lower case, no punctuation, no articles, blanks folded."""
+def normalize_answer(text: str, articles: bool = False) -> str:
+    """SQuAD's rule (Rajpurkar et al. 2016): lower case, no punctuation, no articles, blanks folded.
+
+    articles: whether they stay all the same.
+    """
     kept = text.lower().translate(_NO_PUNCTUATION)
-    return fold(_ARTICLE.sub(" ", kept))
+    return fold(kept if articles else _ARTICLE.sub(" ", kept))

@@ -77,8 +77,8 @@ def test_our_figure_stands_beside_the_published_one(laid_out, capsys):
         ]  # fmt: skip
         assert all(f"warning: {name} is not as published: {line}" in err for line in lines)
     table = Path("runs/scores.md").read_text()
-    assert "| static | static | 0.0 [0, 0] | 11.1 | -11.1 [-11, -11] |" in table
-    assert "| interleaved | tau_c 0.9 | 0.0 [0, 0] | 20.5 |" in table
+    assert "| static | static | 0.0 [0, 71] | 11.1 | -11.1 [-11, +60] |" in table
+    assert "| interleaved | tau_c 0.9 | 0.0 [0, 71] | 20.5 |" in table
     assert "- static: retrieval.top_k=2 (paper: 7)" in table and "musique" in screen
     recall = record["settings"]["static"]["groups"]["all"]["recall_last"]
     assert recall["mean"] == 1.0, "of the question whose support is in the corpus alone"

@@ -3,11 +3,12 @@
 import os
 import threading
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from conftest import write_lines
 
-from dlm_rag.config import Config
+from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import QUICK, Question, choose, read_questions
 
@@ -115,7 +116,26 @@ def test_quick_draws_evenly_over_hops_and_labels():
     assert chosen == choose(asked, Config(quick=True)), "seeded"
     assert [q.id for q in chosen[:100]] != [str(n) for n in range(100)], "not the first of a kind"
     assert choose(asked[:150], Config(quick=True)) == asked[:150]
-    assert choose(asked, Config(limit=3)) == asked[:3] and choose(asked, Config()) == asked
+    assert choose(asked, Config()) == asked
+
+
+def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():
+    """Of a file that begins with its easy questions, as those of invented worlds do."""
+    asked = [Question(str(n), "?", hops=1 + n // 100) for n in range(400)]
+    drawn = {count: choose(asked, Config(limit=count)) for count in (1, 3, 40, 41, 200, 399, 400, 9999)}
+    assert Counter(q.hops for q in drawn[40]) == dict.fromkeys((1, 2, 3, 4), 10)
+    assert [len(questions) for questions in drawn.values()] == [1, 3, 40, 41, 200, 399, 400, 400]
+    sets = [{q.id for q in questions} for questions in drawn.values()]
+    assert all(fewer <= more for fewer, more in pairwise(sets))
+    assert all(q == sorted(q, key=lambda q: int(q.id)) for q in drawn.values()), "the file's order"
+    assert drawn[200] == choose(asked, Config(quick=True))
+    assert drawn[40] == choose(asked, Config(limit=40, decode=DecodeConfig(seed=7))), "whatever the seed"
+
+
+def test_a_limit_draws_from_all_over_a_file_without_hops():
+    asked = [Question(str(n), "?") for n in range(1000)]
+    places = [int(q.id) for q in choose(asked, Config(limit=100))]
+    assert all(10 <= sum(n // 250 == quarter for n in places) <= 40 for quarter in range(4)), places
 
 
 def test_a_pipe_is_read_as_it_comes(tmp_path):

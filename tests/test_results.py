@@ -45,7 +45,7 @@ def test_another_place_of_the_corpus_leaves_the_model_to_the_result(here, capsys
     evaluate.main(["--reproduce", "old", "--out", "new", "--corpus", "moved.jsonl"])
     told = capsys.readouterr()
     assert "reader" not in told.err and "the same" in told.out
-    assert "| none | 0.0 | 0.0 | +0.0 [+0, +0]" in Path("new/reproduced.md").read_text()
+    assert "| none | 0.0 | 0.0 | +0.0 [-55, +55]" in Path("new/reproduced.md").read_text()
 
 
 def test_the_same_run_gives_the_same_responses(here, capsys):
@@ -55,7 +55,7 @@ def test_the_same_run_gives_the_same_responses(here, capsys):
     table = Path("new/reproduced.md").read_text()
     for name in ("static", "none"):
         assert (
-            f"| {name} | 0.0 | 0.0 | +0.0 [+0, +0] | +0.0 [+0, +0] | +0.00 [+0.00, +0.00] | 3 of 3 |"
+            f"| {name} | 0.0 | 0.0 | +0.0 [-55, +55] | +0.0 [-55, +55] | +0.00 [+0.00, +0.00] | 3 of 3 |"
             in table
         )
     for name in ("answers.jsonl", "trace.jsonl"):
@@ -132,7 +132,7 @@ def test_a_page_has_the_day_the_command_and_every_setting(here, capsys, monkeypa
     text = capsys.readouterr().out
     assert text.startswith("# Results, 2026-11-21\n") and text.count("## old") == 2
     assert "    dlm-rag evaluate --model model" in text and "--compare static,none" in text
-    assert text.count("| none | 0.0 [0, 0] | +0.0 [+0, +0] |") == 2 and "2026-11-20" in text
+    assert text.count("| none | 0.0 [0, 62] | +0.0 [-55, +55] |") == 2 and "2026-11-20" in text
     assert page([read_result(Path("old"))]).rstrip() in text
 
 

@@ -43,8 +43,13 @@ class Config(Checked):
         "file of questions: JSON lines, JSON, CSV, TSV or Parquet, also gzipped; a folder of such files; "
         "-: standard input",
     )
-    limit: int | None = setting(None, "only so many questions of the file, the first", low=1)
-    quick: bool = setting(False, "only 200 questions of the file, of all hops and labels alike")
+    limit: int | None = setting(
+        None,
+        "only so many questions of the file, drawn from all hops and labels alike; always the same ones, "
+        "to which a larger limit adds others",
+        low=1,
+    )
+    quick: bool = setting(False, "as limit=200")
     out: str | None = setting(None, "where the results go: a file (sample) or a folder (evaluate, train)")
     compare: str | None = setting(
         None, "settings for evaluate: all, or a list such as interleaved,static,oracle+retrieval.kind=dense"

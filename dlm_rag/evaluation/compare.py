@@ -6,7 +6,7 @@ such names: every combination of the values of some keys, under each setting the
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from math import prod
@@ -30,13 +30,15 @@ PRESETS = {
 }
 SECTIONS = ("model.", "retrieval.", "decode.")  # what settings may differ in
 METRICS = tuple(field.name for field in fields(Score))
+SHARES = ("exact_match", "f1", "recall_first", "recall_last")  # between 0 and 1 for every question
 RESAMPLES = 4000
+Z = 1.959964  # standard deviations on either side of a normal mean that hold 95 %
 MOST_SETTINGS = 1000  # of a sweep; more are a slip of the hand
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its 95 % bootstrap interval."""
+    """A mean and its 95 % interval."""
 
     mean: float
     low: float
@@ -138,6 +140,37 @@ def of_hops(hops: int) -> str:
     return f"{hops} hop" if hops == 1 else f"{hops} hops"
 
 
+def estimate_share(values: Iterable[float | None]) -> Estimate | None:
+    """The mean of numbers from 0 to 1, as are proportions; None where none is known.
+
+    Agresti and Coull (1998): the normal interval once about two successes and two failures are added. It
+    also holds near 0 and 1, where Wilson's, of the same centre, may hold 84 % of the time only (Brown, Cai
+    and DasGupta 2001).
+    """
+    return _adjusted_wald(values, 0.0, Z * Z / 2)
+
+
+def estimate_difference(values: Iterable[float | None]) -> Estimate | None:
+    """The mean of paired differences, numbers from -1 to 1; None where there are none.
+
+    Bonett and Price (2012): the normal interval once a question is added that either setting alone gets
+    right.
+    """
+    return _adjusted_wald(values, -1.0, 1.0)
+
+
+def _adjusted_wald(values: Iterable[float | None], low: float, added: float) -> Estimate | None:
+    """The normal interval of a mean, after `added` observations of `low` and as many of 1."""
+    known = np.array([value for value in values if value is not None], float)
+    if not known.size:
+        return None
+    count = known.size + 2 * added
+    centre = (known.sum() + added * (low + 1)) / count
+    variance = (np.square(known).sum() + added * (low * low + 1)) / count - centre**2
+    half = Z * (variance / count) ** 0.5
+    return Estimate(float(known.mean()), float(max(centre - half, low)), float(min(centre + half, 1.0)))
+
+
 def bootstrap(values: Sequence[float | None]) -> Estimate | None:
     """The mean of what is known, with percentiles of resampled means (Efron 1979); seeded."""
     known = [float(value) for value in values if value is not None]
@@ -174,7 +207,10 @@ def summarise(scores: Sequence[Score], groups: Groups) -> Summary:
         return [getattr(scores[n], metric) for n in places]
 
     return {
-        group: {metric: bootstrap(of(places, metric)) for metric in METRICS}
+        group: {
+            metric: (estimate_share if metric in SHARES else bootstrap)(of(places, metric))
+            for metric in METRICS
+        }
         | {"tokens_per_forward": bootstrap_ratio(of(places, "tokens"), of(places, "forwards"))}
         for group, places in groups.items()
     }
@@ -182,11 +218,13 @@ def summarise(scores: Sequence[Score], groups: Groups) -> Summary:
 
 def differences(one: Sequence[Score], other: Sequence[Score], groups: Groups) -> Summary:
     """`one` minus `other`, question by question, in what it achieved and took."""
+
+    def less(places: list[int], metric: str) -> list[float]:
+        return [getattr(one[n], metric) - getattr(other[n], metric) for n in places]
+
     return {
-        group: {
-            metric: bootstrap([getattr(one[n], metric) - getattr(other[n], metric) for n in places])
-            for metric in ("exact_match", "f1", "forwards", "searches")
-        }
+        group: {metric: estimate_difference(less(places, metric)) for metric in ("exact_match", "f1")}
+        | {metric: bootstrap(less(places, metric)) for metric in ("forwards", "searches")}
         for group, places in groups.items()
     }
 

@@ -16,20 +16,28 @@ CLOSED = {"yes", "no", "noanswer"}  # answers that are right or wrong as a whole
 
 
 def exact_match(prediction: str, golden_answers: Iterable[str]) -> float:
-    """1.0 if a golden answer equals the prediction after SQuAD's normalisation; empty never matches."""
-    wanted = normalize_answer(prediction)
-    return float(bool(wanted) and any(wanted == normalize_answer(answer) for answer in golden_answers))
+    """1.0 if a golden answer equals the prediction as `_normalize` has them; empty never matches."""
+    pairs = (_normalize(prediction, answer) for answer in golden_answers)
+    return float(any(ours == theirs != "" for ours, theirs in pairs))
 
 
 def f1(prediction: str, golden_answers: Iterable[str], rule: str = "squad") -> float:
-    """The best word-level F1 over the golden answers, after SQuAD's normalisation.
+    """The best word-level F1 over the golden answers, as `_normalize` has them.
 
     rule: "squad" (Rajpurkar et al. 2016), or "hotpotqa": 0 where one side is yes, no or noanswer and the
     other is not, as the official scripts of HotpotQA (Yang et al. 2018) and 2WikiMultiHopQA (Ho et al.
     2020) have it.
     """
-    wanted = normalize_answer(prediction)
-    return max((_f1(wanted, normalize_answer(answer), rule) for answer in golden_answers), default=0.0)
+    return max((_f1(*_normalize(prediction, answer), rule) for answer in golden_answers), default=0.0)
+
+
+def _normalize(prediction: str, answer: str) -> tuple[str, str]:
+    """Both after SQuAD's normalisation; with their articles where nothing else is left of either.
+
+    By SQuAD's script "The The" would be "", which equals every other text of articles.
+    """
+    both = normalize_answer(prediction), normalize_answer(answer)
+    return both if any(both) else (normalize_answer(prediction, True), normalize_answer(answer, True))
 
 
 def _f1(prediction: str, answer: str, rule: str) -> float:

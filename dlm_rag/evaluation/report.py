@@ -96,7 +96,7 @@ def grids(
     ]
     headings = ["setting", f"F1 ({f1_rule}) %", *COSTS, "tokens/forward", "answers/s"]
     found = [
-        by_group("Exact match %, with 95 % bootstrap intervals", summaries, "exact_match"),
+        by_group("Exact match %, with 95 % intervals", summaries, "exact_match"),
         Grid("All questions", headings, costs),
         by_group("Evidence recall after the search with the question, %", summaries, "recall_first"),
         by_group("Evidence recall after the last step, %", summaries, "recall_last"),
