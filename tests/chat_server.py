@@ -2,7 +2,8 @@
 
 It writes its port into FOLDER/port and a line for every request into FOLDER/requests. What it answers
 follows from words of the prompt: "busy" twice 503 and then an answer, "forbidden" 400, "endless" an answer
-that is cut, "broken" a connection that ends, "slow" an answer after 30 seconds.
+that is cut, "broken" a connection that ends, "slow" an answer after 30 seconds, "uncounted" tokens as texts
+(with "1815") or in a list.
 """
 
 import json
@@ -60,9 +61,12 @@ class Handler(BaseHTTPRequestHandler):
             elif not text.startswith("same"):
                 text = f'"Please say: {text}"'
             reason = "length" if "endless" in prompt else "stop"
+            usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(text.split())}
+            if "uncounted" in prompt:
+                usage = {name: f"{count}" for name, count in usage.items()} if "1815" in prompt else [5]
             self.answer(200, {
                 "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}],
-                "usage": {"prompt_tokens": len(prompt.split()), "completion_tokens": len(text.split())},
+                "usage": usage,
             })  # fmt: skip
 
     def log_message(self, *_):

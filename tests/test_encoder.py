@@ -131,6 +131,19 @@ def in_a_pickle_beside_other_weights(folder):
     (folder / "2_Dense" / "other.safetensors").write_bytes(b"")
 
 
+def in_a_pickle_beside_an_index(folder):
+    in_the_pickle_of_a_module(folder)
+    (folder / "2_Dense" / "model.safetensors.index.json").write_text("{}")
+
+
+def with_a_tokenizer_elsewhere(folder):
+    put(folder, "sentence_bert_config.json", {"tokenizer_name_or_path": str(folder.parent / "elsewhere")})
+
+
+def with_a_module_elsewhere(folder):
+    put(folder, "modules.json", [MODULES[0], MODULES[1] | {"path": "../elsewhere"}])
+
+
 def of_an_adapter_below(folder):
     put(folder, "1_Pooling/adapter_config.json", {})
 
@@ -152,9 +165,12 @@ def behind_a_link(folder):
         (that_asks_for_trust, "trust_remote_code=True"),
         (of_a_kernel, "attn_implementation='evil/kernel'"),
         (of_an_adapter, "holds an adapter"),
-        (in_a_pickle, "pickled weights only"),
-        (in_the_pickle_of_a_module, "2_Dense holds pickled weights only"),
-        (in_a_pickle_beside_other_weights, "2_Dense holds pickled weights only"),
+        (in_a_pickle, "holds pickled weights"),
+        (in_the_pickle_of_a_module, "2_Dense holds pickled weights"),
+        (in_a_pickle_beside_other_weights, "2_Dense holds pickled weights"),
+        (in_a_pickle_beside_an_index, "2_Dense holds pickled weights"),
+        (with_a_tokenizer_elsewhere, "tokenizer_name_or_path"),
+        (with_a_module_elsewhere, "elsewhere"),
         (of_an_adapter_below, "1_Pooling holds an adapter"),
         (behind_a_link, "leads to another folder"),
     ],

@@ -80,6 +80,14 @@ def run(tmp_path, server):
     return invoke
 
 
+def test_tokens_that_a_server_counts_in_another_form_are_not_known(run):
+    rows, counts = run("Who wrote the uncounted Emma?", "Who wrote the uncounted Emma of 1815?")
+    assert [(row["prompt_tokens"], row["response_tokens"]) for row in rows] == [(None, None)] * 2
+    assert {key: n for key, n in counts.items() if "spent" in key} == {
+        "spent: prompt_tokens": 0, "spent: requests": 2, "spent: response_tokens": 0,
+    }  # fmt: skip
+
+
 def test_paraphrases_keep_what_is_known_of_a_question(run, server, tmp_path, monkeypatch):
     monkeypatch.setenv("DLM_RAG_WRITER_KEY", "secret")
     rows, counts = run("Who wrote Emma?", "Who wrote Dune in 1965?", more=["synthesis.each=2"])

@@ -128,6 +128,7 @@ def _scheme(url: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as it is looked up: no part is empty or too long
     except ValueError as error:
         raise ConfigError(f"{said} is no URL: {error}") from None
     if not parts.hostname or port == 0:

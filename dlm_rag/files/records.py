@@ -214,8 +214,7 @@ def _table_rows(file: IO[bytes], path: str, error: type[UserError], delimiter: s
                 continue
             if not header:
                 header, number = cells, 0
-                if twice := [name for name in header if name and header.count(name) > 1]:
-                    raise error(f"{place}: the header has two columns '{twice[0]}': rename one")
+                _check_columns([name for name in header if name], place, error)
                 continue
             if len(cells) != len(header):
                 raise error(f"{place}: the row has {len(cells)} cells, the header {len(header)}")
@@ -241,11 +240,21 @@ def _parquet_rows(file: IO[bytes], path: str, error: type[UserError]) -> Iterato
             shutil.copyfileobj(file, copy)  # its end is read first
             file = copy
         try:
-            batches = (batch.to_pylist() for batch in parquet.ParquetFile(file).iter_batches(1024))
+            opened = parquet.ParquetFile(file)
+            _check_columns(opened.schema_arrow.names, path, error)
+            batches = (batch.to_pylist() for batch in opened.iter_batches(1024))
             for number, row in enumerate(chain.from_iterable(batches), start=1):
                 yield f"{path}, row {number}", _numbered(row, list(row), number)
+        except error:
+            raise
         except (ArrowException, OSError, ValueError, OverflowError) as problem:
             raise error(f"{path} is not a parquet file ({problem})") from None
+
+
+def _check_columns(names: list[str], place: str, error: type[UserError]) -> None:
+    """Raises `error` for two columns of one name, of which a record would have the last only."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise error(f"{place}: the header has two columns '{twice[0]}': rename one")
 
 
 def _numbered(row: dict[str, Any], columns: list[str], number: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -78,6 +79,7 @@ class Corpus(Sequence[Passage]):
         if count < 1 or self._offsets[-1] != state["size"] or not rises(self._offsets, 0):
             raise not_of_this(offsets)
         self._file = path.open("rb", buffering=0)
+        weakref.finalize(self, self._file.close)
         self._descriptor = self._file.fileno()
         self._hashed, self._lock = state, threading.Lock()
         self.check_unchanged()

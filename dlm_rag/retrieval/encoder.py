@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 PROBE = ["Where was the first of them made, in 1900 or before?"]
 _LACKING = re.compile(r"^\W*([\w.{}, -]*[\w}])\W*\|.*MISSING", re.MULTILINE)
 _OWN_CLASS = re.compile(r"sentence_transformers(\.[A-Za-z]\w*)+")
+_ELSEWHERE = ("tokenizer_name_or_path", "processor_name")  # read from another folder, which is not checked
 _CODE_KEYS = ("custom_generate", "trust_remote_code", "code_revision", "use_kernels", "kernel_config")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _NO_SETTINGS = ("tokenizer.json", "vocab.json", "added_tokens.json", "model.safetensors.index.json")
 
 
@@ -107,11 +107,11 @@ def check_encoder(folder: Path) -> None:
         if place != folder and place.is_symlink():
             raise CheckpointError(f"{place} leads to another folder: copy it")
         pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
-        # By these names: beside another the libraries would open the pickle.
-        if pickled and not any((place / name).exists() for name in _WEIGHTS):
+        # By this name: beside another, an index say, the library opens the pickle.
+        if pickled and not (place / "model.safetensors").is_file():
             raise CheckpointError(
-                f"{place} holds pickled weights only ({pickled[0]}), which are never opened: "
-                "convert them to safetensors"
+                f"{place} holds pickled weights ({pickled[0]}) and no model.safetensors: they are never "
+                "opened, convert them or take them away"
             )
     for path in sorted(folder.rglob("*.json")):
         if path.name not in _NO_SETTINGS:
@@ -146,6 +146,8 @@ def _check_setting(path: Path, key: str, value: Any) -> None:
                 f"{path} names the class {name!r:.60}, which is not sentence-transformers' own: code that "
                 "comes with a model is never run"
             )
+    if key in _ELSEWHERE and value is not None:
+        raise CheckpointError(f"{path} has {key}={value!r:.60}: copy those files into the folder")
     # What is no plain word here is a kernel in a repository of the hub.
     kernel = key.endswith("attn_implementation") and not all(
         name is None or (isinstance(name, str) and re.fullmatch(r"\w+", name)) for name in values

@@ -110,14 +110,14 @@ class ChatClient:
 
 
 def _reply(answer: dict[str, Any], requests: int) -> Reply:
-    choice, usage = answer["choices"][0], answer.get("usage") or {}
+    choice, usage = answer["choices"][0], answer.get("usage")
     text = choice["message"]["content"]
     if not isinstance(text, str):
         raise TypeError("a message without text")
-    return Reply(
-        text.strip(), str(choice.get("finish_reason")), usage.get("prompt_tokens"),
-        usage.get("completion_tokens"), requests,
-    )  # fmt: skip
+    names = ("prompt_tokens", "completion_tokens")
+    counts = [usage.get(name) if isinstance(usage, dict) else None for name in names]
+    read, written = (count if type(count) is int else None for count in counts)
+    return Reply(text.strip(), str(choice.get("finish_reason")), read, written, requests)
 
 
 def _told(body: bytes, reason: str) -> str:

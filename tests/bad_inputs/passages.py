@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from bad_inputs import ASK, ASK_FILE, ASK_MODEL, Case
 
@@ -22,7 +23,7 @@ def asked(what: str, text: str | bytes, says: str | tuple[str, ...]) -> Case:
     return Case(f"a question: {what}", f"{ASKED} questions.jsonl", says, {"questions.jsonl": text})
 
 
-def form(name: str, text: str | bytes, says: str | tuple[str, ...], what: str = "") -> list[Case]:
+def form(name: str, text: Any, says: str | tuple[str, ...], what: str = "") -> list[Case]:
     """A file in another form, as questions and as a corpus."""
     return [
         Case(f"questions in {name} {what}", f"{ASKED} {name}", says, {name: text}),
@@ -36,6 +37,16 @@ def folder(path: Path) -> None:
 
 def broken_manifest(text: str) -> dict[str, str]:
     return {"index/corpus.json": text}
+
+
+def two_columns(path: Path) -> None:
+    """A table of questions and passages, with two columns of one name."""
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"id": ["a"], "question": ["Who?"], "contents": ["x"], "more": ["y"]}
+    table = pyarrow.table(columns).rename_columns(["id", "question", "contents", "contents"])
+    parquet.write_table(table, path)
 
 
 BAD_LINES = {  # what both readers say, of the second line
@@ -141,6 +152,7 @@ CASES = [
     *form("a.parquet", b"PAR1", "is not a parquet file", "cut short"),
     *form("a.parquet", b"", "is not a parquet file", "empty"),
     *form("a.parquet", GOOD, "is not a parquet file", "that is JSON"),
+    *form("a.parquet", two_columns, "a.parquet: the header has two columns 'contents': rename one", "with a column twice"),
     *form("a.json", "[" + GOOD, "a.json: the file is not JSON", "cut short"),
     *form("a.json", "[" + GOOD + "]]", "a.json: the file is not JSON (Extra data", "with more behind"),
     *form("a.json", "[3]", "item 1 is not a JSON object", "of numbers"),
