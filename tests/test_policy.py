@@ -13,6 +13,7 @@ import torch
 from conftest import examples, tiny_denoiser
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import DecodeConfig, TrainConfig
 from dlm_rag.decode.actions import sampled
@@ -20,6 +21,7 @@ from dlm_rag.decode.proposals import Wanted, read_proposals
 from dlm_rag.decode.rollout import Action, Rollout, Step
 from dlm_rag.diffusion.commit import Proposals, threshold
 from dlm_rag.diffusion.policy import (
+    Outcomes,
     Soft,
     drawn,
     gate_log_prob,
@@ -29,11 +31,15 @@ from dlm_rag.diffusion.policy import (
     step_log_prob,
 )
 from dlm_rag.evidence.layout import State
+from dlm_rag.model.live import LiveBytes
 from dlm_rag.model.rows import Segment
+from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.policy_loss import PolicyObjective, PolicyRow
+from dlm_rag.training.memory import bare_denoiser
+from dlm_rag.training.objective import arithmetic
+from dlm_rag.training.policy_loss import LOGIT_BYTES, PolicyObjective, PolicyRow
 from dlm_rag.training.rollouts import steps_of
 
 V, MASK = 4, torch.tensor([3])  # three tokens and the mask
@@ -316,6 +322,35 @@ def test_divergence_summed_over_the_steps_is_that_of_whole_trajectories():
                 whole += probability * float(ours.log_prob(*step) - theirs.log_prob(*step))
                 summed += probability * float(divergence(step[0]))
     assert summed == pytest.approx(whole, rel=1e-5)
+
+
+LLADA = DenoiserConfig(
+    vocab_size=126_464, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=16, intermediate_size=32, mask_token_id=126_336,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
+def test_logits_of_a_large_vocabulary_stay_within_their_budget(kl_weight, dtype, monkeypatch):
+    """2,048 candidates: all their logits are 1 GB, and what is computed of them 20 times as much."""
+    looks, entropy = [], Outcomes.entropy
+    monkeypatch.setattr(Outcomes, "entropy", lambda found: looks.append(0) or entropy(found))
+    places, mask = tuple(range(64)), LLADA.mask_token_id
+    state = State((), Segment((1, *(mask for _ in places)), 0), 1)
+    rows = [PolicyRow(state, places, (5, *(-1 for _ in places[1:])), False, 1.0, -9.0)] * 32
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        denoiser, reference = (bare_denoiser(LLADA, 0, dtype, torch.float32) for _ in range(2))
+        reference = reference.requires_grad_(False) if kl_weight else None
+        train = TrainConfig(kl_weight=kl_weight)
+        objective = PolicyObjective(denoiser, DecodeConfig(temperature=0.9), mask, train, reference)
+        with LiveBytes(LLADA.vocab_size) as alive:
+            with arithmetic("cpu", dtype):
+                loss, _ = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+            loss.backward()
+    assert LOGIT_BYTES / 2 < alive.wide_at_peak < LOGIT_BYTES
+    assert alive.peak < 1.1 * LOGIT_BYTES, "but for the weights, of which the head has 16 MB"
+    assert len(looks) == -(-2048 // (LOGIT_BYTES // (80 * LLADA.vocab_size))), "once for each chunk"
 
 
 def test_steps_of_one_call_are_those_of_calls_of_their_own():

@@ -92,11 +92,10 @@ def step_log_prob(parts: Tensor, step: Tensor, took: Tensor, forced: Tensor) -> 
     (n,): whether it committed a token. forced (S,): whether what the step took was forced.
     """
     commit, stay, urge, log_pi = parts
-    free = torch.where(took & ~forced[step], commit, stay)
-    total = stay.new_zeros(len(forced)).index_add(0, step, free)
-    at = (took & forced[step]).nonzero().squeeze(1)
-    place = urge[at] - log_sum(urge, step, len(forced))[step[at]]
-    return total.index_add(0, step[at], place + log_pi[at])
+    must, steps = forced[step], len(forced)
+    drawn = urge - log_sum(urge, step, steps)[step] + log_pi
+    each = torch.where(took & ~must, commit, stay) + torch.where(took & must, drawn, 0.0)
+    return stay.new_zeros(steps).index_add(0, step, each)
 
 
 def step_divergence(parts: Tensor, other: Tensor, step: Tensor, steps: int) -> Tensor:

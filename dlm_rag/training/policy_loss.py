@@ -45,6 +45,8 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rollouts import Taken
 
 SUMS = ("policy", "ratio_error", "clipped", "entropy", "divergence", "scale_score", "learned")
+LOGIT_BYTES = 4 * 2**30  # of logits that exist at a time, with all that is computed of them
+LOGIT_COPIES = 20  # numbers of float32 for each logit at the peak, which is in backward, with a reference
 NUDGE = 1e-2  # by which the scale of logits is moved, to see what the score along it is
 
 
@@ -214,7 +216,8 @@ class PolicyObjective(nn.Module):
             ]
             taken, step, forced, numbers, mask_id = to_device(arrays, hidden.device)
             weights, recorded, stands_for = numbers
-            chunk = self.train_config.logit_chunk
+            fitting = LOGIT_BYTES // (4 * LOGIT_COPIES * self.denoiser.config.vocab_size)
+            chunk = max(1, min(self.train_config.logit_chunk, fitting))
             pieces = zip(*(x.split(chunk) for x in (taken, hidden, *seen)), strict=True)
             found, looked = [], []
             for at, *views in pieces:
