@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
@@ -16,6 +17,8 @@ from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+PACKAGE = Path(__file__).resolve().parent
 
 
 def choose_device(name: str) -> torch.device:
@@ -135,7 +138,7 @@ def peak_memory() -> int:
 
 def commit_of_code() -> str | None:
     """The commit of the code, with `-dirty` for local changes; None outside a checkout of this project."""
-    root = Path(__file__).resolve().parents[1]
+    root = PACKAGE.parent
     if not (root / ".git").exists():  # installed, perhaps in a folder of somebody's own repository
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -143,6 +146,15 @@ def commit_of_code() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def digest_of_code(package: Path = PACKAGE) -> str:
+    """12 hex digits over all sources of the package: any other byte, any other digest."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:12]
 
 
 def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:

@@ -3,10 +3,13 @@
 import os
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.energy.reading import Reading
 from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
 
@@ -83,6 +86,30 @@ def finished(question: Question, error: str = "") -> Rollout:
     return Rollout(question.id, question.question, "joint", 8, response=said, finished=True, error=error)
 
 
+@contextmanager
+def noted(path, what):
+    """Adds a line: what was done, and between which moments."""
+    begun = time.monotonic()
+    yield
+    with Path(path).open("a") as file:
+        file.write(f"{what} {begun} {time.monotonic()}\n")
+
+
+@dataclass
+class Moments:
+    """A meter that notes when it began, after a moment of idleness where that was asked for."""
+
+    path: str
+    choice: str
+
+    def start(self):
+        with noted(self.path, self.choice):
+            time.sleep(0.2)
+
+    def stop(self):
+        return Reading(1.0)
+
+
 @dataclass(frozen=True)
 class FakeOpening:
     """As `worker.Opening`."""
@@ -92,8 +119,15 @@ class FakeOpening:
     dies: bool = False
     model: object = "fake"
     energy: str = "none"
+    log: str = ""  # file for the moments between which workers load, and measure with `energy`
 
     def __call__(self, denoiser, sharing):
+        if self.log:
+            from dlm_rag.energy import meter
+
+            meter.open_meter = lambda choice, device: Moments(self.log, choice)
+            with noted(self.log, "load"):
+                time.sleep(0.3 + os.getpid() % 7 * 0.2)
         if self.dies:
             os.kill(os.getpid(), signal.SIGKILL)
         return FakeDecoder(self.places, self.seconds), {"name": "a machine", "sharing": sharing}

@@ -147,6 +147,27 @@ def test_what_kills_its_workers_is_given_up_and_the_others_are_answered(mark, ca
     assert gone(mark)
 
 
+def test_idle_power_is_measured_while_no_worker_loads_or_works(tmp_path, mark):
+    """And by none that comes later, in the place of one that died: the others work."""
+    with Crew("local", Places(3, 1, 3)) as crew:
+        for job in range(2):
+            log = tmp_path / f"{job}.txt"
+            crew.open(FakeOpening(energy="idle", log=str(log)), 4)
+            lines = [line.split() for line in log.read_text().splitlines()]
+            spans = {
+                what: [(float(begin), float(end)) for name, begin, end in lines if name == what]
+                for what in ("load", "idle")
+            }
+            assert len(spans["load"]) == len(spans["idle"]) == 3
+            assert max(end for _, end in spans["load"]) <= min(begin for begin, _ in spans["idle"])
+            assert len({r.id for r in crew.stream(asked(9), finished)}) == 9
+        list(crew.stream(asked(9, q3="kill"), finished))
+        assert crew.measured().joules is None
+        assert sum(line.startswith("idle") for line in log.read_text().splitlines()) == 3
+        assert sum(line.startswith("auto") for line in log.read_text().splitlines()) > 0
+    assert gone(mark)
+
+
 def port() -> int:
     """A free one below those that Ray gives to its workers."""
     for number in range(9400, 9900):

@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +267,27 @@ def test_what_is_lacking_on_a_node_or_other_there_names_the_node(config, worker,
         worker.open(opening)
 
 
+def test_a_worker_of_other_code_is_refused_before_it_loads(config, worker, monkeypatch):
+    opening = opening_of(config, prepare(config, ASKED), ASKED)
+    monkeypatch.setattr("dlm_rag.commands.engines.prepare", None)
+    monkeypatch.setattr("dlm_rag.commands.engines.digest_of_code", lambda: "another")
+    with pytest.raises(ConfigError, match=r"on \S+: dlm_rag is \S+ \(another\), and .* install the same"):
+        worker.open(opening)
+
+
+def test_the_digest_of_code_tells_every_byte_and_name_and_no_folder(tmp_path):
+    found = set()
+    for name, text in (("a", "x = 1"), ("a", "x = 2"), ("b", "x = 2")):
+        package = tmp_path / f"{len(found)}" / "package"
+        (package / "room").mkdir(parents=True)
+        (package / "room" / f"{name}.py").write_text(text)
+        found.add(machine.digest_of_code(package))
+        same = shutil.copytree(package, tmp_path / f"{len(found)}-moved")
+        (same / "cache.pyc").touch()
+        assert machine.digest_of_code(same) in found
+    assert len(found) == 3
+
+
 def test_warnings_of_a_worker_are_handed_on(worker, monkeypatch):
     monkeypatch.setattr(
         FakeDecoder, "submit", lambda *_, **__: logging.getLogger("dlm_rag.x").warning("%d!", 3)
@@ -292,7 +314,8 @@ def test_typed_settings_reach_the_config(tmp_path):
     assert load_config(None, ["workers=null"]).workers is None
 
 
-def test_a_worker_tells_what_was_drawn_since_it_was_opened(monkeypatch):
+def test_a_worker_measures_from_when_it_is_told_to(monkeypatch):
+    """Not from its opening: others still load, and what they draw is not idle power."""
     from dlm_rag.energy import meter
 
     drawn = []
@@ -304,9 +327,11 @@ def test_a_worker_tells_what_was_drawn_since_it_was_opened(monkeypatch):
         def stop(self):
             return drawn
 
-    monkeypatch.setattr(meter, "open_meter", lambda choice, device: Gauge())
+    monkeypatch.setattr(meter, "open_meter", lambda choice, device: drawn.append(choice) or Gauge())
     worker = Worker(1, 1)
-    worker.open(FakeOpening())
+    worker.open(FakeOpening(energy="idle"))
     assert not worker.measured().asked and not drawn
-    worker.open(FakeOpening(energy="auto"))
-    assert worker.measured() is drawn and drawn == ["start"]
+    worker.measure("idle")
+    assert worker.measured() is drawn and drawn == ["idle", "start"]
+    worker.open(FakeOpening())
+    assert not worker.measured().asked

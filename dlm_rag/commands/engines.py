@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlm_rag import __version__
 from dlm_rag.commands.job import Asked, Engine, Engines
 from dlm_rag.commands.prepare import Prepared, prepare
 from dlm_rag.config import Config
@@ -16,7 +17,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import Meter, open_meter
 from dlm_rag.energy.reading import Reading
 from dlm_rag.errors import ConfigError
-from dlm_rag.machine import describe_machine
+from dlm_rag.machine import describe_machine, digest_of_code
 from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Workers:
         return self._crew.describe()
 
     def gauge(self, asked: Asked) -> Workers:
-        """Itself: every worker has a meter, which runs from its opening on."""
+        """Itself: every worker has a meter, which runs from when all of them are open."""
         self.reading = Reading(0.0)
         return self
 
@@ -128,7 +129,12 @@ def opening_of(config: Config, prepared: Prepared, questions: list[Question]) ->
         setattr(retrieval, name, _absolute(getattr(retrieval, name)))
     config = replace(config, model=model, retrieval=retrieval)
     asked = questions if config.retrieval.oracle else []
-    return JobOpening(config, asked, prepared.answers_depend_on())
+    return JobOpening(config, asked, prepared.answers_depend_on(), code_here())
+
+
+def code_here() -> str:
+    """The code of this process, for comparison with that of others."""
+    return f"{__version__} ({digest_of_code()})"
 
 
 def _absolute(path: str | None) -> str | None:
@@ -144,6 +150,7 @@ class JobOpening:
     config: Config
     questions: list[Question]
     depends_on: dict[str, Any]
+    code: str
 
     @property
     def model(self) -> ModelConfig:
@@ -157,6 +164,11 @@ class JobOpening:
         """As in `worker.Opening`. Raises `UserError` for what is not here, or not the same."""
         from dlm_rag.evidence.pool import default_budget
 
+        if (code := code_here()) != self.code:
+            raise ConfigError(
+                f"dlm_rag is {code}, and {self.code} where the command was given: install the same version "
+                "on both"
+            )
         prepared = prepare(self.config, self.questions)
         here = prepared.answers_depend_on()
         for key, value in self.depends_on.items():

@@ -87,6 +87,7 @@ class Crew:
         self._terminated = self._kept = False
         self._machines: list[dict[str, str | int]] = []
         self._earlier: list[Machinery] = []  # of this job's workers that died
+        self._measuring = ""  # how one that comes later measures energy; not at all
         self._deaths = 0
 
     def __enter__(self) -> "Crew":
@@ -128,8 +129,17 @@ class Crew:
             if slot.actor is not None:
                 slot.ready = False
                 slot.calls.append(slot.actor.open.remote(opening))
+        self._measuring = ""
         while not all(slot.ready or slot.missed for slot in self._slots):
             self._turn()
+        if opening.energy != "none":
+            status("measuring the idle power" if opening.energy == "idle" else "")
+            for slot in self._slots:
+                if slot.ready:
+                    slot.calls.append(slot.actor.measure.remote(opening.energy))
+            self._measuring = "auto"  # of one that comes later: the others are not idle then
+            while any(slot.calls for slot in self._slots):
+                self._turn()
         status()
         return self._machines
 
@@ -142,7 +152,7 @@ class Crew:
             yield from self._turn(given_up)
 
     def measured(self) -> Reading:
-        """What the workers have drawn since they were opened; not known where one died with its part."""
+        """What the workers have drawn since all were open; not known where one died with its part."""
         import ray
 
         found = []
@@ -228,10 +238,12 @@ class Crew:
             slot.calls.popleft()
             if isinstance(came, Turn):
                 found += self._take(slot, came)
-            else:
+            elif came is not None:
                 slot.ready, slot.starts = True, 0
                 if came not in self._machines:
                     self._machines.append(came)
+                if self._measuring:
+                    slot.calls.append(slot.actor.measure.remote(self._measuring))
         return found
 
     def _feed(self, slot: _Slot) -> None:

@@ -83,15 +83,22 @@ class Worker:
             raise type(error)(f"on {platform.node()}: {error}") from None
         self._engine, self._model = self._decoder.new_engine(), opening.model
         self._said.take()  # whoever asked has said the same
-        from dlm_rag.energy.meter import Meter, open_meter
+        from dlm_rag.energy.meter import Meter
 
-        none = opening.energy == "none"
-        self._meter = Meter() if none else open_meter(opening.energy, self._decoder.denoiser.device)
+        self._meter = Meter()  # until `measure`
         self._meter.start()
         return machine
 
+    def measure(self, energy: str) -> None:
+        """Begins to measure, after the idle power where `energy` says so: for that no other may load."""
+        from dlm_rag.energy.meter import open_meter
+
+        assert self._decoder is not None, "opened first"
+        self._meter = open_meter(energy, self._decoder.denoiser.device)
+        self._meter.start()
+
     def measured(self) -> Reading:
-        """What was drawn since `open`."""
+        """What was drawn since `measure`."""
         return self._meter.stop()
 
     def advance(self, questions: list[Question]) -> Turn:
