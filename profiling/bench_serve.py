@@ -20,6 +20,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from pathlib import Path
 from statistics import median, quantiles
 
 import torch
@@ -73,7 +74,15 @@ def figures(address: str) -> dict[str, float]:
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
-    return {name: float(n) for name, n in re.findall(r"^dlm_rag_(\S+)_total (\S+)$", text, re.MULTILINE)}
+    found = re.findall(r"^dlm_rag_(\S+?)(?:_total)? (\S+)$", text, re.MULTILINE)
+    return {name: float(number) for name, number in found}
+
+
+def resident(process: int) -> int:
+    """MB of memory that a process has now."""
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
+    assert found is not None
+    return int(found[1]) >> 10
 
 
 def main(argv: list[str]) -> None:
@@ -105,12 +114,13 @@ def main(argv: list[str]) -> None:
         found = next((f for line in server.stderr if (f := ready.search(line))), None)
         if found is None:
             raise RunError("the server did not come up")
-        speeds, ratios, waits, costs = [], [], [], []
+        speeds, ratios, waits, costs, memory = [], [], [], [], [resident(server.pid)]
         for number in range(rounds + 1):  # the first one warms both up
             before = figures(found[1])["processor_seconds"]
             began, here = time.perf_counter(), time.process_time()
             texts, seconds = load(found[1], clients, [q.question for q in asked])
             served = len(texts) / (time.perf_counter() - began)
+            memory.append(resident(server.pid))
             there = figures(found[1])["processor_seconds"] - before
             here = time.process_time() - here
             began, itself = time.perf_counter(), time.process_time()
@@ -138,6 +148,8 @@ def main(argv: list[str]) -> None:
         f"processor time an answer, ms: server {server_ms:.1f}, decoder {decoder_ms:.1f}, "
         f"clients {clients_ms:.1f}"
     )
+    pool, most = (counts[f"pool_{name}"] / 2**20 for name in ("bytes", "most_bytes"))
+    print(f"resident MB before the rounds and after each: {memory}; pool {pool:.0f} of {most:.0f} MiB")
     print("an answer took, s: " + ", ".join(f"p{n} {marks[n - 1]:.2f}" for n in (50, 95, 99)))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-EXTRAS = ("parquet", "lora")  # what runs may need; flash-attn is built where it is used
+EXTRAS = ("parquet", "lora", "serve")  # what runs may need; flash-attn is built where it is used
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 HEAD = "# {0}, Linux, Python 3.11: made by requirements/lock.py, not by hand.\n--only-binary :all:\n{1}\n"
 

@@ -1,5 +1,6 @@
 """Search over HTTP: the same trajectories as with a local search, and what becomes of a run without."""
 
+import asyncio
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
@@ -20,30 +22,35 @@ from test_retrieval import ask, ids, letter_retriever
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands import sample
 from dlm_rag.commands.prepare import SHIPPED
-from dlm_rag.config import DecodeConfig, RetrievalConfig
-from dlm_rag.errors import ConfigError
+from dlm_rag.commands.serve import url_of
+from dlm_rag.config import DecodeConfig, RetrievalConfig, ServingConfig
+from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.program import run
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import http, link, server
+from dlm_rag.retrieval import http, link
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.link import SearchUnavailableError
 from dlm_rag.retrieval.query import Query
+from dlm_rag.serving import listen
+from dlm_rag.serving.access import RefusedError
+from dlm_rag.serving.search import PATH, SearchService
 
 
 @contextmanager
-def serving(searches, port=0):
+def serving(service, port=0):
     """A server in a thread of this process; gives its URL."""
-    with server.SearchServer("127.0.0.1", port) as served:
-        served.searches = searches
-        served.server_activate()
-        thread = threading.Thread(target=served.serve_forever, args=(0.01,))
+    with socket.create_server(("127.0.0.1", port)) as sock:
+        served = listen.new_server(service)
+        service.served = served
+        thread = threading.Thread(target=lambda: asyncio.run(served.serve([sock])))
         thread.start()
         try:
-            yield served.url
+            yield f"{url_of(sock)}{PATH}"
         finally:
-            served.shutdown()
+            served.should_exit = True
             thread.join()
+            service.close()
 
 
 @pytest.fixture
@@ -53,7 +60,7 @@ def local(corpus_file):
 
 @pytest.fixture
 def url(local):
-    with serving(server.Searches(local, RetrievalConfig(top_k=3))) as found:
+    with serving(SearchService(local, RetrievalConfig(top_k=3))) as found:
         yield found
 
 
@@ -80,7 +87,7 @@ def test_the_shipped_model_takes_the_same_steps_over_http_as_over_a_local_search
     denoiser = Denoiser.from_pretrained(SHIPPED / "model")
     tokenizer = Tokenizer.from_pretrained(SHIPPED / "model")
     settings = DecodeConfig(batch_size=8, overlap=overlap)
-    with serving(server.Searches(local, RetrievalConfig())) as url:
+    with serving(SearchService(local, RetrievalConfig())) as url:
         there = Decoder(denoiser, load_retriever(url=url, top_k=7), tokenizer, settings).decode(questions)
     here = Decoder(denoiser, local, tokenizer, settings).decode(questions)
     assert len(here) == 16 and not any(rollout.error for rollout in there)
@@ -102,7 +109,7 @@ def test_every_kind_finds_the_same_passages_in_the_same_order(corpus_file, kind,
     dense = letter_retriever(sparse.corpus, top_k)
     both = HybridRetriever([sparse, dense], top_k, fusion_depth=4)
     local = {"bm25": sparse, "dense": dense, "hybrid": both}[kind]
-    with serving(server.Searches(local, RetrievalConfig(kind=kind, top_k=2))) as url:
+    with serving(SearchService(local, RetrievalConfig(kind=kind, top_k=2))) as url:
         remote = load_retriever(url=url, top_k=top_k)
         found, expected = remote.search(QUERIES), local.search(QUERIES)
         asked = [*QUERIES, Query("a novel", ("a", "novel")), Query("novel a", QUERIES[1].parts)]
@@ -122,7 +129,7 @@ def test_texts_arrive_as_a_local_corpus_has_them_whatever_title_and_contents_are
     ]
     lines = [{"id": n, "title": t, "contents": f"{c} red"} for n, (t, c) in enumerate(forms)]
     local = load_retriever(write_lines(tmp_path / "c.jsonl", lines), top_k=len(forms))
-    with serving(server.Searches(local, RetrievalConfig())) as url:
+    with serving(SearchService(local, RetrievalConfig())) as url:
         (found,) = load_retriever(url=url, top_k=len(forms)).search([ask("red")])
     assert {p.id: p.text for p in found} == {p.id: p.text for p in local.corpus}
 
@@ -142,7 +149,7 @@ def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew(
     for _ in range(3):
         retriever.search([ask("Tacoma")])
     assert len(made) == 1
-    monkeypatch.setattr(server._Handler, "timeout", 0.01)
+    monkeypatch.setattr(listen, "HEAD_SECONDS", 0.01)
     retriever._idle.clear()
     retriever.search([ask("Tacoma")])
     (idle,) = retriever._idle
@@ -181,15 +188,19 @@ BAD_ANSWERS = {
 }
 
 
-class Canned(server.Searches):
+NO_PASSAGES = SimpleNamespace(fingerprint="none", corpus=())
+
+
+class Canned(SearchService):
     """Says what it is told to; `status` is that of a refusal."""
 
     def __init__(self, said, status=0):
+        super().__init__(NO_PASSAGES, RetrievalConfig())
         self.said, self.status = said, status
 
     def answer(self, body):
         if self.status:
-            raise server.RefusedError(self.status, self.said)
+            raise RefusedError(self.status, self.said)
         return self.said
 
 
@@ -211,7 +222,7 @@ def test_a_status_that_is_no_success_is_told_with_its_reason(status):
 
 
 def test_the_path_must_be_that_of_a_search(url):
-    with pytest.raises(ConfigError, match="HTTP status 404 .*a search is POST /retrieve"):
+    with pytest.raises(ConfigError, match="HTTP status 404 .*/retrieve"):
         load_retriever(url=url.replace("/retrieve", "/search"))
 
 
@@ -333,15 +344,15 @@ def test_a_service_of_others_is_known_by_its_url_and_told_no_parts():
 )
 def test_a_wrong_body_is_answered_in_a_sentence(url, body, says):
     status, answer = post(url, body)
-    assert status == 400 and says in answer["error"]
+    assert status == 400 and says in answer["error"]["message"]
 
 
 def test_other_paths_other_lengths(url, monkeypatch):
-    assert post(url, {}, "/search")[0] == 404 and post(url, None, "/retrieve")[0] == 404
+    assert post(url, {}, "/search")[0] == 404 and post(url, None, "/retrieve")[0] == 405
     assert post(url, None, "/favicon.ico")[0] == 404
-    monkeypatch.setattr(server, "MOST_BYTES", 10)
-    assert post(url, {"queries": ["x"]}) == (413, {"error": "the body has 18 bytes, the most is 10"})
-    assert post(url, b"", **{"Content-Length": "x"})[0] == 411
+    monkeypatch.setattr("dlm_rag.serving.search.MOST_BYTES", 10)
+    status, answer = post(url, {"queries": ["x"]})
+    assert status == 413 and "more than 10 bytes" in answer["error"]["message"]
 
 
 def test_what_is_searched_is_said(url, local):
@@ -374,9 +385,9 @@ def test_what_the_server_searches_and_how_is_its_fingerprint(local, corpus_file,
         (local, RetrievalConfig(kind="dense")),
         (other, RetrievalConfig()),
     ]
-    said = [server.Searches(*pair).about()["dlm_rag"]["fingerprint"] for pair in described]
+    said = [SearchService(*pair).about()["dlm_rag"]["fingerprint"] for pair in described]
     assert len({*said}) == 3
-    again = server.Searches(local, RetrievalConfig(corpus="elsewhere", top_k=9))
+    again = SearchService(local, RetrievalConfig(corpus="elsewhere", top_k=9))
     assert again.about()["dlm_rag"]["fingerprint"] == said[0], "neither its path nor a depth changes it"
 
 
@@ -389,6 +400,41 @@ def test_clients_that_say_nothing_or_half_of_it_keep_nobody_waiting(url):
     assert ids(load_retriever(url=url, top_k=1).search([ask("Tacoma")])) == [["herbert"]]
     for connection in open_ones:
         connection.close()
+
+
+def test_pages_of_other_sites_may_not_search(url):
+    """As `serve` has it: a name that leads here later, or a page of another origin."""
+    asked = {"queries": ["Tacoma"]}
+    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        assert post(url, asked, **headers)[0] == 403 and post(url, None, "/", **headers)[0] == 403
+    host = url.split("/")[2]
+    assert post(url, asked, Origin=f"http://{host}")[0] == 200
+
+
+def test_connections_are_bounded_and_cost_no_thread(local):
+    before = threading.active_count()
+    service = SearchService(local, RetrievalConfig(), ServingConfig(connections=30))
+    with serving(service) as url:
+        host, port = url.split("/")[2].split(":")
+        held = [socket.create_connection((host, int(port)), timeout=20) for _ in range(60)]
+        assert [b" 503 " in one.recv(2**12) for one in held[30:]] == [True] * 30
+        assert threading.active_count() <= before + 1, "that of the server"
+        for one in held[:30]:
+            one.close()
+        while service.connections():  # until it has seen that they are gone
+            time.sleep(0.01)
+        assert post(url, {"queries": ["Tacoma"]})[0] == 200
+
+
+def test_a_corpus_that_has_changed_ends_the_server(local, corpus_file):
+    """No search of it can be right any more; new times alone end nothing."""
+    service, asked = SearchService(local, RetrievalConfig()), {"queries": ["Tacoma"]}
+    with serving(service) as url:
+        os.utime(corpus_file, ns=(0, 1))
+        assert post(url, asked)[0] == 200 and service.error is None
+        corpus_file.write_text(corpus_file.read_text() + "\n")
+        assert post(url, asked)[0] == 500 and isinstance(service.error, CorpusError)
+        assert post(url, asked)[0] == 503
 
 
 def test_a_search_that_fails_in_the_server_is_an_error_of_the_client(url, corpus_file):
@@ -432,7 +478,7 @@ def answer(monkeypatch, capsys, model, tmp_path):
     return invoke
 
 
-class Troubled(server.Searches):
+class Troubled(SearchService):
     """A server that answers some searches, and does to all others what `trouble` does."""
 
     def __init__(self, retriever, config, healthy, trouble):
@@ -446,7 +492,9 @@ class Troubled(server.Searches):
 
 
 def dies(searches, found):
-    raise server._GoneError
+    for connection in [*searches.served.server_state.connections]:
+        connection.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    return found
 
 
 def hangs(searches, found):
@@ -455,7 +503,7 @@ def hangs(searches, found):
 
 
 def is_busy(searches, found):
-    raise server.RefusedError(503, "come back later")
+    raise RefusedError(503, "come back later")
 
 
 def talks_nonsense(searches, found):
@@ -492,7 +540,7 @@ def test_trouble_in_mid_run_is_an_error_of_rows_and_the_run_goes_on_from_there(
     failed = {name: line["error"] for name, line in found.items() if line.get("error")}
     assert code == 1 and failed and all(re.search(TROUBLES[trouble], error) for error in failed.values())
     assert trouble is breaks or not any(record.exc_info for record in caplog.records), "no tracebacks"
-    with serving(server.Searches(local, config), port) as url:
+    with serving(SearchService(local, config), port) as url:
         settings[1] = "retrieval.url_seconds=60"
         code, err, found = answer(f"retrieval.url={url}", *settings)
     assert code == 0 and f"{6 - len(failed)} of 6 questions are answered already" in err
@@ -504,7 +552,7 @@ def test_a_passing_trouble_costs_nothing(answer, local, corpus_file):
 
     def once(searches, found):
         searches.healthy = 5
-        raise server.RefusedError(503, "come back later")
+        raise RefusedError(503, "come back later")
 
     with serving(Troubled(local, RetrievalConfig(top_k=3), 3, once)) as url:
         code, _, found = answer(f"retrieval.url={url}")
@@ -513,10 +561,10 @@ def test_a_passing_trouble_costs_nothing(answer, local, corpus_file):
 
 def test_answers_of_another_service_are_not_gone_on_with(answer, local, url, corpus_file, tmp_path):
     assert answer(f"retrieval.url={url}")[0] == 0
-    with serving(server.Searches(local, RetrievalConfig())) as same:
+    with serving(SearchService(local, RetrievalConfig())) as same:
         assert answer(f"retrieval.url={same}")[0] == 0, "at another port, the same"
     other = load_retriever(write_lines(tmp_path / "o.jsonl", [{"id": 1, "contents": "Emma"}]), top_k=1)
-    with serving(server.Searches(other, RetrievalConfig())) as elsewhere:
+    with serving(SearchService(other, RetrievalConfig())) as elsewhere:
         code, err, _ = answer(f"retrieval.url={elsewhere}")
     assert code == 2 and "holds answers with corpus=" in err
     code, err, _ = answer("--corpus", str(corpus_file))
@@ -525,7 +573,7 @@ def test_answers_of_another_service_are_not_gone_on_with(answer, local, url, cor
 
 def test_a_service_that_becomes_another_in_mid_run_ends_the_run(answer, local, tmp_path):
     other = load_retriever(write_lines(tmp_path / "o.jsonl", [{"id": 1, "contents": "Emma"}]), top_k=1)
-    new = server.Searches(other, RetrievalConfig())
+    new = SearchService(other, RetrievalConfig())
 
     def becomes_another(searches, found):
         return found | {"dlm_rag": new.about()["dlm_rag"]}
@@ -596,6 +644,15 @@ def test_the_program_serves_until_it_is_told_to_end(program, sent):
     assert "cannot be listened at (Address already in use)" in second.stderr
     begun.send_signal(sent)
     assert begun.communicate(timeout=120)[1].splitlines()[-1] == "ended" and begun.returncode == 0
+
+
+@pytest.mark.slow
+def test_the_program_ends_when_its_corpus_has_changed(program, corpus_file):
+    begun = program()
+    corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Seattle"))
+    assert post(program.url, {"queries": ["Tacoma"]})[0] == 500
+    said = begun.communicate(timeout=120)[1].splitlines()
+    assert begun.returncode == 2 and len(said) == 1 and str(corpus_file) in said[0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import threading
 import time
@@ -18,11 +19,14 @@ from dlm_rag.config import DecodeConfig, EngineConfig, RetrievalConfig, ServingC
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.guesses import Recorder
 from dlm_rag.decode.trace import TraceWriter, header_of
+from dlm_rag.errors import CorpusError, RunError
 from dlm_rag.page.record import page_record, read_runs
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.serving.access import Access
 from dlm_rag.serving.app import Service
+from dlm_rag.serving.keys import Keys
 from dlm_rag.serving.replies import cut_at
 from dlm_rag.serving.station import Job, Station
 
@@ -45,8 +49,9 @@ def made_decoder(corpus, settings=SETTINGS):
 
 
 @contextmanager
-def serving(decoder, **limits):
-    service = Service(decoder, "tiny", ServingConfig(**limits))
+def serving(decoder, keys=None, **limits):
+    access = Access(keys=None if keys is None else Keys.read(str(keys)))
+    service = Service(decoder, "tiny", ServingConfig(**limits), access=access)
     try:
         yield service
     finally:
@@ -70,7 +75,7 @@ def ask(service, body, path="/v1/chat/completions", **headers):
     async def asked():
         async with client_of(service, **headers) as client:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await client.post(path, content=content)
+            return await asyncio.wait_for(client.post(path, content=content), 60)
 
     return asyncio.run(asked())
 
@@ -333,13 +338,23 @@ def test_pages_of_other_sites_may_not_ask(refusing):
 def test_keys(decoder, tmp_path):
     file = tmp_path / "keys.txt"
     file.write_text("# ours\n\n" + "\n".join(KEYS) + "\n")
-    with serving(decoder, keys=str(file)) as service:
+    with serving(decoder, keys=file) as service:
         for given in ("", "Bearer", "Bearer a-key-of-nobody-here", KEYS[0], f"Basic {KEYS[0]}"):
             response = ask(service, chat(), **({"Authorization": given} if given else {}))
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
         assert ask(service, chat(), Authorization=f"Bearer {KEYS[1]}").status_code == 200
         page = asyncio.run(client_of(service).get("/"))
         assert page.status_code == 200 and not any(key in page.text for key in KEYS)
+
+
+def test_a_key_file_that_everybody_can_read_is_warned_of(tmp_path, caplog):
+    file = tmp_path / "keys.txt"
+    file.write_text(KEYS[0])
+    for mode, said in ((0o640, 0), (0o600, 0), (0o644, 1)):
+        file.chmod(mode)
+        Keys.read(str(file))
+        assert len(caplog.messages) == said
+    assert f"chmod o= {file}" in caplog.messages[0]
 
 
 class Slow:
@@ -411,7 +426,7 @@ def test_a_full_line_is_refused_for_its_key_alone(slow, tmp_path):
             slow.proposer.free.set()
             return refused, await asyncio.gather(*held)
 
-    with serving(slow, keys=str(file), waiting=2) as service:
+    with serving(slow, keys=file, waiting=2) as service:
         refused, others = asyncio.run(many(service))
     assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
     assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -503,6 +518,93 @@ def test_a_failed_step_is_not_the_end(decoder):
         decoder.proposer.error = None
         assert ask(service, chat()).status_code == 200
         assert ask(service, chat()).json()["dlm_rag"]["forwards"]
+
+
+def health(service):
+    """Status, and what it is called."""
+
+    async def asked():
+        async with client_of(service) as client:
+            return await client.get("/health")
+
+    response = asyncio.run(asked())
+    return response.status_code, response.json()["status"]
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Little time between a server's own questions."""
+    monkeypatch.setattr("dlm_rag.serving.station.PAUSE", 0.01)
+
+
+def test_a_server_whose_steps_all_fail_says_so_and_ends(decoder):
+    decoder.proposer = Broken(decoder.proposer, RuntimeError("the device is lost"))
+    with serving(decoder) as service:
+        assert health(service) == (200, "ok")
+        assert ask(service, chat()).status_code == 500
+        assert health(service) == (503, "failing")
+        later = ask(service, chat())
+        wait_until(lambda: not service.station.alive)
+        assert later.status_code == 503, "it waited for whether a step of the server's own would do"
+        assert health(service) == (503, "going down")
+        assert isinstance(service.station.error, RunError)
+        assert "the device is lost" in str(service.station.error)
+
+
+def test_a_question_that_fails_every_step_costs_no_other_and_ends_nothing(decoder, brief):
+    inner = decoder.proposer
+
+    class Poisoned(Broken):
+        def propose(self, views):
+            self.error = RuntimeError("too long") if any(len(v.canvas) == 7 for v in views) else None
+            return super().propose(views)
+
+    decoder.proposer = Poisoned(inner)
+    with serving(decoder) as service:
+        for _ in range(4):
+            assert ask(service, chat(max_tokens=7)).status_code == 500
+        assert ask(service, chat()).status_code == 200 and health(service) == (200, "ok")
+
+
+@pytest.mark.parametrize("part", ["proposer", "retriever"])
+def test_what_passes_is_found_to_have_passed_though_nobody_asks(decoder, brief, part):
+    """As behind a balancer, which sends nobody while the answer is 503."""
+    if part == "proposer":
+        decoder.proposer = Broken(decoder.proposer, RuntimeError("no memory"))
+    search = decoder.retriever.search
+    with serving(decoder) as service:
+        if part == "retriever":
+            decoder.retriever.search = lambda queries: 1 / 0
+        while health(service)[0] == 200:
+            assert ask(service, chat()).status_code == 500
+        decoder.proposer.error, decoder.retriever.search = None, search
+        wait_until(lambda: health(service) == (200, "ok"))
+        assert service.station.alive
+
+
+def test_a_changed_corpus_ends_the_server(decoder, corpus_file):
+    """No answer from it can be right any more."""
+    with serving(decoder) as service:
+        assert ask(service, chat()).status_code == 200
+        os.utime(corpus_file, ns=(0, 1))
+        assert ask(service, chat("Where is Dune?")).status_code == 200, "the same bytes"
+        corpus_file.write_text(corpus_file.read_text() + "\n")
+        assert ask(service, chat("Where is Tacoma?")).status_code == 503
+        wait_until(lambda: not service.station.alive)
+    assert isinstance(service.station.error, CorpusError)
+
+
+@pytest.mark.parametrize("part", ["_take", "_fill", "_drop"])
+def test_a_fault_of_the_station_itself_hangs_nobody(decoder, brief, part, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    with serving(decoder) as service:
+        monkeypatch.setattr(service.station, part, fail)
+        assert ask(service, chat()).status_code in (500, 503)
+        wait_until(lambda: not service.station.alive)
+        assert ask(service, chat()).status_code == 503
+    assert isinstance(service.station.error, RunError | ZeroDivisionError)
 
 
 def test_a_failed_search_tells_nothing_of_the_machine(decoder):

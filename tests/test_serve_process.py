@@ -29,7 +29,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.serving import app, listen
+from dlm_rag.serving import access, listen
 from dlm_rag.tokenizer import Tokenizer
 
 sys.path.insert(0, str(ROOT / "profiling"))
@@ -51,9 +51,9 @@ def shipped():
 
 
 @contextmanager
-def server(folder, port, *words):
+def server(folder, port, *words, program=("-m", "dlm_rag")):
     """`dlm-rag serve` in a process of its own, once it answers."""
-    command = [sys.executable, "-m", "dlm_rag", "serve", "--port", str(port), *words]
+    command = [sys.executable, *program, "serve", "--port", str(port), *words]
     process = subprocess.Popen(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -125,6 +125,46 @@ def test_real_clients_at_a_real_server(folder, corpus):
         process.wait()
     with server(folder, port, *TINY, *ROWS):
         assert httpx.post(f"{url}/v1/chat/completions", json=chat()).status_code == 200
+
+
+@pytest.mark.slow
+def test_the_same_corpus_is_served_on_and_another_ends_the_process(folder, corpus_file):
+    """Though its name is the same; questions on their way are refused."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with server(folder, port, *TINY, *ROWS) as process:
+        corpus_file.touch()
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat()).status_code == 200
+        corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Seattle"))
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat(), timeout=30).status_code == 503
+        assert process.wait(30) == 2
+        assert process.stderr.read().splitlines() == [
+            f"error: {corpus_file.name} has changed while it was in use: answers so far are of the file as "
+            "it was; begin again with the file as it is"
+        ]
+
+
+BROKEN = """
+from dlm_rag.__main__ import main
+from dlm_rag.decode.engine import Engine
+
+def step(engine):
+    raise RuntimeError("the device is lost")
+
+Engine.step = step
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_of_which_every_step_fails_ends(folder):
+    port = free_port()
+    with server(folder, port, *TINY, *ROWS, program=("-c", BROKEN)) as process:
+        url = f"http://127.0.0.1:{port}"
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat()).status_code == 500
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert process.wait(30) == 1
+        assert "the device is lost" in process.stderr.read().splitlines()[-1]
 
 
 def hostile(port):
@@ -252,7 +292,7 @@ def served(service, client):
 
 def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
     """Silence, a head, a body or unread bytes that never end: each has its bound, and is gone after it."""
-    for module, name in ((app, "BODY_SECONDS"), (listen, "HEAD_SECONDS"), (listen, "STALLED_SECONDS")):
+    for module, name in ((access, "BODY_SECONDS"), (listen, "HEAD_SECONDS"), (listen, "STALLED_SECONDS")):
         monkeypatch.setattr(module, name, 0.6)
     post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 

@@ -49,6 +49,7 @@ EXTRAS = {
     "pyarrow": ("parquet", "parquet files of questions"),
     "peft": ("lora", "training with LoRA"),
     "ray": ("workers", "answering on several devices"),
+    "starlette": ("serve", "answering and searching over HTTP"),
     "nvidia-ml-py": ("energy", "joules of NVIDIA's GPUs"),
 }
 

@@ -34,13 +34,14 @@ def main(argv: list[str]) -> None:
     refuse_unread(words)
     config = with_shipped(words.config, [""])
     try:
-        from dlm_rag.serving.app import Service, is_loopback
+        from dlm_rag.serving.access import Access, is_loopback
+        from dlm_rag.serving.app import Service
         from dlm_rag.serving.keys import Keys
         from dlm_rag.serving.listen import listen
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'dlm_rag[serve]'") from None
-    if config.serving.keys is not None:
-        Keys.read(config.serving.keys)
+    keys = None if config.serving.keys is None else Keys.read(config.serving.keys)
+    access = Access(is_loopback(words.options["host"]), keys)
     with taken(words.options["host"], words.options["port"]) as sock:
         prepared = prepare(config, [])
         words.tell()
@@ -54,20 +55,12 @@ def main(argv: list[str]) -> None:
             )
         decoder = prepared.load()
         with open_meter(config.energy, prepared.device) as meter:
-            service = Service(
-                decoder,
-                model_name(config.model.path or ""),
-                config.serving,
-                meter,
-                is_loopback(words.options["host"]),
-                config.engine.memory_gib is not None,
-            )
+            name, bounded = model_name(config.model.path or ""), config.engine.memory_gib is not None
+            service = Service(decoder, name, config.serving, meter, access, bounded)
             status()
-            host, port = sock.getsockname()[:2]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it again and again takes time
-            listen(service, sock, lambda: note(f"{service.model} answers at {url}/; Ctrl-C ends it"))
+            listen(service, sock, lambda: note(f"{name} answers at {url_of(sock)}/; Ctrl-C ends it"))
         note(f"ended: {service.station.counts['answered']} answered")
 
 
@@ -87,6 +80,12 @@ def model_name(path: str) -> str:
         return "dlm-rag"
     known = path.startswith(SHIPS) or Path(path).expanduser().exists()
     return Path(path).expanduser().resolve().name if known else path
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a bound socket is reached, without a path."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def taken(host: str, port: int) -> socket.socket:

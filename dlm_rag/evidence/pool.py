@@ -96,6 +96,11 @@ class EvidencePool:
         """Bytes held now, on the device and in host memory."""
         return self._near.bytes, self._far.bytes
 
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that may be held on the device."""
+        return self._near.budget
+
     def prefetch(self, segments: Iterable[Segment]) -> None:
         """Starts the copies of what lies in host memory, so that `get` need not wait for them."""
         for segment in segments:

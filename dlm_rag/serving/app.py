@@ -7,26 +7,18 @@
     GET  /health, /metrics        for machines
 
 Chat completions are at /chat/completions too: datatrove asks other machines without /v1.
-
-A reply holds nothing of this machine: sentences of ours, and of other errors that they happened.
 """
 
 import asyncio
 import copy
 import json
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from functools import lru_cache
-from ipaddress import ip_address
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from dlm_rag.config import ServingConfig
 from dlm_rag.decode.decoder import Decoder
@@ -35,16 +27,13 @@ from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.fitting import Room, fit
 from dlm_rag.page.write import live_html
 from dlm_rag.questions import Question
-from dlm_rag.serving.keys import Keys
+from dlm_rag.serving.access import Access, RefusedError, error_body, read_body, unless_gone
 from dlm_rag.serving.metrics import exposition
-from dlm_rag.serving.replies import AnswerEvents, ChatReply, error_body, failure
+from dlm_rag.serving.replies import AnswerEvents, ChatReply, failure
 from dlm_rag.serving.requests import Asked, Reader
-from dlm_rag.serving.station import Job, RefusedError, Station
-
-log = logging.getLogger(__name__)
+from dlm_rag.serving.station import Job, Station
 
 MOST_BYTES = 2**20  # of a request
-BODY_SECONDS = 30.0  # in which it must have come
 MOST_CHARACTERS = 16  # of a question, for each token of the context: tokenizing 1 MiB takes seconds
 # A proxy must not wait for the end of a stream; nobody may keep what was said.
 UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -59,14 +48,13 @@ class Service:
         model: str,
         limits: ServingConfig,
         meter: Meter | None = None,
-        local: bool = True,
+        access: Access | None = None,
         bounded: bool = False,
     ) -> None:
-        """model: its name for clients. local: whether it listens to this machine alone, and is to be
-        called by no other name. bounded: as in `Reader`. Raises `ConfigError`.
+        """model: its name for clients. access: without keys, for this machine alone, where None. bounded:
+        as in `Reader`.
         """
-        self.model, self.limits, self._local = model, limits, local
-        self._keys = Keys.read(limits.keys) if limits.keys is not None else None
+        self.model, self.limits, access = model, limits, access or Access()
         self._shape, self._layout = decoder.denoiser.config, decoder.evidence_layout
         canvas = limits.tokens or decoder.config.canvas_length
         assert canvas is not None
@@ -78,21 +66,30 @@ class Service:
         self._created = int(time.time())
         self.connections: Callable[[], int] = lambda: 0
         self.station = Station(decoder, limits, self._wake)
-        page = live_html(self._keys is not None)
+        page = live_html(access.keys is not None)
         self._page = HTMLResponse(page, headers={"X-Frame-Options": "DENY"})
-        self.app = self._application()
+        self.app = self._application(access)
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits for an answer, nor for the rest of one."""
-        return not self._news
+        return not (self._news or self.station.rows or self.station.waiting)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended the station, if nobody has told it to."""
+        return self.station.error
+
+    def drain(self) -> None:
+        """Takes no more questions."""
+        self.station.drain()
 
     def close(self) -> None:
         """Ends the station."""
         self.station.close()
 
-    def _application(self) -> Starlette:
-        places: list[tuple[str, str, Callable[[Request], Awaitable[Response]], bool]] = [
+    def _application(self, access: Access) -> Starlette:
+        places = [
             ("GET", "/", self._show_page, False),
             ("GET", "/health", self._health, False),
             ("GET", "/metrics", self._metrics, False),
@@ -102,59 +99,19 @@ class Service:
             ("POST", "/chat/completions", self._chat, True),
             ("POST", "/v1/answers", self._answers, True),
         ]
-        app = Starlette(
-            routes=[Route(at, self._guarded(run, keyed), methods=[by]) for by, at, run, keyed in places],
-            exception_handlers={RefusedError: _refused, HTTPException: _not_here, Exception: _failed},
-        )
-        app.router.redirect_slashes = False
-        return app
-
-    def _guarded(
-        self, run: Callable[[Request], Awaitable[Response]], keyed: bool
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """`run` for those who may ask; `state.key` is whose question it is."""
-
-        async def guarded(request: Request) -> Response:
-            self._check_names(request)
-            if {"content-length", "transfer-encoding"} <= {*request.headers}:  # who reads which may differ
-                raise RefusedError(400, "the length of a body is said twice")
-            request.state.key = ""
-            if keyed and self._keys is not None:
-                holder = self._keys.holder(request.headers.get("authorization", ""))
-                if holder is None:
-                    raise RefusedError(
-                        401, "this server needs an API key, as in Authorization: Bearer KEY", None,
-                        "invalid_api_key",
-                    )  # fmt: skip
-                request.state.key = holder
-            try:
-                return await run(request)
-            except ClientDisconnect:
-                return Response(status_code=400)  # which nobody reads
-
-        return guarded
-
-    def _check_names(self, request: Request) -> None:
-        """Refuses pages of other sites, which a browser would let ask in its reader's name."""
-        host = request.headers.get("host", "")
-        try:
-            name, origin = urlsplit(f"//{host}").hostname, request.headers.get("origin")
-            same = origin is None or urlsplit(origin).netloc == host
-        except ValueError:
-            name, same = None, False
-        if (self._local and not is_loopback(name or "")) or not same:
-            raise RefusedError(403, "a page of another site may not ask here")
+        return access.application(places)
 
     async def _show_page(self, request: Request) -> Response:
         return self._page
 
     async def _health(self, request: Request) -> Response:
-        good = self.station.alive and not self.station.draining
-        body = {"status": "ok" if good else "going down", "model": self.model}
-        return JSONResponse(body, 200 if good else 503)
+        status = "ok" if self.station.well else "failing"
+        if self.station.draining or not self.station.alive:
+            status = "going down"
+        return JSONResponse({"status": status, "model": self.model}, 200 if status == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        text = exposition(self.station, self._decoder.proposer.reuse, self._meter, self.connections())
+        text = exposition(self.station, self._decoder.proposer, self._meter, self.connections())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
@@ -172,12 +129,12 @@ class Service:
             raise RefusedError(404, f"the model here is '{self.model}'", "model", "model_not_found")
 
     async def _chat(self, request: Request) -> Response:
-        asked = self._reader.chat(await _body(request))
+        asked = self._reader.chat(await read_body(request, MOST_BYTES))
         self._check_model(asked.model)
         job, room = self._job(asked, request.state.key, asked.stream)
         reply = ChatReply(asked, job, self.model, self._tokenizer, room)
         if not asked.stream:
-            return JSONResponse(await _unless_gone(request, self._whole(job, reply)))
+            return JSONResponse(await unless_gone(request, self._whole(job, reply)))
 
         def chunks(done: bool) -> Iterable[str]:
             yield from (_event(chunk) for chunk in reply.news(done))
@@ -192,7 +149,7 @@ class Service:
         return reply.whole()
 
     async def _answers(self, request: Request) -> Response:
-        asked = self._reader.answer(await _body(request))
+        asked = self._reader.answer(await read_body(request, MOST_BYTES))
         job, _ = self._job(asked, request.state.key, watched=True)
         job.guesses = True  # which the page shows
         events = AnswerEvents(job, self._tokenizer)
@@ -250,7 +207,7 @@ class Service:
         """
         follow = self._follow(job)
         try:
-            done = await _unless_gone(request, anext(follow))
+            done = await unless_gone(request, anext(follow))
             if done and (error := failure(job)) is not None:
                 raise error
         except BaseException:
@@ -272,75 +229,7 @@ class Service:
         return StreamingResponse(sent(), media_type="text/event-stream", headers=UNBUFFERED)
 
 
-@lru_cache(maxsize=64)
-def is_loopback(host: str) -> bool:
-    """Whether an address is of this machine alone."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-async def _body(request: Request) -> bytes:
-    """What was sent; raises `RefusedError` for what is too long or comes too slowly."""
-    said = request.headers.get("content-length", "0")
-    body = bytearray()
-    too_long = RefusedError(413, f"the body has more than {MOST_BYTES} bytes")
-    if not said.isdecimal() or len(said) > 18 or int(said) > MOST_BYTES:
-        raise too_long
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MOST_BYTES:
-                    raise too_long
-    except TimeoutError:
-        raise RefusedError(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
-    return bytes(body)
-
-
-async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """What `work` returns; given up, and `ClientDisconnect` raised, when the client goes away."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
-        raise ClientDisconnect
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _event(data: dict[str, Any], name: str | None = None) -> str:
     """A server-sent event; JSON has no line break of its own."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n"
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    """A refusal; the connection is closed, for what else it brings may have no end."""
-    assert isinstance(error, RefusedError)
-    headers = {"Connection": "close"}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(error.retry_after)
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), error.status, headers)
-
-
-async def _not_here(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    allowed = (error.headers or {}).get("Allow", "")
-    reason = f"this address takes {allowed}" if error.status_code == 405 else "there is nothing here"
-    return await _refused(request, RefusedError(error.status_code, reason))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return await _refused(request, RefusedError(500, "the request failed: the server's log says why"))

@@ -1,10 +1,14 @@
 """API keys: a file of them, and whose key a request brings."""
 
+import logging
+import stat
 from hashlib import sha256
 from pathlib import Path
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.records import find_file
+
+log = logging.getLogger(__name__)
 
 SHORTEST, LONGEST = 16, 512  # characters
 LARGEST_FILE = 2**20  # bytes
@@ -20,9 +24,11 @@ class Keys:
     def read(cls, path: str) -> "Keys":
         """The keys of a file, one a line; blank lines and what begins with # are skipped.
 
-        Raises `ConfigError` naming file and line.
+        Warns of a file that every user of the machine can read. Raises `ConfigError` naming file and line.
         """
         found = find_file(path, "keys file", ConfigError)
+        if found.stat().st_mode & stat.S_IROTH:
+            log.warning("%s can be read by every user of this machine: chmod o= %s", path, path)
         if found.stat().st_size > LARGEST_FILE:
             raise ConfigError(f"{path} is too large for a file of keys: {found.stat().st_size >> 20} MiB")
         keys: list[str] = []

@@ -9,13 +9,15 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from math import ceil
+from typing import Any, Protocol
 
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dlm_rag.serving.app import Service
+from dlm_rag.config import ServingConfig
 
 HEAD_SECONDS = 30.0  # in which the head of a request must have come
 STALLED_SECONDS = 30.0  # after which who reads nothing of an answer is dropped
@@ -77,6 +79,25 @@ class Connection(H11Protocol):
             setattr(self, timer, None)
 
 
+class Served(Protocol):
+    """What a server serves, until it is told to drain and all is answered, or ends by itself.
+
+    connections: how many are open; set by the server. error: why it has ended by itself. idle: whether
+    nobody waits for an answer.
+    """
+
+    app: Starlette
+    limits: ServingConfig
+    connections: Callable[[], int]
+
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signals, on which it would end before what runs is answered."""
 
@@ -85,29 +106,35 @@ class _Server(uvicorn.Server):
         yield
 
 
-def listen(service: Service, sock: socket.socket, ready: Callable[[], object]) -> None:
-    """Serves at a bound socket until a signal has come and what was taken is answered.
-
-    `ready` is called when requests are let in.
-    """
-    uvloop.run(_listen(service, sock, ready))
-
-
-async def _listen(service: Service, sock: socket.socket, ready: Callable[[], object]) -> None:
+def new_server(service: Served) -> uvicorn.Server:
+    """uvicorn's server of a service, with our limits; signals do not end it."""
     limited = type("Limited", (Connection,), {"most": service.limits.connections})
     config = uvicorn.Config(
         service.app, http=limited, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, h11_max_incomplete_event_size=LARGEST_HEAD, proxy_headers=False,
-        timeout_graceful_shutdown=1,
+        timeout_keep_alive=ceil(HEAD_SECONDS), timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = _Server(config)
     service.connections = lambda: len(server.server_state.connections)
+    return server
+
+
+def listen(service: Served, sock: socket.socket, ready: Callable[[], object]) -> None:
+    """Serves at a bound socket until a signal has come and what was taken is answered.
+
+    `ready` is called when requests are let in. Raises what has ended the service, if no signal has.
+    """
+    uvloop.run(_listen(service, sock, ready))
+
+
+async def _listen(service: Served, sock: socket.socket, ready: Callable[[], object]) -> None:
+    server = new_server(service)
     loop, signals = asyncio.get_running_loop(), 0
 
     def told() -> None:
         nonlocal signals
         signals += 1
-        service.station.drain()
+        service.drain()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)
@@ -116,11 +143,13 @@ async def _listen(service: Service, sock: socket.socket, ready: Callable[[], obj
         while not server.started and not serving.done():
             await asyncio.sleep(TICK)
         ready()
-        while service.station.alive and signals < 2 and not serving.done():
-            if signals and not service.station.rows and not service.station.waiting and service.idle:
+        while service.error is None and signals < 2 and not serving.done():
+            if signals and service.idle:
                 break
             await asyncio.sleep(TICK if signals else IDLE_TICK)
     finally:
         server.should_exit = True
         await serving
         await asyncio.to_thread(service.close)
+    if service.error is not None:
+        raise service.error

@@ -3,8 +3,9 @@
 from math import fsum
 from time import process_time
 
+from dlm_rag.decode.noisy import NoiseProposer
+from dlm_rag.decode.proposer import DenoiserProposer
 from dlm_rag.energy.meter import Meter
-from dlm_rag.evidence.pool import Reuse
 from dlm_rag.serving.station import Station
 
 COUNTED = {
@@ -17,8 +18,12 @@ COUNTED = {
 OUTCOMES = ("answered", "failed", "cancelled", "refused")
 
 
-def exposition(station: Station, reuse: Reuse, meter: Meter, connections: int) -> str:
+def exposition(
+    station: Station, proposer: DenoiserProposer | NoiseProposer, meter: Meter, connections: int
+) -> str:
     """The figures of a station, its evidence pool and its meter; joules where something counts them."""
+    reuse = proposer.reuse
+    pool = proposer.pool if isinstance(proposer, DenoiserProposer) else None
     lines: list[str] = []
 
     def add(name: str, kind: str, words: str, *values: tuple[str, float]) -> None:
@@ -37,6 +42,9 @@ def exposition(station: Station, reuse: Reuse, meter: Meter, connections: int) -
     add("pool_wanted_tokens_total", "counter", "Context tokens that rows saw.", ("", reuse.wanted))
     hits = reuse.wanted - reuse.encoded
     add("pool_hit_tokens_total", "counter", "Of these, kept from before.", ("", hits))
+    if pool is not None:
+        add("pool_bytes", "gauge", "Keys and values kept of evidence, on the device.", ("", pool.bytes[0]))
+        add("pool_most_bytes", "gauge", "At most so many (engine.pool_gib).", ("", pool.most_bytes))
     add("processor_seconds_total", "counter", "Processor time of all threads.", ("", process_time()))
     if meter.sensors:
         add("joules_total", "counter", "Drawn since the start.", ("", fsum(meter.read(needed_only=False))))

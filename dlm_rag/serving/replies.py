@@ -8,24 +8,10 @@ from typing import Any
 from dlm_rag.decode.rollout import Committed, Rollout
 from dlm_rag.evidence.fitting import Room, fit_passages
 from dlm_rag.page.record import asks_with_guesses, bridges, end_record, step_record
+from dlm_rag.serving.access import RefusedError
 from dlm_rag.serving.requests import Asked
-from dlm_rag.serving.station import Job, RefusedError
+from dlm_rag.serving.station import Job
 from dlm_rag.tokenizer import Tokenizer
-
-TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-def error_body(error: RefusedError) -> dict[str, Any]:
-    """A refusal in OpenAI's form."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": str(error),
-            "type": TYPES.get(error.status, kind),
-            "param": error.param,
-            "code": error.code,
-        }
-    }
 
 
 def failure(job: Job) -> RefusedError | None:

@@ -16,7 +16,7 @@ from dlm_rag.decode.engine import check_heads, with_checkpoints_own
 from dlm_rag.errors import UserError, nearest
 from dlm_rag.files.jsonl import parse_json
 from dlm_rag.model.shape import DenoiserConfig
-from dlm_rag.serving.station import RefusedError
+from dlm_rag.serving.access import RefusedError
 
 SHARED = ("batch_size", "overlap")  # settings that hold for all rows of the engine
 OWN = tuple(item.name for item in fields(DecodeConfig) if item.name not in SHARED)

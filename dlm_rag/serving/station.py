@@ -22,22 +22,17 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.engine import Event
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Ticket
-from dlm_rag.errors import UserError, is_failure
+from dlm_rag.errors import RunError, UserError, fold_message, is_failure
 from dlm_rag.questions import Question
+from dlm_rag.serving.access import RefusedError
 
 log = logging.getLogger(__name__)
 
+FAILURES = 3  # answers in a row that fail until the server is not well, steps until it ends
+PAUSE = 1.0  # seconds until a server that has failed asks itself
+PROBE = Question("probe", "Who wrote Emma?")
 LONGEST_PAUSE = 60  # seconds that a refused client is told to wait at most
 SMOOTHING = 0.1  # weight of the newest answer in the mean time of one
-
-
-class RefusedError(Exception):
-    """A request that is not answered: its status, a sentence, and what OpenAI's clients are told of it."""
-
-    def __init__(self, status: int, reason: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(reason)
-        self.status, self.param, self.code = status, param, code
-        self.retry_after: int | None = None
 
 
 @dataclass(eq=False)
@@ -68,7 +63,9 @@ class Job:
 class Station:
     """Takes questions from any thread and answers them on its own, as one batch.
 
-    wake: called on the station's thread with the jobs of which there is news.
+    wake: called on the station's thread with the jobs of which there is news. After a failed step nobody is
+    let in before a question of the station's own has taken one. `error` is why the station has ended, if
+    nobody has closed it: `RunError` where no step succeeds, `UserError` where no answer can be right.
     """
 
     def __init__(
@@ -79,7 +76,10 @@ class Station:
         self.places = self._engine.capacity
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by key, the next in turn first
+        self._taken: list[Job] = []  # that have got a place, and are not in flight yet
         self._flying: dict[Ticket, Job] = {}
+        self._failed = self._broken = 0  # answers and steps that have failed in a row
+        self.error: BaseException | None = None
         self._draining = self._ended = False
         self._seconds = 1.0  # of an answer, on average
         self.counts: Counter[str] = Counter()
@@ -104,8 +104,13 @@ class Station:
 
     @property
     def alive(self) -> bool:
-        """Whether questions are answered."""
+        """Whether questions are taken from those who wait."""
         return self._thread.is_alive()
+
+    @property
+    def well(self) -> bool:
+        """Whether the last questions were answered; one of the station's own will tell where all fail."""
+        return self._failed < FAILURES
 
     def submit(self, job: Job) -> Job:
         """Lets a question wait for its place; raises `RefusedError`."""
@@ -144,37 +149,62 @@ class Station:
         self._thread.join()
 
     def _run(self) -> None:
-        with self._engine:
+        try:
             while self._admit():
-                try:
-                    events = self._engine.step()
-                except BaseException as error:
-                    if not is_failure(error):
-                        raise
-                    log.warning("a step failed", exc_info=error)
-                    self._fail_all()
-                else:
-                    self._take(events)
+                self._step()
+        except BaseException as error:
+            self.error = error
+        with self._changed:
+            self._draining = self._ended = True
         self._fail_all("the server is going down")
+        self._engine.close()
+
+    def _step(self) -> None:
+        """Raises `RunError` where one step after another has failed, `UserError` for what no step mends."""
+        try:
+            self._fill()
+            self._take(events := self._engine.step())
+            if self._broken and any(event.finished or event.rollout.forwards for event in events):
+                self._broken = 0  # the model has run: a first step only searches
+        except UserError:  # the corpus has changed, say
+            raise
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            log.warning("a step failed", exc_info=error)
+            self._fail_all()
+            self._failed, self._broken = FAILURES, self._broken + 1
+            if self._broken == FAILURES:
+                raise RunError(f"every step fails, the last with: {fold_message(error)}") from None
 
     def _admit(self) -> bool:
-        """Waits for work, drops what nobody waits for, fills free places; False at the end."""
+        """Waits for work, drops what nobody waits for, gives away free places; False at the end."""
         with self._changed:
-            while True:
-                if self._ended:
-                    return False
+            while not self._ended:
                 self._drop()
-                taken = self._next(self._engine.capacity)
-                if taken or self._engine.busy:
-                    break
-                self._changed.wait()
-        for job in taken:
+                self._taken = [] if self._broken else self._next(self._engine.capacity)
+                if self._taken or self._engine.busy:
+                    return True
+                if not self._failed:
+                    self._changed.wait()
+                elif not self._changed.wait_for(self._is_wanted, PAUSE):
+                    self._taken = [Job(PROBE, self._decoder.config)]
+                    return True
+        return False
+
+    def _is_wanted(self) -> bool:
+        return self._ended or (not self._broken and bool(self._waiting))
+
+    def _fill(self) -> None:
+        """Submits the questions that have got a place."""
+        while self._taken:
+            job = self._taken[0]
             try:
                 job.ticket = self._engine.submit(job.question, job.settings, job.guesses)
                 self._flying[job.ticket] = job
             except UserError as error:
                 self._refuse(job, RefusedError(400, str(error)))
-        return True
+            del self._taken[0]
 
     def _next(self, free: int) -> list[Job]:
         """The jobs that get the free places, keys in turn."""
@@ -222,6 +252,7 @@ class Station:
                 self.counts["searches"] += last.retrieved
             if event.finished:
                 del self._flying[event.ticket]
+                self._failed = self._failed + 1 if rollout.error else 0
                 self._seconds += SMOOTHING * (time.monotonic() - job.begun - self._seconds)
                 # Not step by step: what is taken back would count each time that it is committed again.
                 self.counts["tokens"] += 0 if rollout.error else rollout.tokens_committed
@@ -233,8 +264,9 @@ class Station:
 
     def _fail_all(self, reason: str = "the step of this question failed") -> None:
         """Ends what is in flight without an answer, and at the end of all what waits too."""
-        jobs = list(self._flying.items())
+        jobs = [*self._flying.items(), *((Ticket(0), job) for job in self._taken)]
         self._flying.clear()
+        self._taken = []
         if self._ended:
             with self._changed:
                 jobs += [(Ticket(0), job) for line in self._waiting.values() for job in line]
