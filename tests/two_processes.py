@@ -153,7 +153,7 @@ def own_rows(value: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     root, *cases = sys.argv[1:]
-    processes = Processes.join(timeout_minutes=2.0)
+    processes = Processes.join(timeout_minutes=5.0)
     torch.set_num_threads(1)
     for case in cases:
         found = run(case, Path(root, case), processes)

@@ -234,7 +234,8 @@ class PolicyObjective(nn.Module):
             gained, clipped = surrogate(learned, recorded, weights, self.train_config)
             loss, divergence = -gained, torch.zeros_like(gained)
             if reference is not None:
-                each = step_divergence(parts[[1, 2, 4, 5]], parts[6], step, len(rows))
+                own = torch.cat((parts[1:3], parts[4:6]))
+                each = step_divergence(own, parts[6], step, len(rows))
                 divergence = (stands_for * each).sum()
                 loss = loss + self.train_config.kl_weight * divergence
             loss = loss / counts["divisor"]
