@@ -547,11 +547,11 @@ BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it
             {
                 "": "the line is not JSON",
                 "[]": "the line is not a JSON object",
-                '{"format": 2}': "state.json lacks a part",
-                '{"format": 2, "run": {}, "phase": {}, "state": []}': "the state has no step",
-                '{"format": 2, "run": {}, "phase": {}, "state": {"step": "4"}}': "the state has no step",
-                '{"format": 2, "run": {}, "phase": {}, "state": {"step": 4}}': "the state has no phase",
-                '{"format": 2, "run": {}, "phase": {}, "state": {"step": 4}, "files": []}': "lacks a part",
+                '{"format": 2}': "state.json: state",
+                '{"format": 2, "run": {}, "phase": {}, "state": []}': "state.json: state",
+                '{"format": 2, "run": {}, "phase": {}, "state": {"step": "4"}}': "state.json: state.step",
+                '{"format": 2, "run": {}, "phase": {}, "state": {"step": 4}}': "state.json: state.phase",
+                '{"format": 2, "state": {"step": 4, "phase": "", "phase_step": 4, "tasks": {}}}': "run",
             }.items()
         )
     },

@@ -19,6 +19,7 @@ from dlm_rag.files.records import expand, row_files
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.origin import Origin
 from dlm_rag.training.rollouts import rollout_settings
+from dlm_rag.training.state import Record
 
 MAY_CHANGE = frozenset({
     # How long the run is, what it saves and reports. But adapt holds its steps (attention opens in a
@@ -90,29 +91,29 @@ def fingerprint_files(config: Config, origin: Origin) -> dict[str, str]:
     return found
 
 
-def refuse_others(record: dict[str, Any], config: Config, phase: str, held: dict[str, str]) -> None:
+def refuse_others(record: Record, config: Config, phase: str, held: dict[str, str]) -> None:
     """Raises `ConfigError` for the first thing that is not as it was when a checkpoint was written.
 
     record: of the checkpoint. phase: that is to go on, or to follow. held: `fingerprint_files` of now. A
     setting that is younger than the checkpoint had its default.
     """
-    train, fingerprints = config.train.in_phases()[phase], record.get("fingerprints")
+    train, fingerprints = config.train.in_phases()[phase], record.fingerprints
     then = run_settings(Config()) | phase_settings(Config(), replace(TrainConfig(), objective="rl"))
-    if fingerprints is None:  # older versions noted names in place of contents, and not all settings
+    if not fingerprints:  # older versions noted names in place of contents, and not all settings
         then = {key: value for key, value in then.items() if key.startswith("train.")}
-    then |= record["phase"] | record["run"]
+    then |= record.phase | record.run
     now = [("the run", run_settings(config))]
-    if record["state"]["phase"] == phase:
+    if record.state.phase == phase:
         now.append(("the phase" if phase else "the run", phase_settings(config, train)))
     for what, settings in now:
         for key, value in settings.items():
-            alike = _named if fingerprints is not None and key in BY_CONTENT else lambda value: value
+            alike = _named if fingerprints and key in BY_CONTENT else lambda value: value
             if key in then and alike(then[key]) != alike(value):
                 raise ConfigError(
                     f"{what} was begun with {key}={then[key]}, not {value}: give the same, or another --out"
                 )
     for key, digest in held.items():
-        if fingerprints is not None and fingerprints.get(key) != digest:
+        if fingerprints and fingerprints.get(key) != digest:
             raise ConfigError(
                 f"the run was begun with other contents of {key}={_name(config, key)}: put back what was "
                 "there, or begin again in another --out"

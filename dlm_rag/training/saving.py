@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -35,11 +35,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError, fold_message
 from dlm_rag.files.digest import begin_digest, read_digest
+from dlm_rag.files.foreign import read_as
 from dlm_rag.files.jsonl import parse_object
 from dlm_rag.files.whole import write_whole
 from dlm_rag.training.failures import lost, lost_another
 from dlm_rag.training.processes import Processes
-from dlm_rag.training.state import TrainState
+from dlm_rag.training.state import Record
 
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -52,7 +53,7 @@ FORMAT = 2  # of the record; 1 had no tasks
 class Found:
     """What the folder of a run has of checkpoints."""
 
-    whole: list[tuple[Path, dict[str, Any]]]  # with their records, the oldest first
+    whole: list[tuple[Path, Record]]  # with their records, the oldest first
     passed_over: list[str]  # what lies there beside them, and why it is none, in words
 
 
@@ -65,49 +66,45 @@ def look(folder: Path) -> Found:
     for path in sorted((folder / "checkpoints").glob("step-*")):
         if path.suffix == ".part":  # a kill has left it, or it is being written
             continue
-        record, problem = _read_record(path)
-        if problem:
-            found.passed_over.append(f"{path} is passed over: {problem}")
+        try:
+            record = _read_record(path)
+        except OSError as error:
+            problem = f"{Path(error.filename or RECORD).name} cannot be read ({error.strerror})"
+        except _PassedOverError as error:
+            problem = str(error)
+        else:
+            found.whole.append((path, record))
             continue
-        written = record.get("format", 1)
-        if written != FORMAT:
-            raise CheckpointError(
-                f"{path} is of format {written} and this program goes on with format {FORMAT} only: end "
-                "the run with the version that began it, or begin again in another --out"
-            )
-        found.whole.append((path, record))
+        found.passed_over.append(f"{path} is passed over: {problem}")
     return found
 
 
-def _read_record(path: Path) -> tuple[dict[str, Any], str]:
-    """The record of a checkpoint, and what is wrong with it or with its files, in words."""
+class _PassedOverError(CheckpointError):
+    """What a folder has in place of a checkpoint, in words."""
+
+
+def _read_record(path: Path) -> Record:
+    """The record of a checkpoint whose files are there; raises `OSError` and `CheckpointError`."""
     if not re.fullmatch(r"step-\d{8}", path.name):
-        return {}, "its name is not that of a checkpoint"
-    try:
-        if (path / DAMAGE).exists():
-            return {}, f"{(path / DAMAGE).read_text(encoding='utf-8')}, as {DAMAGE} there says"
-        record = parse_object((path / RECORD).read_bytes(), RECORD, CheckpointError)
-        if record.get("format", 1) != FORMAT:
-            return record, ""
-        # Older programs wrote no digests and fingerprints, and still older ones no files.
-        parts = [record.get("run"), record.get("phase")]
-        parts += [record.get(name, {}) for name in ("files", "digests", "fingerprints", "scaler")]
-        if not all(isinstance(part, dict) for part in parts):
-            return {}, f"{RECORD} lacks a part"
-        if record.get("digest", digest := _digest(record)) != digest:
-            return {}, f"{RECORD} has changed since it was written"
-        TrainState.read(record.get("state"))
-        there = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
-        for name, size in sorted(record.get("files", there).items()):
-            if there.pop(name, None) != size:
-                return {}, f"{name} is cut short, another file, or not there"
-        if there:
-            return {}, f"{min(there)} does not belong to it"
-    except OSError as error:
-        return {}, f"{Path(error.filename or RECORD).name} cannot be read ({error.strerror})"
-    except CheckpointError as error:
-        return {}, str(error)
-    return record, ""
+        raise _PassedOverError("its name is not that of a checkpoint")
+    if (path / DAMAGE).exists():
+        raise _PassedOverError(f"{(path / DAMAGE).read_text(encoding='utf-8')}, as {DAMAGE} there says")
+    raw = parse_object((path / RECORD).read_bytes(), RECORD, _PassedOverError)
+    if (written := raw.get("format", 1)) != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {written} and this program goes on with format {FORMAT} only: end "
+            "the run with the version that began it, or begin again in another --out"
+        )
+    if raw.get("digest", digest := _digest(raw)) != digest:
+        raise _PassedOverError(f"{RECORD} has changed since it was written")
+    record = read_as(Record, raw, RECORD, _PassedOverError)
+    there = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    for name, size in sorted((record.files or there).items()):
+        if there.pop(name, None) != size:
+            raise _PassedOverError(f"{name} is cut short, another file, or not there")
+    if there:
+        raise _PassedOverError(f"{min(there)} does not belong to it")
+    return record
 
 
 def _digest(record: dict[str, Any]) -> str:
@@ -128,7 +125,7 @@ def pass_over_damaged(folder: Path, processes: Processes) -> list[str]:
         path, record = found.whole[-1]
         damages = damages_of(path, record, processes)
         if not damages:
-            if not record.get("digests") or "fingerprints" not in record:
+            if not record.digests or not record.fingerprints:
                 unchecked = [
                     f"{path} is of an older version and carries no digests or no fingerprints: whether its "
                     "files, the model and the data are as they were cannot be told"
@@ -146,11 +143,10 @@ def pass_over_damaged(folder: Path, processes: Processes) -> list[str]:
     return [*found.passed_over, *unchecked]
 
 
-def damages_of(path: Path, record: dict[str, Any], processes: Processes) -> list[str]:
+def damages_of(path: Path, record: Record, processes: Processes) -> list[str]:
     """What is wrong with the files of a checkpoint, in words; processes share the reading, so all call."""
-    names = sorted(record.get("files", [file.name for file in path.glob("*.safetensors")]))
-    own, digests = names[processes.rank :: processes.count], record.get("digests", {})
-    wrong = processes.gather([_damage(path / name, digests.get(name)) for name in own])
+    own = sorted(path.glob("*.safetensors"))[processes.rank :: processes.count]
+    wrong = processes.gather([_damage(file, record.digests.get(file.name)) for file in own])
     return [line for lines in wrong for line in lines if line]
 
 
@@ -196,7 +192,7 @@ class _DigestedFile(io.FileIO):
         return count
 
 
-def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def newest(folder: Path) -> tuple[Path, Record] | None:
     """The newest whole checkpoint of the run in `folder` and its record, or None without one.
 
     Raises `CheckpointError` as `look` does.
@@ -213,12 +209,12 @@ def position(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
     found = newest(folder)
     if found is None:
         return 0, phases
-    state = found[1]["state"]
-    if state["phase"] not in phases:
+    state = found[1].state
+    if state.phase not in phases:
         raise ConfigError(
-            f"the run in {folder} is in its phase '{state['phase']}', which the config does not name"
+            f"the run in {folder} is in its phase '{state.phase}', which the config does not name"
         )
-    return state["step"], phases[phases.index(state["phase"]) :]
+    return state.step, phases[phases.index(state.phase) :]
 
 
 class Checkpoints:
@@ -229,16 +225,15 @@ class Checkpoints:
 
     def save(
         self,
-        step: int,
+        record: Record,
         root: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        record: dict[str, Any],
         keep: int | None = None,
     ) -> Path:
         """Writes a checkpoint and drops the oldest beyond two, but not that of the step `keep`; every
         process takes part.
         """
-        target = self._at(step)
+        target = self._at(step := record.state.step)
         scratch = target.with_suffix(".part")
         if self._processes.first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -260,8 +255,8 @@ class Checkpoints:
         digests = reduce(or_, self._processes.gather(written.digests))
         if self._processes.first:
             files = {file.name: file.stat().st_size for file in scratch.iterdir()}
-            record = {"format": FORMAT, **record, "files": files, "digests": digests}
-            write_whole(scratch / RECORD, json.dumps(record | {"digest": _digest(record)}))
+            raw = {"format": FORMAT, **asdict(replace(record, files=files, digests=digests))}
+            write_whole(scratch / RECORD, json.dumps(raw | {"digest": _digest(raw)}))
             if target.is_dir():  # a broken one, which was passed over
                 shutil.rmtree(target)
             target.unlink(missing_ok=True)

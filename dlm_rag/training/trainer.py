@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from dlm_rag.training.origin import Origin
 from dlm_rag.training.processes import Processes, check_sharing
 from dlm_rag.training.saving import Checkpoints, newest, whole_state
 from dlm_rag.training.sharding import called_alone, in_copies, shard, whole, without_sum
-from dlm_rag.training.state import TrainState
+from dlm_rag.training.state import Record, TrainState
 from dlm_rag.training.task import State, Task
 from dlm_rag.training.weights import copy_weights, place
 
@@ -70,7 +70,7 @@ class Trainer:
         self.processes, share = processes.sharing_sequences(train.context_parallel)
         self.device = device = processes.device(config.model.device)
         self.dtype = choose_dtype(train.dtype, device)
-        self.state = TrainState(phase=phase)
+        self.state = TrainState(0, phase, 0, {})
         self.denoiser = origin.empty(self.dtype)
         self.root = task.objective(self.denoiser, share)
         self._reference: Denoiser | None = getattr(self.root, "reference", None)
@@ -257,13 +257,12 @@ class Trainer:
     def save(self) -> Path:
         """Writes a checkpoint that is whole or not there; every process takes part."""
         with stage("checkpoint"):
-            record = {
-                "state": asdict(self.state), "run": run_settings(self.config),
-                "phase": phase_settings(self.config, self.train), "fingerprints": self._fingerprints,
-                "scaler": self._scaler.state_dict(),
-            }  # fmt: skip
+            record = Record(
+                self.state, run_settings(self.config), phase_settings(self.config, self.train),
+                self._fingerprints, self._scaler.state_dict(),
+            )  # fmt: skip
             start = None if self._reference is None else self.state.step - self.state.phase_step
-            return self._checkpoints.save(self.state.step, self.root, self.optimizers, record, keep=start)
+            return self._checkpoints.save(record, self.root, self.optimizers, keep=start)
 
     def restore(self) -> bool:
         """Goes on from the newest checkpoint, of this phase or the one before; False without one.
@@ -274,16 +273,16 @@ class Trainer:
         if found is None:
             return False
         path, record = found
-        state = TrainState.read(record["state"])
+        state = record.state
         same = state.phase == self.state.phase
-        kept = same or record["phase"].get("train.optimizer") == self.train.optimizer
+        kept = same or record.phase.get("train.optimizer") == self.train.optimizer
         start = state.step - state.phase_step if same else state.step
         if self._reference is not None and start:
             self._checkpoints.load_start(start, self.root)
             copy_weights(self.denoiser, self._reference)
         self._checkpoints.load(path, self.root, self.optimizers if kept else [])
-        if self._scaler.is_enabled() and record.get("scaler"):
-            self._scaler.load_state_dict(record["scaler"])
+        if self._scaler.is_enabled() and record.scaler:
+            self._scaler.load_state_dict(record.scaler)
         self.state = state if same else replace(state, phase=self.state.phase, phase_step=0)
         return True
 
