@@ -290,6 +290,18 @@ def test_a_file_that_is_taken_away_meanwhile_is_put_back(files, tmp_path, caplog
 
 
 @pytest.mark.parametrize("which", [0, 1])
+def test_what_a_run_goes_on_with_is_its_own_from_the_beginning(files, which):
+    """A model may load for minutes between reading what is answered and the next answer."""
+    run(files, [answer("q0"), answer("q1")])
+    file = AnswersFile(*files)
+    file.begin(stamp(), HEADER)
+    files[which].unlink()
+    file.append(answer("q2"))
+    file.close()
+    assert ids(files) == [["q0", "q1", "q2"]] * 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
 def test_a_file_that_is_cut_or_replaced_meanwhile_ends_the_run(files, which):
     """Its lines are another's now: nothing is added to them, and what lies there stays."""
     file = AnswersFile(*files)

@@ -118,6 +118,20 @@ def test_a_kill_at_any_byte_of_the_journal_loses_and_repeats_nothing(tmp_path):
         assert found == whole, end
 
 
+def test_a_journal_that_is_taken_away_meanwhile_is_put_back(tmp_path):
+    every = [outcome(place) for place in range(6)]
+    make(tmp_path / "whole" / "rows", every)
+    rows = RowsFolder(folder := tmp_path / "rows", SETTINGS, model="tiny")
+    rows.begin({"command": "test"})
+    for each in every:
+        rows.add(each)
+        if each.place in (0, 3, 5):
+            (folder / JOURNAL).unlink()
+    rows.finish(SMALL, QUESTIONS)
+    rows.close()
+    check_same(folder, tmp_path / "whole" / "rows", 6)
+
+
 def test_a_folder_that_is_complete_is_left_alone_and_what_failed_is_asked_again(tmp_path):
     every = [outcome(place) for place in range(5)]
     make(tmp_path / "a", every[:3], complete=False)

@@ -122,7 +122,7 @@ def decode_to_screen(
         with ExitStack() as stack:
             trace = TraceWriter(Path(config.trace), prepared.trace_header()) if config.trace else None
             if trace:
-                stack.callback(trace.close)
+                stack.callback(trace.file.close)
             stack.enter_context(meter)
             start = time.perf_counter()
             view = stack.enter_context(LiveView(console)) if console.is_terminal else None

@@ -129,6 +129,9 @@ class AnswersFile:
                 self._writer = TraceWriter(self._trace, header, held)
             with self._writing():
                 self._take_out()
+                self._file.hold()
+                if self._writer is not None:
+                    self._writer.file.hold()
                 (machine,) = stamp["machines"]
                 if self._stamp is None:
                     self._write_stamp(stamp)
@@ -208,7 +211,7 @@ class AnswersFile:
         """Gives the files back."""
         self._file.close()
         if self._writer is not None:
-            self._writer.close()
+            self._writer.file.close()
         while self._locks:
             give_back(self._locks.pop())
 

@@ -149,7 +149,7 @@ class TraceWriter:
         held = held or scan_trace(path)
         if held.version == 1:
             raise TraceError(f"{path} is a trace of version 1, which nothing can be added to: name another")
-        self._file, self._written = GrowingFile(path), dict(held.passages)
+        self.file, self._written = GrowingFile(path), dict(held.passages)
         self._common = (held.header or header).settings
         self._first = [] if held.header else [header.record()]
 
@@ -161,12 +161,9 @@ class TraceWriter:
             if self._written.get(name) != hash(rollout.passages[name])
         }
         texts = [{"passage": name, "text": text} for name, text in new.items()]
-        append_lines(self._file, [*self._first, *texts, _question_record(rollout, self._common)])
+        append_lines(self.file, [*self._first, *texts, _question_record(rollout, self._common)])
         self._first = []
         self._written |= {name: hash(text) for name, text in new.items()}
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def read_header(path: Path) -> Header:

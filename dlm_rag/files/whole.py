@@ -67,7 +67,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 class GrowingFile:
-    """A file that this process alone adds to; it is opened, or made, with the first of what is added.
+    """A file that this process alone adds to; it is made with the first of what is added.
 
     What others do to it meanwhile is noticed before more is added: a file that was removed or renamed is
     put back with all that was in it, and one that is another now is left to those who made it so.
@@ -77,6 +77,11 @@ class GrowingFile:
         self._path = path
         self._file: FileIO | None = None
         self._size = 0
+
+    def hold(self) -> None:
+        """Opens the file, where it is there: from now on it is noticed what others do to it."""
+        if self._path.is_file():
+            self._open()
 
     def append(self, data: bytes) -> None:
         """Adds to the end, out at once. Raises `OSError`, and `RunError` where the file is another now."""

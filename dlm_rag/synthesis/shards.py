@@ -11,17 +11,15 @@ command makes just that. The files are made of the journal alone, in the order o
 are the same bytes whatever was stopped and in whatever order the sources were done.
 """
 
-import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
@@ -29,7 +27,7 @@ from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files.foreign import read_as, resolve_name
 from dlm_rag.files.jsonl import end_last_line, parse_object, read_note
-from dlm_rag.files.whole import give_back, take_lock, write_whole
+from dlm_rag.files.whole import GrowingFile, give_back, take_lock, write_whole
 from dlm_rag.progress import progress
 from dlm_rag.synthesis.card import card
 from dlm_rag.synthesis.duplicates import Duplicates
@@ -102,7 +100,7 @@ class RowsFolder:
         self._common = {"model": model, "settings": digest}
         self._journal, self._note = folder / JOURNAL, folder / NOTE
         self._lock: FileLock | None = None
-        self._file: IO[bytes] | None = None
+        self._file = GrowingFile(self._journal)
         self.done: set[str] = set()
         self._check()
 
@@ -153,7 +151,7 @@ class RowsFolder:
             next(self._lines(), None)  # what is not ours is not cut
             end_last_line(self._journal)
             self.done = {line.source for _, line in self._lines()}
-            self._file = self._journal.open("ab", buffering=0)
+            self._file.hold()
         except BaseException:
             self.close()
             raise
@@ -165,11 +163,10 @@ class RowsFolder:
 
     def add(self, outcome: Outcome) -> None:
         """One line of the journal, out at once. Raises `RunError` where the disk is full."""
-        assert self._file is not None and outcome.source not in self.done
+        assert outcome.source not in self.done
         line = (json.dumps(asdict(outcome), ensure_ascii=False) + "\n").encode()
         try:
-            if self._file.write(line) < len(line):  # what is there of it is cut off when the run goes on
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._file.append(line)
         except OSError as error:
             raise RunError(
                 f"out={self.folder} cannot be written any more ({error.strerror}); what is there is kept: "
@@ -194,6 +191,7 @@ class RowsFolder:
         complete: whether every source is decided. Until then the journal stays, and the files are written
         anew by the run that goes on.
         """
+        self._file.append(b"")  # it may have been taken away
         counts: Counter[str] = Counter(sources=len(self.done))
         parts = self.folder / PARTS
         shutil.rmtree(parts, ignore_errors=True)
@@ -267,8 +265,7 @@ class RowsFolder:
 
     def close(self) -> None:
         """Gives the folder back."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
         if self._lock is not None:
             give_back(self._lock)
             self._lock = None
