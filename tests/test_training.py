@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -295,10 +297,11 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("objective", ["sft", "pretrain"])
-def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, objective):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, objective, dtype):
     """For its sums and the norm of its gradients together."""
     words = [f"train.objective={objective}", "train.sequence_length=64", "train.batch_tokens=256"]
-    trainer = make_trainer(tmp_path, *words, "train.accumulate=2")
+    trainer = make_trainer(tmp_path, *words, f"train.dtype={dtype}", "train.accumulate=2")
     trainer.step()
     waits = []
     monkeypatch.setattr("dlm_rag.training.trainer.to_host", lambda x: waits.append(x) or to_host(x))
@@ -452,6 +455,39 @@ def test_what_float16_cannot_hold_is_skipped_by_all_optimizers_and_the_scale_is_
     trainer.save()
     again = make_trainer(tmp_path, *words)
     assert again.restore() and again._scaler.get_scale() == scale / 2
+
+
+@pytest.mark.slow
+def test_the_scale_of_losses_in_float16_is_that_of_torch(tmp_path, monkeypatch):
+    """Against torch's own loop, which asks the scaler to step: growth, an overflow, growth, a resume."""
+
+    def by_torch(trainer, norm):
+        for optimizer in trainer.optimizers:
+            trainer._scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        trainer._scaler.update()
+
+    words, scales = ["train.dtype=float16", "train.rows=2"], []
+    trainers = [make_trainer(tmp_path / name, *words) for name in ("ours", "theirs")]
+    monkeypatch.setattr(trainers[1], "_update", partial(by_torch, trainers[1]))
+    for step in range(6):
+        if step == 4:
+            trainers[0].save()
+            trainers[0] = make_trainer(tmp_path / "ours", *words)
+            assert trainers[0].restore()
+        for trainer in trainers:
+            trainer._scaler.set_growth_interval(2)
+            with ExitStack() as stack:
+                if step == 2:  # of both optimizers, for torch asks each by itself
+                    for name in ("embed_tokens.weight", "layers.0.mlp.up_proj.weight"):
+                        stack.callback(spoil(trainer, name).remove)
+                trainer.step()
+        ours, theirs = map(weights_of, trainers)
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), step
+        states = [trainer._scaler.state_dict() for trainer in trainers]
+        assert states[0] == states[1]
+        scales.append(states[0]["scale"] / 2**16)
+    assert scales == [1, 2, 1, 1, 2, 2]
 
 
 @pytest.mark.slow

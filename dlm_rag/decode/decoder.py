@@ -14,6 +14,7 @@ from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.pool import Reuse
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.gemma import NoiseDenoiser
+from dlm_rag.model.heads import copy_to_host
 from dlm_rag.questions import Question, typed_questions
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import Tokenizer
@@ -97,7 +98,8 @@ class Decoder:
     def new_engine(self) -> Engine:
         """An engine to be stepped by hand; it shares what is kept with this decoder's others."""
         parts = self.proposer, self.retriever, self.tokenizer
-        return Engine(*parts, self.config, self.evidence_layout, self.denoiser.heads)
+        heads = None if self.denoiser.heads is None else copy_to_host(self.denoiser.heads)
+        return Engine(*parts, self.config, self.evidence_layout, heads)
 
     @property
     def machinery(self) -> "Machinery":

@@ -16,6 +16,7 @@ from dlm_rag.evidence.pool import Reuse
 from dlm_rag.evidence.prefix import Prefixes, Slot
 from dlm_rag.model.gemma import NoiseDenoiser, Stacked
 from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.transfer import to_device, to_host
 from dlm_rag.stages import stage
 
 
@@ -54,7 +55,8 @@ class NoiseProposer:
             texts = self._side_by_side([view.slot for view in views], slots)
         with stage("denoise"):
             open_blocks = np.stack([view.canvas[view.finished :] for view in views])
-            canvas = torch.from_numpy(open_blocks).to(self.denoiser.device)
+            lots = [view.uniform.astype(np.float32) for view in views if view.uniform is not None]
+            canvas, *drawn = to_device([open_blocks, *lots], self.denoiser.device)
             before = [
                 slot.logits if slot.block == view.finished else None
                 for slot, view in zip(slots, views, strict=True)
@@ -63,9 +65,9 @@ class NoiseProposer:
             for row, logits in enumerate(self.denoiser.logits(canvas, texts, before)):
                 view, slot = views[row], slots[row]
                 cooled = logits / view.temperature
-                found.append(_read(logits, cooled, canvas[row], view))
+                found.append(_read(logits, cooled, canvas[row], drawn[row]))
                 slot.block, slot.logits = view.finished, cooled.to(self.denoiser.dtype)
-            values = torch.stack(found).cpu().numpy().astype(np.float64)
+            values = to_host(torch.stack(found)).astype(np.float64)
         return [_proposals(view, part) for view, part in zip(views, values, strict=True)]
 
     def _side_by_side(self, numbers: list[int], slots: list[Slot]) -> Stacked:
@@ -84,15 +86,14 @@ def _before(view: View) -> tuple[int, ...]:
     return (*view.arrangement.lead.ids, *view.canvas[: view.finished].tolist())
 
 
-def _read(logits: Tensor, cooled: Tensor, canvas: Tensor, view: View) -> Tensor:
+def _read(logits: Tensor, cooled: Tensor, canvas: Tensor, uniform: Tensor) -> Tensor:
     """(8, n): of each position token, its probability and log-probability, the entropy, the probability of
     what stands there, and the most probable token with its own two.
 
-    logits, cooled: (n, V) float32, the second over the temperature, by which tokens are drawn and which the
-    entropy is of. Probabilities are those of temperature 1.
+    logits, cooled: (n, V) float32, the second over the temperature, by which tokens are drawn, at the
+    quantiles `uniform` (n,), and which the entropy is of. Probabilities are those of temperature 1.
     """
-    assert view.uniform is not None
-    drawn = quantile(cooled, torch.from_numpy(view.uniform.astype(np.float32)).to(cooled.device))
+    drawn = quantile(cooled, uniform)
     best, log_prob = cooled.argmax(-1), logits.log_softmax(-1)
     entropy = torch.special.entr(cooled.softmax(-1)).sum(-1)
     said = [log_prob.gather(1, ids[:, None]).squeeze(1) for ids in (drawn, canvas, best)]

@@ -62,7 +62,9 @@ def outcomes(logits: Tensor, mask_id: Tensor, soft: Soft) -> Outcomes:
     """The outcomes at positions with these logits (n, V), float32 or more; mask_id (1,) is never drawn."""
 
     def each(value: Tensor | float) -> Tensor:
-        return torch.as_tensor(value, dtype=logits.dtype, device=logits.device).expand(len(logits))[:, None]
+        if isinstance(value, Tensor):
+            return value.to(logits.dtype)[:, None]
+        return logits.new_full((len(logits), 1), value)  # made on the device: what is sent is waited for
 
     threshold, width = each(soft.threshold), each(soft.width)
     log_pi = (logits.index_fill(1, mask_id, -math.inf) / each(soft.temperature)).log_softmax(-1)

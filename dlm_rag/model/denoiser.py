@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dlm_rag.model.block import AttentionProbe, Block, Call, Embedding, Norm, rope_frequencies
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.cost import Work, encode_work, head_work
-from dlm_rag.model.feedforward import Linear, MixtureOfExperts
+from dlm_rag.model.feedforward import Linear, MixtureOfExperts, arithmetic_dtype, is_autocast
 from dlm_rag.model.heads import Heads, read_heads
 from dlm_rag.model.kernels import FLASH_MODULE, choose_backend
 from dlm_rag.model.rows import Rows, rectangle
@@ -131,17 +131,12 @@ class Denoiser(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of keys and values: that of the weights, or of an autocast that is on."""
-        kind = self.device.type
-        return torch.get_autocast_dtype(kind) if self._autocast() else self.dtype
+        return arithmetic_dtype(self.embed_tokens.weight)
 
     @property
     def backend(self) -> str:
         """The attention kernel in use, as stamped on results."""
         return choose_backend(self.attention, self.device, self.compute_dtype)
-
-    def _autocast(self) -> bool:
-        kind = self.device.type
-        return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
     def compile_layers(self) -> None:
         """Compiles what stands before and after attention, once for all layers and lengths.
@@ -190,7 +185,7 @@ class Denoiser(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)
         rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)
         x = self.embed_tokens(rows.ids)
-        if self._autocast():
+        if is_autocast(x):
             # Sums stay in float32 however the weights lie: in whole copies, in shards cast to be gathered.
             x = x.float()
         kept, top = [], len(self.layers) - 1

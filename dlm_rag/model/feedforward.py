@@ -10,6 +10,16 @@ from torch import Tensor, nn
 from dlm_rag.model.shape import DenoiserConfig, Experts
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of `x`."""
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+
+
+def arithmetic_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which products of `x` are computed: that of autocast where it is on, else its own."""
+    return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype
+
+
 class Linear(nn.Linear):
     """Takes its weights from a checkpoint or from `Denoiser.initialise`, not at construction.
 
@@ -65,8 +75,8 @@ class Router(nn.Module):
 
 def by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Each expert's rows of x (n, in), up to its entry in `ends` (E,), times its weights (E, out, in)."""
-    if x.dtype != weights.dtype:  # under autocast, where weights may be float32
-        x = x.to(weights.dtype)
+    low = arithmetic_dtype(weights)  # of which autocast, for other products, takes care by itself
+    x, weights = x.to(low), weights.to(low)
     if (x.is_cuda and x.dtype != torch.bfloat16) or x.device.type not in ("cpu", "cuda"):
         return _one_by_one(x, weights, ends)
     return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)

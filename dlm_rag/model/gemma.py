@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,6 +20,7 @@ from dlm_rag.errors import CheckpointError, fold_message, is_failure
 from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.model.families.gemma import VISION, tensor_shapes, transformers_config
 from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.transfer import to_device
 
 Kept = list[tuple[Tensor, Tensor]]  # of each layer: keys and values (1, heads, tokens, head_dim)
 
@@ -102,7 +104,7 @@ class NoiseDenoiser:
             cache.update(*pair, layer)
         begin = kept[0][0].shape[2] if kept else 0
         at = torch.arange(begin, begin + len(ids), device=self.device)[None]
-        tokens = torch.tensor([ids], device=self.device)
+        (tokens,) = to_device([np.array([ids])], self.device)
         self.model.model.encoder.language_model(
             input_ids=tokens, position_ids=at, past_key_values=cache, use_cache=True
         )
@@ -125,15 +127,15 @@ class NoiseDenoiser:
             cache.update(keys, values, layer)
             if kind not in masks:
                 masks[kind] = self._mask(seen, longest, canvas)
-        ends = torch.tensor(lengths, device=self.device)
-        return Stacked(cache, masks, ends[:, None] + torch.arange(canvas, device=self.device))
+        (positions,) = to_device([np.array(lengths)[:, None] + np.arange(canvas)], self.device)
+        return Stacked(cache, masks, positions)
 
     def _mask(self, seen: Sequence[int], longest: int, canvas: int) -> Tensor | None:
         """Which keys a canvas sees, (rows, 1, canvas, longest + canvas); None: all."""
         if min(seen) == longest:
             return None
-        there = torch.arange(longest + canvas, device=self.device)
-        visible = (there < torch.tensor(seen, device=self.device)[:, None]) | (there >= longest)
+        there = np.arange(longest + canvas)
+        (visible,) = to_device([(there < np.array(seen)[:, None]) | (there >= longest)], self.device)
         return visible[:, None, None, :].expand(-1, -1, canvas, -1)
 
     def logits(self, canvas: Tensor, texts: "Stacked", before: Sequence[Tensor | None]) -> Tensor:
@@ -146,7 +148,7 @@ class NoiseDenoiser:
         if given:
             none = torch.zeros_like(given[0])
             conditioning = torch.stack([none if logits is None else logits for logits in before])
-            mask = torch.tensor([logits is not None for logits in before], device=self.device)
+            (mask,) = to_device([np.array([logits is not None for logits in before])], self.device)
         found: Tensor = self.model(
             decoder_input_ids=canvas,
             past_key_values=texts.cache,

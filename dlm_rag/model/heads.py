@@ -55,6 +55,15 @@ class Heads(nn.Module):
                 value.normal_(0.0, value.shape[1] ** -0.5, generator=keyed_generator("heads", seed, name))
 
 
+def copy_to_host(heads: Heads) -> Heads:
+    """The heads as they are now, on the CPU, where decoding asks them row by row."""
+    with torch.device("meta"):
+        there = Heads()
+    values = {name: value.detach().cpu() for name, value in heads.named_parameters()}
+    there.load_state_dict(values, assign=True)
+    return there.requires_grad_(False)
+
+
 def save_heads(tensors: dict[str, Tensor], folder: Path) -> None:
     """Writes `heads.safetensors` from tensors by their names in a denoiser, where there are any."""
     named = {name.removeprefix(PREFIX): value.contiguous() for name, value in tensors.items()}

@@ -7,6 +7,7 @@ have the same weights, and gradients flow through the keys and values.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.model.cost import Work
 from dlm_rag.model.families.gemma import VISION, tensor_shapes, transformers_config
 from dlm_rag.model.gemma import NoiseDenoiser, load_model
+from dlm_rag.model.transfer import to_device
 
 # Settings of a phase that this class, or this kind of noise, has nothing for.
 FOREIGN = (
@@ -67,15 +69,20 @@ class TrainedGemma(nn.Module):
         if value == "full":
             self.model.gradient_checkpointing_enable()
 
-    def forward(self, prompts: Sequence[Sequence[int]], canvases: Tensor, conditioned: Tensor) -> Tensor:
+    def forward(
+        self, prompts: Sequence[Sequence[int]], canvases: Tensor, conditioned: Sequence[bool]
+    ) -> Tensor:
         """Logits (rows, n, V) for canvases (rows, n) behind prompts of any lengths.
 
-        conditioned (rows,): which rows are shown the logits of a first pass, without gradients, as decoding
+        conditioned: which rows are shown the logits of a first pass, without gradients, as decoding
         shows those of the step before (Analog Bits, arXiv 2208.04202).
         """
         (rows, n), longest = canvases.shape, max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=canvases.device)
-        lengths = torch.tensor([[len(p)] for p in prompts], device=canvases.device)
+        arrays = [
+            np.array([[0] * (longest - len(p)) + list(p) for p in prompts]),
+            np.array([[len(p)] for p in prompts]), np.array(conditioned),
+        ]  # fmt: skip
+        ids, lengths, shown = to_device(arrays, canvases.device)
         # Padding stands in front: layers with a sliding window keep what is last.
         there = torch.arange(longest, device=canvases.device) >= longest - lengths
         places = torch.arange(n, device=canvases.device) + lengths
@@ -83,20 +90,23 @@ class TrainedGemma(nn.Module):
         kept = encoder(
             input_ids=ids, attention_mask=there.long(), position_ids=(there.cumsum(-1) - 1).clamp(min=0)
         ).past_key_values
-        seen = torch.cat([there, there.new_ones(rows, n)], dim=1).long()
+        seen = torch.cat([there, there.new_ones(rows, n)], dim=1)[:, None, None].expand(-1, -1, n, -1)
+        # Whole masks: of a row of flags transformers asks whether anything is hidden, and waits.
+        window = min(longest, self.model.config.text_config.sliding_window - 1)
+        masks = {"full_attention": seen, "sliding_attention": seen[..., longest - window :]}
 
         def denoise(before: Tensor | None) -> Tensor:
             found: Tensor = self.model(
                 past_key_values=kept,
                 decoder_input_ids=canvases,
-                decoder_attention_mask=seen,
+                decoder_attention_mask=masks,
                 decoder_position_ids=places,
                 self_conditioning_logits=before,
-                self_conditioning_mask=None if before is None else conditioned,
+                self_conditioning_mask=None if before is None else shown,
             ).logits
             return found
 
-        before, twice = None, bool(conditioned.any())
+        before, twice = None, any(conditioned)
         if twice:
             with torch.no_grad():
                 before = denoise(None)

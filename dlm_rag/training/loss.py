@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlm_rag.model.feedforward import arithmetic_dtype
+
 
 class ChunkedLoss(torch.autograd.Function):
     """Weighted cross-entropy, summed, whose logits exist `chunk` rows at a time and only once.
@@ -62,9 +64,3 @@ def chunks(x: Tensor, low: Tensor, size: int) -> Iterator[tuple[slice, Tensor, T
         rows = slice(start, start + size)
         part = x[rows].to(low.dtype)
         yield rows, part, (part @ low.t()).float()
-
-
-def arithmetic_dtype(x: Tensor) -> torch.dtype:
-    """What products are computed in: that of autocast, where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from dlm_rag.config import Config, TrainConfig
 from dlm_rag.diffusion.nelbo import token_losses
 from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times
 from dlm_rag.diffusion.uniform import redraw_tokens, uniform_nelbo
+from dlm_rag.model.transfer import to_device
 from dlm_rag.randomness import keyed_generator
 from dlm_rag.stages import stage
 from dlm_rag.training.gemma import TrainedGemma
@@ -118,21 +120,21 @@ class RedrawnObjective(nn.Module):
         self, rows: Sequence[Canvas], counts: dict[str, float], terms: Terms
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What these rows add to the loss of a step, a scalar; and sums, as in `Objective`."""
-        device = self.denoiser.device
-        noisy, targets = (torch.tensor([getattr(r, n) for r in rows]) for n in ("noisy", "target"))
-        weights = torch.tensor([[terms.end if t in self.end_ids else 1.0 for t in r.target] for r in rows])
-        noisy, targets, weights = (x.to(device) for x in (noisy, targets, weights))
-        conditioned = torch.tensor([row.conditioned for row in rows], device=device)
-        logits = self.denoiser([row.prompt for row in rows], noisy, conditioned)
+        names = [(n, place) for n, row in enumerate(rows) for place in row.names]
+        weights = [[terms.end if token in self.end_ids else 1.0 for token in row.target] for row in rows]
+        arrays = [
+            np.array([row.noisy for row in rows]), np.array([row.target for row in rows]),
+            np.array(weights, np.float32), np.array([[row.time] for row in rows]),
+            np.array(names, np.int64).reshape(-1, 2).T,
+        ]  # fmt: skip
+        noisy, targets, counted, times, at = to_device(arrays, self.denoiser.device)
+        logits = self.denoiser([row.prompt for row in rows], noisy, [row.conditioned for row in rows])
         with stage("loss"):
             if self.loss == "nelbo":
-                times = torch.tensor([[row.time] for row in rows], dtype=torch.float64).expand(noisy.shape)
-                losses = uniform_nelbo(logits, noisy, targets, times.to(device), LINEAR)
+                losses = uniform_nelbo(logits, noisy, targets, times.expand(noisy.shape), LINEAR)
             else:
                 losses = token_losses(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
-            summed = (losses * weights).sum().float()
-            names = [(n, place) for n, row in enumerate(rows) for place in row.names]
-            at = torch.tensor(names, dtype=torch.long, device=device).reshape(-1, 2).unbind(1)
-            right = (logits.detach().argmax(-1) == targets)[at].sum().float()
+            summed = (losses * counted).sum().float()
+            right = (logits.detach().argmax(-1) == targets)[at.unbind()].sum().float()
         sums = {"tokens": summed, "names_right": right}
         return summed / counts["divisor"], {name: value.detach() for name, value in sums.items()}

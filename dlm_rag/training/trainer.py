@@ -197,13 +197,14 @@ class Trainer:
     def _update(self, norm: float) -> None:
         """Steps the optimizers, whose gradients had that norm.
 
-        Gradients that float16 cannot hold change no weight but the scale of the next losses.
+        Gradients that float16 cannot hold change no weight but the scale of the next losses. The norm tells
+        what `GradScaler.step` would ask the device for, optimizer by optimizer.
         """
         if not self._scaler.is_enabled():
             self._finite(norm, "gradient")
         for optimizer in self.optimizers:
             if math.isfinite(norm):
-                self._scaler.step(optimizer)
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self._scaler.update()
 

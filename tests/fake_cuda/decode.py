@@ -385,10 +385,10 @@ def test_a_model_of_uniform_noise_answers(tmp_path, corpus_file, canvas_length):
 # Faults that are planted.
 
 
-def place_of(error: BaseException) -> tuple[str, str]:
-    """The file and the line of the package, or of this file, in which it came up."""
+def place_of(error: BaseException, test: str = __file__) -> tuple[str, str]:
+    """The file and the line of the package, or of a test, in which it came up."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if frame.filename.startswith((PACKAGE, __file__))]
+    ours = [frame for frame in frames if frame.filename.startswith((PACKAGE, test))]
     return Path(ours[-1].filename).name, ours[-1].line
 
 

@@ -117,8 +117,9 @@ class _Device(TorchDispatchMode):
             self._note_indices([x for x in args[1] if x is not None])
         if self._waits_inside(operator, given):
             note(self._seen, "wait")
-            return _create_grouped_mm_output_tensor(*args[:2], kwargs.get("offs", given[2]), None)
-        if operator in COPIES:
+            with self._fake:
+                found = _create_grouped_mm_output_tensor(*given, None)
+        elif operator in COPIES:
             found = self._copied(operator, args, kwargs)
         else:
             found = self._computed(operator, args, kwargs)
