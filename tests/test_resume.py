@@ -153,12 +153,14 @@ def test_a_flipped_bit_changes_no_weight_of_the_end(folder, finished, capsys):
     assert "going on from step 4" in capsys.readouterr().err
 
 
-def test_where_no_checkpoint_is_whole_nothing_begins_anew(folder):
+def test_where_no_checkpoint_is_whole_nothing_begins_anew(folder, capsys):
     for checkpoint in (folder / "checkpoints").iterdir():
         HARMS["zeros"][0](checkpoint)
+    metrics = (folder / "metrics.jsonl").read_bytes()
     for _ in range(2):
         with pytest.raises(CheckpointError, match="none of the checkpoints in .* is whole: .*shard-"):
-            pass_over_damaged(folder, ALONE)
+            run(folder, "--resume")
+    assert (folder / "metrics.jsonl").read_bytes() == metrics and "anew" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     from dlm_rag.training.origin import begin
     from dlm_rag.training.plan import refuse_unfit
     from dlm_rag.training.processes import Processes
-    from dlm_rag.training.saving import newest
+    from dlm_rag.training.saving import newest, pass_over_damaged
 
     stop = Stop()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -71,6 +71,9 @@ def main(argv: list[str]) -> None:
     try:
         with failures_told(), running(folder, processes):
             processes.check_folder(folder)
+            passed_over = pass_over_damaged(folder, processes)
+            for line in passed_over if processes.first else ():
+                note(line)
             if resume and processes.first and newest(folder) is None:
                 note(f"{folder} has no checkpoint: the run begins anew")
             device = processes.device(config.model.device)
@@ -205,17 +208,13 @@ def train(config: "Config", origin: "Origin", folder: Path, processes: "Processe
     from dlm_rag.training.energy import Windows
     from dlm_rag.training.phase import open_phase
     from dlm_rag.training.report import Report
-    from dlm_rag.training.saving import pass_over_damaged, position
+    from dlm_rag.training.saving import position
     from dlm_rag.training.trainer import Trainer, free_memory
 
     commit = commit_of_code()  # of what runs: at the end the checkout may be another
-    passed_over = pass_over_damaged(folder, processes)
     step, left = position(folder, list(config.train.in_phases()))
-    if processes.first:
-        for line in passed_over:
-            note(line)
-        if step:
-            note(f"going on from step {step}")
+    if processes.first and step:
+        note(f"going on from step {step}")
     # What is wrong with the data of the last phase is said before the first begins.
     opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
     windows = None
