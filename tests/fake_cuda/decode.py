@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_denoiser, tiny_tokenizer
+from conftest import tiny_denoiser
 from fake_cuda.checked_kernels import checked_kernels
 from fake_cuda.device import ALIKE, CUDA, PACKAGE, fake_cuda
 from test_decoder import LAYOUTS, QUESTIONS
 from tiny_gemma import write_gemma
+from ways import DECODING, EXPERTS, make_decoder
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.prepare import prepare, with_shipped
@@ -23,19 +24,12 @@ from dlm_rag.evidence.pool import EvidencePool
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.gemma import NoiseDenoiser
-from dlm_rag.model.heads import Heads
 from dlm_rag.model.rows import Segment
-from dlm_rag.model.shape import Experts
 from dlm_rag.questions import read_questions
-from dlm_rag.tokenizer import Prompt, PromptTemplate
+from dlm_rag.tokenizer import Prompt
 
 STEP = [("in", "to_device"), ("out", "to_host"), ("wait", "to_host")]
 FACTS = [((10, 11), (20, 21, 22)), ((20, 21, 22),), ((30,), (10, 11), (40, 41))]
-TIERS = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)  # a few passages each, which leave and come back
-EXPERTS = Experts(
-    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_intermediate_size=32,
-    score_function="sigmoid", expert_bias=True, n_group=2, topk_group=1,
-)  # fmt: skip
 
 
 # What the device sees.
@@ -270,40 +264,15 @@ def test_experts_wait_in_bfloat16_not_at_all_and_else_where_it_says_so(dtype):
 
 # The whole loop.
 
-LOOPS = {  # layout, block of the model's attention, what finished blocks see, how it is decoded
-    "joint": ("joint", None, {}),
-    "prefix": ("prefix", None, {}),
-    "independent": ("independent", None, {}),
-    "blocks, reread": ("joint", 3, {}),
-    "blocks, text": ("independent", 3, {"finished_blocks": "text"}),
-    "blocks, append": ("independent", 3, {"finished_blocks": "append"}),
-    "blocks, kept": ("independent", 3, {"finished_blocks": "kept"}),
-    "pipeline": ("independent", None, {"overlap": "pipeline"}),
-    "drawn": ("prefix", None, {"temperature": 0.5}),
-    "several by entropy": ("joint", None, {"commit_rule": "entropy_bound"}),
-    "by lot": ("independent", None, {"commit_rule": "sampled", "temperature": 1.0}),
-    "by heads": ("prefix", 3, {"commit_rule": "head", "search": "head"}),
-    "copying": ("independent", None, {"copy_price": 3.0, "canvas_length": 3}),
-    "edited": ("independent", 3, {"edit_threshold": 0.5, "edit_rounds": 2}),
-    "one question at a time": ("joint", 3, {"batch_size": 1}),
-}
+
+def decoder_on_gpu(corpus_file, way, dtype=torch.bfloat16):
+    return make_decoder(corpus_file, way, lambda denoiser: denoiser.to(CUDA, dtype))
 
 
-def decoder_on_gpu(corpus_file, layout="independent", block=None, dtype=torch.bfloat16, **settings):
-    config = DecodeConfig(**{"canvas_length": 6, "batch_size": 2, "commit_threshold": 0.4} | settings)
-    denoiser = tiny_denoiser(attention_block=block, evidence_layout=layout).to(CUDA, dtype)
-    denoiser.heads = Heads().requires_grad_(False)
-    tokenizer = tiny_tokenizer(PromptTemplate.read(None, layout))
-    decoder = Decoder(denoiser, load_retriever(corpus_file, top_k=2), tokenizer, config, layout)
-    decoder.proposer = DenoiserProposer(denoiser, 256, TIERS)
-    return decoder
-
-
-@pytest.mark.parametrize("how", LOOPS)
-def test_answers_come_out_in_one_copy_a_step(corpus_file, how):
-    layout, block, settings = LOOPS[how]
+@pytest.mark.parametrize("way", DECODING)
+def test_answers_come_out_in_one_copy_a_step(corpus_file, way):
     with fake_cuda() as seen:
-        decoder = decoder_on_gpu(corpus_file, layout, block, **settings)
+        decoder = decoder_on_gpu(corpus_file, way)
         seen.clear()
         rollouts = decoder.decode(QUESTIONS)
         assert [rollout.error for rollout in rollouts] == [""] * len(QUESTIONS)
@@ -330,7 +299,7 @@ def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capa
 
 def test_passages_that_leave_and_come_back_are_waited_for(corpus_file):
     with fake_cuda() as seen:
-        decoder = decoder_on_gpu(corpus_file, dtype=torch.float32)
+        decoder = decoder_on_gpu(corpus_file, "independent", torch.float32)
         decoder.decode(QUESTIONS * 2)
         reuse = decoder.proposer.reuse
     assert reuse.evicted > 5 and reuse.from_host > 50
