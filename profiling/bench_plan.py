@@ -25,9 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from dlm_rag.commands.words import parse
 from dlm_rag.config import load_config
 from dlm_rag.program import run
-from dlm_rag.training.objective import Terms, counts_of
 from dlm_rag.training.phase import open_trainer
-from dlm_rag.training.plan import plan_phases, sample_items, step_flops
+from dlm_rag.training.plan import BEYOND, forward_work, plan_phases, sample_items, sample_part
 from dlm_rag.training.processes import Processes
 
 ALONE = Processes(0, 1, 0)
@@ -38,6 +37,12 @@ SHAPE = [
     "decode.canvas_length=120", "retrieval.top_k=3",
 ]  # fmt: skip
 LONG = ["train.objective=pretrain", "train.sequence_length=1024", "train.batch_tokens=1024"]
+# Of which the plan runs five layers at most, and as few items as it can.
+MORE = ["train.num_hidden_layers=7", "train.logit_chunk=64"]
+RL = [
+    "model.path=dlm_rag/shipped/whole", "train.objective=rl", "train.learn=all", "train.rows=2",
+    "train.steps_of_rollout=2", "train.pointer_weight=null", "train.late_pointer_weight=null",
+]  # fmt: skip
 WAYS = {
     "sft, independent": [],
     "sft, joint": ["model.evidence_layout=joint"],
@@ -46,6 +51,10 @@ WAYS = {
     "sft, second of two parts": ["train.groups=2", "train.accumulate=2"],
     "pretrain": LONG,
     "pretrain, 64 logits at a time": [*LONG, "train.logit_chunk=64"],
+    "sft, more layers and sets": ["train.groups=3", *MORE],
+    "pretrain, more layers and rows": [*LONG, "train.batch_tokens=3072", *MORE],
+    "rl": [*RL, "train.groups=3", "train.logit_chunk=64"],
+    "rl, with a reference": [*RL, "train.groups=3", "train.logit_chunk=64", "train.kl_weight=0.1"],
 }
 
 
@@ -70,14 +79,14 @@ def measure(words: list[str], processes: Processes = ALONE) -> Found:
         config = load_config(None, [*words, *shared, "train.parallel=fsdp"])
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = open_trainer(config, Path(folder), processes)
-    shape, ends = trainer.origin.config, trainer.origin.tokenizer.end_ids
+    shape = trainer.origin.config
     (plan,) = plan_phases(config, shape, trainer.dtype)
-    examples = sample_items(config, config.train, shape, 1)
-    counts = counts_of(examples, ends, 1.0)
+    part, terms = sample_part(config, config.train, shape, plan.part), trainer.task.terms(0)
+    counts = trainer.task.counts(part, terms)
 
     def step() -> None:
         with trainer.arithmetic():
-            loss, _ = trainer.root(examples, counts, Terms())
+            loss, _ = trainer.root(part, counts, terms)
         loss.backward()
 
     flops = flops_of(step) if count == 1 else math.nan
@@ -89,11 +98,14 @@ def measure(words: list[str], processes: Processes = ALONE) -> Found:
         held = plan.memory.gradients
     else:
         trainer.denoiser.zero_grad(set_to_none=True)
-    layout = shape.evidence_layout if config.train.objective == "sft" else "joint"
+    layout = "joint" if config.train.objective == "pretrain" else shape.evidence_layout
+    examples = sample_items(config, config.train, shape, plan.part)
+    work = forward_work(shape, examples, layout)
+    held_all_along = ("weights", "reference", "optimizer", BEYOND)
     return Found(
-        predicted_bytes=sum(n for name, n in plan.bytes().items() if name not in ("weights", "optimizer")),
+        predicted_bytes=sum(n for name, n in plan.bytes().items() if name not in held_all_along),
         measured_bytes=held + peak_of(step),
-        predicted_flops=step_flops(shape, examples, layout, frozen=False),
+        predicted_flops=work.with_backward(frozen=False) + (work.flops if plan.memory.reference else 0),
         measured_flops=flops,
     )
 

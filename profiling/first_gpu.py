@@ -396,9 +396,10 @@ def denoise(what: Denoises, record: Record, folder: Path) -> None:
 def train(what: Trains, record: Record, folder: Path) -> None:
     """Steps of one trainer whose switches are turned; memory beside that of the plan."""
     import tempfile
+    from functools import partial
 
     from dlm_rag.config import load_config
-    from dlm_rag.training.memory import step_memory
+    from dlm_rag.training.memory import PlannedStep
     from dlm_rag.training.origin import Origin, begin
     from dlm_rag.training.plan import sample_items
     from dlm_rag.training.processes import Processes
@@ -458,7 +459,9 @@ def train(what: Trains, record: Record, folder: Path) -> None:
         }
         line["peak_gib"] = peak_gib(device)
         changed = replace(config.train, checkpointing=denoiser.checkpointing, logit_chunk=chunk)
-        planned = step_memory(shape, changed, "joint", sampled, trainer.dtype)
+        sample = partial(sample_items, config, changed, shape)
+        task = Pretrain(documents, changed, origin.tokenizer.end_ids)
+        planned = PlannedStep(task, sample, shape, changed, trainer.dtype).memory(changed.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
         record.add(line=line | {"planned_gib": whole / GIB})
         if switch == what.switches[0]:

@@ -1,11 +1,13 @@
 """The three evidence layouts against one dense mask, and what is cut when it does not fit."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import tiny_denoiser, tiny_tokenizer
 from test_denoiser import run_with_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.encode import encode_canvases, encode_contexts
@@ -13,6 +15,8 @@ from dlm_rag.evidence.fitting import Cut, Room, fit
 from dlm_rag.evidence.layout import arrange
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate
+from dlm_rag.training.objective import Objective, Terms, counts_of
+from dlm_rag.training.rows.example import Example
 
 PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))
 CANVAS = (256, 7, 256)
@@ -119,3 +123,32 @@ def test_ids_of_a_passage_do_not_depend_on_its_rank_in_independent():
     prompt, turned = (tokenizer.prompt("Who?", order) for order in (["one", "two"], ["two", "one"]))
     assert [bytes(fact) for fact in prompt.facts] == [b"one\n", b"two\n"]
     assert prompt.facts == turned.facts[::-1]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that run while it is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is not torch.ops.prim.device.default
+        return operator(*args, **(kwargs or {}))
+
+
+def test_the_operators_of_a_step_do_not_grow_with_its_rows():
+    """Nor with their passages: a step of thousands of rows is not made of as many small tensors."""
+    denoiser, rng = tiny_denoiser(), random.Random(0)
+    objective = Objective(denoiser, "independent", frozenset())
+
+    def operators(rows, passages):
+        ids = [tuple(rng.randrange(250) for _ in range(n)) for n in [20] * passages + [8] * rows]
+        facts, hidden = tuple(ids[:passages]), (True,) * 8
+        few = [Example(Prompt((1, n), facts, ()), ids[passages + n], hidden) for n in range(rows)]
+        with Counted() as seen:
+            objective(few, counts_of(few, frozenset(), 1.0), Terms())[0].backward()
+        return seen.count
+
+    operators(1, 1)  # the first call prepares some things once
+    assert operators(16, 8) == operators(2, 2)

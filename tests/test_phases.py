@@ -148,6 +148,22 @@ def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gb300_rl", "h200_rl"])
+def test_learning_by_reward_on_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
+    """A price on forwards: where nothing is answered, rollouts differ in nothing else."""
+    if name == "h200_rl":
+        pytest.importorskip("peft")
+    small = [*SFT, "train.accumulate=2", "train.forward_price=0.01", "decode.canvas_length=32"]
+    words = ["--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *small]
+    done = train(tmp_path / "run", *words)
+    assert done.returncode == 0, done.stderr
+    (_, last) = metrics_of(tmp_path / "run")
+    assert last["exact_match"] >= 0 and last["divergence"] >= 0 and last["gradient_norm"] > 0
+    assert {"rollout", "forward", "backward"} <= last["stage_seconds"].keys()
+    assert Denoiser.from_pretrained(tmp_path / "run" / "model").config.evidence_layout == "independent"
+
+
+@pytest.mark.slow
 def test_the_phases_of_b200_run_at_a_toy_size_on_own_data(autoregressive_qwen, own_data, tmp_path):
     data = [
         f"data.documents.web={own_data}/web.jsonl", f"data.documents.quality={own_data}/quality.jsonl",

@@ -139,12 +139,13 @@ def _on_the_way(shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig)
     """Bytes that one more token in a call takes, and one more position whose logits are read."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # What is alive at a time is of one layer; the last is spared what nobody reads.
+    dense = 0 if shape.experts is None else shape.dense_layers
+    small = replace(shape, num_hidden_layers=min(shape.num_hidden_layers, dense + 2))
+    with torch.device("meta"):
+        denoiser = Denoiser(small).to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        with torch.device("meta"):
-            # What is alive at a time is of one layer; the last is spared what nobody reads.
-            small = replace(shape, num_hidden_layers=min(shape.num_hidden_layers, shape.dense_layers + 2))
-            denoiser = Denoiser(small)
-        denoiser = without_contents(denoiser, dtype, dtype)
+        denoiser = without_contents(denoiser)
         peaks = [_peak_of_call(denoiser, length) for length in (128, 256)]
         logits = [_peak_of_logits(denoiser, decode, count) for count in (64, 128)]
     (less, more), (few, many) = peaks, logits

@@ -38,6 +38,7 @@ def encode_contexts(denoiser: Denoiser, states: Sequence[State]) -> Parts | None
     keys and values from step to step, has `contexts.Contexts` instead.
     """
     segments = list(dict.fromkeys(segment for row in states for segment in row.context))
+    segments.sort(key=lambda segment: len(segment.ids))  # rows of equal lengths are attended to together
     if not segments:
         return None
     kept, lengths = _keys_values(denoiser, segments)

@@ -71,19 +71,15 @@ class LiveBytes(TorchDispatchMode):
         self._wide_now -= wide
 
 
-def without_contents(denoiser: Denoiser, frozen: torch.dtype, trained: torch.dtype) -> Denoiser:
-    """A denoiser made on the meta device, its weights replaced by tensors of the mode that is open.
-
-    frozen, trained: dtypes of weights without and with gradients.
-    """
+def without_contents(denoiser: Denoiser) -> Denoiser:
+    """A denoiser made on the meta device, its weights replaced by tensors of the mode that is open."""
     denoiser.attention = "sdpa"
     made: dict[int, nn.Parameter] = {}  # a tied head stays one with the embedding
     for module in denoiser.modules():
         if isinstance(module, ExpertStack):
             module.product = evenly
         for name, old in module.named_parameters(recurse=False):
-            kind = trained if old.requires_grad else frozen
-            fresh = nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad)
+            fresh = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), old.requires_grad)
             setattr(module, name, made.setdefault(id(old), fresh))
     return denoiser
 

@@ -1,12 +1,20 @@
 """Bytes that a training step holds at its peak, found by running it on tensors without contents.
 
+Neither all layers nor all items are run. The bytes alive at any moment of a step grow evenly with both, so
+two depths and two numbers of items tell what they are for others, and the peak is the largest of them,
+whichever moment it is at then.
+
 torch's own MemTracker stops at frozen weights and takes ten times as long for 32 layers (docs/log.md).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import TrainConfig
@@ -14,12 +22,18 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.live import LiveBytes, without_contents
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.model.sharing import SequenceShare
-from dlm_rag.training.objective import Objective, Terms, arithmetic, counts_of
+from dlm_rag.progress import progress
+from dlm_rag.training.objective import arithmetic
 from dlm_rag.training.optimizers import make_optimizers
-from dlm_rag.training.rows.example import Example
-from dlm_rag.training.weights import add_adapters
+from dlm_rag.training.task import Task
+from dlm_rag.training.weights import empty_denoiser
 
 FLOAT32 = 4  # bytes: weights under training, their gradients, what an optimizer keeps
+LAST = 2  # layers: the last is spared what nobody reads, and the one before is as all others
+CHUNKS = 2  # of logits from which on the loss grows evenly with items
+MOVED = ("moved",)
+Moment = tuple[str | int, ...]
+Course = dict[Moment, tuple[float, float]]  # bytes alive, and those of logits among them
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,7 @@ class StepMemory:
     """Bytes on one device that holds everything, for one part of a step."""
 
     weights: int
+    reference: int  # weights of another denoiser, which is not trained
     gradients: int  # of what is trained
     optimizer: int
     activations: int  # what comes on top at the peak of forward and backward, in any part of a step
@@ -34,62 +49,111 @@ class StepMemory:
     moved: int  # read and written in forward and backward, operator by operator
     parameters: int
     trained: int
+    per_item: float  # activations that another item adds
 
 
-def step_memory(
-    shape: DenoiserConfig, train: TrainConfig, layout: str, examples: Sequence[Example], dtype: torch.dtype
-) -> StepMemory:
-    """What one part of a step needs, with the arithmetic in `dtype`; nothing is allocated.
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of training that is not taken, with the arithmetic in `dtype`; nothing is allocated.
 
-    Of shared sequences: what one of the processes needs that share them. Of heads: the frozen weights; what
-    rollouts need beside them is the pool's to say.
+    sample: makes a part of a step, of so many items of equal sizes.
     """
-    if train.learn == "heads":
-        with torch.device("meta"):
-            numbers = sum(p.numel() for p in Denoiser(shape).parameters())
-        return StepMemory(dtype.itemsize * numbers, 0, 0, 0, 0, 0, numbers, 0)
-    count = train.context_parallel
-    share = SequenceShare(0, count, group=None) if count > 1 else None
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        gathered = dtype if train.parallel == "fsdp" else torch.float32
-        denoiser = bare_denoiser(shape, train.lora_rank, frozen=dtype, trained=gathered)
+
+    task: Task
+    sample: Callable[[int], Any]
+    shape: DenoiserConfig
+    train: TrainConfig
+    dtype: torch.dtype
+
+    def memory(self, items: int) -> StepMemory:
+        """What a part of `items` items needs.
+
+        Of shared sequences: what one of the processes needs that share them. Of heads: the weights alone,
+        for no layer is run.
+        """
+        train, root = self.train, self._objective(self.shape.num_hidden_layers)
+        parameters = list(root.denoiser.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        gradients = FLOAT32 * sum(p.numel() for p in trained)
+        reference = getattr(root, "reference", None)
+        pairs = [] if reference is None else zip(parameters, reference.parameters(), strict=True)
+        peak = logits = moved = per_item = 0.0
+        if train.learn != "heads":
+            other = items // 2 or 2
+            course, less = self._courses((items, other), root.logit_chunk)
+            (moved, _), _ = course.pop(MOVED), less.pop(MOVED)
+            (peak, logits), (lower, _) = max(course.values()), max(less.values())
+            per_item = max(0.0, (peak - lower) / (items - other))
+        # Gradients are counted by themselves; those of earlier parts are not in the peak, others are.
+        activations = peak if self._accumulates else max(0.0, peak - gradients)
+        return StepMemory(
+            weights=gradients + sum(p.nbytes for p in parameters if not p.requires_grad),
+            # What is frozen in both is there once, but in shards.
+            reference=sum(b.nbytes for a, b in pairs if a.requires_grad or train.parallel == "fsdp"),
+            gradients=gradients,
+            optimizer=optimizer_bytes(root.denoiser, train),
+            activations=round(activations),
+            logits=round(logits),
+            moved=round(moved),
+            parameters=sum(p.numel() for p in parameters),
+            trained=sum(p.numel() for p in trained),
+            per_item=per_item,
+        )
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether gradients of earlier parts are there from the start; shards of them never grow either."""
+        return self.train.accumulate > 1 or self.train.parallel == "fsdp"
+
+    def _courses(self, items: Sequence[int], chunk: int) -> list[Course]:
+        """The courses of parts of so many items, from runs of as few layers and items as tell of them.
+
+        chunk: positions whose logits are there at a time.
+        """
+        terms = self.task.terms(int(self.train.opening_share * self.train.steps / 2))
+        each = self.task.counts(self.sample(1), terms)["supervised"]
+        few = math.ceil(CHUNKS * chunk * self.train.context_parallel / each)
+        counts = items if max(items) <= 2 * few else (few, 2 * few)
+        layers, least = self.shape.num_hidden_layers, _uneven(self.shape) + 1 + LAST
+        depths = [layers] if layers <= least + 1 else [least, least + 1]
+        found = []
+        with progress("planning a step", len(counts) * len(depths)) as advance:
+            for count in counts:
+                part, runs = self.sample(count), []
+                for depth in depths:
+                    runs.append(self._run(part, terms, depth))
+                    advance(1)
+                found.append(_along(runs[0], runs[-1], (layers - least) * (len(runs) - 1)))
+        (a, b), (low, high) = found, counts
+        return [_along(a, b, (count - low) / (high - low)) for count in items]
+
+    def _run(self, part: Any, terms: Any, layers: int) -> Course:
+        """A part of a step, forward and backward."""
+        root, counts = self._objective(layers), self.task.counts(part, terms)
+        if self.train.parallel == "fsdp":  # as weights are gathered
+            for parameter in root.parameters():
+                parameter.data = parameter.data.to(self.dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for denoiser in root.modules():
+                if isinstance(denoiser, Denoiser):
+                    without_contents(denoiser)
+            for parameter in root.parameters():
+                if parameter.requires_grad and self._accumulates:
+                    parameter.grad = torch.zeros_like(parameter)
+            with Moments(root, self.shape) as alive:
+                with arithmetic("cpu", self.dtype):
+                    loss, _ = root(part, counts, terms)
+                alive.turn()
+                loss.backward()
+        return alive.course | {MOVED: (alive.moved, 0)}
+
+    def _objective(self, layers: int) -> Any:
+        """The task's loss around a denoiser of so many layers on the meta device, in a run's dtypes."""
+        train, shape = self.train, replace(self.shape, num_hidden_layers=layers)
+        denoiser = empty_denoiser(shape, train.lora_rank, self.dtype, train.learn == "heads")
         denoiser.checkpointing = train.checkpointing
-        objective = Objective(denoiser, layout, frozenset({0}), train.logit_chunk, share)
-        counts = counts_of(examples, frozenset(), 1.0)
-        # The gradients of earlier parts are there from the start; so are shards of them, which never grow.
-        there = train.accumulate > 1 or train.parallel == "fsdp"
-        for parameter in denoiser.parameters():
-            if there and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        with LiveBytes(shape.vocab_size) as alive:
-            with arithmetic("cpu", dtype):
-                loss, _ = objective(examples, counts, Terms())
-            loss.backward()
-    parameters = list(denoiser.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    gradients = FLOAT32 * sum(p.numel() for p in trained)
-    return StepMemory(
-        weights=gradients + dtype.itemsize * sum(p.numel() for p in parameters if not p.requires_grad),
-        gradients=gradients,
-        optimizer=optimizer_bytes(denoiser, train),
-        # Else the peak falls into backward, when some of them are there; they are counted by themselves.
-        activations=alive.peak if there else max(0, alive.peak - gradients),
-        logits=alive.wide_at_peak,
-        moved=alive.moved,
-        parameters=sum(p.numel() for p in parameters),
-        trained=sum(p.numel() for p in trained),
-    )
-
-
-def bare_denoiser(
-    shape: DenoiserConfig, lora_rank: int, frozen: torch.dtype, trained: torch.dtype
-) -> Denoiser:
-    """A denoiser in these dtypes, whose weights have no contents in a fake tensor mode."""
-    with torch.device("meta"):
-        denoiser = Denoiser(shape)
-        if lora_rank:
-            add_adapters(denoiser, lora_rank)
-    return without_contents(denoiser, frozen, trained)
+        count = train.context_parallel
+        return self.task.objective(denoiser, SequenceShare(0, count, group=None) if count > 1 else None)
 
 
 def optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:
@@ -100,3 +164,63 @@ def optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:
         for group in optimizer.param_groups:
             total += sum(kept * FLOAT32 * p.numel() for p in group["params"])
     return total
+
+
+class Moments(LiveBytes):
+    """Bytes alive at each moment of a step, under names that hold for any number of layers and items.
+
+    A moment is where the step is (a layer, forward or backward, of a call) and how many storages were made
+    there before. The loss takes more operators the more items there are: it is one moment, at its highest.
+    """
+
+    def __init__(self, root: nn.Module, shape: DenoiserConfig) -> None:
+        """root: a task's objective, whose denoisers are watched."""
+        super().__init__(shape.vocab_size)
+        self.course: Course = {}
+        self._at: Moment = ("before",)
+        self._made = self._calls = 0
+        self._turned = False
+        for denoiser in root.modules():
+            if isinstance(denoiser, Denoiser):
+                denoiser.norm.register_forward_pre_hook(lambda *_: self._enter("loss"))
+                for number, block in enumerate(denoiser.layers):
+                    name = number if number <= _uneven(shape) else number - len(denoiser.layers)
+                    block.register_forward_pre_hook(partial(self._before, name))
+                    block.register_forward_hook(partial(self._after, name))
+
+    def turn(self) -> None:
+        """Forward has ended, and backward begins."""
+        self._turned = True
+        self._enter("backward of the loss")
+
+    def add(self, tensor: Tensor) -> None:
+        super().add(tensor)
+        self._made += 1
+        moment = self._at if "loss" in str(self._at[0]) else (*self._at, self._made)
+        self.course[moment] = max(self.course.get(moment, (0, 0)), (self.now, self._wide_now))
+
+    def _before(self, name: int, *_: Any) -> None:
+        self._calls += name == 0 and not self._turned
+        self._enter("forward", self._calls, name)
+
+    def _after(self, name: int, *passed: Any) -> None:
+        call, out = self._calls, passed[-1][0]
+        if out.requires_grad:
+            out.register_hook(lambda _: self._enter("backward", call, name))
+
+    def _enter(self, *at: str | int) -> None:
+        if not self._turned or "backward" in str(at[0]):  # else checkpointing computes it again
+            self._at, self._made = at, 0
+
+
+def _uneven(shape: DenoiserConfig) -> int:
+    """How many layers at the beginning are not as those after them: the very first, and dense ones."""
+    return 1 if shape.experts is None else max(1, shape.dense_layers)
+
+
+def _along(a: Course, b: Course, t: float) -> Course:
+    """What a course is at `t` that is `a` at 0 and `b` at 1; moments of b alone lie between others."""
+    return {
+        moment: (alive + t * (b[moment][0] - alive), wide + t * (b[moment][1] - wide))
+        for moment, (alive, wide) in a.items()
+    }

@@ -46,9 +46,11 @@ def print_plan(config: Config) -> None:
         "it sends": [_bytes(p.sent()) for p in phases],
         "items a part": [f"{p.part:,}" for p in phases],
     }
-    for name in phases[0].bytes():
-        lines[f"on a device: {name}"] = [_bytes(p.bytes()[name]) for p in phases]
-    lines["together"] = [_bytes(sum(p.bytes().values())) for p in phases]
+    needed = [phase.bytes() for phase in phases]
+    for name in needed[0]:
+        if any(need[name] for need in needed):
+            lines[f"on a device: {name}"] = [_bytes(need[name]) for need in needed]
+    lines["together"] = [_bytes(sum(need.values())) for need in needed]
     for name, values in lines.items():
         table.add_row(name, *values)
     console.print(table)

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.data.world import make_question, make_world, passage_record, write_world
@@ -21,7 +22,7 @@ from dlm_rag.training.rows.documents import Documents, open_documents
 from dlm_rag.training.rows.made import make_questions
 from dlm_rag.training.rows.worlds import WorldExamples
 from dlm_rag.training.task import Task
-from dlm_rag.training.tasks import Adapt, AnswerRows, Pretrain, Sft
+from dlm_rag.training.tasks import Adapt, Pretrain, Sft
 from dlm_rag.training.trainer import Trainer
 from dlm_rag.training.validation import DocumentValidation, QuestionValidation, Validation
 
@@ -60,14 +61,13 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
                 "rope_theta too"
             )
         documents = Documents(sources, tokenizer, train, phase, origin.config.shifted)
-        kind = Adapt if train.objective == "adapt" else Pretrain
-        return kind(documents, train, tokenizer.end_ids), DocumentValidation(documents)
+        return task_of(documents, config, train, origin), DocumentValidation(documents)
     if config.data.corpus is None:
         validation, top_k = world_validation(config, phase, folder / "validation"), config.retrieval.top_k
         if train.objective == "rl":
-            return Rl(WorldQuestions(train, top_k), config, train, tokenizer), validation
+            return task_of(WorldQuestions(train, top_k), config, train, origin), validation
         worlds = WorldExamples(tokenizer, train, origin.config, top_k)
-        return sft_task(worlds, config, train, origin), validation
+        return task_of(worlds, config, train, origin), validation
     retrieval, corpus = config.retrieval, open_corpus(config.data.corpus, config.retrieval.index_folder)
     beside: list[Question] = []
     crossed = None
@@ -87,10 +87,10 @@ def open_phase(config: Config, phase: str, origin: Origin, folder: Path) -> tupl
     engine = config.engine.beside_training
     validation = QuestionValidation(asked, truths, retriever, config.decode, train.seed, engine)
     if train.objective == "rl":
-        return Rl(FileQuestions(kept, retriever, train, phase), config, train, tokenizer), validation
+        return task_of(FileQuestions(kept, retriever, train, phase), config, train, origin), validation
     answers = AnsweredQuestions(kept, retriever, tokenizer, origin.config, train, phase)
     answers.beside(beside, crossed)
-    return sft_task(answers, config, train, origin), validation
+    return task_of(answers, config, train, origin), validation
 
 
 def some(questions: list[Question], count: int, seed: int) -> list[Question]:
@@ -98,10 +98,14 @@ def some(questions: list[Question], count: int, seed: int) -> list[Question]:
     return random.Random(f"validation/{seed}").sample(questions, min(count, len(questions)))
 
 
-def sft_task(answers: AnswerRows, config: Config, train: TrainConfig, origin: Origin) -> Sft:
-    """The task of learning to answer, with the model's own kind of noise."""
-    kind = Sft if origin.config.noise is None else RedrawnSft
-    return kind(answers, config, train, origin)
+def task_of(source: Any, config: Config, train: TrainConfig, origin: Origin) -> Task:
+    """The task of a phase; source: what its documents, rows or questions come from."""
+    if train.objective == "rl":
+        return Rl(source, config, train, origin.tokenizer)
+    if train.objective == "sft":  # with the model's own kind of noise
+        return (Sft if origin.config.noise is None else RedrawnSft)(source, config, train, origin)
+    kind = Adapt if train.objective == "adapt" else Pretrain
+    return kind(source, train, origin.tokenizer.end_ids)
 
 
 def world_validation(config: Config, phase: str, folder: Path) -> QuestionValidation:

@@ -3,13 +3,17 @@
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from dlm_rag.config import Config, TrainConfig
+from dlm_rag.decode.budget import DecodeMemory, RowSize
 from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.fitting import Room
 from dlm_rag.evidence.layout import arrange
 from dlm_rag.evidence.pool import free_bytes
 from dlm_rag.machine import choose_dtype
@@ -21,13 +25,22 @@ from dlm_rag.model.rows import Segment
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.machines import Machine
-from dlm_rag.training.memory import FLOAT32, StepMemory, optimizer_bytes, step_memory
-from dlm_rag.training.origin import QUESTION_LENGTH, begin, trained_shape
+from dlm_rag.training.memory import FLOAT32, PlannedStep, StepMemory, optimizer_bytes
+from dlm_rag.training.objective import states_of
+from dlm_rag.training.origin import QUESTION_LENGTH, Origin, begin, trained_shape
+from dlm_rag.training.phase import task_of
+from dlm_rag.training.policy_loss import Gates, PolicyRow
 from dlm_rag.training.processes import check_sharing
-from dlm_rag.training.rl import STEPS
+from dlm_rag.training.rl import STEPS, Part
+from dlm_rag.training.rollouts import rollout_settings
 from dlm_rag.training.rows.example import Example
+from dlm_rag.training.task import Task
 
 GB, GIB = 1e9, 2**30
+BEYOND = "rollouts, beyond these"
+SEARCHED = (
+    2  # how many times top_k the passages are that all rollouts of a question see: 1.6 to 2.7 measured
+)
 REMEDY = (
     "see what fits with --plan (accumulate, checkpointing, parallel=fsdp on several devices, lora_rank, a "
     "smaller checkpoint)"
@@ -62,7 +75,7 @@ class PhasePlan:
     flops: float  # of a step: forward and backward, nothing computed twice
     part: int  # items that a device, or all that share sequences, compute at once
     memory: StepMemory  # with so many items
-    per_item: float  # bytes of activations that another item adds
+    rollouts: float  # bytes of keys, values and a step of those that are decoded together
     devices: int
     width: int  # bytes of a number of the arithmetic
     gathered: float  # bytes of what shards are gathered into: the layer at work, the next one, and the rest
@@ -73,14 +86,18 @@ class PhasePlan:
     def bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
         memory, shards = self.memory, self.devices if self.train.parallel == "fsdp" else 1
-        return {
+        found = {
             "weights": memory.weights / shards,
+            "reference": memory.reference / shards,
             "gradients": memory.gradients / shards,
             "optimizer": memory.optimizer / shards,
             "gathered shards": self.gathered if shards > 1 else 0.0,
             "activations": memory.activations - memory.logits,
             "logits at the peak": memory.logits,
         }
+        # Rollouts come before a step, when there are neither gradients nor activations.
+        room = found["gradients"] + memory.activations
+        return found | {BEYOND: max(0.0, self.rollouts - room)}
 
     def moved(self) -> float:
         """Bytes that a device's operators read and write in a step, each by itself, as without compile."""
@@ -96,7 +113,8 @@ class PhasePlan:
             # A layer is gathered for each call, forward and backward; what is outside of the layers stays
             # gathered. Gradients are summed in float32, in every part.
             layers = memory.parameters - self.outside
-            numbers = self.width * (2 * self.calls * layers + self.outside)
+            passes = 3 if memory.reference else 2  # which has no backward
+            numbers = self.width * (passes * self.calls * layers + (passes - 1) * self.outside)
             each = others * (numbers + FLOAT32 * memory.trained) * train.accumulate
         else:
             each = 2 * others * memory.gradients
@@ -115,9 +133,15 @@ class PhasePlan:
 
     def largest_part(self, machine: Machine) -> int:
         """Items that fit into one part of a step on a device; 0 where not one does."""
-        fixed = sum(self.bytes().values()) - self.per_item * (self.part - 1)
-        room = (1 - RESERVE) * machine.memory - fixed
-        return 0 if room < 0 else 1 + int(room / max(1.0, self.per_item))
+        need, more = self.bytes(), self.memory.per_item
+        room = (1 - RESERVE) * machine.memory - sum(need.values())
+        if need.pop(BEYOND) and room < 0:
+            return 0  # however small a part is
+        one = sum(need.values()) - more * (self.part - 1)
+        room = (1 - RESERVE) * machine.memory - one
+        if room < 0:
+            return 0
+        return 1 + int(room / more) if more else self.train.items
 
 
 def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
@@ -134,27 +158,26 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
     for name, train in config.train.in_phases().items():
         devices = config.plan.devices
         check_sharing(train, train.items, devices)
+        train = replace(train, dtype=str(dtype).removeprefix("torch."))
         layout = shape.evidence_layout if train.objective in ("sft", "rl") else "joint"
         part = math.ceil(train.items * train.context_parallel / (devices * train.accumulate))
-        other = part // 2 or 2
-        memory, compared = (
-            step_memory(shape, train, layout, sample_items(config, train, shape, count), dtype)
-            for count in (part, other)
-        )
-        one = sample_items(config, train, shape, 1)
+        one, task = sample_items(config, train, shape, 1), planned_task(config, train, shape)
+        sample = partial(sample_part, config, train, shape)
+        memory = PlannedStep(task, sample, shape, train, dtype).memory(part)
+        forward, denoisers = forward_work(shape, one, layout), 2 if memory.reference else 1
+        flops = forward.with_backward(train.frozen) + (denoisers - 1) * forward.flops
         found.append(
             PhasePlan(
                 name=name,
                 train=train,
                 tokens=float(train.items * tokens_of(shape, one, layout)),
-                flops=train.items
-                * (step_flops(shape, one, layout, train.frozen) + rollout_flops(config, train, shape)),
+                flops=train.items * (flops + rollout_flops(config, train, shape)),
                 part=part,
                 memory=memory,
-                per_item=max(0, (memory.activations - compared.activations) / (part - other)),
+                rollouts=rollout_bytes(config, train, shape, dtype, part),
                 devices=devices,
                 width=dtype.itemsize,
-                gathered=dtype.itemsize * (2 * in_layers / shape.num_hidden_layers + outside),
+                gathered=dtype.itemsize * (2 * in_layers / shape.num_hidden_layers + denoisers * outside),
                 outside=outside,
                 calls=len(_calls(shape, one, layout)),
                 shared_row=2.0
@@ -166,6 +189,26 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
             )
         )
     return found
+
+
+def planned_task(config: Config, train: TrainConfig, shape: DenoiserConfig) -> Task:
+    """The task of a phase as it is trained, but for what its rows would come from."""
+    tokenizer: Any = SimpleNamespace(end_ids=frozenset({0}), mask_id=shape.mask_token_id)
+    here = replace(config, model=replace(config.model, device="cpu"))
+    return task_of(None, here, train, Origin(shape, tokenizer, None, train.seed, train.lora_rank))
+
+
+def sample_part(config: Config, train: TrainConfig, shape: DenoiserConfig, count: int) -> Any:
+    """A part of a step of `count` items, as the task of the phase makes them."""
+    examples = sample_items(config, train, shape, count)
+    if train.objective != "rl":
+        return examples
+    rows = [
+        PolicyRow(state, example.places, (-1,) * len(example.places), False, 1.0, 0.0)
+        for example, state in zip(examples, states_of(examples, shape), strict=True)
+    ]
+    nothing = Gates.of_commits(())
+    return Part({"rollouts": float(count * train.rows), "failed": 0.0}, rows, nothing, nothing)
 
 
 def sample_items(config: Config, train: TrainConfig, shape: DenoiserConfig, count: int) -> list[Example]:
@@ -182,13 +225,18 @@ def sample_items(config: Config, train: TrainConfig, shape: DenoiserConfig, coun
             Example(Prompt((), (), ()), ids(length), hidden, (), 1.0, float(length)) for _ in range(count)
         ]
     hidden = tuple(n % 2 == 0 for n in range(shape.canvas_length))
-    found, rows = [], train.rows
+    found, rows, top_k, searched = [], train.rows, config.retrieval.top_k, 1
     if train.objective == "rl":  # the steps that are learned from; of heads none runs a layer
         rows = 0 if train.learn == "heads" else rows * (train.steps_of_rollout or int(STEPS))
+        searched = SEARCHED
     for _ in range(count):
-        facts = tuple(ids(train.passage_length) for _ in range(config.retrieval.top_k))
-        for _ in range(rows):
-            found.append(Example(Prompt(ids(QUESTION_LENGTH), facts, ()), ids(shape.canvas_length), hidden))
+        passages = [ids(train.passage_length) for _ in range(searched * top_k)]
+        questions = [ids(QUESTION_LENGTH) for _ in range(rows if searched == 1 else 1)]
+        for row in range(rows):
+            first = row % ((searched - 1) * top_k + 1)
+            facts = tuple(passages[first : first + top_k])
+            prompt = Prompt(questions[row % len(questions)], facts, ())
+            found.append(Example(prompt, ids(shape.canvas_length), hidden))
     return found
 
 
@@ -213,12 +261,23 @@ def rollout_flops(config: Config, train: TrainConfig, shape: DenoiserConfig) -> 
     if train.objective != "rl":
         return 0.0
     each = replace(train, learn=None, steps_of_rollout=int(STEPS))
-    one = sample_items(config, each, shape, 1)
-    return step_flops(shape, one, shape.evidence_layout, False) / 3  # backward is two thirds of a step
+    return forward_work(shape, sample_items(config, each, shape, 1), shape.evidence_layout).flops
 
 
-def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, frozen: bool) -> float:
-    """FLOPs of forward and backward; frozen: adapters alone are trained, and are not counted."""
+def rollout_bytes(
+    config: Config, train: TrainConfig, shape: DenoiserConfig, dtype: torch.dtype, part: int
+) -> float:
+    """Bytes beside the weights while those of `part` items are decoded; pools take what is left."""
+    if train.objective != "rl":
+        return 0.0
+    settings, passages = rollout_settings(config, train), (config.retrieval.top_k, train.passage_length)
+    row = RowSize.of(Room.of(shape), shape, QUESTION_LENGTH, passages)
+    memory, rows = DecodeMemory.of(shape, dtype, settings, row), min(settings.batch_size, part * train.rows)
+    return memory.slots(rows) + memory.step(rows)
+
+
+def forward_work(shape: DenoiserConfig, examples: list[Example], layout: str) -> Work:
+    """What the layers and the head compute for these rows, once."""
     work = Work()
     for runs, seen, through in _calls(shape, examples, layout):
         lengths = [len(run.ids) for run in runs]
@@ -226,8 +285,7 @@ def step_flops(shape: DenoiserConfig, examples: list[Example], layout: str, froz
         pairs = sum(before * n + run.pairs for before, n, run in zip(seen, lengths, runs, strict=True))
         read = sum(n * k for n, k in zip(through, keys, strict=True))
         work += encode_work(shape, lengths, keys, through, 2, (pairs, read))
-    work += head_work(shape, sum(len(e.places) for e in examples), 2)
-    return work.with_backward(frozen)
+    return work + head_work(shape, sum(len(e.places) for e in examples), 2)
 
 
 def refuse_unfit(config: Config, count: int, device: torch.device) -> None:

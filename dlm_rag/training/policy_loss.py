@@ -195,6 +195,8 @@ class PolicyObjective(nn.Module):
         self.denoiser, self.mask_id, self.train_config = denoiser, mask_id, train
         self.soft = Soft(settings.temperature, settings.commit_threshold, settings.gate_width)
         self.reference = reference
+        fitting = LOGIT_BYTES // (4 * LOGIT_COPIES * denoiser.config.vocab_size)
+        self.logit_chunk = max(1, min(train.logit_chunk, fitting))
 
     def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
         """What the rows of a part add to the loss of a step, and sums over their decisions."""
@@ -216,9 +218,7 @@ class PolicyObjective(nn.Module):
             ]
             taken, step, forced, numbers, mask_id = to_device(arrays, hidden.device)
             weights, recorded, stands_for = numbers
-            fitting = LOGIT_BYTES // (4 * LOGIT_COPIES * self.denoiser.config.vocab_size)
-            chunk = max(1, min(self.train_config.logit_chunk, fitting))
-            pieces = zip(*(x.split(chunk) for x in (taken, hidden, *seen)), strict=True)
+            pieces = zip(*(x.split(self.logit_chunk) for x in (taken, hidden, *seen)), strict=True)
             found, looked = [], []
             for at, *views in pieces:
                 # Logits exist a chunk at a time: backward computes them again.
