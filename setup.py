@@ -47,6 +47,7 @@ setup(
         "matplotlib>=3.9,<4",
         "einops>=0.8,<1",
         "filelock>=3.13,<5",
+        "httpx2>=2.12,<3",
         "pydantic>=2.11,<3",
         "omegaconf>=2.4,<2.5",
         "rich>=13.7,<16",

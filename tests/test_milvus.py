@@ -265,6 +265,13 @@ def test_what_is_no_collection_of_ours_is_refused(server, few):
     refused(changed(server, "nobody", **{"dlm_rag.fingerprint": ""}), "does not say what it holds")
 
 
+def test_a_server_is_found_by_a_name_and_not_by_an_ipv6_address(few):
+    url = few[1]._collection.url
+    found = load_retriever(url=url.replace("127.0.0.1", "localhost"), url_seconds=SECONDS)
+    assert found.fingerprint == few[1].fingerprint
+    refused(url.replace("127.0.0.1", "[::1]"), "takes no IPv6 address: write a name for it")
+
+
 def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
     from http.server import BaseHTTPRequestHandler, HTTPServer
 

@@ -140,25 +140,6 @@ def test_a_passage_that_recurs_is_kept_once(url):
     assert first[0] is next(p for p in second if p.id == first[0].id)
 
 
-def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew(url, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        http.HTTPConnection, "connect", lambda c, f=HTTPConnection.connect: (made.append(c), f(c))
-    )
-    retriever = load_retriever(url=url, top_k=3)
-    for _ in range(3):
-        retriever.search([ask("Tacoma")])
-    assert len(made) == 1
-    monkeypatch.setattr(listen, "HEAD_SECONDS", 0.01)
-    retriever._idle.clear()
-    retriever.search([ask("Tacoma")])
-    (idle,) = retriever._idle
-    while not http._has_ended(idle.sock):
-        time.sleep(0.01)
-    retriever.begin()  # with one attempt
-    assert len(made) == 3
-
-
 # What is no answer.
 
 
@@ -251,8 +232,7 @@ def speaking(*parts, wait=0.0):
                         over.wait(wait)
                         connection.sendall(part)
                     connection.shutdown(socket.SHUT_WR)
-                    while connection.recv(65536):  # else what was not read yet makes it a reset
-                        pass
+                    over.wait()  # closed before all was read it would be reset
                 except OSError:
                     pass
 
@@ -270,9 +250,9 @@ def speaking(*parts, wait=0.0):
 @pytest.mark.parametrize(
     ("parts", "wait", "says"),
     [
-        ((b"SSH-2.0-OpenSSH_9.2\r\n",), 0.0, "it does not speak HTTP"),
-        ((), 0.0, "closed"),
-        ((HEAD, b'{"result": '), 0.0, "it closed the connection"),
+        ((b"SSH-2.0-OpenSSH_9.2\r\n",), 0.0, "illegal status line|disconnected"),
+        ((), 0.0, "disconnected"),
+        ((HEAD, b'{"result": '), 0.0, "closed connection"),
         ((HEAD, b"x"), 9.0, "no answer within 0.2 s"),
         ((HEAD, *[b"x"] * 99), 0.04, "no answer within 0.2 s"),
         ([bytes([byte]) for byte in HEAD], 0.04, "no answer within 0.2 s"),
@@ -515,7 +495,7 @@ def breaks(searches, found):
 
 
 TROUBLES = {  # with what the error of a question says
-    dies: "it closed the connection",
+    dies: "disconnected",
     hangs: "no answer within",
     is_busy: "503 .*come back later",
     talks_nonsense: "results for",

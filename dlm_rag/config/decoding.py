@@ -7,13 +7,15 @@ from dlm_rag.config.checked import Checked, brief, setting
 from dlm_rag.errors import ConfigError, nearest
 
 # What can be searched by URL, and which settings of retrieval the service decides, or has no use for.
+_OF_SERVICES = (
+    "kind", "oracle", "dense_model", "dense_batch_size", "query_prompt", "passage_prompt",
+    "fusion_depth", "search_memory_gib", "index_folder",
+)  # fmt: skip
 UNUSED_BY_URL = {
-    "http": (
-        "kind", "oracle", "dense_model", "dense_batch_size", "query_prompt", "passage_prompt",
-        "fusion_depth", "search_memory_gib", "index_folder",
-    ),
+    "http": _OF_SERVICES,
+    "https": _OF_SERVICES,
     "milvus": ("oracle", "search_memory_gib", "index_folder"),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -80,7 +82,8 @@ class RetrievalConfig(Checked):
     )
     url: str | None = setting(
         None,
-        "search by URL instead of a file of passages: http://HOST:PORT/retrieve, milvus://HOST:PORT/COLLECTION",
+        "search by URL instead of a file of passages: http://HOST:PORT/retrieve or https://, "
+        "milvus://HOST:PORT/COLLECTION",
     )
     url_seconds: float = setting(
         15.0,
@@ -136,7 +139,7 @@ def _scheme(url: str) -> str:
     if parts.username is not None or parts.password is not None or parts.fragment:
         raise ConfigError(  # not what it is: a password is not to be shown
             "retrieval.url names a user or a fragment, which are not sent: leave them out"
-            + " (a Milvus gets $MILVUS_TOKEN)" * (scheme == "milvus")
+            f" (a token is ${'MILVUS_TOKEN' if scheme == 'milvus' else 'DLM_RAG_RETRIEVAL_TOKEN'})"
         )
     return scheme
 

@@ -6,20 +6,24 @@
 `contents` is the whole text, the title its first line. The server of this project (`dlm-rag
 retrieve-server`) says under `dlm_rag` what it searches and which forms of a query it asks by; it alone is
 told the parts of one. Others know the text only, and are known by their URL.
+
+Requests run on an event loop in a thread of its own: only there a deadline holds whatever a service does,
+name look-ups and answers that trickle included.
 """
 
+import asyncio
+import errno
+import functools
 import hashlib
 import json
-import select
-import socket
+import os
+import ssl
 import threading
-import time
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from http.client import HTTPConnection, HTTPException, IncompleteRead
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx2
 
 from dlm_rag.errors import ConfigError, CorpusError, UserError, fold_message
 from dlm_rag.files.jsonl import parse_json
@@ -29,7 +33,8 @@ from dlm_rag.retrieval.link import Link, SearchUnavailableError, Unreachable
 from dlm_rag.retrieval.query import Query
 from dlm_rag.text import fold
 
-CONNECT_SECONDS = 1.0  # at most, of the seconds of an attempt
+TOKEN = "DLM_RAG_RETRIEVAL_TOKEN"  # in the environment: goes with every request, and nowhere else
+IDLE_SECONDS = 60.0  # after which an idle connection is closed
 TOO_BUSY = (429, 502, 503, 504)  # what may pass
 MOST_BYTES = 2**26  # of an answer
 MOST_KEPT = 100_000  # passages that recur
@@ -70,14 +75,22 @@ class HttpRetriever:
     """
 
     def __init__(self, url: str, top_k: int, seconds: float) -> None:
-        """seconds: that a search may take, all attempts together. Nothing is sent before `begin`."""
-        parts = urlsplit(url)
-        assert parts.hostname is not None, "see RetrievalConfig"
+        """seconds: that a search may take, all attempts together. Nothing is sent before `begin`.
+
+        Raises `ConfigError` for a token or for certificates of the environment that cannot be used.
+        """
         self._url, self._top_k = url, top_k
-        self._address = parts.hostname, parts.port or 80
-        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        self._idle: list[HTTPConnection] = []
-        self._link = Link(url, seconds)
+        self._link, self._token = Link(url, seconds), read_token()
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        self._client = httpx2.AsyncClient(
+            headers=headers,
+            verify=_certificates() if url.startswith("https:") else False,
+            timeout=None,
+            limits=httpx2.Limits(keepalive_expiry=IDLE_SECONDS),
+            trust_env=False,  # neither its proxies nor its .netrc
+        )
         self._known: dict[Passage, Passage] = {}
         self._kind = FOREIGN
 
@@ -114,9 +127,12 @@ class HttpRetriever:
             asked["parts"] = [query.parts for query in queries]
         status, body = self._post(json.dumps(asked).encode(), seconds)
         if status != 200:
-            words = fold(body[:200].decode(errors="replace"))
-            raised = Unreachable if status in TOO_BUSY else self._error
-            raise raised(f"HTTP status {status}" + f" ({words})" * bool(words))
+            words = fold(body.decode(errors="replace")[:2000])
+            words = (words.replace(self._token, "***") if self._token else words)[:200]
+            said = f"HTTP status {status}" + f" ({words})" * bool(words)
+            if status in (401, 403):
+                said += f": {TOKEN} in the environment is {'not its token' if self._token else 'not set'}"
+            raise (Unreachable if status in TOO_BUSY else self._error)(said)
         try:
             answer = parse_json(body, "it answers no search", UserError, "answer")
         except UserError as error:
@@ -150,55 +166,63 @@ class HttpRetriever:
 
     def _post(self, body: bytes, seconds: float) -> tuple[int, bytes]:
         """Status and body of an answer that is there within the time; raises as `Link` wants it."""
-        late, begun = threading.Event(), time.monotonic()
+        exchange = asyncio.run_coroutine_threadsafe(self._exchange(body, seconds), _event_loop())
         try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = HTTPConnection(*self._address)
-
-        used: list[socket.socket] = []  # the connection may forget it before the answer has come
-
-        def cut_off() -> None:
-            late.set()
-            for sock in used:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(seconds, cut_off)  # an answer that trickles breaks no socket's time limit
-        timer.daemon = True
-        timer.start()
-        try:
-            if connection.sock is not None and _has_ended(connection.sock):
-                connection.close()
-            if connection.sock is None:
-                connection.timeout = min(seconds, CONNECT_SECONDS)
-                connection.connect()
-            used.append(connection.sock)
-            connection.sock.settimeout(max(seconds - (time.monotonic() - begun), 0.001))
-            connection.request("POST", self._path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            found = response.read(MOST_BYTES + 1)
-            if response.length and len(found) <= MOST_BYTES:
-                raise IncompleteRead(found, response.length)
-        except (OSError, HTTPException) as error:
-            connection.close()
-            if late.is_set() or isinstance(error, TimeoutError):
-                what, limit = ("answer", seconds) if used else ("connection", connection.timeout)
-                raise Unreachable(f"no {what} within {limit:.2g} s") from None
-            if isinstance(error, OSError | IncompleteRead):
-                reason = getattr(error, "strerror", None) or "it closed the connection"
-                raise Unreachable(reason) from None
-            raise self._error(f"it does not speak HTTP ({fold_message(error)})") from None
-        except BaseException:  # an interrupt: half an answer is no beginning for the next
-            connection.close()
-            raise
+            return exchange.result()
+        except TimeoutError:
+            raise Unreachable(f"no answer within {seconds:.2g} s") from None
+        except httpx2.HTTPError as error:
+            raise Unreachable(_reason(error)) from None
         finally:
-            timer.cancel()
-        if len(found) > MOST_BYTES:
-            connection.close()
-            raise self._error(f"its answer has more than {MOST_BYTES >> 20} MiB")
-        self._idle.append(connection)
-        return response.status, found
+            exchange.cancel()  # after an interrupt
+
+    async def _exchange(self, body: bytes, seconds: float) -> tuple[int, bytes]:
+        found, sent = bytearray(), self._client.stream("POST", self._url, content=body)
+        async with asyncio.timeout(seconds), sent as response:
+            async for part in response.aiter_bytes():
+                found += part
+                if len(found) > MOST_BYTES:
+                    raise self._error(f"its answer has more than {MOST_BYTES >> 20} MiB")
+        return response.status_code, bytes(found)
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop that all requests of this process run on."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="search by URL", daemon=True).start()
+    return loop
+
+
+def read_token() -> str:
+    """The bearer token of the environment, "" where there is none; raises `ConfigError` for a bad one."""
+    token = os.environ.get(TOKEN, "").strip()
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"{TOKEN} in the environment is no bearer token: it holds a blank or the like")
+    return token
+
+
+def _certificates() -> ssl.SSLContext:
+    """Whom to trust: the system's authorities, or those that SSL_CERT_FILE or SSL_CERT_DIR name."""
+    try:
+        return httpx2.create_ssl_context()
+    except OSError as error:  # no such file, or no certificates in it
+        named = next((n for n in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(n)), "system")
+        raise ConfigError(f"the certificates of {named} cannot be read ({fold_message(error)})") from None
+
+
+def _reason(error: BaseException) -> str:
+    """Why there was no answer: what is at the bottom of an error of the client."""
+    while below := error.__cause__ or error.__context__:
+        error = below
+    if isinstance(error, BaseExceptionGroup):  # of each address that the name has
+        error = error.exceptions[0]
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{error.verify_message} (SSL_CERT_FILE names a file of certificates to be trusted)"
+    number = getattr(error, "errno", 0)
+    if number in errno.errorcode and not isinstance(error, ssl.SSLError):
+        return os.strerror(number)  # asyncio has words of its own
+    return fold_message(error)
 
 
 def _kind(said: Any) -> Kind:
@@ -225,10 +249,3 @@ def parse_document(item: Any) -> Passage:
     passage = parse_passage(document, "it gives a document that is no passage")
     whole = document.get("contents") is not None and passage.text != passage.contents
     return replace(passage, title="") if whole else passage
-
-
-def _has_ended(sock: socket.socket) -> bool:
-    """Whether the other side has closed an idle connection, or sent what nobody asked for."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))

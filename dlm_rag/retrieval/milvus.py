@@ -67,6 +67,10 @@ class Collection:
             )
         self.facts = Facts("", "", 0)
         host, port = parts.hostname or "", parts.port or 19530
+        if ":" in host:  # pymilvus takes its brackets away, and gRPC then finds no port
+            raise ConfigError(
+                f"{url} cannot be searched: pymilvus takes no IPv6 address: write a name for it"
+            )
         try:  # before a second of imports
             socket.create_connection((host, port), min(CONNECT_SECONDS, seconds)).close()
         except OSError as error:
@@ -77,10 +81,10 @@ class Collection:
         except ImportError:
             raise ConfigError(f"{url} needs pymilvus: pip install 'dlm_rag[milvus]'") from None
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL + 1)  # a traceback for every failure
-        near = host in ("localhost", "::1") or host.startswith("127.")
+        near = host == "localhost" or host.startswith("127.")
         try:
             self._client = MilvusClient(
-                f"http://{f'[{host}]' if ':' in host else host}:{port}",
+                f"http://{host}:{port}",
                 token=os.environ.get("MILVUS_TOKEN", ""),
                 db_name="".join(database),
                 timeout=self._link.attempt_seconds,
