@@ -158,10 +158,11 @@ class _Once(argparse.Action):
         setattr(given, self.dest, value)
 
 
-def whole(text: str, low: int = 1, flag: str = "") -> int:
-    """A whole number of at least `low` as a word has it. Raises `ConfigError` that begins with `flag`."""
-    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < low:
-        raise ConfigError(f"{flag}{text[:60]!r} is not a whole number{f' above {low - 1}' if low else ''}")
+def whole(text: str, low: int = 1, flag: str = "", high: int = 10**18) -> int:
+    """A whole number from `low` to `high` in a word. Raises `ConfigError` that begins with `flag`."""
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not low <= int(text) <= high:
+        bounds = f" from {low} to {high}" if high < 10**18 else f" above {low - 1}" if low else ""
+        raise ConfigError(f"{flag}{text[:60]!r} is not a whole number{bounds}")
     return int(text)
 
 

@@ -12,10 +12,10 @@ thread, and no import of rich before there is a bar to be shown.
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from dlm_rag.text import visible
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SHOW_AFTER, DRAW_EVERY, LOG_EVERY = 2.0, 0.1, 60.0  # seconds
 SAY_FROM = 60.0  # seconds that a build has to take to be announced with its costs
@@ -66,6 +67,14 @@ def progress(
         yield task.advance
     finally:
         task.close()
+
+
+def track(items: Collection[T], what: str) -> Iterator[T]:
+    """The items one by one, with a `progress` of how many of them were taken."""
+    with progress(what, len(items)) as advance:
+        for item in items:
+            yield item
+            advance(1)
 
 
 def status(text: str = "") -> None:

@@ -5,14 +5,13 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, nearest
-from dlm_rag.files.jsonl import is_text
 from dlm_rag.files.records import (
     Record,
     expand,
@@ -41,6 +40,7 @@ class Question:
     hops: int | None = None
     response: str | None = None  # what training is to teach: reasoning, `###`, the answer
     labels: tuple[str, ...] = ()  # fields that are true, by which results can be told apart
+    place: str = field(default="", compare=False, repr=False)  # in its file, for errors
 
 
 def read_questions(path: str | Path) -> list[Question]:
@@ -85,13 +85,20 @@ def read_rows(path: str | Path) -> Iterator[Record]:
 
 
 def typed_questions(texts: list[str]) -> list[Question]:
-    """Questions typed by hand, with the ids q1, q2, ...; raises `QuestionError` for a blank one."""
+    """Questions typed by hand, with the ids q1, q2, ...; raises `QuestionError` for a blank one.
+
+    Where the locale is ASCII, Python has kept what else was typed as single bytes.
+    """
+    questions = []
     for number, text in enumerate(texts, start=1):
         if not text.strip():
             raise QuestionError(f"question {number} is blank")
-        if not is_text(text):
-            raise QuestionError(f"question {number} is not UTF-8")
-    return [Question(f"q{number}", text) for number, text in enumerate(texts, start=1)]
+        try:
+            text = text.encode(errors="surrogateescape").decode()
+        except UnicodeError:
+            raise QuestionError(f"question {number} is not UTF-8") from None
+        questions.append(Question(f"q{number}", text))
+    return questions
 
 
 def choose(questions: list[Question], config: Config) -> list[Question]:
@@ -138,6 +145,7 @@ def _parse(row: dict[str, Any], place: str) -> Question:
         hops=_hops(row.get("hops"), place),
         response=response,
         labels=tuple(name for name, value in row.items() if value is True),
+        place=place,
     )
 
 

@@ -14,11 +14,12 @@ import pytest
 from conftest import ROOT, byte_tokenizer, lines_in, tiny_denoiser, wait_until, write_lines
 
 sys.path.insert(0, str(ROOT))
-from dlm_rag.commands import evaluate, sample, synthesize
+from dlm_rag.commands import evaluate, sample, synthesize, train
 from dlm_rag.commands.prepare import SHIPPED
 from dlm_rag.commands.words import READER, parse
 from dlm_rag.config import Config, load_config
 from dlm_rag.decode.trace import read_header, read_trace, training_rows
+from dlm_rag.errors import RunError
 from dlm_rag.program import run
 
 QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
@@ -68,6 +69,27 @@ def test_a_piped_answer_is_one_json_line(call):
     figures = err.splitlines()[-1]
     for part in ("answers/s", "forwards/answer", "tokens/forward", "denoise", "cpu float32 sdpa", "joint"):
         assert part in figures
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_minutes_is_announced_before_it(call, tmp_path, corpus_file, monkeypatch, caplog):
+    def stop(*_):
+        raise RunError("the step begins")
+
+    monkeypatch.setattr("dlm_rag.decode.steps.Steps.denoise", stop)
+    monkeypatch.setattr("dlm_rag.training.trainer.Trainer.step", stop)
+    tiny_denoiser(max_position_embeddings=2**21).save_pretrained(tmp_path / "long", eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / "long")
+    for program, what, words in (
+        (sample, "denoising", ["Who?", "--model", tmp_path / "long", "--corpus", corpus_file]),
+        (train, "training", ["train.steps=1", "train.world_passages=100", "--out", tmp_path / "run"]),
+    ):
+        for canvas, announced in ((64, 0), (200_000, 1)):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            length = f"decode.canvas_length={canvas}"
+            code, _, err = call(*words, length, program=program, defaults=False)
+            assert code == 1 and "the step begins" in err
+            assert caplog.text.count(f"{what} step with canvas_length={canvas} computes about") == announced
 
 
 MADE_UP = "the shipped model knows only its invented world"

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from dlm_rag.decode.trace import read_trace
 from dlm_rag.errors import ConfigError, CorpusError, RunError
 from dlm_rag.questions import Question
 from dlm_rag.workers import crew as crew_module
+from dlm_rag.workers.cluster import reason
 from dlm_rag.workers.crew import Crew
 from dlm_rag.workers.places import Places, places_of
 from dlm_rag.workers.shares import ALONE, TOGETHER
@@ -83,6 +85,22 @@ def gone(mark: bytes, seconds: float = 120) -> bool:
 def asked(count: int, prefix: str = "q", **texts: str) -> list[Question]:
     """Questions; `texts`: of some of them, what the fake is to do."""
     return [Question(f"{prefix}{n}", texts.get(f"{prefix}{n}", "Who?")) for n in range(count)]
+
+
+def test_a_death_is_told_without_the_ids_of_ray():
+    from ray import exceptions
+
+    name = "0123456789abcdef01000000"
+    for error in (
+        exceptions.ActorUnavailableError("rpc error: peer closed", bytes.fromhex(name[:8] * 4)),
+        exceptions.WorkerCrashedError(),
+        exceptions.LocalRayletDiedError(),
+        exceptions.ObjectLostError(name, None, ""),
+        exceptions.OwnerDiedError(name, None, ""),
+        exceptions.RpcError(f"actor {name} is of another job"),
+    ):
+        said = reason(error)
+        assert said and not re.search("[0-9a-f]{16}", said) and "/tmp/ray" not in said, said
 
 
 def test_a_hundred_kills_lose_nothing_and_repeat_nothing(tmp_path, mark, caplog):

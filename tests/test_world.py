@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -47,6 +48,17 @@ def test_the_same_seed_gives_the_same_files(tmp_path):
     for file in ("corpus.jsonl", "questions.jsonl"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     assert make_world(3).contents != make_world(4).contents
+
+
+@pytest.mark.slow
+def test_a_huge_world_takes_time_linear_in_its_size_and_says_how_far_it_is(caplog, monkeypatch):
+    monkeypatch.setattr("dlm_rag.progress.LOG_EVERY", 0.0)
+    start = time.process_time()
+    with caplog.at_level("INFO", "dlm_rag.progress"):
+        assert len(make_world(1, "test", 100_000).contents) > 99_000
+    assert time.process_time() - start < 60, "seconds; where it was quadratic it took minutes"
+    for what in ("inventing words", "inventing names", "inventing passages"):
+        assert f"{what}: 50,000 of " in caplog.text
 
 
 def test_each_hop_is_told_in_the_passage_of_its_subject(world):

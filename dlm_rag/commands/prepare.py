@@ -246,6 +246,11 @@ def prepare(config: Config, questions: list[Question], once: Once | None = None)
             too_long.append(f"question '{question.id}': {error}")
     if too_long and len(too_long) == len(questions):  # others would be answered, these recorded as failed
         raise QuestionError(too_long[0])
+    from dlm_rag.model.cost import announce_work, encode_work
+
+    canvas, held = decode.canvas_length, longest + decode.canvas_length
+    work = encode_work(checkpoint.config, [held], [held], [canvas], dtype.itemsize)
+    announce_work(work.flops, f"a denoising step with canvas_length={canvas}", device.type)
     status("opening the index")
     found = find()
     retriever = _oracle(found, questions, config.decode.query) if config.retrieval.oracle else found
@@ -326,5 +331,4 @@ def _oracle(inner: Retriever, questions: list[Question], query: str) -> Retrieve
     for question in questions:
         if not question.supporting_ids:
             raise ConfigError(f"retrieval.oracle=true: question '{question.id}' has no supporting_ids")
-    support = {build_query(query, q.question).parts[0]: q.supporting_ids for q in questions}
-    return OracleRetriever(inner, support)
+    return OracleRetriever(inner, {build_query(query, q.question).parts[0]: q for q in questions})

@@ -204,6 +204,7 @@ def train(config: "Config", origin: "Origin", folder: Path, processes: "Processe
     """The phases, one after another; each begins with the checkpoint of the one before."""
     from dlm_rag.energy.meter import open_meter
     from dlm_rag.machine import commit_of_code
+    from dlm_rag.model.cost import announce_work, encode_work
     from dlm_rag.training.card import write_card
     from dlm_rag.training.energy import Windows
     from dlm_rag.training.phase import open_phase
@@ -218,6 +219,12 @@ def train(config: "Config", origin: "Origin", folder: Path, processes: "Processe
     # What is wrong with the data of the last phase is said before the first begins.
     opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
     windows = None
+    canvas, device = origin.config.canvas_length, processes.device(config.model.device)
+    each = encode_work(origin.config, [canvas], [canvas], [canvas], 4)
+    rows = max(phase.items * phase.rows for phase in config.train.in_phases().values()) / processes.count
+    if processes.first:
+        what = f"a training step with canvas_length={canvas}"
+        announce_work(rows * each.with_backward(False), what, device.type)
     with Report(folder, config, from_step=step, quiet=not processes.first) as report:
         for phase, (task, validation) in opened.items():
             trainer = Trainer(config, origin, task, folder, processes, phase)

@@ -1,5 +1,6 @@
 """Fields that carry their help text and their bounds, and refuse what is outside them."""
 
+import sys
 from dataclasses import field, fields, replace
 from typing import Any, TypeVar
 
@@ -37,9 +38,11 @@ class Checked:
                 if isinstance(part, str) and "\0" in part:
                     raise ConfigError(f"{item.name} holds a NUL character: take it out")
                 if isinstance(part, str) and part != part.encode(errors="replace").decode():
-                    raise ConfigError(
-                        f"{item.name}={brief(part)} is not UTF-8: write it in that, or rename"
-                    )
+                    locale = sys.getfilesystemencoding()
+                    remedy = f"set PYTHONUTF8=1, for the locale is {locale}"
+                    if locale == "utf-8":
+                        remedy = "write it in that, or rename"
+                    raise ConfigError(f"{item.name}={brief(part)} is not UTF-8: {remedy}")
                 if isinstance(part, int | float) and not -(2**63) < part < 2**63:  # nor NaN
                     raise ConfigError(
                         f"{item.name}={brief(part)} is out of range: it must be a number below 2^63"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from dlm_rag.config.checked import Checked, brief, setting
+from dlm_rag.config.checked import LONGEST_SHOWN, Checked, brief, setting
 from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
 from dlm_rag.config.serving import ServingConfig
 from dlm_rag.config.synthesis import SynthesisConfig
@@ -258,6 +258,8 @@ def _known(key: str) -> Any:
 
 
 def _unknown_key(key: str, origin: str) -> ConfigError:
+    if len(key) > LONGEST_SHOWN:  # as of a file that holds something else, which is not to be shown
+        return ConfigError(f"{origin} holds what is no setting: write `section: {{key: value}}`")
     keys = list(known_keys())
     leaf = key.rpartition(".")[2]
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]

@@ -45,6 +45,10 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.files.records import expand
 from dlm_rag.files.whole import write_whole
 from dlm_rag.program import Parser, whole
+from dlm_rag.progress import progress, track
+
+MOST_PASSAGES = 10**6
+MOST_ASKED = 100  # questions of one hop for each passage: more than its facts have wordings
 
 
 @dataclass(eq=False)
@@ -133,13 +137,13 @@ def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
     """A world with `passages` entities; the same for the same arguments."""
     rng = random.Random(f"{split}/{seed}")
     # Few enough words that names share some: what distinguishes a name is the whole of it.
-    pool = [make_word(rng, split) for _ in range(2 * passages)]
+    pool = [make_word(rng, split) for _ in track(range(2 * passages), "inventing words")]
     entities = _make_entities(rng, pool, passages, split)
     by_kind: dict[str, list[Entity]] = {}
     for entity in entities:
         by_kind.setdefault(entity.kind, []).append(entity)
     _relate(rng, by_kind)
-    contents = {entity.id: _describe(rng, entity, by_kind) for entity in entities}
+    contents = {e.id: _describe(rng, e, by_kind) for e in track(entities, "inventing passages")}
     return World(split, entities, contents)
 
 
@@ -147,7 +151,7 @@ def _make_entities(rng: random.Random, pool: list[str], count: int, split: str) 
     kinds = [kind for kind, share in SHARES.items() for _ in range(max(2, round(share * count)))]
     rng.shuffle(kinds)
     entities, names = [], set[str]()
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate(track(kinds, "inventing names")):
         while (name := _make_name(rng, kind, pool)) in names or not in_split(name, split):
             pass
         names.add(name)
@@ -167,7 +171,7 @@ def _make_name(rng: random.Random, kind: str, pool: list[str]) -> str:
 
 def _relate(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
     for relation in RELATIONS:
-        for subject in by_kind[relation.subject]:
+        for place, subject in enumerate(by_kind[relation.subject]):
             if relation.name in subject.facts:
                 continue
             if relation.object == "literal":
@@ -177,7 +181,12 @@ def _relate(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
                     "year": str(rng.randrange(1800, 2000)),
                 }[relation.name]
                 continue
-            other = rng.choice([e for e in by_kind[relation.object] if e is not subject])
+            others = by_kind[relation.object]
+            if relation.subject == relation.object:  # any but itself
+                drawn = rng.choice(range(len(others) - 1))
+                other = others[drawn + (drawn >= place)]
+            else:
+                other = rng.choice(others)
             subject.facts[relation.name] = other
             if relation.name == "spouse" and "spouse" not in other.facts:
                 other.facts["spouse"] = subject
@@ -275,18 +284,20 @@ def make_questions(world: World, seed: int, per_hop: int = 100, hops: int = 4) -
     """
     rng = random.Random(f"questions/{seed}")
     found: dict[str, WorldQuestion] = {}
-    for count in range(1, hops + 1):
-        wanted = len(found) + per_hop
-        for _ in range(50 * per_hop):
-            if len(found) == wanted:
-                break
-            question = make_question(rng, world, count)
-            if question is not None:
-                found.setdefault(question.question, question)
-        if len(found) < wanted:
-            raise ConfigError(
-                f"a world of {len(world.entities)} has no {per_hop} questions of {count} hops"
-            )
+    with progress("inventing questions", hops * per_hop) as advance:
+        for count in range(1, hops + 1):
+            wanted = len(found) + per_hop
+            for _ in range(50 * min(per_hop, MOST_ASKED * len(world.entities))):
+                if len(found) == wanted:
+                    break
+                question = make_question(rng, world, count)
+                if question is not None and question.question not in found:
+                    found[question.question] = question
+                    advance(1)
+            if len(found) < wanted:
+                raise ConfigError(
+                    f"a world of {len(world.entities)} has no {per_hop} questions of {count} hops"
+                )
     return list(found.values())
 
 
@@ -349,8 +360,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--per-hop", default="100", help="questions for each number of hops")
     parser.add_argument("--hops", default="4", help="of the longest questions")
     given = parser.parse_args(argv)
-    passages, per_hop = whole(given.passages, 100, "--passages "), whole(given.per_hop, 1, "--per-hop ")
-    seed, hops = whole(given.seed, 0, "--seed "), whole(given.hops, 1, "--hops ")
+    passages = whole(given.passages, 100, "--passages ", MOST_PASSAGES)
+    per_hop, hops = whole(given.per_hop, 1, "--per-hop "), whole(given.hops, 1, "--hops ")
+    seed = whole(given.seed, 0, "--seed ")
     if hops > 4:
         raise ConfigError("hops: questions have 1 to 4")
     if not given.out.strip("-"):

@@ -63,18 +63,22 @@ def id_of(record: dict[str, Any], what: str, place: str, error: type[UserError])
     raise error(f"{place}: the '{name}' of the {what} must be a text that is not empty, or an integer")
 
 
-def expand(path: str | Path, error: type[UserError]) -> Path:
-    """The path with `~` read as a home folder; raises `error` where that, or a path, is none."""
+def expand(path: str | Path, error: type[UserError], key: str = "") -> Path:
+    """The path with `~` read as a home folder; raises `error` where that, or a path, is none.
+
+    key: what names the path, for the error.
+    """
+    name = f"{key}{'=' * bool(key)}'{str(path)[:60]}'"
     if path == "":  # pathlib would read the working folder
         raise error("the name of a file is empty: is a variable of the shell unset?")
     try:
         found = Path(path).expanduser()
         found.exists()
     except RuntimeError:
-        raise error(f"'{path}': there is no such home folder; write the whole path") from None
+        raise error(f"{name}: there is no such home folder; write the whole path") from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or "no path"
-        raise error(f"'{str(path)[:60]}' cannot be read ({reason})") from None
+        raise error(f"{name} cannot be read ({reason})") from None
     return found
 
 

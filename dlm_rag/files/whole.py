@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def default_index_folder() -> Path:
     """`$DLM_RAG_CACHE`, or `~/.cache/dlm_rag`."""
-    return expand(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag", ConfigError)
+    return expand(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag", ConfigError, "DLM_RAG_CACHE")
 
 
 @contextmanager

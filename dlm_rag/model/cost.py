@@ -8,11 +8,17 @@ Counting takes microseconds; torch's FlopCounterMode, half of a step on a CPU, i
 against.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from math import prod
 
 from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
+from dlm_rag.progress import SAY_FROM, duration
+
+log = logging.getLogger(__name__)
+
+SPEEDS = {"cpu": 1e11, "cuda": 1e14}  # FLOPs a second of an ordinary device
 
 
 @dataclass
@@ -100,6 +106,16 @@ def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[fl
     all_take = width * (e.num_experts + 3.0 * e.shared_intermediate_size)
     met = 1 - (1 - e.num_experts_per_tok / e.num_experts) ** tokens  # were they chosen evenly
     return all_take + e.num_experts_per_tok * one, (all_take if tokens else 0.0) + met * e.num_experts * one
+
+
+def announce_work(flops: float, what: str, device: str) -> None:
+    """Warns of a step that takes more than `SAY_FROM` seconds at an ordinary speed, before it begins."""
+    seconds = flops / SPEEDS.get(device, SPEEDS["cpu"])
+    if seconds > SAY_FROM:
+        log.warning(
+            "%s computes about %.0e floating-point operations: %s on an ordinary %s",
+            what, flops, duration(seconds), device.upper(),
+        )  # fmt: skip
 
 
 def head_work(config: DenoiserConfig, rows: float, size: int) -> Work:

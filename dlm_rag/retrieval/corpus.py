@@ -143,7 +143,8 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
     The first start also reads every line. Raises `CorpusError` naming file and line.
     """
     path, folder, expected = expand(path, CorpusError), None, None
-    root = expand(index_folder, CorpusError) if index_folder else default_index_folder()
+    key = "retrieval.index_folder"
+    root = expand(index_folder, CorpusError, key) if index_folder else default_index_folder()
     if path.is_dir():
         if (path / MANIFEST).is_file() or not texts_in(path):
             folder = path

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 
 from dlm_rag.errors import ConfigError
+from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.query import Query
 
@@ -20,18 +21,22 @@ class NoRetriever(CorpusRetriever):
 class OracleRetriever(CorpusRetriever):
     """First the passages that support a question, then what another retriever finds for it.
 
-    `support`: ids by question, as the first part of a query has it. Raises `ConfigError` for an id
-    that is not in the corpus.
+    `questions`: by the first part of their queries. Raises `ConfigError` for one whose supporting passages
+    are not all in the corpus.
     """
 
-    def __init__(self, inner: CorpusRetriever, support: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, inner: CorpusRetriever, questions: Mapping[str, Question]) -> None:
         super().__init__(inner.corpus, inner.top_k)
-        wanted = {passage_id for ids in support.values() for passage_id in ids}
+        wanted = {name for question in questions.values() for name in question.supporting_ids}
         rows = {passage.id: row for row, passage in enumerate(inner.corpus) if passage.id in wanted}
-        for missing in sorted(wanted - rows.keys()):
-            raise ConfigError(f"the supporting passage '{missing}' is not in the corpus")
+        for question in questions.values():
+            for missing in {*question.supporting_ids} - {*rows}:
+                raise ConfigError(
+                    f"{question.place or question.id}: the supporting passage '{missing}' is not in "
+                    f"{inner.corpus.path}"
+                )
         self._inner = inner
-        self._rows = {question: [rows[i] for i in ids] for question, ids in support.items()}
+        self._rows = {part: [rows[i] for i in asked.supporting_ids] for part, asked in questions.items()}
 
     def key(self, query: Query) -> Hashable:
         return query.parts[0]

@@ -55,7 +55,7 @@ def build_once(folder: Path, build: Callable[[Path], None], goes_on: bool = Fals
     except OSError as error:
         raise CorpusError(
             f"no index can be written in {folder.parent} ({error.strerror}): set "
-            "retrieval.index_folder to a folder of yours"
+            "retrieval.index_folder, or DLM_RAG_CACHE in the environment, to a folder of yours"
         ) from None
     return folder
 

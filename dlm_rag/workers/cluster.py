@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -15,6 +16,7 @@ from dlm_rag.errors import ConfigError, RunError, fold_message
 from dlm_rag.workers.places import Places
 
 REACH_SECONDS = 10.0  # within which a cluster must take a connection
+_IDS = re.compile(r"\b[0-9a-f]{16,}\b ?")
 OBJECT_STORE = 100 * 2**20  # bytes, of Ray's own here: weights never pass through it
 
 
@@ -46,10 +48,15 @@ def reason(error: Exception) -> str:
         ("node has died", "its node is gone"),
         ("running low on memory", "the memory of its node was full"),
         ("worker process has died", "it was killed, or it crashed"),
+        ("worker died unexpectedly", "it was killed, or it crashed"),
+        ("raylet died", "its node is gone"),
+        ("is unavailable", "it cannot be reached"),
+        ("owner has exited", "the process that it belongs to is gone"),
+        ("Failed to retrieve object", "what it had answered is lost"),
     ):
         if any(mark in line for line in lines):
             return said
-    return lines[-1][:200].rstrip(".")
+    return _IDS.sub("", lines[-1])[:200].rstrip(".")
 
 
 class told:  # noqa: N801 - reads as a statement
@@ -65,7 +72,7 @@ class told:  # noqa: N801 - reads as a statement
 
         if isinstance(error, RayError | ConnectionError):
             raise RunError(
-                f"Ray at {self._address} is gone ({fold_message(error)}); the answers so far are kept, and "
+                f"Ray at {self._address} is gone ({reason(error)}); the answers so far are kept, and "
                 "the same command goes on from there"
             ) from None
 

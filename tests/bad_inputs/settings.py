@@ -58,6 +58,7 @@ def index(words: str, says: str) -> Case:
     return Case(f"index {words}", f"index {words}", says)
 
 
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 NOBODY, NO_MILVUS = "http://127.0.0.1:1/retrieve", "milvus://127.0.0.1:1/world"
 
 CASES = [
@@ -83,6 +84,10 @@ CASES = [
     by_url(NOBODY, "retrieval.kind has no effect on the service", "retrieval.kind=dense"),
     by_url(NOBODY, "retrieval.search_memory_gib has no effect", "retrieval.search_memory_gib=0"),
     by_url(NOBODY, "retrieval.index_folder has no effect", "retrieval.index_folder=here"),
+    Case("a supporting passage that is not there", f"{ASK_FILE} --questions q.jsonl retrieval.oracle=true decode.query=question",
+         ("q.jsonl, line 2: the supporting passage 'dun' is not in", "corpus.jsonl"),
+         {"q.jsonl": '{"id": "a", "question": "Who?", "supporting_ids": ["emma"]}\n'
+          '{"id": "b", "question": "Where?", "supporting_ids": ["dune", "dun"]}\n'}),
     by_url(NOBODY, "retrieval.oracle=true needs passages by their ids", "retrieval.oracle=true"),
     by_url(NOBODY, "url_seconds=0.0 is out of range", "retrieval.url_seconds=0"),
     by_url(NO_MILVUS, "milvus://127.0.0.1:1/world cannot be searched: Connection refused"),
@@ -273,6 +278,7 @@ CASES = [
     yaml("YAML that is a list", "- 1", "holds no settings"),
     yaml("YAML that is a number", "3", "c.yaml is not valid YAML"),
     yaml("YAML of two documents", "decode: {}\n---\nmodel: {}", "line 2: but found another document"),
+    Case("a config that is no config", f"{ASK} --config /etc/passwd", "/etc/passwd holds what is no setting: write"),
     yaml("YAML nested deeply", "decode: " + "[" * 5000 + "]" * 5000, ("c.yaml is not valid YAML", "nesting")),
     yaml("YAML that nests sections deeply", "".join(f"{' ' * n}a:\n" for n in range(1500)), "c.yaml"),
     yaml("a YAML bomb", BOMB, "c.yaml is not valid YAML"),
@@ -433,6 +439,8 @@ CASES = [
     Case("a path through a file", f"{ASK_MODEL} --corpus corpus.jsonl/c", "was not found"),
     Case("an index folder in a file", f"{ASK} retrieval.index_folder=corpus.jsonl", "retrieval.index_folder"),
     Case("an index folder of nobody", f"{ASK} retrieval.index_folder='~nobody-here'", "home folder"),
+    Case("an index folder nested too deeply", f"{ASK} retrieval.index_folder={'a/' * 3000}",
+         ("retrieval.index_folder='a/a/", "cannot be read (File name too long)")),
     Case("a model of nobody", f"{ASK_CORPUS} --model '~nobody-here/m'", "no such home folder"),
     Case("a model with a name of 5000 characters", f"{ASK_CORPUS} --model {'x' * 5000}", "File name too long"),
     Case("a model that is not there", f"{ASK_CORPUS} --model nope", "nope"),
@@ -454,7 +462,15 @@ CASES = [
          env={"WANDB_API_KEY": None, "WANDB_MODE": None, "HOME": "."}, slow=True),
     Case("a cache that is a file", ASK, "retrieval.index_folder", env={"DLM_RAG_CACHE": "corpus.jsonl"}),
     Case("a cache that cannot be made", ASK, "retrieval.index_folder", env={"DLM_RAG_CACHE": "/proc/x"}),
-    Case("a cache of nobody", ASK, "home folder", env={"DLM_RAG_CACHE": "~nobody-here"}),
+    Case("a cache of nobody", ASK, "DLM_RAG_CACHE='~nobody-here': there is no such home folder",
+         env={"DLM_RAG_CACHE": "~nobody-here"}),
+    Case("a cache nested too deeply", ASK, ("DLM_RAG_CACHE='a/a/", "cannot be read (File name too long)"),
+         env={"DLM_RAG_CACHE": "a/" * 3000}),
+    Case("a question of UTF-8 where the locale is ASCII", f"{ASK_FILE} 'Who wrote \u00c9mma?'", '\\u00c9mma', exit=0,
+         env=ASCII, slow=True),
+    Case("a question of Latin 1 where the locale is ASCII", f"{ASK_FILE} 'Who wrote \udcc9mma?'",
+         "question 1 is not UTF-8", env=ASCII),
+    Case("a file of UTF-8 where the locale is ASCII", f"{ASK_FILE} --questions \u00c9mma", "set PYTHONUTF8=1", env=ASCII),
     Case("a home that cannot be written", ASK, "retrieval.index_folder",
          env={"DLM_RAG_CACHE": None, "HOME": "/proc/x"}),
     Case("no threads for numba", ASK, "NUMBA_NUM_THREADS", env={"NUMBA_NUM_THREADS": "0"}, slow=True),
