@@ -145,13 +145,15 @@ def tiny_tokenizer(template: PromptTemplate | None = None) -> Tokenizer:
     return Tokenizer(byte_tokenizer(), mask_id=256, template=template, end_ids=(257,))
 
 
-def byte_tokenizer():
+def byte_tokenizer(more=()):
+    """more: tokens that come after the bytes; a mask and an end that are not among them come last."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = byte_alphabet()
-    backend = Backend(models.BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
+    vocabulary = {token: n for n, token in enumerate((*(alphabet[b] for b in range(256)), *more))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<mask>", "<end>"])
