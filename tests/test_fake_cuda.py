@@ -31,7 +31,7 @@ def guard(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["decode", "training"])
+@pytest.mark.parametrize("group", ["decode", "training", "processes"])
 def test_on_a_device_that_is_not_there(guard, group):
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {

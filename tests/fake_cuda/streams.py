@@ -53,6 +53,9 @@ class Stream:
     def synchronize(self) -> None:
         Streams.now.wait()
 
+    def is_capturing(self) -> bool:
+        return False
+
     def after(self, stream: "Stream", asked: int) -> bool:
         """Whether what is asked of it now comes after number `asked` of another."""
         return stream is self or self.clock.get(stream, 0) >= asked
@@ -65,10 +68,12 @@ class Streams:
 
     def __init__(self, wait: Any) -> None:
         self.default = self.current = Stream()
-        self.wait, self.races = wait, list[str]()
+        self.wait = wait
         # Of each storage, by stream: which work used it last, and whether any wrote it.
         self._uses: dict[int, dict[Stream, tuple[int, bool]]] = {}
         self._recorded: dict[int, set[Stream]] = defaultdict(set)
+        # Of memory that a stream may use again: what was asked last of those that have used it.
+        self._given_back: dict[Stream, list[tuple[Stream, int]]] = defaultdict(list)
 
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
@@ -82,6 +87,8 @@ class Streams:
         """Asks the current stream for some work. Raises `RuntimeError` where it may come too early."""
         here = self.current
         here.asked += 1
+        if not all(here.after(*use) for use in self._given_back.pop(here, ())):
+            raise RuntimeError(f"{what} may get memory that another stream still uses")
         for tensor in (*read, *written):
             writes = any(tensor is one for one in written)
             uses = self._uses_of(tensor.untyped_storage(), here)
@@ -102,8 +109,7 @@ class Streams:
         return self._uses[key]
 
     def _freed(self, key: int, owner: Stream) -> None:
-        """Its allocator gives the memory to the next who asks on the stream that it was made on."""
+        """The allocator gives memory to what is asked next of the stream that it was made on."""
         recorded = self._recorded.pop(key, set())
-        for stream, (asked, _) in self._uses.pop(key).items():
-            if stream not in recorded and not owner.after(stream, asked):
-                self.races.append("memory was given back while another stream used it")
+        uses = self._uses.pop(key).items()
+        self._given_back[owner] += [(s, asked) for s, (asked, _) in uses if s not in recorded]
