@@ -57,7 +57,8 @@ def test_a_service_that_is_back_before_the_deadline_answers():
 def test_a_call_ends_by_its_deadline_whatever_an_attempt_takes(takes, chance):
     service = Service(takes=takes)
     assert fails(service.link(chance), service.ask) == "http://x: refused"
-    assert 10.0 <= service.now <= 15.0 + 1e-9 and max(service.given) == 5.0
+    assert 10.0 <= service.now <= 15.0 + 1e-9
+    assert max(service.given) == 5.0 and min(service.given) >= 2.5, "none is over before it can be answered"
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.99])

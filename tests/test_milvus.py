@@ -372,7 +372,7 @@ def test_a_server_that_hangs_is_left_alone_in_time(own_server, corpus_file, capf
     found = build(own_server, "small", corpus_file)
     own_server.pause()
     give(found, 0.9)
-    with pytest.raises(SearchUnavailableError, match="no answer within 0.3 s"):
+    with pytest.raises(SearchUnavailableError, match=r"no answer within 0\.\d+ s"):
         found.search([asked("Who wrote Emma?")])
     refused(own_server.url("small"), "does not answer as a Milvus does (deadline_exceeded)", url_seconds=1)
     own_server.resume()

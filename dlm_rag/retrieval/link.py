@@ -72,7 +72,8 @@ class Link:
                 return ask(min(self.attempt_seconds, max(deadline - self._clock(), 0.01)))
             except Unreachable:
                 pause = wait * (0.5 + self._chance())
-                if once or self._clock() + pause >= deadline:
+                # What could not have half of its time would only hide why the others failed.
+                if once or self._clock() + pause + self.attempt_seconds / 2 > deadline:
                     raise
             self._sleep(pause)
             wait = min(2 * wait, LONGEST_WAIT)
