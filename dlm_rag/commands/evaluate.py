@@ -17,6 +17,7 @@ A run that was stopped goes on when the same command is given again. In a checko
 the same.
 """
 
+import os
 import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -182,7 +183,7 @@ def of_result(words: CommandLine) -> Wanted:
             raise ConfigError(
                 f"{folder} has no {CONFIG}: an older program made it, and did not say its settings"
             )
-    if Path(str(config.out)).resolve() == then.folder.resolve():
+    if os.path.realpath(str(config.out)) == os.path.realpath(then.folder):
         raise ConfigError("--reproduce and --out are the same folder: choose another --out")
     config, *settings = (
         load_config(str(folder / CONFIG), words.settings) for folder in (then.folder, *folders.values())

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -73,7 +74,8 @@ def expand(path: str | Path, error: type[UserError], key: str = "") -> Path:
         raise error("the name of a file is empty: is a variable of the shell unset?")
     try:
         found = Path(path).expanduser()
-        found.exists()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found.stat()
     except RuntimeError:
         raise error(f"{name}: there is no such home folder; write the whole path") from None
     except (OSError, ValueError) as problem:

@@ -134,11 +134,9 @@ def _open(folder: Path, passages: int) -> tuple[bm25s.BM25, Facts]:
     try:
         words = parse_object((folder / WORDS).read_bytes(), WORDS, CorpusError)
         facts = read_as(Facts, read_note(folder / FACTS), FACTS, CorpusError)
-        sound = {*map(type, words.values())} <= {int}
-        sound = sound and np.fromiter(words.values(), np.uint64).max(initial=0) < len(starts) - 1
-    except (CorpusError, OverflowError):
-        sound = False
-    if not sound:
+    except CorpusError:
+        raise not_of_this(folder / WORDS) from None
+    if {*map(type, words.values())} != {int} or sorted(words.values()) != [*range(len(starts) - 1)]:
         raise not_of_this(folder / WORDS)
     # Not by its own loader, which takes settings from the folder as well.
     index = bm25s.BM25(backend="numba")

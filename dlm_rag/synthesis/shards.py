@@ -148,9 +148,11 @@ class RowsFolder:
             if not self._note.exists():
                 self._write_note({"stamp": stamp})
             self._journal.touch()
-            next(self._lines(), None)  # what is not ours is not cut
+            self.done = {line.source for _, line in self._lines()}  # before: what is not ours is not cut
+            size = self._journal.stat().st_size
             end_last_line(self._journal)
-            self.done = {line.source for _, line in self._lines()}
+            if self._journal.stat().st_size > size:  # the last line only needed its end
+                self.done = {line.source for _, line in self._lines()}
             self._file.hold()
         except BaseException:
             self.close()
@@ -254,8 +256,8 @@ class RowsFolder:
             for start in starts:
                 file.seek(start)
                 line = json.loads(file.readline())
-                counts.update({f"left out: {reason}": n for reason, n in line["dropped"].items()})
-                counts.update({f"spent: {what}": n for what, n in line["spent"].items()})
+                counts.update({f"left out: {reason}": n for reason, n in line.get("dropped", {}).items()})
+                counts.update({f"spent: {what}": n for what, n in line.get("spent", {}).items()})
                 block += line["rows"]
                 if len(block) >= BUFFER:
                     yield block

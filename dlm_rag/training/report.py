@@ -153,7 +153,10 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
         metrics = parse_object(line, "", ConfigError)
     except ConfigError:
         return None
-    return metrics if all(isinstance(metrics.get(name), int | float) for name in COUNTED) else None
+    counted = all(isinstance(metrics.get(name), int | float) for name in COUNTED)
+    numbers = (value for value in metrics.values() if not isinstance(value, float | dict))
+    sound = counted and all(isinstance(value, int) and abs(value) < 2**63 for value in numbers)
+    return metrics if sound else None
 
 
 def validation_of(metrics: dict[str, Any]) -> dict[str, float]:
