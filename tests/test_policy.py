@@ -31,16 +31,16 @@ from dlm_rag.diffusion.policy import (
     step_log_prob,
 )
 from dlm_rag.evidence.layout import State
-from dlm_rag.model.live import LiveBytes
+from dlm_rag.model.live import LiveBytes, without_contents
 from dlm_rag.model.rows import Segment
 from dlm_rag.model.shape import DenoiserConfig
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.memory import bare_denoiser
 from dlm_rag.training.objective import arithmetic
 from dlm_rag.training.policy_loss import LOGIT_BYTES, PolicyObjective, PolicyRow
 from dlm_rag.training.rollouts import steps_of
+from dlm_rag.training.weights import empty_denoiser
 
 V, MASK = 4, torch.tensor([3])  # three tokens and the mask
 SOFT = Soft(0.8, 0.7, 0.6)
@@ -339,8 +339,9 @@ def test_logits_of_a_large_vocabulary_stay_within_their_budget(kl_weight, dtype,
     places, mask = tuple(range(64)), LLADA.mask_token_id
     state = State((), Segment((1, *(mask for _ in places)), 0), 1)
     rows = [PolicyRow(state, places, (5, *(-1 for _ in places[1:])), False, 1.0, -9.0)] * 32
+    denoiser, reference = (empty_denoiser(LLADA, 0, dtype) for _ in range(2))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        denoiser, reference = (bare_denoiser(LLADA, 0, dtype, torch.float32) for _ in range(2))
+        denoiser, reference = without_contents(denoiser), without_contents(reference)
         reference = reference.requires_grad_(False) if kl_weight else None
         train = TrainConfig(kl_weight=kl_weight)
         objective = PolicyObjective(denoiser, DecodeConfig(temperature=0.9), mask, train, reference)

@@ -103,7 +103,7 @@ def spent(config: Config) -> str:
     folder = Path(config.out or "runs/train")
     steps, joules = 0, 0.0
     for metrics in read_metrics(folder / "metrics.jsonl"):
-        if isinstance(metrics.get("joules"), int | float):
+        if all(isinstance(metrics.get(name), int | float) for name in ("joules", "joules_steps")):
             steps, joules = steps + metrics["joules_steps"], joules + metrics["joules"]
     if not steps:
         return f"Nothing was measured in {folder}."

@@ -21,6 +21,7 @@ from dlm_rag.program import note
 
 WINDOW = 50  # steps that the figures on the screen are means of
 VALIDATED = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
+TEXTS = ("phase", "alarm", "joules_of")  # metrics that are no numbers
 COUNTED = ("step", "seconds", "rows", "supervised_tokens")  # what every line of metrics has
 SHOWN = {  # metrics of the steps, by what they are called on the screen
     "loss": "loss", "name_accuracy": "name accuracy", "pointer_mass": "pointer mass",
@@ -154,9 +155,14 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     except ConfigError:
         return None
     counted = all(isinstance(metrics.get(name), int | float) for name in COUNTED)
-    numbers = (value for value in metrics.values() if not isinstance(value, float | dict))
-    sound = counted and all(isinstance(value, int) and abs(value) < 2**63 for value in numbers)
-    return metrics if sound else None
+    return metrics if counted and all(map(_is_metric, metrics, metrics.values())) else None
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    """Whether a value of `name` may stand in a line: null where a device could not tell it."""
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return value is None or isinstance(value, str if name in TEXTS else float | dict)
 
 
 def validation_of(metrics: dict[str, Any]) -> dict[str, float]:
