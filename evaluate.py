@@ -1,7 +1,7 @@
 """Score a denoiser: `python evaluate.py --help`; the program is `dlm_rag.commands.evaluate`."""
 
+from dlm_rag.cli import run_program
 from dlm_rag.commands.evaluate import main
-from dlm_rag.program import run
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -18,8 +18,8 @@ import sys
 from typing import NoReturn
 
 from dlm_rag import __version__
-from dlm_rag.errors import ConfigError, nearest
-from dlm_rag.program import run
+from dlm_rag.cli import run_program
+from dlm_rag.errors import ConfigError, suggest_nearest
 
 PROGRAMS = (
     "sample", "evaluate", "train", "synthesize", "page", "serve", "index", "retrieve-server", "doctor",
@@ -36,11 +36,11 @@ def dispatch(argv: list[str]) -> None:
     elif name == "--version":
         print(__version__)
     else:
-        raise ConfigError(f"'{name}' is none of {', '.join(PROGRAMS)}{nearest(name, PROGRAMS)}")
+        raise ConfigError(f"'{name}' is none of {', '.join(PROGRAMS)}{suggest_nearest(name, PROGRAMS)}")
 
 
 def main() -> NoReturn:
-    run(dispatch)
+    run_program(dispatch)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class RunError(RuntimeError):
     """What goes wrong while a program runs, and no input could be blamed for; one sentence, exit code 1."""
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str:
+def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
     """` (nearest: 'x')` for the candidate most like `word`, or an empty string when none is."""
     known = {each.casefold(): each for each in candidates if each != word}
     close = difflib.get_close_matches(word.casefold(), known, n=1, cutoff=0.5)
@@ -44,7 +44,7 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def fold_message(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """The first line of an exception's text, of which no more than is read."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     mark = getattr(error, "problem_mark", None)

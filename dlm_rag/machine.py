@@ -18,7 +18,7 @@ from dlm_rag.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
 def choose_device(name: str) -> torch.device:
@@ -50,7 +50,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def machine_name(device: torch.device) -> str:
+def get_machine_name(device: torch.device) -> str:
     """What a computation on this device runs on, in words."""
     if device.type == "cuda":
         import torch
@@ -67,7 +67,7 @@ def describe_machine(device: torch.device, attention: str) -> dict[str, str | in
 
     found: dict[str, str | int | None] = {
         "device": device.type,
-        "name": machine_name(device),
+        "name": get_machine_name(device),
         "attention": attention,
         "torch": torch.__version__,
     }
@@ -86,7 +86,7 @@ def _nvidia_driver() -> str | None:
     return found[1] if found else None
 
 
-def device_memory(device: torch.device) -> float:
+def get_device_memory_bytes(device: torch.device) -> float:
     """Bytes of a device's memory."""
     if device.type == "cuda":
         import torch
@@ -95,25 +95,31 @@ def device_memory(device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Cores that this process may keep busy: by its affinity, and by the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cores, _quota())))
+    return max(1, int(min(cores, _read_cgroup_cpu_quota())))
 
 
-def _quota(root: Path = Path("/")) -> float:
+def _read_cgroup_cpu_quota(root: Path = Path("/")) -> float:
     """Cores' worth of time of the tightest control group around this process; version 2, or version 1."""
     groups = root / "sys/fs/cgroup"
-    own = _read(root / "proc/self/cgroup")
+    own = _read_text_or_empty(root / "proc/self/cgroup")
     found = re.search(r"^0::/(.*)$", own, re.M)
     inner = groups / (found[1] if found else "")
-    limits = [_read(path / "cpu.max") for path in (inner, *inner.parents) if path.is_relative_to(groups)]
-    limits.append(" ".join(_read(groups / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")))
+    limits = [
+        _read_text_or_empty(path / "cpu.max")
+        for path in (inner, *inner.parents)
+        if path.is_relative_to(groups)
+    ]
+    limits.append(
+        " ".join(_read_text_or_empty(groups / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    )
     quotas = [found for limit in limits if (found := re.fullmatch(r"\s*(\d+)\s+(\d+)\s*", limit))]
     return min((int(found[1]) / int(found[2]) for found in quotas), default=math.inf)
 
 
-def _read(path: Path) -> str:
+def _read_text_or_empty(path: Path) -> str:
     """The text of a file; nothing where there is none."""
     try:
         return path.read_text()
@@ -121,14 +127,14 @@ def _read(path: Path) -> str:
         return ""
 
 
-def memory() -> dict[str, int]:
+def read_host_memory() -> dict[str, int]:
     """Bytes of memory, "total" and "available"; nothing where the system does not tell."""
     listed = Path("/proc/meminfo")
     found = dict(re.findall(r"^Mem(\w+):\s+(\d+) kB", listed.read_text(), re.M)) if listed.is_file() else {}
     return {name.lower(): 1024 * int(size) for name, size in found.items()}
 
 
-def peak_memory() -> int:
+def get_peak_memory_bytes() -> int:
     """Bytes of memory that this process has held at most."""
     import resource
 
@@ -136,9 +142,9 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
 
 
-def commit_of_code() -> str | None:
+def get_code_commit() -> str | None:
     """The commit of the code, with `-dirty` for local changes; None outside a checkout of this project."""
-    root = PACKAGE.parent
+    root = PACKAGE_FOLDER.parent
     if not (root / ".git").exists():  # installed, perhaps in a folder of somebody's own repository
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -148,7 +154,7 @@ def commit_of_code() -> str | None:
         return None
 
 
-def digest_of_code(package: Path = PACKAGE) -> str:
+def compute_code_digest(package: Path = PACKAGE_FOLDER) -> str:
     """12 hex digits over all sources of the package: any other byte, any other digest."""
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -157,7 +163,7 @@ def digest_of_code(package: Path = PACKAGE) -> str:
     return found.hexdigest()[:12]
 
 
-def has_code_for(capability: tuple[int, int], built_for: list[str]) -> bool:
+def is_built_for_gpu(capability: tuple[int, int], built_for: list[str]) -> bool:
     """Whether a build has code for a GPU: of its generation and no newer, or such as is compiled for it.
 
     built_for: as in `torch.cuda.get_arch_list`; of names of another form nothing is known, and all fits.

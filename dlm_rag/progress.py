@@ -1,6 +1,6 @@
 """How far a long task has come: a bar in a terminal, a line a minute in a log; nothing of a short one.
 
-    with progress("embedding passages", len(corpus)) as advance:
+    with report_progress("embedding passages", len(corpus)) as advance:
         for batch in batches:
             ...
             advance(len(batch))
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, TypeVar
 
-from dlm_rag.text import visible
+from dlm_rag.text import replace_control_chars
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SHOW_AFTER, DRAW_EVERY, LOG_EVERY = 2.0, 0.1, 60.0  # seconds
-SAY_FROM = 60.0  # seconds that a build has to take to be announced with its costs
+SHOW_AFTER_SECONDS, DRAW_EVERY_SECONDS, LOG_EVERY_SECONDS = 2.0, 0.1, 60.0  # seconds
+ANNOUNCE_FROM_SECONDS = 60.0  # seconds that a build has to take to be announced with its costs
 
 _bars: "Progress | None" = None  # of all tasks that are shown: a terminal has one place for bars
 _status: IO[str] | None = None  # the terminal in which a status line stands
 
 
-def is_live(stream: IO[str]) -> bool:
+def is_drawable(stream: IO[str]) -> bool:
     """Whether a stream is a terminal on which a line can be drawn over."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time in words, in the largest unit of which there is more than one."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
@@ -45,7 +45,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def in_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes in words, to two digits or more."""
     for power, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if size >= power:
@@ -54,7 +54,7 @@ def in_bytes(size: float) -> str:
 
 
 @contextmanager
-def progress(
+def report_progress(
     what: str, total: float | None, unit: str = "", done: float = 0
 ) -> Iterator[Callable[[float], None]]:
     """Tells how far `what` has come of `total`; gives the function to be called with what was added.
@@ -69,15 +69,15 @@ def progress(
         task.close()
 
 
-def track(items: Collection[T], what: str) -> Iterator[T]:
-    """The items one by one, with a `progress` of how many of them were taken."""
-    with progress(what, len(items)) as advance:
+def track_progress(items: Collection[T], what: str) -> Iterator[T]:
+    """The items one by one, with a `report_progress` of how many of them were taken."""
+    with report_progress(what, len(items)) as advance:
         for item in items:
             yield item
             advance(1)
 
 
-def status(text: str = "") -> None:
+def show_status(text: str = "") -> None:
     """What is being waited for, in a line of the terminal that the next one replaces; without one, none.
 
     Whoever writes to the terminal takes it away before.
@@ -93,17 +93,17 @@ def status(text: str = "") -> None:
         _status.flush()
 
 
-def clear() -> None:
+def clear_progress() -> None:
     """Takes away whatever is drawn, also for tasks that an error has left open: the end of a program."""
     global _bars
-    status()
+    show_status()
     if _bars is not None:
         bars, _bars = _bars, None
         bars.stop()
 
 
 def _draws() -> bool:
-    return is_live(sys.stderr) and os.environ.get("RANK", "0") == "0"
+    return is_drawable(sys.stderr) and os.environ.get("RANK", "0") == "0"
 
 
 class _Task:
@@ -112,12 +112,12 @@ class _Task:
     __slots__ = ("_begun", "_done", "_draws", "_due", "_row", "_start", "_total", "_unit", "_what")
 
     def __init__(self, what: str, total: float | None, unit: str, done: float) -> None:
-        self._what, self._total, self._unit = visible(what), total, unit
+        self._what, self._total, self._unit = replace_control_chars(what), total, unit
         self._begun = self._done = done
         self._draws = _draws()
         self._row: TaskID | None = None
         self._start = perf_counter()
-        self._due = self._start + (SHOW_AFTER if self._draws else LOG_EVERY)
+        self._due = self._start + (SHOW_AFTER_SECONDS if self._draws else LOG_EVERY_SECONDS)
 
     def advance(self, count: float = 1) -> None:
         self._done += count
@@ -129,21 +129,21 @@ class _Task:
             self._draw()
         else:
             log.info("%s: %s", self._what, self._how_far())
-        self._due = perf_counter() + (DRAW_EVERY if self._draws else LOG_EVERY)
+        self._due = perf_counter() + (DRAW_EVERY_SECONDS if self._draws else LOG_EVERY_SECONDS)
 
     def _how_far(self) -> str:
-        in_words = in_bytes if self._unit == "bytes" else "{:,.0f}".format
+        in_words = format_bytes if self._unit == "bytes" else "{:,.0f}".format
         of = "" if self._total is None else f" of {in_words(self._total)}"
         elapsed, new = perf_counter() - self._start, self._done - self._begun
-        said = f"{in_words(self._done)}{of} after {duration(elapsed)}"
+        said = f"{in_words(self._done)}{of} after {format_duration(elapsed)}"
         if self._total is not None and new > 0:
-            said += f", {duration(max(0.0, self._total - self._done) * elapsed / new)} left"
+            said += f", {format_duration(max(0.0, self._total - self._done) * elapsed / new)} left"
         return said
 
     def _draw(self) -> None:
         global _bars
         if _bars is None:
-            status()
+            show_status()
             _bars = _new_bars()
             _bars.start()
         if self._row is None:
@@ -157,7 +157,7 @@ class _Task:
             return
         _bars.remove_task(self._row)
         if not _bars.tasks:
-            clear()
+            clear_progress()
 
 
 def _new_bars() -> "Progress":

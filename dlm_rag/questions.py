@@ -10,22 +10,22 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from dlm_rag.cli import print_note
 from dlm_rag.config import Config
-from dlm_rag.errors import QuestionError, nearest
-from dlm_rag.files.records import (
+from dlm_rag.errors import QuestionError, suggest_nearest
+from dlm_rag.files.record_readers import (
     Record,
-    expand,
-    field_of,
-    find_file,
-    id_of,
-    read_folder,
+    expand_path,
+    get_field,
+    get_record_id,
+    read_folder_records,
+    read_record_stream,
     read_records,
-    records_in,
+    resolve_regular_file,
 )
-from dlm_rag.program import note
 
-IMAGES = ("image", "images", "image_url")
-QUICK = 200  # questions of --quick
+IMAGE_FIELDS = ("image", "images", "image_url")
+QUICK_QUESTION_LIMIT = 200  # questions of --quick
 _NESTED = re.compile(r"\s*(\[.*\]|\{\s*['\"]text['\"].*\})\s*", re.DOTALL)  # a list, SQuAD's object
 
 
@@ -44,16 +44,16 @@ class Question:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """The questions of a file in any form of `records.read_records`, in order; `-` is standard input.
+    """The questions of a file in any form of `readers.read_records`, in order; `-` is standard input.
 
-    A folder stands for the files in it, as `dlm-rag synthesize` leaves them (`records.read_folder`).
-    A pipe, and a file that is `.txt` or has no suffix, may also hold plain lines, one question each; they
-    are called q1, q2, ... Raises `QuestionError` naming file and line for what is no question: a blank
-    text, an id that occurs twice; and for a file without questions.
+    A folder stands for the files in it, as `dlm-rag synthesize` leaves them
+    (`readers.read_folder_records`). A pipe, and a file that is `.txt` or has no suffix, may also hold
+    plain lines, one question each; they are called q1, q2, ... Raises `QuestionError` naming file and line
+    for what is no question: a blank text, an id that occurs twice; and for a file without questions.
     """
     questions: dict[str, Question] = {}
-    for place, row in read_rows(path):
-        question = _parse(row, place)
+    for place, row in read_question_records(path):
+        question = _parse_question(row, place)
         if question.id in questions:
             raise QuestionError(f"{place}: the id '{question.id}' occurs a second time")
         questions[question.id] = question
@@ -62,29 +62,29 @@ def read_questions(path: str | Path) -> list[Question]:
     return list(questions.values())
 
 
-def read_rows(path: str | Path) -> Iterator[Record]:
+def read_question_records(path: str | Path) -> Iterator[Record]:
     """The records behind `read_questions`, with whatever fields they have."""
     if str(path) == "-":
         stream = getattr(sys.stdin, "buffer", None)
         if stream is None or stream.closed:
             raise QuestionError("--questions - reads standard input, which is closed")
         if stream.isatty():
-            note("questions from the keyboard, one a line; Ctrl-D ends them")
-        yield from records_in(stream, Path("standard input"), QuestionError, plain="question")
+            print_note("questions from the keyboard, one a line; Ctrl-D ends them")
+        yield from read_record_stream(stream, Path("standard input"), QuestionError, plain="question")
         return
-    found = expand(path, QuestionError)
+    found = expand_path(path, QuestionError)
     if found.is_fifo() or found.is_char_device():  # both are read once, as they come
         with found.open("rb") as file:
-            yield from records_in(file, found, QuestionError, plain="question")
+            yield from read_record_stream(file, found, QuestionError, plain="question")
         return
     if found.is_dir():
-        yield from read_folder(found, QuestionError)
+        yield from read_folder_records(found, QuestionError)
         return
-    found = find_file(path, "questions file", QuestionError)
+    found = resolve_regular_file(path, "questions file", QuestionError)
     yield from read_records(found, QuestionError, plain="question")
 
 
-def typed_questions(texts: list[str]) -> list[Question]:
+def parse_typed_questions(texts: list[str]) -> list[Question]:
     """Questions typed by hand, with the ids q1, q2, ...; raises `QuestionError` for a blank one.
 
     Where the locale is ASCII, Python has kept what else was typed as single bytes.
@@ -101,13 +101,13 @@ def typed_questions(texts: list[str]) -> list[Question]:
     return questions
 
 
-def choose(questions: list[Question], config: Config) -> list[Question]:
+def select_questions(questions: list[Question], config: Config) -> list[Question]:
     """As many questions as `limit` says, with `quick` 200, of all hops and labels alike; in file order.
 
     The numbers of hops take turns until enough are drawn, within each the labels do, and each kind gives
     its own in a random order that is always the same. So a larger limit draws the same questions and more.
     """
-    most = QUICK if config.quick else config.limit
+    most = QUICK_QUESTION_LIMIT if config.quick else config.limit
     if most is None:
         return questions
     kinds: dict[int | None, dict[tuple[str, ...], list[int]]] = {}
@@ -116,20 +116,20 @@ def choose(questions: list[Question], config: Config) -> list[Question]:
     for hops, labelled in kinds.items():
         for labels, places in labelled.items():
             random.Random(f"quick/{hops}/{labels}").shuffle(places)
-    drawn = _in_turns([_in_turns(list(labelled.values())) for labelled in kinds.values()])[:most]
+    drawn = _interleave([_interleave(list(labelled.values())) for labelled in kinds.values()])[:most]
     return [questions[place] for place in sorted(drawn)]
 
 
-def _in_turns(lists: list[list[int]]) -> list[int]:
+def _interleave(lists: list[list[int]]) -> list[int]:
     return [place for turn in zip_longest(*lists) for place in turn if place is not None]
 
 
-def _parse(row: dict[str, Any], place: str) -> Question:
-    name, text = field_of(row, "question")
-    if image := next((key for key in IMAGES if row.get(key)), None):
+def _parse_question(row: dict[str, Any], place: str) -> Question:
+    name, text = get_field(row, "question")
+    if image := next((key for key in IMAGE_FIELDS if row.get(key)), None):
         raise QuestionError(f"{place}: the question comes with an '{image}', and only texts are answered")
     if text is None:
-        raise QuestionError(f"{place}: there is no 'question'{nearest('question', row)}")
+        raise QuestionError(f"{place}: there is no 'question'{suggest_nearest('question', row)}")
     if not isinstance(text, str):
         raise QuestionError(f"{place}: the '{name}' must be a text")
     if not text.strip():
@@ -138,7 +138,7 @@ def _parse(row: dict[str, Any], place: str) -> Question:
     if response is not None and (not isinstance(response, str) or not response.strip()):
         raise QuestionError(f"{place}: the 'response' is no text")
     return Question(
-        id=id_of(row, "question", place, QuestionError),
+        id=get_record_id(row, "question", place, QuestionError),
         question=text,
         golden_answers=_texts(row, "golden_answers", place),
         supporting_ids=_texts(row, "supporting_ids", place),
@@ -164,7 +164,7 @@ def _texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
     Lists and that object may be JSON in a text, as in a cell of a table. Supporting passages that are
     objects go by their ids; where one has none, none is known.
     """
-    key, value = field_of(row, field)
+    key, value = get_field(row, field)
     if isinstance(value, str) and _NESTED.fullmatch(value):
         try:
             value = json.loads(value)

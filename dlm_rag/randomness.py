@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def keyed_generator(*key: object) -> torch.Generator:
+def make_keyed_generator(*key: object) -> torch.Generator:
     """A CPU generator seeded by a digest of `key`: no rank, batch or global state comes in.
 
     torch's CPU generator reads only the low 32 bits of a seed, so the key is hashed, not shifted.
@@ -18,13 +18,13 @@ def keyed_generator(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
-def uniform_numbers(generator: torch.Generator, count: int, length: int) -> NDArray[np.float64]:
+def sample_uniform(generator: torch.Generator, count: int, length: int) -> NDArray[np.float64]:
     """Numbers (count, length) in [0, 1)."""
     found: NDArray[np.float64] = torch.rand(count, length, generator=generator, dtype=torch.float64).numpy()
     return found
 
 
 @lru_cache(maxsize=16)
-def permutation(key: tuple[object, ...], count: int) -> Tensor:
+def sample_permutation(key: tuple[object, ...], count: int) -> Tensor:
     """The numbers (count,) from 0 in an order that depends on `key`."""
-    return torch.randperm(count, generator=keyed_generator(*key))
+    return torch.randperm(count, generator=make_keyed_generator(*key))

@@ -22,22 +22,22 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
-def fold(text: str) -> str:
+def normalize_whitespace(text: str) -> str:
     """White space folded to single blanks, none at the ends."""
     return " ".join(text.split())
 
 
-def title_line(text: str) -> str:
+def get_title_line(text: str) -> str:
     """The first line of a passage, which is its title where it has one."""
     return text.strip().partition("\n")[0].strip('"')
 
 
-def title_name(title: str) -> str:
+def strip_disambiguation(title: str) -> str:
     """The title without what tells it apart: `Hot Rod (film)` is written Hot Rod in a sentence."""
-    return _BRACKET.sub("", fold(title))
+    return _BRACKET.sub("", normalize_whitespace(title))
 
 
-def visible(text: str) -> str:
+def replace_control_chars(text: str) -> str:
     """Foreign text for a terminal or a table: a blank for every control character."""
     return _CONTROL.sub(" ", text)
 
@@ -47,7 +47,7 @@ def drop_repeated_words(text: str) -> str:
     return " ".join(dict.fromkeys(text.split()))
 
 
-def word_spans(text: str) -> list[tuple[str, tuple[int, int]]]:
+def find_word_spans(text: str) -> list[tuple[str, tuple[int, int]]]:
     """Runs of letters, digits and combining marks with their character ranges, in order.
 
     Words are case-folded and compatibility-normalised (NFKC), ranges are those of the text as it is.
@@ -58,12 +58,12 @@ def word_spans(text: str) -> list[tuple[str, tuple[int, int]]]:
     ]
 
 
-def words(text: str) -> list[str]:
-    """The words of `word_spans`."""
-    return [word for word, _ in word_spans(text)]
+def split_words(text: str) -> list[str]:
+    """The words of `find_word_spans`."""
+    return [word for word, _ in find_word_spans(text)]
 
 
-def sentence_spans(text: str) -> list[tuple[int, int]]:
+def find_sentence_spans(text: str) -> list[tuple[int, int]]:
     """Character ranges of the sentences: split after . ! ? before white space, at line ends, at ###.
 
     Ranges without a letter or digit are left out.
@@ -77,12 +77,12 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
     return spans
 
 
-def sentences(text: str) -> list[str]:
-    """The texts of `sentence_spans`."""
-    return [text[start:stop].strip() for start, stop in sentence_spans(text)]
+def extract_sentences(text: str) -> list[str]:
+    """The texts of `find_sentence_spans`."""
+    return [text[start:stop].strip() for start, stop in find_sentence_spans(text)]
 
 
-def answer_span(response: str) -> tuple[int, int]:
+def find_answer_span(response: str) -> tuple[int, int]:
     r"""Character range of the answer in a response, empty at its end when there is none.
 
     Read in this order: what follows the last `###`; the inside of the last `\boxed{}`; what follows
@@ -110,4 +110,4 @@ def normalize_answer(text: str, articles: bool = False) -> str:
     articles: whether they stay all the same.
     """
     kept = text.lower().translate(_NO_PUNCTUATION)
-    return fold(kept if articles else _ARTICLE.sub(" ", kept))
+    return normalize_whitespace(kept if articles else _ARTICLE.sub(" ", kept))

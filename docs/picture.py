@@ -10,14 +10,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dlm_rag.commands.words import Parser
-from dlm_rag.decode.trace import read_trace
-from dlm_rag.decode.view import answer_panel, progress_panel
-from dlm_rag.program import run
+from dlm_rag.cli import run_program
+from dlm_rag.commands.cli_args import CommandParser
+from dlm_rag.decode.terminal import render_answer, render_progress
+from dlm_rag.decode.trace_file import read_trace
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(__doc__ or "")
+    parser = CommandParser(__doc__ or "")
     parser.add_argument("trace", type=Path)
     parser.add_argument("picture", type=Path)
     given = parser.parse_args(argv)
@@ -25,10 +25,10 @@ def main(argv: list[str]) -> None:
     rollout.evidence_texts = rollout.passages
     console = Console(record=True, width=110, file=io.StringIO(), force_terminal=True)
     for share in (4, 2):
-        console.print(progress_panel(replace(rollout, steps=rollout.steps[: len(rollout.steps) // share])))
-    console.print(answer_panel(rollout))
+        console.print(render_progress(replace(rollout, steps=rollout.steps[: len(rollout.steps) // share])))
+    console.print(render_answer(rollout))
     given.picture.write_text(console.export_svg(title="python sample.py"), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

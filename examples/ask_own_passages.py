@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.prepare import SHIPPED
+from dlm_rag.commands.startup import SHIPPED_FOLDER
 
 # The shipped model reads sentences of this kind, with names of this sound; it knows nothing by itself.
 PASSAGES = [
@@ -24,14 +24,14 @@ QUESTION = "What is the birthplace of the person who wrote the book Hostil under
 
 
 def main() -> None:
-    model = SHIPPED / "model"  # any folder or hub id of the LLaDA and Dream families
+    model = SHIPPED_FOLDER / "model"  # any folder or hub id of the LLaDA and Dream families
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "passages.jsonl")
         with corpus.open("w", encoding="utf-8") as file:
             for text in PASSAGES:
                 title = text.partition(" is ")[0]
                 print(json.dumps({"id": title, "title": title, "contents": text}), file=file)
-        retriever = load_retriever(corpus, top_k=3, index_folder=folder)  # else the index goes to the cache
+        retriever = load_retriever(corpus, top_k=3, index_dir=folder)  # else the index goes to the cache
         decoder = Decoder(Denoiser.from_pretrained(model), retriever, Tokenizer.from_pretrained(model))
         (rollout,) = decoder.decode([QUESTION])
 

@@ -6,9 +6,9 @@ python examples/own_query_policy.py
 from collections.abc import Hashable, Sequence
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.prepare import SHIPPED
+from dlm_rag.commands.startup import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
-from dlm_rag.evaluation.metrics import mean_score, score
+from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.retrieval.corpus import Passage
@@ -35,7 +35,7 @@ class Asking:
 
 
 def main() -> None:
-    model, world = SHIPPED / "model", SHIPPED / "world"
+    model, world = SHIPPED_FOLDER / "model", SHIPPED_FOLDER / "world"
     asked = [q for q in read_questions(world / "questions.jsonl") if q.hops == 3 and not q.labels][:24]
     denoiser, tokenizer = Denoiser.from_pretrained(model), Tokenizer.from_pretrained(model)
     retriever = load_retriever(world / "corpus.jsonl")
@@ -44,9 +44,9 @@ def main() -> None:
         ("names only", Asking(retriever), "proxy"),
     ]  # fmt: skip
     for name, found_by, query in ways:
-        config = DecodeConfig(query=query, batch_size=len(asked))
+        config = DecodeConfig(query_policy=query, batch_size=len(asked))
         rollouts = Decoder(denoiser, found_by, tokenizer, config).decode(asked)
-        mean = mean_score([score(r, q) for r, q in zip(rollouts, asked, strict=True)])
+        mean = compute_mean_score([score_rollout(r, q) for r, q in zip(rollouts, asked, strict=True)])
         print(f"{name:10}  exact match {mean.exact_match:4.0%}  evidence found {mean.recall_last:4.0%}")
 
 

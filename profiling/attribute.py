@@ -19,18 +19,18 @@ on many). What runs on other threads than the one of the steps is shown beside i
 from dataclasses import replace
 from pathlib import Path
 
-from attribution import attribute
-from reports import open_session
+from attribution import attribute_session
+from profile_readers import read_profile_session
 
-from dlm_rag.commands.words import Parser
-from dlm_rag.energy.reading import summary
+from dlm_rag.cli import print_note, run_program
+from dlm_rag.commands.cli_args import CommandParser
+from dlm_rag.energy.reading import summarise_energy
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.jsonl import read_note
-from dlm_rag.program import note, run
-from dlm_rag.training.report import read_metrics
+from dlm_rag.files.jsonl import read_json_or_empty
+from dlm_rag.training.metrics_logger import read_metrics
 
 
-def make_folder(path: Path) -> None:
+def create_report_folder(path: Path) -> None:
     """Raises `ConfigError` where it cannot be one."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -38,9 +38,9 @@ def make_folder(path: Path) -> None:
         raise ConfigError(f"{path} cannot be a folder: {error.strerror}") from None
 
 
-def mean_watts(path: Path) -> float:
+def read_mean_watts(path: Path) -> float:
     """Mean power of a run, from its stamp or metrics. Raises `ConfigError` where nothing was measured."""
-    measured = summary(read_note(path).get("energy"))
+    measured = summarise_energy(read_json_or_empty(path).get("energy"))
     if measured is not None:
         return float(measured["watts"])
     lines = [line for line in read_metrics(path) if line.get("joules") is not None]
@@ -53,25 +53,25 @@ def mean_watts(path: Path) -> float:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(__doc__ or "", prog="attribute.py")
+    parser = CommandParser(__doc__ or "", prog="attribute.py")
     parser.add_argument("report", type=Path)
     parser.add_argument("--baseline", type=Path, help="an earlier report to compare with")
     parser.add_argument("--out", type=Path, help="folder for report.md, .json, .png, .html")
     parser.add_argument("--energy", type=Path, help="a stamp or metrics.jsonl of the run, with its joules")
     given = parser.parse_args(argv)
     if given.out is not None:
-        make_folder(given.out)
-    watts = mean_watts(given.energy) if given.energy else None
-    from pages import show, write
+        create_report_folder(given.out)
+    watts = read_mean_watts(given.energy) if given.energy else None
+    from attribution_report import print_attribution, write_attribution_report
 
-    session = open_session(given.report)
-    found = replace(attribute(session), watts=watts)
-    baseline = attribute(open_session(given.baseline)) if given.baseline else None
-    show(found, baseline)
+    session = read_profile_session(given.report)
+    found = replace(attribute_session(session), watts=watts)
+    baseline = attribute_session(read_profile_session(given.baseline)) if given.baseline else None
+    print_attribution(found, baseline)
     if given.out is not None:
-        write(given.out, session, found, baseline)
-        note(f"the page is {given.out / 'report.html'}")
+        write_attribution_report(given.out, session, found, baseline)
+        print_note(f"the page is {given.out / 'report.html'}")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from reports import STEP, Session, Spans, Times
+from profile_readers import STEP_RANGE_PATTERN, ProfileSession, Spans, Times
 
-SECOND = 1e9
-OUTSIDE = "outside of all stages"
+NANOSECONDS_PER_SECOND = 1e9
+OUTSIDE_STAGES = "outside of all stages"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Attribution:
 
     source: str
     wall: float
-    stages: list[StageTime]  # the longest self time first; `OUTSIDE` is the last
+    stages: list[StageTime]  # the longest self time first; `OUTSIDE_STAGES` is the last
     steps: StepTimes | None
     questions: int
     overlap: float  # of retrieval with denoising
@@ -57,7 +57,7 @@ class Attribution:
     watts: float | None = None  # mean of the run; no sensor sees a stage, so joules go by time share
 
     @property
-    def units(self) -> dict[str, int]:
+    def counts_by_unit(self) -> dict[str, int]:
         """What time can be given for: how many questions, steps, sessions."""
         counts = {"question": self.questions, "step": self.steps.count if self.steps else 0, "session": 1}
         return {unit: count for unit, count in counts.items() if count}
@@ -66,12 +66,12 @@ class Attribution:
 Intervals = tuple[Times, Times]  # starts and ends, in order, apart from one another
 
 
-def stage_of(name: str) -> str:
+def stage_name_of_range(name: str) -> str:
     """`step 12 rows 8` counts as `step`."""
-    return "step" if STEP.fullmatch(name) else name
+    return "step" if STEP_RANGE_PATTERN.fullmatch(name) else name
 
 
-def union(start: Times, end: Times) -> Intervals:
+def merge_intervals(start: Times, end: Times) -> Intervals:
     """Intervals merged where they touch, in order."""
     if not len(start):
         return start, end
@@ -82,11 +82,11 @@ def union(start: Times, end: Times) -> Intervals:
     return start[first], end[last]
 
 
-def length(intervals: Intervals) -> int:
+def total_duration(intervals: Intervals) -> int:
     return int((intervals[1] - intervals[0]).sum())
 
 
-def common(a: Intervals, b: Intervals) -> int:
+def overlap_duration(a: Intervals, b: Intervals) -> int:
     """Nanoseconds that two sets of merged intervals share."""
 
     def covered(at: Times) -> Times:
@@ -99,21 +99,21 @@ def common(a: Intervals, b: Intervals) -> int:
     return int((covered(a[1]) - covered(a[0])).sum()) if len(a[0]) and len(b[0]) else 0
 
 
-def attribute(session: Session, heaviest: int = 3) -> Attribution:
+def attribute_session(session: ProfileSession, heaviest: int = 3) -> Attribution:
     """Gives the time of a session to its stages."""
-    stages = [stage_of(name) for name in session.names]
+    stages = [stage_name_of_range(name) for name in session.names]
     stage = np.array(stages)[session.name]
-    steps = outer_steps(session, stage)
+    steps = find_outer_steps(session, stage)
     main = session.thread == session.main
     begin, finish = int(session.start[main].min()), int(session.end[main].max())
     whole = np.array([begin]), np.array([finish])
     inner = session.duration.copy()
     nested = session.parent >= 0
     np.subtract.at(inner, session.parent[nested], session.duration[nested])
-    gpu = clipped(session.gpu, begin, finish)
-    waits = clipped(session.waits, begin, finish)
-    running = union(gpu.start, gpu.end)
-    launchers, waiters = (above(session, spans.owner, stage) for spans in (gpu, waits))
+    gpu = clip_spans(session.gpu, begin, finish)
+    waits = clip_spans(session.waits, begin, finish)
+    running = merge_intervals(gpu.start, gpu.end)
+    launchers, waiters = (group_events_by_stage(session, spans.owner, stage) for spans in (gpu, waits))
 
     def time_of(name: str, calls: int, opened: Intervals, self_time: int, beside: int) -> StageTime:
         launched, waited = (found.get(name, np.zeros(0, dtype=np.int64)) for found in (launchers, waiters))
@@ -124,71 +124,78 @@ def attribute(session: Session, heaviest: int = 3) -> Attribution:
         return StageTime(
             stage=name,
             calls=calls,
-            wall=length(opened) / SECOND,
-            self_time=self_time / SECOND,
+            wall=total_duration(opened) / NANOSECONDS_PER_SECOND,
+            self_time=self_time / NANOSECONDS_PER_SECOND,
             share=self_time / (finish - begin),
-            beside=beside / SECOND,
-            gpu_busy=length(union(gpu.start[launched], gpu.end[launched])) / SECOND,
-            gpu_idle=(length(opened) - common(opened, running)) / SECOND if len(running[0]) else 0.0,
-            host_waits=int((waits.end - waits.start)[waited].sum()) / SECOND,
-            kernels={k: v / SECOND for k, v in kernels.most_common(heaviest)},
+            beside=beside / NANOSECONDS_PER_SECOND,
+            gpu_busy=total_duration(merge_intervals(gpu.start[launched], gpu.end[launched]))
+            / NANOSECONDS_PER_SECOND,
+            gpu_idle=(total_duration(opened) - overlap_duration(opened, running)) / NANOSECONDS_PER_SECOND
+            if len(running[0])
+            else 0.0,
+            host_waits=int((waits.end - waits.start)[waited].sum()) / NANOSECONDS_PER_SECOND,
+            kernels={k: v / NANOSECONDS_PER_SECOND for k, v in kernels.most_common(heaviest)},
         )
 
     found = []
     for name in dict.fromkeys(stages):
         ours = stage == name
         if ours.any():
-            opened, beside = (union(session.start[ours & t], session.end[ours & t]) for t in (main, ~main))
+            opened, beside = (
+                merge_intervals(session.start[ours & t], session.end[ours & t]) for t in (main, ~main)
+            )
             self_time = int(inner[ours & main].sum())
-            found.append(time_of(name, int(ours.sum()), opened, self_time, length(beside)))
+            found.append(time_of(name, int(ours.sum()), opened, self_time, total_duration(beside)))
     found.sort(key=lambda part: -part.self_time)
-    covered = union(session.start[main], session.end[main])
-    gaps = without(whole, covered)
-    found.append(time_of(OUTSIDE, 0, gaps, length(gaps), 0))
-    lengths = session.duration[steps] / SECOND
-    rows = [int(STEP.fullmatch(session.names[n])[2]) for n in session.name[steps]]
+    covered = merge_intervals(session.start[main], session.end[main])
+    gaps = subtract_intervals(whole, covered)
+    found.append(time_of(OUTSIDE_STAGES, 0, gaps, total_duration(gaps), 0))
+    lengths = session.duration[steps] / NANOSECONDS_PER_SECOND
+    rows = [int(STEP_RANGE_PATTERN.fullmatch(session.names[n])[2]) for n in session.name[steps]]
 
     def of(*names: str) -> Intervals:
         chosen = np.isin(stage, names)
-        return union(session.start[chosen], session.end[chosen])
+        return merge_intervals(session.start[chosen], session.end[chosen])
 
     return Attribution(
         source=session.source,
-        wall=(finish - begin) / SECOND,
+        wall=(finish - begin) / NANOSECONDS_PER_SECOND,
         stages=found,
         steps=StepTimes(
             len(lengths), float(np.mean(rows)), lengths[0], float(np.median(lengths)),
             float(np.percentile(lengths, 95)), lengths[-1],
         ) if len(lengths) else None,
         questions=session.questions,
-        overlap=common(of("retrieve"), of("encode_evidence", "denoise")) / SECOND,
-        gpu_busy=length(running) / SECOND,
+        overlap=overlap_duration(of("retrieve"), of("encode_evidence", "denoise")) / NANOSECONDS_PER_SECOND,
+        gpu_busy=total_duration(running) / NANOSECONDS_PER_SECOND,
         others=session.others,
     )  # fmt: skip
 
 
-def outer_steps(session: Session, stage: NDArray[np.str_]) -> NDArray[np.bool_]:
+def find_outer_steps(session: ProfileSession, stage: NDArray[np.str_]) -> NDArray[np.bool_]:
     """Which ranges are steps of the program's own loop, not of a validation inside it."""
     return (stage == "step") & (session.parent < 0) & (session.thread == session.main)
 
 
-def clipped(spans: Spans, begin: int, finish: int) -> Spans:
+def clip_spans(spans: Spans, begin: int, finish: int) -> Spans:
     """What lies between two times, cut off there."""
     kept = (spans.end > begin) & (spans.start < finish)
     start, end = (np.clip(times[kept], begin, finish) for times in (spans.start, spans.end))
     return Spans(start, end, spans.name[kept], spans.owner[kept])
 
 
-def without(whole: Intervals, covered: Intervals) -> Intervals:
+def subtract_intervals(whole: Intervals, covered: Intervals) -> Intervals:
     """One interval less the merged ones inside it."""
     start = np.concatenate((whole[0], covered[1]))
     end = np.concatenate((covered[0], whole[1]))
     return start[end > start], end[end > start]
 
 
-def above(session: Session, owner: Times, stage: NDArray[np.str_]) -> dict[str, Times]:
+def group_events_by_stage(
+    session: ProfileSession, owner: Times, stage: NDArray[np.str_]
+) -> dict[str, Times]:
     """For every stage the numbers of the events whose range lies in it, at any depth."""
-    found: dict[str, list[Times]] = {OUTSIDE: [np.flatnonzero(owner < 0)]}
+    found: dict[str, list[Times]] = {OUTSIDE_STAGES: [np.flatnonzero(owner < 0)]}
     events = np.flatnonzero(owner >= 0)
     owner = owner[events]
     while len(events):
@@ -199,9 +206,13 @@ def above(session: Session, owner: Times, stage: NDArray[np.str_]) -> dict[str, 
     return {name: np.unique(np.concatenate(parts)) for name, parts in found.items()}
 
 
-def compare(now: Attribution, before: Attribution) -> tuple[str, list[tuple[str, float, float]]]:
+def compare_attributions(
+    now: Attribution, before: Attribution
+) -> tuple[str, list[tuple[str, float, float]]]:
     """A unit that both sessions have; stage, seconds of it before and now, what got slower first."""
-    unit = next(unit for unit in now.units if unit in before.units)
-    then, today = ({part.stage: part.self_time / a.units[unit] for part in a.stages} for a in (before, now))
+    unit = next(unit for unit in now.counts_by_unit if unit in before.counts_by_unit)
+    then, today = (
+        {part.stage: part.self_time / a.counts_by_unit[unit] for part in a.stages} for a in (before, now)
+    )
     found = [(name, then.get(name, 0.0), today.get(name, 0.0)) for name in dict.fromkeys((*today, *then))]
     return unit, sorted(found, key=lambda line: line[1] - line[2])

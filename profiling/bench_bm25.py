@@ -22,27 +22,27 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.commands.words import numbers
-from dlm_rag.program import run
+from dlm_rag.cli import run_program
+from dlm_rag.commands.cli_args import parse_int_args
 
 WORDS, VOCABULARY, QUERIES, QUERY_WORDS = 60, 200_000, 200, 20
 
 
-def zipf_words(rng: np.random.Generator, count: int) -> list[str]:
+def draw_zipf_words(rng: np.random.Generator, count: int) -> list[str]:
     """`count` made-up words, the r-th most frequent with probability proportional to 1 / r."""
     ranks = np.exp(rng.random(count) * np.log(VOCABULARY)).astype(int)
     return [f"w{rank}" for rank in ranks]
 
 
-def write_corpus(path: Path, passages: int) -> None:
+def write_zipf_corpus(path: Path, passages: int) -> None:
     rng = np.random.default_rng(0)
     with path.open("w", encoding="utf-8") as file:
         for number in range(passages):
-            text = " ".join(zipf_words(rng, WORDS))
+            text = " ".join(draw_zipf_words(rng, WORDS))
             file.write(json.dumps({"id": str(number), "contents": text}) + "\n")
 
 
-def open_once(path: Path) -> None:
+def measure_index_open(path: Path) -> None:
     """In a child process: open (and build, the first time), query, report as JSON."""
     from dlm_rag.retrieval import load_retriever
     from dlm_rag.retrieval.query import Query
@@ -51,7 +51,7 @@ def open_once(path: Path) -> None:
     retriever = load_retriever(str(path))
     opened = time.perf_counter() - start
     rng = np.random.default_rng(1)
-    queries = [Query(" ".join(zipf_words(rng, QUERY_WORDS)), ()) for _ in range(QUERIES)]
+    queries = [Query(" ".join(draw_zipf_words(rng, QUERY_WORDS)), ()) for _ in range(QUERIES)]
     retriever.search(queries[:1])
     start = time.perf_counter()
     for query in queries:
@@ -63,7 +63,7 @@ def open_once(path: Path) -> None:
     print(json.dumps({"open": opened, "query": per_query, "peak": peak, "own": anonymous}))
 
 
-def child(path: Path, cache: Path) -> dict[str, float]:
+def run_measurement_process(path: Path, cache: Path) -> dict[str, float]:
     environment = os.environ | {"DLM_RAG_CACHE": str(cache)}
     command = [sys.executable, __file__, "--child", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -72,15 +72,15 @@ def child(path: Path, cache: Path) -> dict[str, float]:
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["--child"]:
-        open_once(Path(argv[1]))
+        measure_index_open(Path(argv[1]))
         return
-    sizes = numbers(__doc__ or "", argv, "passages", [10_000, 100_000, 1_000_000])
+    sizes = parse_int_args(__doc__ or "", argv, "passages", [10_000, 100_000, 1_000_000])
     table = Table("passages", "corpus", "build", "peak", "index", "open", "query", "peak", "own")
     for passages in sizes:
         with tempfile.TemporaryDirectory() as folder:
             path, cache = Path(folder, "corpus.jsonl"), Path(folder, "cache")
-            write_corpus(path, passages)
-            built, opened = child(path, cache), child(path, cache)
+            write_zipf_corpus(path, passages)
+            built, opened = run_measurement_process(path, cache), run_measurement_process(path, cache)
             size = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
             table.add_row(
                 f"{passages:,}",
@@ -97,4 +97,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

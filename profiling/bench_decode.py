@@ -31,62 +31,67 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from replay import (
+from decode_replay import (
     CANVAS_LENGTH,
-    SHAPES,
-    PlainProposer,
-    ReplayProposer,
+    RANDOM_MODEL_SHAPES,
+    ReferenceModelRunner,
+    ReplayModelRunner,
     ReplayRetriever,
     ReplayTokenizer,
-    random_denoiser,
+    make_random_denoiser,
 )
 from rich.console import Console
 from rich.table import Column, Table
 from roofline import Roofline, measure_roofline
 
-from dlm_rag.commands.prepare import Prepared, gather_questions, prepare, with_shipped
-from dlm_rag.commands.words import parse
+from dlm_rag.cli import print_note, run_program
+from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.startup import (
+    PreparedDecoder,
+    apply_shipped_defaults,
+    gather_questions,
+    prepare_decoder,
+)
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.proposer import DenoiserProposer
+from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.view import Tally
+from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy.meter import open_meter
-from dlm_rag.energy.reading import summary
+from dlm_rag.energy.reading import summarise_energy
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.metrics import exact_match
-from dlm_rag.evidence.pool import Reuse
-from dlm_rag.files.whole import new_file, write_whole
-from dlm_rag.machine import peak_memory
-from dlm_rag.model.cost import Work
+from dlm_rag.evaluation.metrics import compute_exact_match
+from dlm_rag.evidence.segment_kv_cache import CacheStats
+from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
+from dlm_rag.machine import get_peak_memory_bytes
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.program import note, run
+from dlm_rag.model.flops import FlopCount
+from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
-from dlm_rag.stages import without_nested
 
 SWEEPS = {
     "passages": ("retrieval.top_k", (1, 2, 4, 7, 16, 32)),
-    "canvas": ("decode.canvas_length", (48, 64, 96, 128)),
+    "canvas": ("decode.max_new_tokens", (48, 64, 96, 128)),
     "batch": ("decode.batch_size", (1, 2, 4, 8, 16, 32, 64)),
 }
 # What --shape leaves out: too small to be seen beside a large model, or measured in the other layout.
-REPLAYED = {
+REPLAY_EXCLUDED = {
     "joint": ("+ pipeline", "+ masked positions only"),
     "independent": ("+ pipeline", "reference"),
 }
-NOTHING = EngineConfig(pool_gib=0.0)
+NO_POOL_ENGINE = EngineConfig(prefix_cache_gib=0.0)
 BLOCK_LENGTH = 8  # of the shipped model, whose decodes are replayed
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "limit": (40, "questions, from all over the file"),
     "rounds": (5, "times that every setting has its turn"),
     "before": (0, "questions that every pool has seen before the first round"),
-    "shape": ("", f"random weights: {', '.join(SHAPES)}"),
+    "shape": ("", f"random weights: {', '.join(RANDOM_MODEL_SHAPES)}"),
     "sweep": ("", f"one quantity: {', '.join(SWEEPS)}"),
 }
 
 
 @dataclass
-class Setting:
+class BenchSetting:
     """A way to decode, and what it did in each round."""
 
     name: str
@@ -96,19 +101,19 @@ class Setting:
     rollouts: list[Rollout] = field(default_factory=list)
     stages: Counter[str] = field(default_factory=Counter)
     reuse: float = 0.0
-    seen: Reuse = field(default_factory=Reuse)  # when the last round began
-    work: Work = field(default_factory=Work)  # of the last round
+    seen: CacheStats = field(default_factory=CacheStats)  # when the last round began
+    work: FlopCount = field(default_factory=FlopCount)  # of the last round
     energy: list[dict[str, Any] | None] = field(default_factory=list)
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
-    config = with_shipped(words.config, [])
+    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
+    config = apply_shipped_defaults(words.config, [])
     if config.out is None:
         raise ConfigError("the benchmark needs --out FOLDER")
     if config.retrieval.url is not None:
         raise ConfigError("the benchmark replays the passages of a corpus: leave retrieval.url out")
-    for name, known in (("shape", SHAPES), ("sweep", SWEEPS)):
+    for name, known in (("shape", RANDOM_MODEL_SHAPES), ("sweep", SWEEPS)):
         if words.options[name] not in ("", *known):
             raise ConfigError(f"--{name} {words.options[name]} is not one of {', '.join(known)}")
     limit, rounds, before = (words.options[name] for name in ("limit", "rounds", "before"))
@@ -116,55 +121,57 @@ def main(argv: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     config = replace(config, out=None, trace=None)
     everything = gather_questions(config, [])
-    asked = spread(everything, limit * rounds if before else limit)
+    asked = select_evenly(everything, limit * rounds if before else limit)
     # With pools that stay full, a question asked twice would find its own evidence.
     turns = [asked[n::rounds] if before else asked for n in range(rounds)]
-    earlier = spread([q for q in everything if q not in asked], before)
+    earlier = select_evenly([q for q in everything if q not in asked], before)
     questions = [*asked, *earlier]
-    prepared = prepare(config, questions)
+    prepared = prepare_decoder(config, questions)
     stamp = prepared.stamp()
     if words.options["sweep"]:
         quantity = words.options["sweep"]
         key, values = SWEEPS[quantity]
         lines = []
         for value in values:
-            at = prepare(with_shipped(words.config_with([f"{key}={value}"]), []), questions)
-            settings = with_and_without_pool(at)
-            measure(settings, turns)
-            lines += [{quantity: value} | line for line in summarise(settings, turns)]
-        write(out, stamp, lines, quantity)
+            at = prepare_decoder(
+                apply_shipped_defaults(words.config_with([f"{key}={value}"]), []), questions
+            )
+            settings = make_pool_settings(at)
+            measure_in_rounds(settings, turns)
+            lines += [{quantity: value} | line for line in summarise_settings(settings, turns)]
+        write_decode_report(out, stamp, lines, quantity)
         plot_sweep(out / "picture.png", lines, quantity)
         return
     if words.options["shape"]:
-        settings = replayed(prepared, questions, words.options["shape"])
+        settings = make_replay_settings(prepared, questions, words.options["shape"])
     else:
-        settings = cumulative(prepared)
-    measure(settings, turns, earlier)
+        settings = make_cumulative_settings(prepared)
+    measure_in_rounds(settings, turns, earlier)
     denoiser = settings[0].decoder.denoiser
-    lines = summarise(settings, turns, measure_roofline(denoiser.device, denoiser.dtype))
-    write(out, stamp, lines)
-    plot_bars(out / "picture.png", lines)
+    lines = summarise_settings(settings, turns, measure_roofline(denoiser.device, denoiser.dtype))
+    write_decode_report(out, stamp, lines)
+    plot_answer_rates(out / "picture.png", lines)
     wrong = [line["setting"] for line in lines if line["exact"] and line["same_tokens"] < len(turns[-1])]
     if wrong and not words.options["shape"]:
-        note(f"not the tokens of {settings[0].name} for every question: {', '.join(wrong)}")
+        print_note(f"not the tokens of {settings[0].name} for every question: {', '.join(wrong)}")
         raise SystemExit(1)
 
 
-def spread(questions: list[Question], count: int) -> list[Question]:
+def select_evenly(questions: list[Question], count: int) -> list[Question]:
     """`count` questions from all over the file."""
     count = min(count, len(questions))
     return [questions[n * len(questions) // count] for n in range(count)]
 
 
-def mechanisms(
-    config: DecodeConfig, layout: str, pool_gib: float, compiled: bool = False
+def build_mechanism_settings(
+    config: DecodeConfig, layout: str, prefix_cache_gib: float, compiled: bool = False
 ) -> dict[str, tuple[bool, DecodeConfig, EngineConfig | None]]:
     """Settings by name, each switching one more thing on: exact?, what is done, how (None: plainly)."""
-    config = replace(config, overlap="none", retrieve_every=1, retrieve_below=None)
+    config = replace(config, overlap="none", retrieval_interval=1, retrieval_threshold=None)
     batch = replace(config, batch_size=config.batch_size if config.batch_size > 1 else 16)
     single = replace(config, batch_size=1)
-    masked = EngineConfig(pool_gib=0.0)
-    pool = masked if layout == "joint" else EngineConfig(pool_gib=pool_gib)
+    masked = EngineConfig(prefix_cache_gib=0.0)
+    pool = masked if layout == "joint" else EngineConfig(prefix_cache_gib=prefix_cache_gib)
     of = f"batch of {batch.batch_size}"
     found: dict[str, tuple[bool, DecodeConfig, EngineConfig | None]] = {
         "reference": (True, single, None),
@@ -173,7 +180,7 @@ def mechanisms(
         f"+ {of}": (True, batch, pool),
         "+ pipeline": (True, replace(batch, overlap="pipeline"), pool),
         f"{of}, no pool": (True, batch, masked),
-        f"{of}, stale evidence": (False, replace(batch, overlap="stale"), pool),
+        f"{of}, stale evidence": (False, replace(batch, overlap="stale_evidence"), pool),
     }
     if compiled:
         found[f"{of}, compiled"] = (False, batch, replace(pool, compile=True))
@@ -182,15 +189,15 @@ def mechanisms(
     return found
 
 
-def masked(decoder: Decoder) -> Denoiser:
+def require_masked_denoiser(decoder: Decoder) -> Denoiser:
     """The denoiser of a decoder; raises `ConfigError` for one of uniform noise, which counts no work."""
     if not isinstance(decoder.denoiser, Denoiser):
         raise ConfigError("this measures models that denoise from masks: name one with --model")
     return decoder.denoiser
 
 
-def decoder_of(
-    prepared: Prepared, denoiser: Denoiser, decode: DecodeConfig, engine: EngineConfig | None
+def build_decoder(
+    prepared: PreparedDecoder, denoiser: Denoiser, decode: DecodeConfig, engine: EngineConfig | None
 ) -> Decoder:
     """A decoder that does it so; plainly without an engine."""
     if engine is not None and engine.compile:
@@ -201,106 +208,121 @@ def decoder_of(
         prepared.tokenizer,
         decode,
         prepared.evidence_layout,
-        engine or NOTHING,
+        engine or NO_POOL_ENGINE,
     )
     if engine is None:
-        plain: Any = PlainProposer(denoiser, prepared.tokenizer.mask_id)
-        decoder.proposer = plain
+        plain: Any = ReferenceModelRunner(denoiser, prepared.tokenizer.mask_id)
+        decoder.model_runner = plain
     return decoder
 
 
-def cumulative(prepared: Prepared) -> list[Setting]:
-    denoiser, engine = masked(prepared.load()), prepared.config.engine
-    ways = mechanisms(
-        prepared.config.decode, prepared.evidence_layout, engine.pool_gib or 1.0, engine.compile
+def make_cumulative_settings(prepared: PreparedDecoder) -> list[BenchSetting]:
+    denoiser, engine = require_masked_denoiser(prepared.load()), prepared.config.engine
+    ways = build_mechanism_settings(
+        prepared.config.decode, prepared.evidence_layout, engine.prefix_cache_gib or 1.0, engine.compile
     )
     return [
-        Setting(name, decoder_of(prepared, denoiser, decode, how), exact)
+        BenchSetting(name, build_decoder(prepared, denoiser, decode, how), exact)
         for name, (exact, decode, how) in ways.items()
     ]
 
 
-def with_and_without_pool(prepared: Prepared) -> list[Setting]:
-    denoiser, engine = masked(prepared.load()), prepared.config.engine
+def make_pool_settings(prepared: PreparedDecoder) -> list[BenchSetting]:
+    denoiser, engine = require_masked_denoiser(prepared.load()), prepared.config.engine
     return [
-        Setting(
-            name, decoder_of(prepared, denoiser, prepared.config.decode, replace(engine, pool_gib=pool))
+        BenchSetting(
+            name,
+            build_decoder(
+                prepared, denoiser, prepared.config.decode, replace(engine, prefix_cache_gib=pool)
+            ),
         )
         for name, pool in (("no pool", 0.0), ("pool", 1.0))
     ]
 
 
 @dataclass(frozen=True)
-class Replay:
+class DecodeReplay:
     """A denoiser of random weights that follows what the shipped model's decodes committed and found."""
 
-    prepared: Prepared
+    prepared: PreparedDecoder
     denoiser: Denoiser
     recorded: dict[str, Rollout]
     decode: DecodeConfig  # with the canvas of the recordings
 
     @classmethod
-    def of(cls, prepared: Prepared, questions: list[Question], shape: str) -> "Replay":
-        """Records decodes of all questions; the denoiser has a shape of `replay.SHAPES`."""
-        decode = replace(prepared.config.decode, canvas_length=CANVAS_LENGTH)
+    def record_decodes(
+        cls, prepared: PreparedDecoder, questions: list[Question], shape: str
+    ) -> "DecodeReplay":
+        """Records decodes of all questions; the denoiser has a shape of
+        `decode_replay.RANDOM_MODEL_SHAPES`.
+        """
+        decode = replace(prepared.config.decode, max_new_tokens=CANVAS_LENGTH)
         recorder = replace(prepared, config=replace(prepared.config, decode=decode)).load()
         recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
-        denoiser = random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
-        note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
+        denoiser = make_random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
+        print_note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
         return cls(prepared, denoiser, recorded, decode)
 
-    def decoder(
+    def build_replay_decoder(
         self, layout: str, decode: DecodeConfig, engine: EngineConfig | None, order: str | None = None
     ) -> Decoder:
-        """As `decoder_of`; order: of finished blocks, for attention in blocks like those of commits."""
+        """As `build_decoder`; order: of finished blocks, for attention in blocks like those of commits."""
         denoiser = self.denoiser
         if order is not None:
             denoiser = copy.copy(denoiser)  # the same weights
             block = decode.block_length or BLOCK_LENGTH
-            denoiser.config = replace(denoiser.config, attention_block=block, finished_blocks=order)
+            denoiser.config = replace(denoiser.config, block_size=block, finished_block_context=order)
         tokenizer: Any = ReplayTokenizer(self.denoiser.config.vocab_size)
         corpus: Any = self.prepared.retriever
         retriever = ReplayRetriever(corpus, self.recorded)
         replaying = replace(self.prepared, retriever=retriever, tokenizer=tokenizer, evidence_layout=layout)
-        decoder = decoder_of(replaying, denoiser, decode, engine)
-        following: Any = ReplayProposer(decoder.proposer, self.recorded, tokenizer)
-        decoder.proposer = following
+        decoder = build_decoder(replaying, denoiser, decode, engine)
+        following: Any = ReplayModelRunner(decoder.model_runner, self.recorded, tokenizer)
+        decoder.model_runner = following
         return decoder
 
 
-def replayed(prepared: Prepared, questions: list[Question], shape: str) -> list[Setting]:
+def make_replay_settings(
+    prepared: PreparedDecoder, questions: list[Question], shape: str
+) -> list[BenchSetting]:
     """Random weights that follow recorded decodes: the joint layout, then the independent one."""
-    replay = Replay.of(prepared, questions, shape)
-    pool_gib = prepared.config.engine.pool_gib or 1.0
+    replay = DecodeReplay.record_decodes(prepared, questions, shape)
+    prefix_cache_gib = prepared.config.engine.prefix_cache_gib or 1.0
     found = [
-        Setting(f"{layout}, {name.removeprefix('+ ')}", replay.decoder(layout, how, engine), exact=False)
-        for layout, left_out in REPLAYED.items()
-        for name, (exact, how, engine) in mechanisms(replay.decode, layout, pool_gib).items()
-        if exact and name not in left_out
-    ]
-    ways = mechanisms(replay.decode, "independent", pool_gib)
-    with_pool = [(name, how, engine) for name, (exact, how, engine) in ways.items() if exact and engine]
-    return found + [
-        Setting(
-            f"blocks, {order}, {name.removeprefix('+ ')}",
-            replay.decoder("independent", how, engine, order),
+        BenchSetting(
+            f"{layout}, {name.removeprefix('+ ')}",
+            replay.build_replay_decoder(layout, how, engine),
             exact=False,
         )
-        for order in ("reread", "text")
+        for layout, left_out in REPLAY_EXCLUDED.items()
+        for name, (exact, how, engine) in build_mechanism_settings(
+            replay.decode, layout, prefix_cache_gib
+        ).items()
+        if exact and name not in left_out
+    ]
+    ways = build_mechanism_settings(replay.decode, "independent", prefix_cache_gib)
+    with_pool = [(name, how, engine) for name, (exact, how, engine) in ways.items() if exact and engine]
+    return found + [
+        BenchSetting(
+            f"blocks, {order}, {name.removeprefix('+ ')}",
+            replay.build_replay_decoder("independent", how, engine, order),
+            exact=False,
+        )
+        for order in ("recompute", "no_evidence")
         for name, how, engine in with_pool
-        if engine.pool_gib and how.overlap == "none"
+        if engine.prefix_cache_gib and how.overlap == "none"
     ]
 
 
-def kept_by(decoder: Decoder) -> DenoiserProposer | None:
+def find_caching_runner(decoder: Decoder) -> MaskedModelRunner | None:
     """What keeps keys and values for a decoder; None where nothing does."""
-    proposer: Any = decoder.proposer
+    proposer: Any = decoder.model_runner
     inner = getattr(proposer, "inner", proposer)
-    return inner if isinstance(inner, DenoiserProposer) else None
+    return inner if isinstance(inner, MaskedModelRunner) else None
 
 
-def measure(
-    settings: Sequence[Setting], turns: list[list[Question]], earlier: Sequence[Question] = ()
+def measure_in_rounds(
+    settings: Sequence[BenchSetting], turns: list[list[Question]], earlier: Sequence[Question] = ()
 ) -> None:
     """Gives every setting its turn in every round, after a warm-up of two questions each.
 
@@ -311,37 +333,43 @@ def measure(
         asked: Sequence[Question] = turns[0][:2] if number < 0 else turns[number]
         for setting in (*settings[first:], *settings[:first]):
             decoder = setting.decoder
-            proposer, before = kept_by(decoder), replace(masked(decoder).work)
+            proposer, before = (
+                find_caching_runner(decoder),
+                replace(require_masked_denoiser(decoder).flop_count),
+            )
             if not earlier and proposer is not None:
-                proposer.forget()
+                proposer.reset_cache()
             elif number < 0:
                 asked = earlier if proposer is not None and proposer.pool is not None else earlier[:2]
             with open_meter("auto", decoder.denoiser.device) as meter:
                 start = time.perf_counter()
                 rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
                 seconds = time.perf_counter() - start
-            reuse = Reuse() if proposer is None else replace(proposer.reuse)
+            reuse = CacheStats() if proposer is None else replace(proposer.cache_stats)
             if number < 0:
                 setting.seen = reuse
                 continue
             setting.seconds.append(seconds)
             setting.rollouts = [rollouts[question.id] for question in asked]
-            wanted, encoded = reuse.wanted, reuse.encoded
+            wanted, encoded = reuse.requested_tokens, reuse.encoded_tokens
             if earlier:
-                wanted, encoded = wanted - setting.seen.wanted, encoded - setting.seen.encoded
+                wanted, encoded = (
+                    wanted - setting.seen.requested_tokens,
+                    encoded - setting.seen.encoded_tokens,
+                )
                 setting.seen = reuse
-            setting.reuse = Reuse(wanted, encoded).share
-            setting.work = masked(decoder).work - before
-            tally = Tally(decoder.tokenizer.end_ids)
+            setting.reuse = CacheStats(wanted, encoded).reused_share
+            setting.work = require_masked_denoiser(decoder).flop_count - before
+            tally = RunTotals(decoder.tokenizer.end_ids)
             for rollout in setting.rollouts:
-                setting.stages.update(without_nested(rollout.seconds))
+                setting.stages.update(drop_nested_stages(rollout.seconds))
                 tally.add(rollout)
-            setting.energy.append(tally.energy(meter.reading))
-            note(f"round {number + 1}, {setting.name}: {len(asked) / seconds:.2f} answers/s")
+            setting.energy.append(tally.energy_record(meter.reading))
+            print_note(f"round {number + 1}, {setting.name}: {len(asked) / seconds:.2f} answers/s")
 
 
-def summarise(
-    settings: Sequence[Setting], turns: list[list[Question]], roofline: Roofline | None = None
+def summarise_settings(
+    settings: Sequence[BenchSetting], turns: list[list[Question]], roofline: Roofline | None = None
 ) -> list[dict[str, Any]]:
     """The line of each setting: medians, ranges, how it stands to the first and to the device's best."""
     lines, first, questions = [], settings[0], turns[-1]
@@ -365,14 +393,19 @@ def summarise(
                 "forwards": forwards / len(questions),
                 "tokens_per_forward": tokens / forwards,
                 "exact": setting.exact,
-                "same_tokens": sum(tokens_of(ours) == tokens_of(theirs) for ours, theirs in pairs),
-                "exact_match": float(np.mean([exact_match(r.answer, q.golden_answers) for r, q in scored])),
+                "same_tokens": sum(
+                    committed_tokens_by_step(ours) == committed_tokens_by_step(theirs)
+                    for ours, theirs in pairs
+                ),
+                "exact_match": float(
+                    np.mean([compute_exact_match(r.answer, q.golden_answers) for r, q in scored])
+                ),
                 "reuse": setting.reuse,
                 "stages": {name: seconds / whole for name, seconds in setting.stages.most_common()},
                 "seconds": setting.seconds,
-                "energy": summary(setting.energy),  # of the rounds that were measured
+                "energy": summarise_energy(setting.energy),  # of the rounds that were measured
                 "flops": setting.work.flops,
-                "bytes": setting.work.bytes,
+                "bytes": setting.work.bytes_moved,
                 "tokens_run": setting.work.tokens,
                 "calls": setting.work.calls,
             }
@@ -380,21 +413,23 @@ def summarise(
         if roofline is not None:
             lines[-1] |= {
                 "roofline": asdict(roofline),
-                "roofline_share": roofline.seconds(setting.work) / median(setting.seconds),
-                "bound": roofline.bound(setting.work),
+                "roofline_share": roofline.least_seconds(setting.work) / median(setting.seconds),
+                "bound": roofline.limiting_resource(setting.work),
             }
     return lines
 
 
-def tokens_of(rollout: Rollout) -> list[list[tuple[int, int]]]:
+def committed_tokens_by_step(rollout: Rollout) -> list[list[tuple[int, int]]]:
     return [[(c.position, c.token_id) for c in step.committed] for step in rollout.steps]
 
 
-def write(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]], quantity: str = "") -> None:
+def write_decode_report(
+    out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]], quantity: str = ""
+) -> None:
     """The table: on the screen, in Markdown, and whole in JSON."""
-    peak = peak_memory()
+    peak = get_peak_memory_bytes()
     record = {"stamp": stamp, "peak_bytes": peak, "settings": lines}
-    write_whole(out / "scores.json", json.dumps(record, indent=2) + "\n")
+    write_text_atomic(out / "scores.json", json.dumps(record, indent=2) + "\n")
     headings = [
         "setting",
         "answers/s",
@@ -444,10 +479,12 @@ def write(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]], quantit
         ),
     ]
     origin = f"Commit {stamp['commit']}, {stamp['date']}, {stamp['device']}, {stamp['threads']} threads."
-    write_whole(out / "table.md", "\n".join([*(f"| {' | '.join(row)} |" for row in wide), "", origin, ""]))
+    write_text_atomic(
+        out / "table.md", "\n".join([*(f"| {' | '.join(row)} |" for row in wide), "", origin, ""])
+    )
 
 
-def plot_bars(path: Path, lines: list[dict[str, Any]]) -> None:
+def plot_answer_rates(path: Path, lines: list[dict[str, Any]]) -> None:
     """Answers a second of every setting, with the range over the rounds."""
     from matplotlib.figure import Figure
 
@@ -465,7 +502,7 @@ def plot_bars(path: Path, lines: list[dict[str, Any]]) -> None:
     axis.set_xlim(0, 1.25 * max(line["answers_per_second_range"][1] for line in lines))
     axis.set_xlabel("answers a second; blue: the tokens of the reference, brown: another algorithm")
     axis.spines[["top", "right"]].set_visible(False)
-    with new_file(path) as scratch:
+    with open_atomic_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
 
 
@@ -493,9 +530,9 @@ def plot_sweep(path: Path, lines: list[dict[str, Any]], quantity: str) -> None:
     axis.grid(color="0.9")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    with new_file(path) as scratch:
+    with open_atomic_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -20,50 +20,54 @@ from statistics import median
 from rich.console import Console
 from rich.table import Column, Table
 
-from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
-from dlm_rag.commands.words import numbers, parse
-from dlm_rag.energy.host import host_sensors
-from dlm_rag.energy.meter import Meter
+from dlm_rag.cli import run_program
+from dlm_rag.commands.cli_args import parse_command_line, parse_int_args
+from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
+from dlm_rag.energy.host import find_host_sensors
+from dlm_rag.energy.meter import EnergyMeter
 from dlm_rag.energy.nvml import MEAN_OF, POLL_EVERY, POLLED
-from dlm_rag.energy.sensors import Power, Sensor
+from dlm_rag.energy.sensors import PolledPower, Sensor
 from dlm_rag.errors import ConfigError
-from dlm_rag.program import run
 
 READINGS, ROUNDS, SEVERAL = 2000, 7, 8
 
 
-def write(folder: Path, **contents: object) -> None:
+def write_sysfs_files(folder: Path, **contents: object) -> None:
     folder.mkdir(parents=True)
     for name, value in contents.items():
         (folder / name).write_text(f"{value}\n")
 
 
-def fakes(root: Path) -> dict[str, list[Sensor]]:
+def make_fake_sensors(root: Path) -> dict[str, list[Sensor]]:
     """Sensors of each kind, from a folder that stands for /sys."""
     for number in range(2):
         folder = root / f"cpus/class/powercap/intel-rapl:{number}"
-        write(folder, name=f"package-{number}", energy_uj=10**9, max_energy_range_uj=262_143_328_850)
+        write_sysfs_files(
+            folder, name=f"package-{number}", energy_uj=10**9, max_energy_range_uj=262_143_328_850
+        )
     for number in range(SEVERAL):
         folder = root / f"meters/class/hwmon/hwmon{number}"
         label, of = f"Grace Power Socket {number}", {"power1_average_interval": 50}
-        write(folder, name="power_meter", power1_oem_info=label, power1_average=150_000_000, **of)
+        write_sysfs_files(
+            folder, name="power_meter", power1_oem_info=label, power1_average=150_000_000, **of
+        )
     watts = itertools.cycle((250.0, 300.0))
     polled = [
-        Power(f"{n}", f"GPU {n}", POLLED, watts.__next__, MEAN_OF, POLL_EVERY) for n in range(SEVERAL)
+        PolledPower(f"{n}", f"GPU {n}", POLLED, watts.__next__, MEAN_OF, POLL_EVERY) for n in range(SEVERAL)
     ]
     return {
-        "2 packages of RAPL": host_sensors(root / "cpus"),
-        f"{SEVERAL} power meters": host_sensors(root / "meters"),
+        "2 packages of RAPL": find_host_sensors(root / "cpus"),
+        f"{SEVERAL} power meters": find_host_sensors(root / "meters"),
         f"{SEVERAL} GPUs, power polled": [*polled],
     }
 
 
-def many(read: Callable[[], object]) -> None:
+def read_repeatedly(read: Callable[[], object]) -> None:
     for _ in range(READINGS):
         read()
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
+def measure_cpu_seconds(work: Callable[[], object]) -> float:
     """Of all threads of this process."""
     begun = time.process_time()
     work()
@@ -71,29 +75,34 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def main(argv: list[str]) -> None:
-    limit, *more = numbers(__doc__ or "", argv, "questions", [40])
+    limit, *more = parse_int_args(__doc__ or "", argv, "questions", [40])
     if more:
         raise ConfigError("the one word of this benchmark is a number of questions")
-    config = with_shipped(parse("", ["decode.batch_size=16"], typed=False).config, [])
+    config = apply_shipped_defaults(
+        parse_command_line("", ["decode.batch_size=16"], typed=False).config, []
+    )
     questions = gather_questions(config, [])[:limit]
-    decoder = prepare(config, questions).load()
+    decoder = prepare_decoder(config, questions).load()
     list(decoder.stream(questions))
     right = (Column(heading, justify="right") for heading in ("us a reading", "every, s", "share"))
     table = Table("sensors", *right)
     with tempfile.TemporaryDirectory() as folder:
-        kinds = fakes(Path(folder))
+        kinds = make_fake_sensors(Path(folder))
         for name, sensors in kinds.items():
-            meter, period = Meter(sensors), min(s.period for s in sensors if s.period is not None)
+            meter, period = (
+                EnergyMeter(sensors),
+                min(s.poll_seconds for s in sensors if s.poll_seconds is not None),
+            )
             meter.start()
-            each = cpu_seconds(partial(many, meter.read)) / READINGS
+            each = measure_cpu_seconds(partial(read_repeatedly, meter.read)) / READINGS
             meter.stop()
             table.add_row(name, f"{1e6 * each:.0f}", f"{period:g}", f"{each / period:.4%}")
         found: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * ROUNDS):
             metered = number % 2 == 0
-            with Meter(list(itertools.chain(*kinds.values()))) if metered else nullcontext():
-                decoder.forget()
-                found[metered].append(cpu_seconds(partial(decoder.decode, questions)))
+            with EnergyMeter(list(itertools.chain(*kinds.values()))) if metered else nullcontext():
+                decoder.reset_cache()
+                found[metered].append(measure_cpu_seconds(partial(decoder.decode, questions)))
     Console().print(table)
     shares = [a / b - 1 for a, b in zip(found[True], found[False], strict=True)]
     print(
@@ -104,4 +113,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

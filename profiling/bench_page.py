@@ -12,20 +12,20 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from browser import Browser
+from headless_chromium import HeadlessChromium
 from numpy.typing import NDArray
 
-from dlm_rag.commands.words import numbers
-from dlm_rag.decode.guesses import Guesses, Recorder
-from dlm_rag.decode.rollout import Committed, Rollout, Step
-from dlm_rag.diffusion.commit import Proposals
-from dlm_rag.page.record import Run
+from dlm_rag.cli import run_program
+from dlm_rag.commands.cli_args import parse_int_args
+from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
+from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
+from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.page.record import TraceRun
 from dlm_rag.page.write import write_page
-from dlm_rag.program import run
 
-HELD = 7  # passages of a step
+PASSAGES_PER_STEP = 7  # passages of a step
 # Milliseconds of so many moves from a step on, by so many steps each, with style and layout done.
-GOES = """(() => {
+STEP_TIMING_SCRIPT = """(() => {
   const [first, by, count] = [%d, %d, %d], spent = [];
   page.go(first);
   for (let n = 1; n <= count; n++) {
@@ -38,20 +38,24 @@ GOES = """(() => {
 })()"""
 
 
-def synthetic(steps: int, tokens: int) -> Rollout:
+def make_synthetic_rollout(steps: int, tokens: int) -> Rollout:
     """A rollout that writes its tokens out of order, one a step."""
-    recorder = Recorder(lambda token: f" guess{token}")
+    recorder = ProvisionalRecorder(lambda token: f" guess{token}")
     places = [number * 7919 % tokens for number in range(tokens)]  # a prime, so each of them once
-    written = [Committed(place, 2, f" word{place}", (place % 100) / 100) for place in places]
+    written = [CommittedToken(place, 2, f" word{place}", (place % 100) / 100) for place in places]
     asked = "Why?"
-    taken = [Step(0, asked, tuple(f"p{n}" for n in range(HELD)), True)]
+    taken = [RolloutStep(0, asked, tuple(f"p{n}" for n in range(PASSAGES_PER_STEP)), True)]
     for number in range(1, steps + 1):
         part = tuple(written[(number - 1) * tokens // steps : number * tokens // steps])
         asked += "".join(token.token for token in part)
-        found = tuple(f"p{number + n}" for n in range(HELD))
+        found = tuple(f"p{number + n}" for n in range(PASSAGES_PER_STEP))
         left = np.array(sorted(places[number * tokens // steps :]), dtype=np.int64)
-        taken.append(Step(number, asked, found, True, part, guesses=guessed(recorder, left, number)))
-    names = [f"p{n}" for n in range(steps + HELD)]
+        taken.append(
+            RolloutStep(
+                number, asked, found, True, part, guesses=make_provisional_tokens(recorder, left, number)
+            )
+        )
+    names = [f"p{n}" for n in range(steps + PASSAGES_PER_STEP)]
     return Rollout(
         id="synthetic",
         question="Why?",
@@ -60,25 +64,27 @@ def synthetic(steps: int, tokens: int) -> Rollout:
         steps=taken,
         response="".join(f" word{n}" for n in range(tokens)).strip(),
         passages={name: f"Title {name}\n" + "some words of a passage " * 20 for name in names},
-        settings={"query": "proxy", "query_threshold": 0.0},
+        settings={"query_policy": "proxy", "query_threshold": 0.0},
         finished=True,
     )
 
 
-def guessed(recorder: Recorder, positions: NDArray[np.int64], step: int) -> Guesses:
+def make_provisional_tokens(
+    recorder: ProvisionalRecorder, positions: NDArray[np.int64], step: int
+) -> ProvisionalDelta:
     """Guesses of which a tenth are others than a step before, and all are more or less sure."""
     none = np.zeros(len(positions))
     token = (7 * positions + (positions + step) // 10) % 5000
-    return recorder.take(
+    return recorder.record_step(
         Proposals(positions, token, (37 * positions + 11 * step) % 100 / 100, none, none, none, none)
     )
 
 
 def main(argv: list[str]) -> None:
-    (steps,) = numbers(__doc__ or "", argv, "steps, and tokens", [1000])
-    with tempfile.TemporaryDirectory() as folder, Browser() as browser:
+    (steps,) = parse_int_args(__doc__ or "", argv, "steps, and tokens", [1000])
+    with tempfile.TemporaryDirectory() as folder, HeadlessChromium() as browser:
         path = Path(folder) / "page.html"
-        write_page(path, [Run("", None, [synthetic(steps, steps)])])
+        write_page(path, [TraceRun("", None, [make_synthetic_rollout(steps, steps)])])
         print(f"{steps} steps of {steps} tokens: {path.stat().st_size / 1e6:.1f} MB of HTML")
         browser.open(path, width=1440, height=900)
         opened = browser.run("performance.getEntriesByType('navigation')[0].duration")
@@ -90,19 +96,19 @@ def main(argv: list[str]) -> None:
             "a leap of a tenth": (0, steps // 10, 10),
             "from one end to the other": (0, steps, 1),
         }.items():
-            before = thread_milliseconds(browser)
-            spent = browser.run(GOES % words)
-            own = (thread_milliseconds(browser) - before) / len(spent)
+            before = read_page_thread_ms(browser)
+            spent = browser.run(STEP_TIMING_SCRIPT % words)
+            own = (read_page_thread_ms(browser) - before) / len(spent)
             middle, late = spent[len(spent) // 2], spent[int(len(spent) * 0.99)]
             clock = f"by the clock {middle:.1f} ms (median), {late:.1f} ms (99 %)"
             print(f"{what}: {own:.1f} ms of its thread; {clock}")
 
 
-def thread_milliseconds(browser: Browser) -> float:
+def read_page_thread_ms(browser: HeadlessChromium) -> float:
     """What the thread of the page has computed so far."""
     metrics = browser.call("Performance.getMetrics")["metrics"]
     return 1e3 * float(next(metric["value"] for metric in metrics if metric["name"] == "ThreadTime"))
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -25,11 +25,11 @@ from statistics import median, quantiles
 
 import torch
 
-from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
-from dlm_rag.commands.words import parse
+from dlm_rag.cli import run_program
+from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
 from dlm_rag.errors import RunError
-from dlm_rag.machine import machine_name
-from dlm_rag.program import run
+from dlm_rag.machine import get_machine_name
 
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "rounds": (3, "of each side"),
@@ -38,14 +38,14 @@ OPTIONS: dict[str, tuple[str | int, str]] = {
 }
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port at which nobody listens now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
 
 
-def load(address: str, clients: int, questions: list[str]) -> tuple[list[str], list[float]]:
+def run_client_load(address: str, clients: int, questions: list[str]) -> tuple[list[str], list[float]]:
     """What the clients were answered, and the seconds that each answer took."""
     seconds: list[float] = []
     left = iter(questions)  # one list: no client has questions left where others have none
@@ -68,7 +68,7 @@ def load(address: str, clients: int, questions: list[str]) -> tuple[list[str], l
         return [text for texts in threads.map(client, range(clients)) for text in texts], seconds
 
 
-def figures(address: str) -> dict[str, float]:
+def read_server_metrics(address: str) -> dict[str, float]:
     """The server's counters, by their names."""
     connection = HTTPConnection(address)
     connection.request("GET", "/metrics")
@@ -78,7 +78,7 @@ def figures(address: str) -> dict[str, float]:
     return {name: float(number) for name, number in found}
 
 
-def resident(process: int) -> int:
+def read_resident_mb(process: int) -> int:
     """MB of memory that a process has now."""
     found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
     assert found is not None
@@ -86,15 +86,15 @@ def resident(process: int) -> int:
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
     rounds, clients, each = (words.options[name] for name in OPTIONS)
     given = [word.partition("=")[0] for word in words.settings]
     config = words.config if "decode.batch_size" in given else words.config_with(["decode.batch_size=32"])
-    config = with_shipped(config, [])
+    config = apply_shipped_defaults(config, [])
     known = gather_questions(config, [])
     asked = [known[n % len(known)] for n in range(clients * each)]
     torch.set_num_threads(1)
-    decoder = prepare(config, known).load()
+    decoder = prepare_decoder(config, known).load()
     batch = config.decode.batch_size
     command = [
         sys.executable,
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
         "dlm_rag",
         "serve",
         "--port",
-        str(free_port()),
+        str(find_free_port()),
         f"decode.batch_size={batch}",
     ]
     command += [word for word in words.settings if not word.startswith("decode.batch_size=")]
@@ -114,14 +114,14 @@ def main(argv: list[str]) -> None:
         found = next((f for line in server.stderr if (f := ready.search(line))), None)
         if found is None:
             raise RunError("the server did not come up")
-        speeds, ratios, waits, costs, memory = [], [], [], [], [resident(server.pid)]
+        speeds, ratios, waits, costs, memory = [], [], [], [], [read_resident_mb(server.pid)]
         for number in range(rounds + 1):  # the first one warms both up
-            before = figures(found[1])["processor_seconds"]
+            before = read_server_metrics(found[1])["processor_seconds"]
             began, here = time.perf_counter(), time.process_time()
-            texts, seconds = load(found[1], clients, [q.question for q in asked])
+            texts, seconds = run_client_load(found[1], clients, [q.question for q in asked])
             served = len(texts) / (time.perf_counter() - began)
-            memory.append(resident(server.pid))
-            there = figures(found[1])["processor_seconds"] - before
+            memory.append(read_resident_mb(server.pid))
+            there = read_server_metrics(found[1])["processor_seconds"] - before
             here = time.process_time() - here
             began, itself = time.perf_counter(), time.process_time()
             alone = [rollout.response for rollout in decoder.stream(asked)]
@@ -134,13 +134,13 @@ def main(argv: list[str]) -> None:
                 ratios.append(served / plain)
                 waits += seconds
                 costs.append([1000 * spent / len(asked) for spent in (there, itself, here)])
-        counts = figures(found[1])
+        counts = read_server_metrics(found[1])
         shared = f"{counts['row_steps'] / counts['steps']:.1f} of {batch} rows a step"
     finally:
         server.terminate()
         server.wait()
     marks = quantiles(waits, n=100)
-    print(f"{machine_name(decoder.denoiser.device)}, {clients} clients x {each} questions, {shared}")
+    print(f"{get_machine_name(decoder.denoiser.device)}, {clients} clients x {each} questions, {shared}")
     print(f"served: {median(speeds):.1f} answers/s ({min(speeds):.1f} to {max(speeds):.1f})")
     print(f"of the decoder's: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     server_ms, decoder_ms, clients_ms = (median(each) for each in zip(*costs, strict=True))
@@ -154,4 +154,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -17,11 +17,11 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.commands.words import numbers
-from dlm_rag.program import run
+from dlm_rag.cli import run_program
+from dlm_rag.commands.cli_args import parse_int_args
 
-BUSY = "while True: pass"
-SETTINGS = {
+BUSY_LOOP_CODE = "while True: pass"
+THREAD_SETTINGS = {
     "ours (sleep while waiting; numba's own pool)": {},
     "sleep while waiting; numba on OpenMP": {"NUMBA_THREADING_LAYER": "omp"},
     "spin while waiting; numba's own pool": {"OMP_WAIT_POLICY": "ACTIVE"},
@@ -30,7 +30,7 @@ SETTINGS = {
 }
 
 
-def measure(seconds: float) -> None:
+def measure_forward_times(seconds: float) -> None:
     """In a child process: alternate the two runtimes, report forward times as JSON."""
     if os.environ.get("LIBRARY_DEFAULTS"):  # the package only sets what is unset: take it out again
         for name in ("OMP_WAIT_POLICY", "NUMBA_THREADING_LAYER"):
@@ -40,7 +40,7 @@ def measure(seconds: float) -> None:
     import torch
 
     from dlm_rag.model.denoiser import Denoiser
-    from dlm_rag.model.shape import DenoiserConfig
+    from dlm_rag.model.denoiser_config import DenoiserConfig
 
     @numba.njit(parallel=True)
     def parallel_sum(values: np.ndarray) -> float:
@@ -74,16 +74,16 @@ def measure(seconds: float) -> None:
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["--child"]:
-        measure(float(argv[1]))
+        measure_forward_times(float(argv[1]))
         return
-    seconds, *_ = numbers(__doc__ or "", argv, "seconds", [10])
+    seconds, *_ = parse_int_args(__doc__ or "", argv, "seconds", [10])
     cleaned = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "NUMBA_THREADING_LAYER")}
     table = Table(
         "setting", "numba layer", "forwards", "median", "worst", title=f"{os.cpu_count()} cores, one busy"
     )
-    busy = subprocess.Popen([sys.executable, "-c", BUSY])
+    busy = subprocess.Popen([sys.executable, "-c", BUSY_LOOP_CODE])
     try:
-        for name, changes in SETTINGS.items():
+        for name, changes in THREAD_SETTINGS.items():
             command = [sys.executable, __file__, "--child", str(seconds)]
             done = subprocess.run(
                 command, env=cleaned | changes, capture_output=True, text=True, check=True
@@ -100,4 +100,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

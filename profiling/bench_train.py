@@ -28,43 +28,43 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from dlm_rag.commands.words import parse
+from dlm_rag.cli import print_note, run_program
+from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.whole import write_whole
-from dlm_rag.machine import commit_of_code, describe_machine
+from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.program import note, run
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.memory import LiveBytes
-from dlm_rag.training.objective import Objective, Terms, counts_of
-from dlm_rag.training.origin import TEMPLATE
-from dlm_rag.training.phase import world_documents
-from dlm_rag.training.rows.documents import Documents, open_documents
-from dlm_rag.training.rows.example import Example
-from dlm_rag.training.vocabulary import learn_tokenizer, world_texts
+from dlm_rag.training.data.documents import PackedDocuments, open_token_file
+from dlm_rag.training.data.example import Example
+from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE
+from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.phase_setup import write_world_documents
+from dlm_rag.training.planning.step_memory import MemoryTracker
+from dlm_rag.training.tokenizer_training import iterate_world_texts, train_tokenizer
 
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
 BATCH, SEQUENCE = 4096, 512  # tokens
-RATE = 1e-3
+LEARNING_RATE = 1e-3
 OPTIONS = {"steps": (20, "optimizer steps in each turn"), "rounds": (3, "turns of each")}
 
 
-def make_batches(steps: int, folder: Path, joined: bool) -> list[list[Example]]:
+def make_document_batches(steps: int, folder: Path, joined: bool) -> list[list[Example]]:
     """The batches of all steps: passages and answered questions of invented worlds, or all in one text."""
-    tokenizer = Tokenizer(learn_tokenizer(world_texts(0), 1024), 0, TEMPLATE, (1,))
+    tokenizer = Tokenizer(train_tokenizer(iterate_world_texts(0), 1024), 0, DEFAULT_PROMPT_TEMPLATE, (1,))
     train = TrainConfig(objective="pretrain", sequence_length=SEQUENCE, batch_tokens=BATCH)
-    path = world_documents(Config(train=train), folder)
+    path = write_world_documents(Config(train=train), folder)
     if joined:
         texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
         path = folder / "joined.jsonl"
         path.write_text(json.dumps({"text": "\n\n".join(texts)}) + "\n", encoding="utf-8")
-    source = {"worlds": open_documents(path, tokenizer, str(folder))}
-    batches = Documents(source, tokenizer, train, "", shifted=True)
+    source = {"worlds": open_token_file(path, tokenizer, str(folder))}
+    batches = PackedDocuments(source, tokenizer, train, "", shifted=True)
     return [batches.examples(step, range(train.items)) for step in range(steps)]
 
 
-class Padded(torch.utils.data.Dataset[Any]):
+class PaddedDataset(torch.utils.data.Dataset[Any]):
     """Batches as a padded collator makes them: ids, mask of real tokens, labels and weights."""
 
     def __init__(self, batches: list[list[Example]], mask_id: int) -> None:
@@ -83,7 +83,7 @@ class Padded(torch.utils.data.Dataset[Any]):
         weights = torch.zeros(len(rows), longest)
         for place, row in enumerate(rows):
             stop = lead + len(row.target)
-            target, hidden = torch.tensor(row.target), torch.tensor(row.hidden)
+            target, hidden = torch.tensor(row.target), torch.tensor(row.masked)
             ids[place, :lead] = torch.tensor(row.prompt.ids)
             ids[place, lead:stop] = target.where(~hidden, self._mask_id)
             labels[place, lead:stop] = target.where(hidden, -100)
@@ -93,7 +93,7 @@ class Padded(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "real": real, "labels": labels, "weights": weights, "divisor": divisor}
 
 
-class PlainTrainer(Trainer):
+class HfBaselineTrainer(Trainer):
     """The loop that most would write: full logits, cross-entropy over them."""
 
     found: list[float]  # the loss of every step
@@ -116,19 +116,20 @@ class PlainTrainer(Trainer):
         return loss
 
 
-def plainly(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
+def train_hf_baseline(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
     """Seconds and losses of the Hugging Face loop."""
     model = LlamaForCausalLM.from_pretrained(weights, attn_implementation="sdpa")
     with tempfile.TemporaryDirectory() as folder:
-        trainer = PlainTrainer(
+        trainer = HfBaselineTrainer(
             model=model,
             args=TrainingArguments(
                 output_dir=folder, max_steps=len(batches), per_device_train_batch_size=1,
-                learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0,
+                learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=1.0,
+                weight_decay=0.0,
                 adam_beta2=0.95, logging_strategy="no", report_to=[], disable_tqdm=True, save_strategy="no",
                 use_cpu=True, dataloader_pin_memory=False, remove_unused_columns=False,
             ),
-            train_dataset=Padded(batches, 0),
+            train_dataset=PaddedDataset(batches, 0),
             data_collator=lambda found: found[0],
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -140,17 +141,17 @@ def plainly(weights: Path, batches: list[list[Example]]) -> tuple[float, list[fl
     return time.perf_counter() - start, trainer.found
 
 
-def ours(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
+def train_packed(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float]]:
     """Seconds and losses of our step."""
-    denoiser = denoiser_of(weights)
-    objective = Objective(denoiser, "joint", frozenset({1}))
+    denoiser = load_denoiser_from_llama(weights)
+    objective = MaskedObjective(denoiser, "joint", frozenset({1}))
     optimizer = torch.optim.AdamW(
-        denoiser.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        denoiser.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
     losses = []
     start = time.perf_counter()
     for examples in batches:
-        loss, _ = objective(examples, counts_of(examples, frozenset({1}), 1.0), Terms())
+        loss, _ = objective(examples, count_examples(examples, frozenset({1}), 1.0), LossWeights())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(denoiser.parameters(), 1.0)
         optimizer.step()
@@ -159,31 +160,33 @@ def ours(weights: Path, batches: list[list[Example]]) -> tuple[float, list[float
     return time.perf_counter() - start, losses
 
 
-def denoiser_of(weights: Path) -> Denoiser:
+def load_denoiser_from_llama(weights: Path) -> Denoiser:
     """The same weights, with the mask that Llama has no name for."""
     config = json.loads((weights / "config.json").read_text())
     (weights / "config.json").write_text(json.dumps(config | {"mask_token_id": 0}))
     return Denoiser.from_pretrained(weights).train()
 
 
-def peaks(weights: Path, examples: list[Example]) -> list[int]:
+def measure_peak_bytes_of_loops(weights: Path, examples: list[Example]) -> list[int]:
     """Bytes that operators had allocated at most in forward and backward of one batch: plain, ours."""
     model = LlamaForCausalLM.from_pretrained(weights, attn_implementation="sdpa")
-    inputs = Padded([examples], 0)[0]
-    objective = Objective(denoiser_of(weights), "joint", frozenset({1}))
+    inputs = PaddedDataset([examples], 0)[0]
+    objective = MaskedObjective(load_denoiser_from_llama(weights), "joint", frozenset({1}))
     found = []
     for step in (
-        lambda: PlainTrainer.compute_loss(SimpleNamespace(found=[]), model, inputs).backward(),  # type: ignore[arg-type]
-        lambda: objective(examples, counts_of(examples, frozenset({1}), 1.0), Terms())[0].backward(),
+        lambda: HfBaselineTrainer.compute_loss(SimpleNamespace(found=[]), model, inputs).backward(),  # type: ignore[arg-type]
+        lambda: objective(examples, count_examples(examples, frozenset({1}), 1.0), LossWeights())[
+            0
+        ].backward(),
     ):
-        with LiveBytes() as alive:
+        with MemoryTracker() as alive:
             step()
-        found.append(alive.peak)
+        found.append(alive.peak_bytes)
     return found
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
     if words.config.out is None:
         raise ConfigError("the benchmark needs --out FOLDER")
     steps, rounds = words.options["steps"], words.options["rounds"]
@@ -204,8 +207,8 @@ def main(argv: list[str]) -> None:
         folder = Path(name)
         LlamaForCausalLM(config).save_pretrained(folder / "llama")
         for kind in ("short", "long"):
-            batches = make_batches(steps, folder, joined=kind == "long")
-            one = found[kind] = compare(folder / "llama", batches, rounds)
+            batches = make_document_batches(steps, folder, joined=kind == "long")
+            one = found[kind] = compare_training_loops(folder / "llama", batches, rounds)
             for loop, label in (("plain", "Hugging Face Trainer"), ("ours", "ours")):
                 rate = steps * BATCH / median(one["seconds"][loop])
                 peak, loss = one["peak_bytes"][loop], one["losses"][loop][-1]
@@ -217,28 +220,28 @@ def main(argv: list[str]) -> None:
                 "plain batches is padding"
             )
     record = {
-        "commit": commit_of_code(),
+        "commit": get_code_commit(),
         "machine": describe_machine(torch.device("cpu"), "sdpa"),
         "tokens_per_step": BATCH,
         "documents": found,
     }
-    write_whole(out / "scores.json", json.dumps(record, indent=2) + "\n")
+    write_text_atomic(out / "scores.json", json.dumps(record, indent=2) + "\n")
     console = Console()
     console.print(table)
     for line in said:
         console.print(line)
 
 
-def compare(weights: Path, batches: list[list[Example]], rounds: int) -> dict[str, Any]:
+def compare_training_loops(weights: Path, batches: list[list[Example]], rounds: int) -> dict[str, Any]:
     """Seconds, losses and peaks of both loops on the same batches, in turns."""
     seconds: dict[str, list[float]] = {"plain": [], "ours": []}
     losses: dict[str, list[float]] = {}
-    ways = [("plain", plainly), ("ours", ours)]
+    ways = [("plain", train_hf_baseline), ("ours", train_packed)]
     for number in range(rounds):
         for name, way in ways if number % 2 else reversed(ways):
             took, losses[name] = way(weights, batches)
             seconds[name].append(took)
-            note(f"round {number + 1}, {name}: {len(batches) * BATCH / took:,.0f} tokens/s")
+            print_note(f"round {number + 1}, {name}: {len(batches) * BATCH / took:,.0f} tokens/s")
     ratios = [a / b for a, b in zip(seconds["plain"], seconds["ours"], strict=True)]
     padded = sum(max(len(row.target) for row in rows) * len(rows) for rows in batches)
     return {
@@ -246,7 +249,7 @@ def compare(weights: Path, batches: list[list[Example]], rounds: int) -> dict[st
         "speed_up": median(ratios),
         "speed_up_range": [min(ratios), max(ratios)],
         "padding_of_plain": 1 - len(batches) * BATCH / padded,
-        "peak_bytes": dict(zip(seconds, peaks(weights, batches[0]), strict=True)),
+        "peak_bytes": dict(zip(seconds, measure_peak_bytes_of_loops(weights, batches[0]), strict=True)),
         "losses": losses,
         "largest_relative_difference": max(
             abs(a - b) / b for a, b in zip(losses["ours"], losses["plain"], strict=True)
@@ -255,4 +258,4 @@ def compare(weights: Path, batches: list[list[Example]], rounds: int) -> dict[st
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

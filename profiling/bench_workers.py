@@ -16,53 +16,58 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dlm_rag.commands.engines import opening_of
-from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
-from dlm_rag.commands.words import parse
+from dlm_rag.cli import run_program
+from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.executors import make_job_opening
+from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import RunError
-from dlm_rag.machine import machine_name
-from dlm_rag.program import run
-from dlm_rag.progress import progress
+from dlm_rag.machine import get_machine_name
+from dlm_rag.progress import report_progress
 from dlm_rag.questions import Question
-from dlm_rag.workers.crew import Crew
-from dlm_rag.workers.places import Places
+from dlm_rag.workers.placement import WorkerPlacement
+from dlm_rag.workers.worker_pool import WorkerPool
 
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "rounds": (3, "of each side"),
     "workers": (2, "on the other side"),
 }
-PASSES = 4  # over the questions in a round: the first with an empty pool, the last with a warm one
+PASSES_PER_ROUND = (
+    4  # over the questions in a round: the first with an empty pool, the last with a warm one
+)
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, chosen=True, options=OPTIONS)
+    words = parse_command_line(__doc__ or "", argv, typed=False, chosen=True, options=OPTIONS)
     count, rounds = words.options["workers"], words.options["rounds"]
     given = [word.partition("=")[0] for word in words.settings]
     config = words.config if "decode.batch_size" in given else words.config_with(["decode.batch_size=16"])
-    config = with_shipped(config, [])
+    config = apply_shipped_defaults(config, [])
     questions, batch = gather_questions(config, []), config.decode.batch_size
-    prepared = prepare(config, questions)
+    prepared = prepare_decoder(config, questions)
     torch.set_num_threads(1)
     seconds: dict[str, list[list[float]]] = {"one": [], "many": []}
-    with Crew("local", Places(count, 1, count)) as crew, progress("rounds", 2 * rounds) as advance:
-        decoder, opening = prepared.load(), opening_of(config, prepared, questions)
+    with (
+        WorkerPool("local", WorkerPlacement(count, 1, count)) as crew,
+        report_progress("rounds", 2 * rounds) as advance,
+    ):
+        decoder, opening = prepared.load(), make_job_opening(config, prepared, questions)
         for _ in range(rounds):
-            decoder.forget()
-            times, one = timed(lambda: list(decoder.stream(questions)))
+            decoder.reset_cache()
+            times, one = time_passes(lambda: list(decoder.stream(questions)))
             seconds["one"].append(times)
             advance(1)
             crew.open(opening, batch)
-            times, many = timed(lambda: list(crew.stream(questions, refuse)))
+            times, many = time_passes(lambda: list(crew.stream(questions, raise_failed_question)))
             seconds["many"].append(times)
             advance(1)
-            if responses(one) != responses(many):
+            if responses_by_id(one) != responses_by_id(many):
                 raise RunError("workers gave other answers than one process")
     table = Table(
         "pool", "one process", f"{count} workers", "speed-up",
-        title=f"{len(questions)} questions, batches of {batch}, {machine_name(prepared.device)}",
+        title=f"{len(questions)} questions, batches of {batch}, {get_machine_name(prepared.device)}",
     )  # fmt: skip
-    for name, number in (("empty", 0), ("warm", PASSES - 1)):
+    for name, number in (("empty", 0), ("warm", PASSES_PER_ROUND - 1)):
         sides = [[times[number] for times in found] for found in seconds.values()]
         gains = [one / many for one, many in zip(*sides, strict=True)]
         table.add_row(
@@ -73,24 +78,24 @@ def main(argv: list[str]) -> None:
     Console().print(table)
 
 
-def timed(decode: Callable[[], list[Rollout]]) -> tuple[list[float], list[Rollout]]:
+def time_passes(decode: Callable[[], list[Rollout]]) -> tuple[list[float], list[Rollout]]:
     """Seconds of each pass, and the rollouts of the last."""
     times = []
-    for _ in range(PASSES):
+    for _ in range(PASSES_PER_ROUND):
         begun = time.perf_counter()
         rollouts = decode()
         times.append(time.perf_counter() - begun)
     return times, rollouts
 
 
-def responses(rollouts: list[Rollout]) -> dict[str, str]:
+def responses_by_id(rollouts: list[Rollout]) -> dict[str, str]:
     return {rollout.id: rollout.response for rollout in rollouts}
 
 
-def refuse(question: Question, error: str) -> Rollout:
+def raise_failed_question(question: Question, error: str) -> Rollout:
     """A benchmark of workers that die is none."""
     raise RunError(f"question '{question.id}': {error}")
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

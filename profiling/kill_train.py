@@ -19,30 +19,31 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from dlm_rag.commands.words import parse
+from dlm_rag.cli import print_note, run_program
+from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.program import note, run
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = [
-    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocabulary=400", "train.groups=2",
-    "train.rows=4", "train.world_passages=100", "train.save_every=2", "train.worlds=2",
-    "train.steps_per_world=50", "train.validate_every=100000", "train.validation_questions=1",
-    "decode.canvas_length=120", "retrieval.top_k=3",
+TINY_RUN_SETTINGS = [
+    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
+    "train.passage_sets_per_step=2",
+    "train.rows_per_set=4", "train.world_passages=100", "train.save_steps=2", "train.worlds=2",
+    "train.steps_per_world=50", "train.eval_steps=100000", "train.eval_questions=1",
+    "decode.max_new_tokens=120", "retrieval.top_k=3",
 ]  # fmt: skip
 STEPS_PER_KILL = 12  # about as many as a life has
-LONGEST_LIFE = 1.5  # seconds after the first new step
+MAX_SECONDS_BEFORE_KILL = 1.5  # seconds after the first new step
 OPTIONS = {"kills": (100, "how often")}
 
 
-def start(folder: Path, steps: int, *more: str) -> "subprocess.Popen[bytes]":
+def start_run(folder: Path, steps: int, *more: str) -> "subprocess.Popen[bytes]":
     command = [
         sys.executable,
         "train.py",
         "--out",
         str(folder.resolve()),
-        *TINY,
-        f"train.steps={steps}",
+        *TINY_RUN_SETTINGS,
+        f"train.max_steps={steps}",
         *more,
     ]
     return subprocess.Popen(
@@ -50,34 +51,37 @@ def start(folder: Path, steps: int, *more: str) -> "subprocess.Popen[bytes]":
     )
 
 
-def lines_of(folder: Path) -> int:
+def count_metrics_lines(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return path.read_text(encoding="utf-8").count("\n") if path.exists() else 0
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
     if words.config.out is None:
         raise ConfigError("the script needs --out FOLDER")
     kills, out = words.options["kills"], Path(words.config.out)
     out.mkdir(parents=True, exist_ok=True)
     steps = STEPS_PER_KILL * kills
     whole, killed = out / "whole", out / "killed"
-    begun = start(whole, steps)
+    begun = start_run(whole, steps)
     rng, saving = random.Random(0), 0
     for number in range(1, kills + 1):
-        before = lines_of(killed)
-        process = start(killed, steps, *(["--resume"] if before else []))
+        before = count_metrics_lines(killed)
+        process = start_run(killed, steps, *(["--resume"] if before else []))
         # What a resumed run computes again rewrites its lines: fewer, then more.
-        while process.poll() is None and lines_of(killed) in (before, 0):
+        while process.poll() is None and count_metrics_lines(killed) in (before, 0):
             time.sleep(0.01)
-        time.sleep(rng.random() * LONGEST_LIFE)
+        time.sleep(rng.random() * MAX_SECONDS_BEFORE_KILL)
         process.send_signal(signal.SIGKILL)
         if process.wait() == 0:
             raise RunError(f"the run had finished before kill {number}: nothing was killed")
         saving += any((killed / "checkpoints").glob("*.part"))
-        note(f"kill {number}: {lines_of(killed)} of {steps} steps, {saving} kills while saving", end="\r")
-    if start(killed, steps, "--resume").wait() or begun.wait():
+        print_note(
+            f"kill {number}: {count_metrics_lines(killed)} of {steps} steps, {saving} kills while saving",
+            end="\r",
+        )
+    if start_run(killed, steps, "--resume").wait() or begun.wait():
         raise RunError("a run failed")
     ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (killed, whole))
     same = all(torch.equal(value, theirs[name]) for name, value in ours.items())
@@ -94,4 +98,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

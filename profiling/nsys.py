@@ -1,7 +1,7 @@
 """One command from a program to the table that says where its time went.
 
     python profiling/nsys.py sample [words of sample.py] [--report FOLDER] [--from-step 3] [--steps 100]
-    python profiling/nsys.py train --config tiny.yaml train.steps=60
+    python profiling/nsys.py train --config tiny.yaml train.max_steps=60
     python profiling/nsys.py sample --with torch        # torch.profiler, where nsys cannot run
 
 Runs the program under `nsys profile` (NVTX, and CUDA and the OS runtime where they can be traced), prints
@@ -18,22 +18,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+from attribute import create_report_folder
 from attribute import main as attribute
-from attribute import make_folder
-from nsys_tool import find_nsys, imported
+from nsys_cli import find_nsys, import_qdstrm
 
-from dlm_rag import stages
-from dlm_rag.commands.words import Parser
+from dlm_rag import nvtx_ranges
+from dlm_rag.cli import print_note, run_program
+from dlm_rag.commands.cli_args import CommandParser
 from dlm_rag.errors import ConfigError
-from dlm_rag.machine import choose_device, choose_dtype, commit_of_code, describe_machine
-from dlm_rag.program import note, run
-from dlm_rag.stages import DOMAIN
+from dlm_rag.machine import choose_device, choose_dtype, describe_machine, get_code_commit
+from dlm_rag.nvtx_ranges import NVTX_DOMAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {"sample": "sample.py", "train": "train.py"}
 
 
-def profile_line(nsys: str, report: Path, command: list[str], window: str | None = None) -> list[str]:
+def build_nsys_command(nsys: str, report: Path, command: list[str], window: str | None = None) -> list[str]:
     """The whole `nsys profile` line; no sampling, which makes reports large.
 
     window: `FIRST:LAST` (no LAST: to the end), the steps to record.
@@ -42,13 +42,13 @@ def profile_line(nsys: str, report: Path, command: list[str], window: str | None
     line = [nsys, "profile", f"--trace={traced}", "--sample=none", "--cpuctxsw=none", "--kill=none"]
     if window is not None:
         line += [
-            "--capture-range=nvtx", f"--nvtx-capture=capture@{DOMAIN}", "--capture-range-end=stop",
+            "--capture-range=nvtx", f"--nvtx-capture=capture@{NVTX_DOMAIN}", "--capture-range-end=stop",
             f"--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0,DLM_RAG_CAPTURE={window}",
         ]  # fmt: skip
     return [*line, "--force-overwrite=true", f"--output={report}", *command]
 
 
-def record(report: Path, command: list[str], window: str | None = None) -> tuple[Path, int]:
+def record_with_nsys(report: Path, command: list[str], window: str | None = None) -> tuple[Path, int]:
     """Runs a command under nsys; returns the report and the exit status.
 
     The report is imported by hand where nsys could not. Raises `ConfigError` where there is none
@@ -57,12 +57,12 @@ def record(report: Path, command: list[str], window: str | None = None) -> tuple
     whole, raw = report.with_suffix(".nsys-rep"), report.with_suffix(".qdstrm")
     for old in (whole, raw, report.with_suffix(".sqlite")):
         old.unlink(missing_ok=True)
-    line = profile_line(find_nsys(), report, command, window)
-    note(f"$ {shlex.join(line)}")
+    line = build_nsys_command(find_nsys(), report, command, window)
+    print_note(f"$ {shlex.join(line)}")
     code = subprocess.run(line, check=False).returncode
     if not whole.is_file() and raw.is_file():
-        note(f"nsys could not import {raw.name}; its importer is called by hand")
-        imported(raw)
+        print_note(f"nsys could not import {raw.name}; its importer is called by hand")
+        import_qdstrm(raw)
         raw.unlink()
     if not whole.is_file():
         few = f"; are there steps {window}? --from-step 0 --steps 0 records everything" if window else ""
@@ -70,7 +70,9 @@ def record(report: Path, command: list[str], window: str | None = None) -> tuple
     return whole, code
 
 
-def trace(target: Path, script: Path, words: list[str], first: int, last: int | None) -> int:
+def record_with_torch_profiler(
+    target: Path, script: Path, words: list[str], first: int, last: int | None
+) -> int:
     """Runs a script in this process under torch.profiler, writes a Chrome trace; returns its exit status.
 
     Raises `ConfigError` where nothing was recorded.
@@ -80,7 +82,9 @@ def trace(target: Path, script: Path, words: list[str], first: int, last: int | 
     # Searches run on a thread of their own with decode.overlap.
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profiler = torch.profiler.profile(experimental_config=threads)
-    capture = stages.capture = stages.Capture(first, last, profiler.start, profiler.stop)
+    capture = nvtx_ranges.capture_window = nvtx_ranges.CaptureWindow(
+        first, last, profiler.start, profiler.stop
+    )
     sys.argv, code = [str(script), *words], 0
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -94,17 +98,17 @@ def trace(target: Path, script: Path, words: list[str], first: int, last: int | 
     return code
 
 
-def stamp() -> dict[str, str | int | None]:
+def describe_session() -> dict[str, str | int | None]:
     """The code and the machine of a session, with the kernel that programs choose here."""
-    from dlm_rag.model.kernels import choose_backend
+    from dlm_rag.model.attention_backends import choose_backend
 
     device = choose_device("auto")
     kernel = choose_backend("auto", device, choose_dtype("auto", device))
-    return {"commit": commit_of_code(), **describe_machine(device, kernel)}
+    return {"commit": get_code_commit(), **describe_machine(device, kernel)}
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(__doc__ or "", prog="nsys.py")
+    parser = CommandParser(__doc__ or "", prog="nsys.py")
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--report", type=Path, help="folder of the session")
     parser.add_argument("--with", dest="tool", choices=("nsys", "torch"), default="nsys")
@@ -113,18 +117,20 @@ def main(argv: list[str]) -> None:
     given, words = parser.parse_known_args(argv)
     first, last = given.from_step, given.from_step + given.steps - 1 if given.steps else None
     folder = given.report or Path("runs", f"{given.tool}-{given.program}")
-    make_folder(folder)
+    create_report_folder(folder)
     script = ROOT / PROGRAMS[given.program]
     if given.tool == "nsys":
         window = f"{first}:{'' if last is None else last}" if first or last is not None else None
-        report, code = record(folder.resolve() / "report", [sys.executable, str(script), *words], window)
+        report, code = record_with_nsys(
+            folder.resolve() / "report", [sys.executable, str(script), *words], window
+        )
     else:
         report = folder / "trace.json"
-        code = trace(report, script, words, first, last)
-    (folder / "machine.json").write_text(json.dumps(stamp(), indent=2) + "\n", encoding="utf-8")
+        code = record_with_torch_profiler(report, script, words, first, last)
+    (folder / "machine.json").write_text(json.dumps(describe_session(), indent=2) + "\n", encoding="utf-8")
     attribute([str(report), "--out", str(folder)])
     raise SystemExit(code)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

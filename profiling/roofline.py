@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dlm_rag.model.cost import Work
+from dlm_rag.model.flops import FlopCount
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Roofline:
     flops: float
     bytes: float
 
-    def seconds(self, work: Work) -> float:
+    def least_seconds(self, work: FlopCount) -> float:
         """The least time for the work, if nothing were lost."""
-        return max(work.flops / self.flops, work.bytes / self.bytes)
+        return max(work.flops / self.flops, work.bytes_moved / self.bytes)
 
-    def bound(self, work: Work) -> str:
+    def limiting_resource(self, work: FlopCount) -> str:
         """Which of the two it is."""
-        return "compute" if work.flops / self.flops > work.bytes / self.bytes else "memory"
+        return "compute" if work.flops / self.flops > work.bytes_moved / self.bytes else "memory"
 
 
 def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:

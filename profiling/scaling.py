@@ -22,13 +22,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from dlm_rag.commands.words import parse, whole
+from dlm_rag.cli import print_note, run_program
+from dlm_rag.commands.cli_args import parse_command_line, parse_int
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.whole import new_file, write_whole
-from dlm_rag.program import note, run
+from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
 
-WARM_UP = 3
+WARMUP_STEPS = 3
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "processes": ("1,2", "numbers of processes on this machine"),
     "steps": (10, "steps measured with communication, and as many without"),
@@ -36,62 +36,64 @@ OPTIONS: dict[str, tuple[str | int, str]] = {
 }
 
 
-def worker(config: Config, kind: str, steps: int, folder: Path) -> None:
+def measure_process_count(config: Config, kind: str, steps: int, folder: Path) -> None:
     """Measures this number of processes; the first writes `KIND-COUNT.json`."""
     import torch
 
-    from dlm_rag.training.phase import open_trainer
-    from dlm_rag.training.processes import Processes
-    from dlm_rag.training.sharding import without_sum
+    from dlm_rag.training.distributed import DistributedContext
+    from dlm_rag.training.phase_setup import open_trainer
+    from dlm_rag.training.sharding import skip_gradient_sync
 
-    processes = Processes.join()
+    processes = DistributedContext.init()
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # as torchrun sets it; a single process gets no more
     if kind == "weak":
         train = config.train
-        groups, tokens = (n * processes.count for n in (train.groups, train.batch_tokens))
-        config = replace(config, train=replace(train, groups=groups, batch_tokens=tokens))
+        groups, tokens = (
+            n * processes.world_size for n in (train.passage_sets_per_step, train.batch_tokens)
+        )
+        config = replace(config, train=replace(train, passage_sets_per_step=groups, batch_tokens=tokens))
     trainer, _ = open_trainer(config, folder, processes)
     device = trainer.device
 
     def measured(count: int) -> tuple[list[float], float]:
         found, tokens = [], 0.0
         for _ in range(count):
-            processes.wait()
+            processes.barrier()
             begun = time.perf_counter()
             metrics = trainer.step()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            processes.wait()
+            processes.barrier()
             found.append(time.perf_counter() - begun)
             tokens += metrics["tokens"]
         return found, tokens / sum(found)
 
-    measured(WARM_UP)
+    measured(WARMUP_STEPS)
     seconds, rate = measured(steps)
     root: Any = trainer.root
     if hasattr(root, "set_requires_gradient_sync"):  # of FSDP
         root.set_requires_gradient_sync(False)
-    with without_sum(root):
+    with skip_gradient_sync(root):
         alone, _ = measured(steps)
-    if processes.first:
+    if processes.is_main:
         found = {
-            "kind": kind, "processes": processes.count, "seconds": median(seconds),
+            "kind": kind, "processes": processes.world_size, "seconds": median(seconds),
             "without_sum": median(alone), "tokens_per_second": rate,
         }  # fmt: skip
-        write_whole(folder / f"{kind}-{processes.count}.json", json.dumps(found))
-    processes.leave()
+        write_text_atomic(folder / f"{kind}-{processes.world_size}.json", json.dumps(found))
+    processes.destroy()
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
+    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
     if words.config.out is None:
         raise ConfigError("the benchmark needs --out FOLDER")
-    counts = [whole(word) for word in words.options["processes"].split(",")]
+    counts = [parse_int(word) for word in words.options["processes"].split(",")]
     folder, steps = Path(words.config.out), words.options["steps"]
     folder.mkdir(parents=True, exist_ok=True)
     if words.options["worker"]:
-        worker(words.config, words.options["worker"], steps, folder)
+        measure_process_count(words.config, words.options["worker"], steps, folder)
         return
     lines = []
     for kind in ("strong", "weak"):
@@ -100,13 +102,13 @@ def main(argv: list[str]) -> None:
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                 str(count), str(Path(__file__).resolve()), *argv, "--worker", kind,
             ]  # fmt: skip
-            note(f"{kind}, {count} process(es)")
+            print_note(f"{kind}, {count} process(es)")
             subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
             lines.append(json.loads((folder / f"{kind}-{count}.json").read_text()))
-    report(folder, lines)
+    write_scaling_report(folder, lines)
 
 
-def report(folder: Path, lines: list[dict[str, Any]]) -> None:
+def write_scaling_report(folder: Path, lines: list[dict[str, Any]]) -> None:
     """Table, plot and JSON."""
     for line in lines:
         (first,) = (
@@ -115,7 +117,7 @@ def report(folder: Path, lines: list[dict[str, Any]]) -> None:
         gain = line["tokens_per_second"] / first["tokens_per_second"]
         line["efficiency"] = gain * first["processes"] / line["processes"]
         line["communication"] = max(0.0, 1 - line["without_sum"] / line["seconds"])
-    write_whole(folder / "scores.json", json.dumps(lines, indent=2) + "\n")
+    write_text_atomic(folder / "scores.json", json.dumps(lines, indent=2) + "\n")
     headings = ("processes", "s a step", "tokens/s", "efficiency", "communication")
     table = Table("", *(Column(h, justify="right") for h in headings))
     for line in lines:
@@ -141,9 +143,9 @@ def report(folder: Path, lines: list[dict[str, Any]]) -> None:
     axis.grid(color="0.9")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    with new_file(folder / "picture.png") as scratch:
+    with open_atomic_file(folder / "picture.png") as scratch:
         figure.savefig(scratch, dpi=150)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker("shared")
 
 
-def in_tokens(rollout):
+def strip_times_and_confidences(rollout):
     """A rollout without times and last bits: those depend on who shares the batch."""
 
     def plain(tokens):
@@ -55,7 +55,7 @@ def in_tokens(rollout):
     return replace(rollout, steps=steps, citations=[], evidence_texts={})
 
 
-def lines_in(path: Path) -> int:
+def count_lines(path: Path) -> int:
     """How many there are so far. A program may make a file and take it away to see whether it can."""
     try:
         return path.read_text(encoding="utf-8").count("\n")
@@ -72,7 +72,7 @@ def wait_until(holds, process=None, seconds=300):
         time.sleep(0.005)
 
 
-def examples(count: int):
+def hypothesis_settings(count: int):
     """Settings of a property test: always the same examples, or as many others as `EXAMPLES` says."""
     from hypothesis import HealthCheck, settings
 
@@ -124,7 +124,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def corpus_file(tmp_path) -> Path:
-    return write_lines(
+    return write_jsonl_file(
         tmp_path / "corpus.jsonl",
         [{"id": name, "title": title, "contents": text} for name, title, text in PASSAGES],
     )
@@ -135,7 +135,7 @@ def corpus(corpus_file):
     return open_corpus(corpus_file)
 
 
-def write_lines(path: Path, records: list[dict]) -> Path:
+def write_jsonl_file(path: Path, records: list[dict]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 
@@ -191,7 +191,7 @@ def tiny_denoiser(seed: int = 0, **changes) -> Denoiser:
     return denoiser.eval()
 
 
-def write_autoregressive(folder: Path, config, kind):
+def write_autoregressive_checkpoint(folder: Path, config, kind):
     """A tiny Qwen2 or Llama with its tokenizer, as its own class writes it; returns folder and model."""
     torch.manual_seed(0)
     model = kind(
@@ -214,4 +214,4 @@ def write_autoregressive(folder: Path, config, kind):
 def autoregressive_qwen(tmp_path) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return write_autoregressive(tmp_path / "qwen", Qwen2Config, Qwen2ForCausalLM)[0]
+    return write_autoregressive_checkpoint(tmp_path / "qwen", Qwen2Config, Qwen2ForCausalLM)[0]

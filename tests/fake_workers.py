@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.reading import Reading
+from dlm_rag.energy.reading import EnergyReading
 from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
 
@@ -17,13 +17,13 @@ STEPS = 3  # of each question
 
 
 @dataclass(frozen=True)
-class Counted:
-    """As `Machinery`: a word, and how many questions."""
+class FakeStats:
+    """As `DecoderStats`: a word, and how many questions."""
 
     answers: int = 0
 
     def __add__(self, other):
-        return Counted(self.answers + other.answers)
+        return FakeStats(self.answers + other.answers)
 
     def describe(self):
         return f"{self.answers} answered"
@@ -36,9 +36,9 @@ class FakeDecoder:
     places: int
     seconds: float  # of a step
     denoiser: object = field(default_factory=lambda: SimpleNamespace(device=SimpleNamespace(type="cpu")))
-    machinery: Counted = Counted()
+    stats: FakeStats = FakeStats()
     rows: list = field(default_factory=list)
-    guesses: bool = False
+    record_provisional: bool = False
 
     def new_engine(self):
         return self
@@ -69,25 +69,25 @@ class FakeDecoder:
                 raise CorpusError("the corpus has changed")
             if row[1] == STEPS:
                 self.rows.remove(row)
-                events.append(Event(finished(row[0])))
-        self.machinery = Counted(self.machinery.answers + len(events))
+                events.append(FakeEvent(make_finished_rollout(row[0])))
+        self.stats = FakeStats(self.stats.answers + len(events))
         return events
 
 
 @dataclass(frozen=True)
-class Event:
+class FakeEvent:
     rollout: Rollout
     finished: bool = True
 
 
-def finished(question: Question, error: str = "") -> Rollout:
+def make_finished_rollout(question: Question, error: str = "") -> Rollout:
     """What is answered to a question."""
     said = "" if error else f"### {question.id}"
     return Rollout(question.id, question.question, "joint", 8, response=said, finished=True, error=error)
 
 
 @contextmanager
-def noted(path, what):
+def log_interval(path, what):
     """Adds a line: what was done, and between which moments."""
     begun = time.monotonic()
     yield
@@ -96,38 +96,38 @@ def noted(path, what):
 
 
 @dataclass
-class Moments:
+class LoggingMeter:
     """A meter that notes when it began, after a moment of idleness where that was asked for."""
 
     path: str
     choice: str
 
     def start(self):
-        with noted(self.path, self.choice):
+        with log_interval(self.path, self.choice):
             time.sleep(0.2)
 
     def stop(self):
-        return Reading(1.0)
+        return EnergyReading(1.0)
 
 
 @dataclass(frozen=True)
-class FakeOpening:
-    """As `worker.Opening`."""
+class FakeDecoderFactory:
+    """As `worker.DecoderFactory`."""
 
     places: int = 4
     seconds: float = 0.02
-    dies: bool = False
+    dies_while_loading: bool = False
     model: object = "fake"
     energy: str = "none"
-    log: str = ""  # file for the moments between which workers load, and measure with `energy`
+    interval_log: str = ""  # file for the moments between which workers load, and measure with `energy`
 
     def __call__(self, denoiser, sharing):
-        if self.log:
+        if self.interval_log:
             from dlm_rag.energy import meter
 
-            meter.open_meter = lambda choice, device: Moments(self.log, choice)
-            with noted(self.log, "load"):
+            meter.open_meter = lambda choice, device: LoggingMeter(self.interval_log, choice)
+            with log_interval(self.interval_log, "load"):
                 time.sleep(0.3 + os.getpid() % 7 * 0.2)
-        if self.dies:
+        if self.dies_while_loading:
             os.kill(os.getpid(), signal.SIGKILL)
         return FakeDecoder(self.places, self.seconds), {"name": "a machine", "sharing": sharing}

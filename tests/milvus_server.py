@@ -16,14 +16,14 @@ from pymilvus import MilvusClient, MilvusException
 
 from dlm_rag.retrieval.base import Ranking
 from dlm_rag.retrieval.bm25 import BM25Retriever
-from dlm_rag.retrieval.milvus import CHANNEL
+from dlm_rag.retrieval.milvus_collection import GRPC_CHANNEL_OPTIONS
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.scores import terms
+from dlm_rag.retrieval.sparse_vectors import extract_terms
 
 BEGIN_SECONDS = 180
 
 
-class Server:
+class MilvusServer:
     """A server over TCP with its data in a folder; it can be started again on the same port."""
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class Server:
     def client(self, seconds: float = 30) -> MilvusClient:
         """On a channel as ours are: one with the defaults is at times hung up on for "too many pings"."""
         url = f"http://127.0.0.1:{self.port}"
-        return MilvusClient(url, timeout=seconds, dedicated=True, grpc_options=CHANNEL)
+        return MilvusClient(url, timeout=seconds, dedicated=True, grpc_options=GRPC_CHANNEL_OPTIONS)
 
     def kill(self) -> None:
         self._process.kill()
@@ -69,11 +69,11 @@ class Server:
         self._process.send_signal(signal.SIGCONT)
 
 
-class LocalSearch(BM25Retriever):
+class LocalBM25Retriever(BM25Retriever):
     """bm25s's scores in this process; what agrees to four digits stands in corpus order."""
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        return [self._best(terms(query.text), depth) for query in queries]
+        return [self._best(extract_terms(query.text), depth) for query in queries]
 
     def _best(self, words: list[str], depth: int) -> Ranking:
         data, rows, starts = (self._index.scores[name] for name in ("data", "indices", "indptr"))

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.attention import attention
-from dlm_rag.model.denoiser import _kept_products
-from dlm_rag.model.kernels import choose_backend, kernel_version, missing, paging
-from dlm_rag.model.rows import Ragged, Segment, Sight, pack
-from dlm_rag.model.store import ContextStore
+from dlm_rag.model.attention_backends import (
+    choose_backend,
+    describe_kernel_version,
+    get_backend_problem,
+    get_paged_attention_support,
+)
+from dlm_rag.model.attention_kernels import compute_attention
+from dlm_rag.model.denoiser import _list_saved_ops
+from dlm_rag.model.kv_store import SlotKVCache
+from dlm_rag.model.packed_batch import AttentionMetadata, RaggedLengths, Segment, pack_rows
 
 CPU = torch.device("cpu")
 
@@ -41,10 +46,12 @@ def sight_of(queries, keys, block=None, device="cpu"):
     """Rows of these lengths that see as many keys as are given; by blocks where they see themselves."""
     if block is not None:
         assert queries == keys
-        return pack([Segment((1,) * n, 0, block=block) for n in queries], torch.device(device)).sight
+        return pack_rows(
+            [Segment((1,) * n, 0, block=block) for n in queries], torch.device(device)
+        ).attention_metadata
     ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (queries, keys)]
-    return Sight(
-        *map(Ragged, (queries, keys), ends), sum(a * b for a, b in zip(queries, keys, strict=True))
+    return AttentionMetadata(
+        *map(RaggedLengths, (queries, keys), ends), sum(a * b for a, b in zip(queries, keys, strict=True))
     )
 
 
@@ -57,7 +64,7 @@ def limits_of(length, block):
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 7, 1)], ids=["even", "ragged"])
 def test_each_row_attends_to_itself_alone(lengths, block):
     q, k, v = random_rows(lengths, lengths)
-    out = attention(q, k, v, sight_of(lengths, lengths, block), "sdpa")
+    out = compute_attention(q, k, v, sight_of(lengths, lengths, block), "sdpa")
     rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     expected = torch.cat([by_the_book(*row, limits_of(len(row[0]), block)) for row in rows])
     torch.testing.assert_close(out, expected)
@@ -66,7 +73,7 @@ def test_each_row_attends_to_itself_alone(lengths, block):
 def test_rows_may_see_more_keys_than_they_have_queries():
     queries, keys = (2, 3), (6, 4)
     q, k, v = random_rows(queries, keys)
-    out = attention(q, k, v, sight_of(queries, keys), "sdpa")
+    out = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
     rows = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
     torch.testing.assert_close(out, torch.cat([by_the_book(*row) for row in rows]))
 
@@ -148,12 +155,14 @@ def gpu_kernel(request, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr("torch.__version__", version)
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: active)
-    monkeypatch.setattr("dlm_rag.model.kernels.generation_of", lambda device: capability[0])
-    paging.cache_clear()
+    monkeypatch.setattr(
+        "dlm_rag.model.attention_backends.get_compute_capability_major", lambda device: capability[0]
+    )
+    get_paged_attention_support.cache_clear()
     yield "varlen"
     if request.node.originalname == "test_every_kernel_reads_the_slots_of_a_store":
         assert pages == [request.param not in ("2.11", "FA4 on a Hopper")], "no copy where pages are read"
-    paging.cache_clear()
+    get_paged_attention_support.cache_clear()
 
 
 def test_rows_without_queries_beside_rows_with_one(gpu_kernel):
@@ -161,7 +170,9 @@ def test_rows_without_queries_beside_rows_with_one(gpu_kernel):
     queries, keys = (0, 1, 1), (5, 3, 7)
     q, k, v = random_rows(queries, keys)
     sight = sight_of(queries, keys)
-    torch.testing.assert_close(attention(q, k, v, sight, gpu_kernel), attention(q, k, v, sight, "sdpa"))
+    torch.testing.assert_close(
+        compute_attention(q, k, v, sight, gpu_kernel), compute_attention(q, k, v, sight, "sdpa")
+    )
 
 
 @pytest.mark.parametrize("block", [None, 1, 3])
@@ -169,24 +180,28 @@ def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, block):
     lengths = (3, 7, 1)
     q, k, v = random_rows(lengths, lengths)
     sight = sight_of(lengths, lengths, block)
-    torch.testing.assert_close(attention(q, k, v, sight, gpu_kernel), attention(q, k, v, sight, "sdpa"))
+    torch.testing.assert_close(
+        compute_attention(q, k, v, sight, gpu_kernel), compute_attention(q, k, v, sight, "sdpa")
+    )
 
 
 def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
     """Rows 0 and 1 live in slots 2 and 0; the first sees 3 tokens and its own 2, the second 0 and 3."""
     queries, keys, slots = (2, 3), (5, 3), (2, 0)
     q, k, v = random_rows(queries, keys)
-    store = ContextStore(1, k.shape[1], k.shape[2], CPU, k.dtype)
+    store = SlotKVCache(1, k.shape[1], k.shape[2], CPU, k.dtype)
     store.reserve(1, 10)
     store.reserve(3, 3)
     store.keys_values.fill_(torch.nan)
-    store.put(store.place(2), torch.stack((k[:3], v[:3]))[None])
-    starts = [store.place(slot) for slot in slots]
-    rows = pack([Segment((1,) * n, 0) for n in queries], CPU, context=store.rows(starts, (3, 0)))
-    seen = rows.seen(k[3:], v[3:], 0)
+    store.write_tokens(store.token_index(2), torch.stack((k[:3], v[:3]))[None])
+    starts = [store.token_index(slot) for slot in slots]
+    rows = pack_rows(
+        [Segment((1,) * n, 0) for n in queries], CPU, context=store.select_rows(starts, (3, 0))
+    )
+    seen = rows.gather_keys_values(k[3:], v[3:], 0)
     for kernel in (gpu_kernel, "sdpa"):
-        out = attention(q, *seen, rows.sight, kernel)
-        expected = attention(q, k, v, sight_of(queries, keys), "sdpa")
+        out = compute_attention(q, *seen, rows.attention_metadata, kernel)
+        expected = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
         torch.testing.assert_close(out, expected)
 
 
@@ -203,14 +218,14 @@ def test_flash_is_taken_where_the_function_is_that_will_be_called(monkeypatch, t
         (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    missing.cache_clear()
-    found = missing("flash", torch.device("cuda"), torch.bfloat16)
-    missing.cache_clear()
+    get_backend_problem.cache_clear()
+    found = get_backend_problem("flash", torch.device("cuda"), torch.bfloat16)
+    get_backend_problem.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         del sys.modules[name]
     assert found == "" if shape == "flash-attn" else "pip install 'dlm_rag[flash]'" in found
     if shape == "flash-attn":
-        assert kernel_version("flash") == "flash-attn 2.8.3"
+        assert describe_kernel_version("flash") == "flash-attn 2.8.3"
 
 
 def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():
@@ -228,9 +243,9 @@ def test_selective_checkpointing_keeps_the_products_of_flash_attn(monkeypatch):
     for name, made in (("flash_attn", package), ("flash_attn.flash_attn_interface", module)):
         made.__spec__ = importlib.machinery.ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, made)
-    _kept_products.cache_clear()
-    kept = _kept_products()
-    _kept_products.cache_clear()
+    _list_saved_ops.cache_clear()
+    kept = _list_saved_ops()
+    _list_saved_ops.cache_clear()
     assert torch.ops.flash_attn._flash_attn_varlen_forward.default in kept
     assert torch.ops.torch_attn._varlen_attn.default in kept
     assert any("scaled_dot_product" in str(operator) for operator in kept)

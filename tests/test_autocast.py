@@ -9,37 +9,44 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from setup_matrix import (
+    DECODING_SETUPS,
+    TRAINING_SETUPS,
+    force_mixed_rewards,
+    make_setup_decoder,
+    make_setup_trainer,
+    write_setup_checkpoints,
+)
 from test_decoder import QUESTIONS
-from ways import DECODING, TRAINING, make_decoder, make_trainer, mix_groups, write_checkpoints
 
 from dlm_rag import Decoder, Tokenizer, load_retriever
 from dlm_rag.config import DecodeConfig
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.gemma import NoiseDenoiser
+from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
 
 AUTOCAST = torch.autocast("cpu", torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+    return write_setup_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.mark.parametrize("way", DECODING)
+@pytest.mark.parametrize("way", DECODING_SETUPS)
 def test_the_first_proposals_are_those_of_float32_but_for_rounding(corpus_file, way):
     found = []
     for context in (nullcontext(), AUTOCAST):
-        decoder, seen = make_decoder(corpus_file, way), []
-        propose = decoder.proposer.propose
+        decoder, seen = make_setup_decoder(corpus_file, way), []
+        propose = decoder.model_runner.propose
 
         def note(views, propose=propose, seen=seen):
             seen.append(propose(views))
             return seen[-1]
 
-        decoder.proposer.propose = note
+        decoder.model_runner.propose = note
         with context:
             assert not any(rollout.error for rollout in decoder.decode(QUESTIONS))
-        found.append(np.concatenate([proposals.written for proposals in seen[0]]))
+        found.append(np.concatenate([proposals.current_prob for proposals in seen[0]]))
         found.append(np.concatenate([proposals.confidence for proposals in seen[0]]))
     for float32, bfloat16 in zip(found[:2], found[2:], strict=True):
         assert np.abs(bfloat16 - float32).mean() < 0.02
@@ -49,25 +56,28 @@ def test_the_first_proposals_are_those_of_float32_but_for_rounding(corpus_file, 
 @pytest.mark.slow
 def test_a_model_of_uniform_noise_answers(folder, corpus_file):
     checkpoint = open_checkpoint(folder / "gemma")
-    denoiser = NoiseDenoiser.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
-    retriever, settings = load_retriever(corpus_file, top_k=2), DecodeConfig(canvas_length=24, batch_size=2)
+    denoiser = DiffusionGemmaDenoiser.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
+    retriever, settings = (
+        load_retriever(corpus_file, top_k=2),
+        DecodeConfig(max_new_tokens=24, batch_size=2),
+    )
     decoder = Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), settings)
     with AUTOCAST:
         assert not any(rollout.error for rollout in decoder.decode(QUESTIONS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", TRAINING)
+@pytest.mark.parametrize("way", TRAINING_SETUPS)
 def test_a_step_is_that_of_float32_but_for_rounding(tmp_path, monkeypatch, folder, way):
     """Loss and gradient of the same rows; then validation, which decodes, and another step."""
-    mix_groups(monkeypatch)
+    force_mixed_rewards(monkeypatch)
     found, parts = [], None
     for dtype in ("float32", "bfloat16"):
-        trainer, validation = make_trainer(tmp_path / dtype, folder, way, f"train.dtype={dtype}")
-        parts = trainer._parts() if parts is None else parts
-        with mock.patch.object(trainer, "_parts", lambda parts=parts: parts):
+        trainer, validation = make_setup_trainer(tmp_path / dtype, folder, way, f"train.dtype={dtype}")
+        parts = trainer._microbatches() if parts is None else parts
+        with mock.patch.object(trainer, "_microbatches", lambda parts=parts: parts):
             metrics = trainer.step()
         found.append((metrics["loss"], metrics["gradient_norm"]))
-        assert np.isfinite(list(validation.scores(trainer).values())).all()
+        assert np.isfinite(list(validation.compute_scores(trainer).values())).all()
         assert np.isfinite(trainer.step()["loss"])
     assert found[1] == pytest.approx(found[0], rel=0.1)

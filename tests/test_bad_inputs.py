@@ -13,11 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from bad_inputs import Case, checkpoints, outputs, passages, settings, synthesis, uniform
-from conftest import PASSAGES, ROOT, byte_tokenizer, tiny_denoiser, write_lines
+from bad_inputs import BadInputCase, checkpoints, outputs, passages, settings, synthesis, uniform
+from conftest import PASSAGES, ROOT, byte_tokenizer, tiny_denoiser, write_jsonl_file
 
 from dlm_rag.__main__ import dispatch
-from dlm_rag.program import run
+from dlm_rag.cli import run_program
 
 CASES = [
     case for room in (settings, checkpoints, passages, outputs, synthesis, uniform) for case in room.CASES
@@ -33,11 +33,13 @@ def good(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     tiny_denoiser().save_pretrained(folder / "model", eos_token_id=257)
     byte_tokenizer().save_pretrained(folder / "model")
-    write_lines(folder / "corpus.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES])
+    write_jsonl_file(
+        folder / "corpus.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES]
+    )
     asked = [
         {"id": f"n{n}", "question": f"Who wrote book {n}?", "golden_answers": ["Austen"]} for n in range(3)
     ]
-    write_lines(folder / "questions.jsonl", asked)
+    write_jsonl_file(folder / "questions.jsonl", asked)
     return folder
 
 
@@ -83,7 +85,7 @@ def call(monkeypatch, capfd, tmp_path):
         try:
             with given.open() as file, pytest.raises(SystemExit) as stop:
                 monkeypatch.setattr(sys, "stdin", file)
-                run(main)
+                run_program(main)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old)
@@ -93,7 +95,7 @@ def call(monkeypatch, capfd, tmp_path):
     return invoke
 
 
-def call_alone(case: Case, folder: Path) -> tuple[int, str, str]:
+def call_alone(case: BadInputCase, folder: Path) -> tuple[int, str, str]:
     """Runs a command in a process of its own."""
     first, *words = shlex.split(case.command)
     program = [str(ROOT / first)] if first.endswith(".py") else ["-m", "dlm_rag", first]
@@ -115,7 +117,7 @@ def call_alone(case: Case, folder: Path) -> tuple[int, str, str]:
     "case",
     [pytest.param(case, id=case.what, marks=[pytest.mark.slow] if case.slow else []) for case in CASES],
 )
-def test_it_is_answered_in_a_sentence(case: Case, call, good, tmp_path, monkeypatch):
+def test_it_is_answered_in_a_sentence(case: BadInputCase, call, good, tmp_path, monkeypatch):
     if {"--model gemma", "--model noisy"} & {*map(" ".join, pairwise(shlex.split(case.command)))}:
         # Their weights must not be reached.
         monkeypatch.setattr("transformers.DiffusionGemmaForBlockDiffusion.from_pretrained", None)
@@ -123,7 +125,9 @@ def test_it_is_answered_in_a_sentence(case: Case, call, good, tmp_path, monkeypa
     for path, content in case.files.items():
         put(tmp_path / path, content)
     before = contents(tmp_path)
-    code, out, err = call_alone(case, tmp_path) if case.alone else call(case.command, case.stdin)
+    code, out, err = (
+        call_alone(case, tmp_path) if case.needs_own_process else call(case.command, case.stdin)
+    )
     assert code == case.exit, out + err
     text = err if code else out + err
     assert "Traceback" not in text and not CONTROL.search(out + err)

@@ -12,13 +12,13 @@ from math import ceil
 from pathlib import Path
 
 import pytest
-from golden.tiny import ENDS, PAD, write_checkpoint
+from golden.tiny_checkpoints import END_TOKEN_IDS, PAD, write_checkpoint
 
 from dlm_rag import Decoder, Denoiser, Tokenizer
 from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.questions import Question
-from dlm_rag.retrieval.fixed import NoRetriever
+from dlm_rag.retrieval.oracle import NoRetriever
 from dlm_rag.tokenizer import Prompt
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,7 +32,7 @@ SDAR_RULES = {
 
 def sdar(public):
     return "sdar.yaml", public["block_length"], {
-        "canvas_length": public["gen_length"],
+        "max_new_tokens": public["gen_length"],
         "commit_rule": SDAR_RULES[public["remasking_strategy"]],
         "commit_threshold": public.get("confidence_threshold", 1),
         "steps_per_block": public["denoising_steps"],
@@ -42,15 +42,15 @@ def sdar(public):
 def fast_dllm_v2(public):
     return "fast_dllm_v2.yaml", public["block_size"], {
         "block_length": public["small_block_size"],
-        "canvas_length": public["max_new_tokens"] + 1,  # the last store pass gives one token more
+        "max_new_tokens": public["max_new_tokens"] + 1,  # the last store pass gives one token more
         "commit_threshold": public["threshold"],
     }  # fmt: skip
 
 
-def a2d(public, config="a2d_mdlm.yaml", attention_block=None):
+def a2d(public, config="a2d_mdlm.yaml", block_size=None):
     blocks = ceil(public["max_new_tokens"] / public["block_size"])
-    return config, attention_block, {
-        "canvas_length": public["max_new_tokens"],
+    return config, block_size, {
+        "max_new_tokens": public["max_new_tokens"],
         "block_length": public["block_size"],
         "steps_per_block": ceil(public["steps"] / blocks),
     }  # fmt: skip
@@ -62,7 +62,7 @@ def bd3lm(public):
 
 def llada2(public):
     return "llada2.yaml", public.get("block_size") or public["block_length"], {
-        "canvas_length": public.get("max_new_tokens") or public["gen_length"],
+        "max_new_tokens": public.get("max_new_tokens") or public["gen_length"],
         "commit_threshold": public["threshold"],
         "steps_per_block": public.get("steps_per_block") or public["steps"],
     }  # fmt: skip
@@ -70,11 +70,11 @@ def llada2(public):
 
 def llada21(public):
     return "llada21.yaml", public["block_size"], {
-        "canvas_length": public["max_new_tokens"],
+        "max_new_tokens": public["max_new_tokens"],
         "commit_threshold": public["threshold"],
         "steps_per_block": public["block_size"] // public["num_to_transfer"],
         "edit_threshold": public["editing_threshold"],
-        "edit_rounds": public["max_post_steps"],
+        "max_edit_steps": public["max_post_steps"],
     }  # fmt: skip
 
 
@@ -100,15 +100,15 @@ def given(case):
     return json.dumps(case["prompt_ids"])
 
 
-def decoder_of(folder, name, block, corpus, pool_gib):
+def decoder_of(folder, name, block, corpus, prefix_cache_gib):
     """The tiny checkpoint, with prompts of ids instead of texts and without retrieval."""
     family, public = TRACES[name]["checkpoint"], TRACES[name]["settings"]
     write_checkpoint(family, folder)
     checkpoint = open_checkpoint(folder, block)
     tokenizer = Tokenizer.from_pretrained(checkpoint)
-    tokenizer.end_ids = frozenset(public.get("stopping_criteria_idx", [ENDS.get(family, PAD)]))
-    tokenizer.prompt = lambda question, passages: Prompt(tuple(json.loads(question)), (), ())
-    engine = EngineConfig(pool_gib=pool_gib)
+    tokenizer.end_ids = frozenset(public.get("stopping_criteria_idx", [END_TOKEN_IDS.get(family, PAD)]))
+    tokenizer.build_prompt = lambda question, passages: Prompt(tuple(json.loads(question)), (), ())
+    engine = EngineConfig(prefix_cache_gib=prefix_cache_gib)
     return Decoder(Denoiser.from_pretrained(checkpoint), NoRetriever(corpus, 1), tokenizer, engine=engine)
 
 
@@ -129,7 +129,7 @@ def decode(decoder, cases, batch, **changes):
 
 
 def ends_as_ours(name, public):
-    """Whether its sampler ends where `stop_early` does: at an end token that no mask can come before."""
+    """Whether its sampler ends where `early_stopping` does: at an end token with no mask before it."""
     early = public.get("settings", {}).get("eos_early_stop", False)
     return name in ("fast-dllm-v2", "fast-dllm-v2-small") or (name == "llada21" and early)
 
@@ -142,22 +142,22 @@ def check_step(ours, public):
         assert [token.confidence for token in written] == pytest.approx(theirs["conf"], abs=1e-4)
 
 
-def grouped(name, folder, corpus, pool_gib=None):
+def grouped(name, folder, corpus, prefix_cache_gib=None):
     """A decoder for each length of blocks in a trace, with its cases."""
     for block, group in groupby(cases_of(name), key=lambda found: found[2]):
-        yield decoder_of(folder / f"{block}", name, block, corpus, pool_gib), list(group)
+        yield decoder_of(folder / f"{block}", name, block, corpus, prefix_cache_gib), list(group)
 
 
 def slow(value, name):
     return pytest.param(value, id=name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("pool_gib", [slow(0.0, "nothing kept"), pytest.param(None, id="kept")])
+@pytest.mark.parametrize("prefix_cache_gib", [slow(0.0, "nothing kept"), pytest.param(None, id="kept")])
 @pytest.mark.parametrize("batch", [pytest.param(8, id="a batch"), slow(1, "alone")])
 @pytest.mark.parametrize("name", TRACES)
-def test_every_step_is_the_public_one(tmp_path, corpus, name, batch, pool_gib):
-    for decoder, cases in grouped(name, tmp_path, corpus, pool_gib):
-        found, _ = decode(decoder, cases, batch, stop_early=False)
+def test_every_step_is_the_public_one(tmp_path, corpus, name, batch, prefix_cache_gib):
+    for decoder, cases in grouped(name, tmp_path, corpus, prefix_cache_gib):
+        found, _ = decode(decoder, cases, batch, early_stopping=False)
         for number, case, *_ in cases:
             steps = found[number].steps[1:]
             assert len(steps) >= len(case["steps"])
@@ -172,7 +172,7 @@ def test_a_text_ends_no_later_than_the_public_one_and_costs_no_more_calls(tmp_pa
     for decoder, cases in grouped(name, tmp_path, corpus):
         for case in cases:
             number, public, block, _ = case
-            found, ran = decode(decoder, [case], 1, query="question")
+            found, ran = decode(decoder, [case], 1, query_policy="question")
             assert len(ran) == found[number].forwards
             ends = bool(decoder.tokenizer.end_ids.intersection(public["tokens"]))
             if ends or not name.startswith("fast-dllm"):  # whose canvas ends before ours

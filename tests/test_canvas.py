@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dlm_rag.decode.canvas import Canvas
-from dlm_rag.diffusion.commit import Proposals
+from dlm_rag.diffusion.commit_rules import Proposals
 
 MASK, END = 256, 257
 
@@ -60,25 +60,25 @@ def test_a_position_is_masked_again_at_most_once():
 
 
 def test_another_token_replaces_a_committed_one_behind_what_is_closed():
-    canvas = Canvas(4, MASK, closed=0)
+    canvas = Canvas(4, MASK, frozen_length=0)
     put(canvas, {0: 5, 1: 6, 2: 7})
     confidence = np.array([0.9, 0.4, 0.9, 0.9])
     found = Proposals(np.arange(4), np.array([8, 8, 7, 8]), *[confidence] * 5)
     assert canvas.edit(found, 0.5).positions.tolist() == [0], "neither unsure, nor the same, nor a mask"
     assert canvas.ids.tolist() == [8, 6, 7, MASK]
-    canvas.closed = 2
+    canvas.frozen_length = 2
     assert canvas.edit(found, 0.0).positions.tolist() == []
     assert canvas.ids.tolist() == [8, 6, 7, MASK]
 
 
 def test_what_may_be_edited_is_not_certain():
-    canvas = Canvas(4, MASK, closed=0)
+    canvas = Canvas(4, MASK, frozen_length=0)
     put(canvas, {0: 1, 1: END, 2: 3, 3: 4})
-    assert not canvas.finished({END}) and not canvas.finished(())
-    canvas.closed = 2
-    assert canvas.finished({END}) and not canvas.finished(())
-    canvas.closed = 4
-    assert canvas.finished(())
+    assert not canvas.is_finished({END}) and not canvas.is_finished(())
+    canvas.frozen_length = 2
+    assert canvas.is_finished({END}) and not canvas.is_finished(())
+    canvas.frozen_length = 4
+    assert canvas.is_finished(())
 
 
 def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
@@ -86,9 +86,9 @@ def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
     put(canvas, {0: 5})
     confidence = np.array([0.9, 0.3])
     guesses = Proposals(np.array([1, 2]), np.array([6, 7]), *[confidence] * 5)
-    assert canvas.with_guesses(guesses, 0.5) == [5, 6, MASK]
-    assert canvas.with_guesses(guesses, 0.0) == [5, 6, 7]
-    assert canvas.with_guesses(guesses, 2.0) == [5, MASK, MASK] == canvas.ids.tolist()
+    assert canvas.fill_provisional(guesses, 0.5) == [5, 6, MASK]
+    assert canvas.fill_provisional(guesses, 0.0) == [5, 6, 7]
+    assert canvas.fill_provisional(guesses, 2.0) == [5, MASK, MASK] == canvas.ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -104,5 +104,5 @@ def test_guesses_enter_by_confidence_and_leave_the_canvas_alone():
 def test_the_text_is_certain_once_nothing_before_an_end_token_is_masked(tokens, certain):
     canvas = Canvas(4, MASK)
     put(canvas, tokens)
-    assert canvas.finished({END}) == certain
-    assert canvas.finished(()) == (len(tokens) == 4)
+    assert canvas.is_finished({END}) == certain
+    assert canvas.is_finished(()) == (len(tokens) == 4)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dlm_rag import Denoiser
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.shape import Experts, tensor_shapes
+from dlm_rag.model.denoiser_config import ExpertsConfig, list_tensor_shapes
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_saved_denoiser_comes_back_the_same(tmp_path, tied):
     assert again.config == denoiser.config
     ids = torch.arange(10)[None]
     torch.testing.assert_close(again(ids), denoiser(ids), rtol=0, atol=0)
-    assert open_checkpoint(tmp_path).raw["prompt"] == {"head": "{question}"}
+    assert open_checkpoint(tmp_path).raw_config["prompt"] == {"head": "{question}"}
     assert (again.lm_head.weight is again.embed_tokens.weight) == tied
 
 
@@ -240,7 +240,7 @@ def test_a_hub_id_out_of_reach_says_so():
 def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
     """A black hole takes no connection up and refuses none: the queue of a server that never answers."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("dlm_rag.files.hub.FIRST_CONTACT", 0.5)
+    monkeypatch.setattr("dlm_rag.files.hub.HUB_CONNECT_SECONDS", 0.5)
     with contextlib.ExitStack() as stack:
         hub = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         place = hub.getsockname()
@@ -263,9 +263,9 @@ def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
         {},
         {"qk_norm": True},
         {"qkv_bias": True, "num_key_value_heads": 4},
-        {"experts": Experts(8, 2, 16)},
+        {"experts": ExpertsConfig(8, 2, 16)},
         {
-            "experts": Experts(
+            "experts": ExpertsConfig(
                 8, 2, 16, shared_intermediate_size=8, first_k_dense_replace=1, expert_bias=True
             )
         },
@@ -274,7 +274,7 @@ def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
 def test_the_listed_tensors_are_those_of_the_denoiser(options):
     denoiser = tiny_denoiser(**options)
     shapes = {name: tuple(value.shape) for name, value in denoiser.state_dict().items()}
-    assert list(tensor_shapes(denoiser.config).items()) == list(shapes.items())
+    assert list(list_tensor_shapes(denoiser.config).items()) == list(shapes.items())
 
 
 def test_a_model_that_is_written_over_another_is_the_one_that_is_read(tmp_path, monkeypatch):

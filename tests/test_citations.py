@@ -2,7 +2,7 @@
 
 from conftest import tiny_tokenizer
 
-from dlm_rag.decode.citations import cite, held_positions
+from dlm_rag.decode.citations import cite_passages, find_grounded_tokens
 
 RESPONSE = "Emma was written by Jane. Jane was born in Bath. ### Bath"
 TEXTS = {
@@ -18,7 +18,7 @@ def by_characters(evidence, steps=None, response=RESPONSE, question=QUESTION):
     spans = [(n, n + 1) for n in range(len(response))]
     steps = steps or [1] * 25 + [2] * 24 + [3] * 8
     assert len(steps) == len(response)
-    return cite(response, spans, steps, lambda step: evidence[step - 1], TEXTS, question)
+    return cite_passages(response, spans, steps, lambda step: evidence[step - 1], TEXTS, question)
 
 
 def test_each_sentence_and_the_answer_are_cited_with_their_step():
@@ -59,8 +59,8 @@ def test_a_second_passage_is_cited_only_for_words_that_are_not_in_the_question()
 
 def test_tokens_are_held_by_whole_words():
     tokenizer = tiny_tokenizer()
-    text, spans = tokenizer.spans(list(b"Emma, the Bath"))
-    held = held_positions(text, spans, {"emma"})
+    text, spans = tokenizer.decode_with_offsets(list(b"Emma, the Bath"))
+    held = find_grounded_tokens(text, spans, {"emma"})
     assert held == [True] * 10 + [False] * 4, "comma, blanks and function words are free"
 
 
@@ -69,5 +69,5 @@ def test_words_compare_alike_however_their_accents_are_encoded():
 
     response, passage = (unicodedata.normalize(form, "Amélie") for form in ("NFD", "NFC"))
     spans = [(n, n + 1) for n in range(len(response))]
-    cited = cite(response, spans, [1] * len(response), lambda _: ["a"], {"a": passage}, "Who?")
+    cited = cite_passages(response, spans, [1] * len(response), lambda _: ["a"], {"a": passage}, "Who?")
     assert cited[0]["passages"][0]["words"] == ["amélie"] and cited[0]["unsupported"] == []

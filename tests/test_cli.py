@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, byte_tokenizer, lines_in, tiny_denoiser, wait_until, write_lines
+from conftest import ROOT, byte_tokenizer, count_lines, tiny_denoiser, wait_until, write_jsonl_file
 
 sys.path.insert(0, str(ROOT))
+from dlm_rag.cli import run_program
 from dlm_rag.commands import evaluate, sample, synthesize, train
-from dlm_rag.commands.prepare import SHIPPED
-from dlm_rag.commands.words import READER, parse
+from dlm_rag.commands.cli_args import READER_CONFIG, parse_command_line
+from dlm_rag.commands.startup import SHIPPED_FOLDER
 from dlm_rag.config import Config, load_config
-from dlm_rag.decode.trace import read_header, read_trace, training_rows
+from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header
 from dlm_rag.errors import RunError
-from dlm_rag.program import run
 
 QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
 
@@ -38,13 +38,13 @@ def call(monkeypatch, capsys, model, corpus_file):
     """Runs a program in this process: its exit code, standard output and standard error."""
 
     def invoke(*words, program=sample, defaults=True):
-        given = [] if not defaults else ["decode.canvas_length=8"]
+        given = [] if not defaults else ["decode.max_new_tokens=8"]
         for flag, value in (("--model", model), ("--corpus", corpus_file)):
             if defaults and flag not in words:
                 given += [flag, str(value)]
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, words), *given])
         with pytest.raises(SystemExit) as stop:
-            run(program.main)
+            run_program(program.main)
         out = capsys.readouterr()
         return stop.value.code, out.out, out.err
 
@@ -53,7 +53,7 @@ def call(monkeypatch, capsys, model, corpus_file):
 
 @pytest.fixture
 def questions_file(tmp_path):
-    return write_lines(tmp_path / "questions.jsonl", QUESTIONS)
+    return write_jsonl_file(tmp_path / "questions.jsonl", QUESTIONS)
 
 
 def records(text):
@@ -76,17 +76,17 @@ def test_a_step_that_takes_minutes_is_announced_before_it(call, tmp_path, corpus
     def stop(*_):
         raise RunError("the step begins")
 
-    monkeypatch.setattr("dlm_rag.decode.steps.Steps.denoise", stop)
+    monkeypatch.setattr("dlm_rag.decode.steps.StepExecutor.denoise", stop)
     monkeypatch.setattr("dlm_rag.training.trainer.Trainer.step", stop)
     tiny_denoiser(max_position_embeddings=2**21).save_pretrained(tmp_path / "long", eos_token_id=257)
     byte_tokenizer().save_pretrained(tmp_path / "long")
     for program, what, words in (
         (sample, "denoising", ["Who?", "--model", tmp_path / "long", "--corpus", corpus_file]),
-        (train, "training", ["train.steps=1", "train.world_passages=100", "--out", tmp_path / "run"]),
+        (train, "training", ["train.max_steps=1", "train.world_passages=100", "--out", tmp_path / "run"]),
     ):
         for canvas, announced in ((64, 0), (200_000, 1)):
             shutil.rmtree(tmp_path / "run", ignore_errors=True)
-            length = f"decode.canvas_length={canvas}"
+            length = f"decode.max_new_tokens={canvas}"
             code, _, err = call(*words, length, program=program, defaults=False)
             assert code == 1 and "the step begins" in err
             assert caplog.text.count(f"{what} step with canvas_length={canvas} computes about") == announced
@@ -97,7 +97,7 @@ MADE_UP = "the shipped model knows only its invented world"
 
 def test_the_shipped_model_says_what_it_does_not_know(call, corpus_file, monkeypatch):
     monkeypatch.setattr(sample, "decode_to_screen", lambda *_: 0)
-    known = json.loads((SHIPPED / "world" / "questions.jsonl").open().readline())
+    known = json.loads((SHIPPED_FOLDER / "world" / "questions.jsonl").open().readline())
     own = call(known["question"], defaults=False)
     assert own[0] == 0 and MADE_UP not in own[2]
     foreign = call("Who wrote Emma?", defaults=False)
@@ -114,31 +114,33 @@ def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, t
     own = tmp_path / "reader.yaml"
     own.write_text("decode: {batch_size: 8}\n")  # the default
     monkeypatch.chdir(tmp_path)  # where another file has that name
-    reader = load_config(READER)
-    assert reader.model.path == "dlm_rag/shipped/reader" and reader.decode.copy_price is not None
+    reader = load_config(READER_CONFIG)
+    assert reader.model.path == "dlm_rag/shipped/reader" and reader.decode.copy_penalty is not None
 
     call("What is Emma?", "--corpus", corpus_file, defaults=False)
     assert (asked[-1].model, asked[-1].decode) == (reader.model, reader.decode)
     assert asked[-1].retrieval == replace(reader.retrieval, corpus=str(corpus_file))
     call("What?", "--corpus", corpus_file, "retrieval.top_k=7", "decode.seed=5", defaults=False)
     assert asked[-1].decode == replace(reader.decode, seed=5)
-    assert (asked[-1].retrieval.top_k, asked[-1].retrieval.words_of) == (7, "parts"), "7 is the default"
+    assert (asked[-1].retrieval.top_k, asked[-1].retrieval.bm25_query) == (7, "sentences"), (
+        "7 is the default"
+    )
 
-    world = SHIPPED / "world" / ".." / "world" / "corpus.jsonl"
+    world = SHIPPED_FOLDER / "world" / ".." / "world" / "corpus.jsonl"
     for words in (
         ["--corpus", world],
         ["--corpus", corpus_file, "--config", own],
         ["--corpus", corpus_file, "model.path=null"],
     ):
         call("What?", *words, defaults=False)
-        assert asked[-1].decode == Config().decode and asked[-1].model.path == str(SHIPPED / "model")
+        assert asked[-1].decode == Config().decode and asked[-1].model.path == str(SHIPPED_FOLDER / "model")
     call("What?", "--corpus", corpus_file, "--model", "elsewhere", defaults=False)
     assert asked[-1].decode == Config().decode and asked[-1].model.path == "elsewhere"
 
 
 def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_path, monkeypatch):
     questions = [{"id": "q", "question": "What is Emma?", "golden_answers": ["a novel"]}]
-    asked = ["--questions", write_lines(tmp_path / "q.jsonl", questions), "decode.canvas_length=8"]
+    asked = ["--questions", write_jsonl_file(tmp_path / "q.jsonl", questions), "decode.max_new_tokens=8"]
     told = "the shipped reader answers"
     for program, words in (
         (sample, asked),
@@ -151,7 +153,8 @@ def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_pa
         code, _, err = call("--corpus", "nowhere.jsonl", *words, program=program, defaults=False)
         assert code == 2 and told not in err and "'nowhere.jsonl' was not found" in err
     code, _, err = call(
-        "--corpus", corpus_file, "--out", tmp_path / "titles", "synthesis.kind=corpus", program=synthesize,
+        "--corpus", corpus_file, "--out", tmp_path / "titles", "synthesis.method=corpus",
+        program=synthesize,
         defaults=False,
     )  # fmt: skip
     assert told not in err, "which decodes nothing"
@@ -159,9 +162,9 @@ def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_pa
 
 def test_evaluate_compares_settings_of_the_shipped_reader(corpus_file):
     words = ["--corpus", str(corpus_file), "--compare", "committed,interleaved+decode.commit_threshold=0.9"]
-    read = parse("", words, typed=False, answers=True, options=evaluate.OPTIONS)
-    first, second = evaluate.of_words(read).settings.values()
-    assert first.model == second.model == load_config(READER).model
+    read = parse_command_line("", words, typed=False, answers=True, options=evaluate.EVALUATE_OPTIONS)
+    first, second = evaluate.plan_from_command_line(read).settings.values()
+    assert first.model == second.model == load_config(READER_CONFIG).model
     assert (first.decode.commit_threshold, second.decode.commit_threshold) == (0.97, 0.9)
     assert (first.decode.query_threshold, second.decode.query_threshold) == (0.0, 0.9)
 
@@ -201,8 +204,8 @@ def test_control_c_leaves_the_page_of_what_is_answered(call, tmp_path, monkeypat
 
 def test_a_run_that_goes_on_with_a_page_records_guesses_from_there(call, questions_file, tmp_path):
     """The answers before have none, and are neither asked again nor refused."""
-    from dlm_rag.decode.trace import read_trace
-    from dlm_rag.page.record import page_record, read_runs
+    from dlm_rag.decode.trace_file import read_trace
+    from dlm_rag.page.record import build_page_record, read_trace_runs
 
     trace = tmp_path / "t.jsonl"
     command = ["--questions", questions_file, "--out", tmp_path / "a.jsonl", "--trace", trace]
@@ -212,9 +215,9 @@ def test_a_run_that_goes_on_with_a_page_records_guesses_from_there(call, questio
     code, _, err = call(*command, "--html", tmp_path / "page.html")
     assert code == 0 and "1 of 6 questions are answered already" in err
     assert trace.read_text().startswith(begun)
-    with_them = [any(map(len, rollout.guesses())) for rollout in read_trace(trace)]
+    with_them = [any(map(len, rollout.provisional_tokens())) for rollout in read_trace(trace)]
     assert with_them == [False, *[True] * 5]
-    sides = [question["sides"][0] for question in page_record(read_runs([trace]))["questions"]]
+    sides = [question["sides"][0] for question in build_page_record(read_trace_runs([trace]))["questions"]]
     assert [side["ghosts"] for side in sides] == with_them
 
 
@@ -279,7 +282,7 @@ BAD = {
     "question that is not UTF-8": (["caf\udce9?"], "question 1 is not UTF-8"),
     "setting with a dash": (["Who?", "decode.commit-threshold=0.5"], "nearest: 'decode.commit_threshold'"),
     "index folder that is a file": (
-        ["Who?", "retrieval.index_folder=/dev/null"],
+        ["Who?", "retrieval.index_dir=/dev/null"],
         "no index can be written",
     ),
     "corpus that is not UTF-8": (bad_corpus(b'{"id": "b", "contents": "\xe9"}\n'), "line 2: .* not UTF-8"),
@@ -301,7 +304,10 @@ BAD = {
     "no such model": (["Who?", "--model", "./nowhere"], "neither a folder nor a hub id"),
     "no such device": (["Who?", "model.device=cuda:99"], "device=cuda:99 is not available"),
     "no such device name": (["Who?", "model.device=gpu"], "device=gpu is not available"),
-    "kernel that cannot run": (["Who?", "model.attention=flash"], "attention=flash cannot be used here"),
+    "kernel that cannot run": (
+        ["Who?", "model.attn_implementation=flash"],
+        "attention=flash cannot be used here",
+    ),
     "pickled weights only": (bad_checkpoint(pickled), "pickled weights only"),
     "remote code only": (bad_checkpoint(remote_code), "code of its own, which is never executed"),
     "wrong shape": (bad_checkpoint(wrong_shape), r"has shape \[64, 32\], its config asks for \[65, 32\]"),
@@ -352,7 +358,7 @@ def test_one_command_for_all_programs(monkeypatch, capsys):
     code, _, err = call("train", "--confg", "tiny.yaml")
     assert code == 2 and "`dlm-rag train --help` lists the flags" in err
     code, out, _ = call("sample", "--config", "sardi.yaml", "--print-config")
-    assert code == 0 and "stop_early: false" in out
+    assert code == 0 and "early_stopping: false" in out
 
 
 def test_another_model_needs_a_corpus_of_its_own(call, model):
@@ -368,7 +374,7 @@ def test_more_passages_wanted_than_there_are_is_a_warning(call, caplog):
 
 def test_config_can_be_printed(call):
     code, out, _ = call("--config", "sardi.yaml", "retrieval.top_k=3", "--print-config", defaults=False)
-    assert code == 0 and "top_k: 3" in out and "stop_early: false" in out
+    assert code == 0 and "top_k: 3" in out and "early_stopping: false" in out
 
 
 def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file, model):
@@ -395,9 +401,9 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     assert timeless(trace.read_text()) == timeless(whole_trace)
     rollouts = list(read_trace(trace))
     assert [rollout.id for rollout in rollouts] == [q["id"] for q in QUESTIONS]
-    header = read_header(trace)
-    assert header.settings["canvas_length"] == 8 and header.model and header.corpus
-    for row in training_rows(rollouts[5], header, header.tokenizer(model)):
+    header = read_trace_header(trace)
+    assert header.settings["max_new_tokens"] == 8 and header.model and header.corpus
+    for row in make_step_examples(rollouts[5], header, header.tokenizer(model)):
         assert bytes(row.prompt.ids).startswith(b"Use ONLY the provided facts")
 
     stamp = Path(f"{out}.run.json").read_text()
@@ -408,18 +414,18 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
 
 def test_the_same_command_started_twice_answers_once(call, tmp_path, questions_file, monkeypatch):
     """The second is done before the first has the lock: there is nothing left for the first."""
-    from dlm_rag.decode.answers import AnswersFile
+    from dlm_rag.decode.results_file import AnswersFile
 
     out = tmp_path / "answers.jsonl"
     words = ("--questions", questions_file, "--out", out, "--trace", tmp_path / "trace.jsonl")
-    begin = AnswersFile.begin
+    begin = AnswersFile.open_run
 
     def begin_late(file, *given):
-        monkeypatch.setattr(AnswersFile, "begin", begin)
+        monkeypatch.setattr(AnswersFile, "open_run", begin)
         assert call(*words)[0] == 0
         begin(file, *given)
 
-    monkeypatch.setattr(AnswersFile, "begin", begin_late)
+    monkeypatch.setattr(AnswersFile, "open_run", begin_late)
     code, _, err = call(*words)
     assert code == 0 and "6 of 6 questions are answered already" in err
     assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in QUESTIONS]
@@ -435,13 +441,15 @@ def test_answers_of_other_settings_are_not_mixed(call, tmp_path, questions_file,
     same = tmp_path / "same.jsonl"
     same.write_bytes(corpus_file.read_bytes())
     assert call(*words, "--corpus", same)[0] == 0, "the same passages in another place"
-    code, _, err = call(*words, "--corpus", write_lines(tmp_path / "c.jsonl", [{"id": "1", "text": "x"}]))
+    code, _, err = call(
+        *words, "--corpus", write_jsonl_file(tmp_path / "c.jsonl", [{"id": "1", "text": "x"}])
+    )
     assert code == 2 and "holds answers with corpus=" in err
     tiny_denoiser(seed=1).save_pretrained(tmp_path / "other", eos_token_id=257)
     byte_tokenizer().save_pretrained(tmp_path / "other")
     code, _, err = call(*words, "--model", tmp_path / "other")
     assert code == 2 and "holds answers with model=" in err, "other weights"
-    path = write_lines(tmp_path / "other.jsonl", [{"id": "n0", "question": "Another question?"}])
+    path = write_jsonl_file(tmp_path / "other.jsonl", [{"id": "n0", "question": "Another question?"}])
     code, _, err = call("--questions", path, "--out", out)
     assert code == 2 and "answer to another question with the id 'n0'" in err
 
@@ -470,7 +478,7 @@ def test_answers_of_other_weights_are_not_mixed_whichever_byte_differs(
 def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_answers(
     call, tmp_path, corpus_file, monkeypatch
 ):
-    from dlm_rag.decode.answers import AnswersFile
+    from dlm_rag.decode.results_file import AnswersFile
 
     append, out = AnswersFile.append, tmp_path / "answers.jsonl"
 
@@ -480,7 +488,7 @@ def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_ans
 
     monkeypatch.setattr(AnswersFile, "append", append_and_cut)
     asked = [{"id": f"n{n}", "question": f"Who wrote Emma, volume {n}?"} for n in range(6)]
-    path = write_lines(tmp_path / "questions.jsonl", asked)
+    path = write_jsonl_file(tmp_path / "questions.jsonl", asked)
     words = ("--questions", path, "--out", out, "decode.batch_size=1")
     whole = corpus_file.read_bytes()
     code, _, err = call(*words)
@@ -538,7 +546,7 @@ def test_a_file_is_written_by_one_process_at_a_time(call, tmp_path):
 
 
 def test_a_typed_question_beside_a_file_needs_an_id_of_its_own(call, tmp_path):
-    path = write_lines(tmp_path / "q.jsonl", [{"id": "q1", "question": "Dune?"}])
+    path = write_jsonl_file(tmp_path / "q.jsonl", [{"id": "q1", "question": "Dune?"}])
     code, _, err = call("Emma?", "--questions", path)
     assert code == 2 and "the id 'q1' of a typed question is taken" in err
 
@@ -549,10 +557,10 @@ def test_a_question_may_hold_an_equals_sign(call):
 
 
 def test_without_git_the_stamp_has_no_commit(monkeypatch):
-    from dlm_rag.machine import commit_of_code
+    from dlm_rag.machine import get_code_commit
 
     monkeypatch.setenv("PATH", "")
-    assert commit_of_code() is None
+    assert get_code_commit() is None
 
 
 def test_results_are_stamped(call, tmp_path, questions_file):
@@ -560,7 +568,7 @@ def test_results_are_stamped(call, tmp_path, questions_file):
     call("--questions", questions_file, "--out", out)
     stamp = json.loads((tmp_path / "answers.jsonl.run.json").read_text())
     assert stamp["attention"] == "sdpa" and stamp["seed"] == 0
-    assert stamp["config"]["decode"]["canvas_length"] == 8 and stamp["versions"]["torch"]
+    assert stamp["config"]["decode"]["max_new_tokens"] == 8 and stamp["versions"]["torch"]
     depends = stamp["answers_depend_on"]
     assert len(depends["corpus"]) == 64 and (depends["evidence_layout"], depends["dtype"]) == (
         "joint",
@@ -571,18 +579,18 @@ def test_results_are_stamped(call, tmp_path, questions_file):
 def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corpus_file):
     """A real process is interrupted after its first answers; the same command then finishes."""
     questions = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(40)]
-    path, out = write_lines(tmp_path / "q.jsonl", questions), tmp_path / "answers.jsonl"
+    path, out = write_jsonl_file(tmp_path / "q.jsonl", questions), tmp_path / "answers.jsonl"
     command = [
         sys.executable, "sample.py", "--questions", str(path), "--out", str(out), "--model", str(model),
-        "--corpus", str(corpus_file), "decode.batch_size=1", "decode.canvas_length=12",
-        "decode.stop_early=false", "decode.commit_rule=top_k",
+        "--corpus", str(corpus_file), "decode.batch_size=1", "decode.max_new_tokens=12",
+        "decode.early_stopping=false", "decode.commit_rule=top_k",
     ]  # fmt: skip
     # Shells start background jobs with SIGINT ignored, and children inherit that.
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    wait_until(lambda: lines_in(out) >= 2, process)
+    wait_until(lambda: count_lines(out) >= 2, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err and "the same command goes on" in err
@@ -597,7 +605,7 @@ def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corp
 
 
 def test_evaluate_scores_what_it_decoded(call, tmp_path):
-    path = write_lines(
+    path = write_jsonl_file(
         tmp_path / "q.jsonl",
         [
             {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
@@ -606,7 +614,14 @@ def test_evaluate_scores_what_it_decoded(call, tmp_path):
              "supporting_ids": ["dune", "steventon"], "hops": 2},
         ],
     )  # fmt: skip
-    words = ("--questions", path, "--out", tmp_path / "runs", "retrieval.top_k=1", "decode.query=question")
+    words = (
+        "--questions",
+        path,
+        "--out",
+        tmp_path / "runs",
+        "retrieval.top_k=1",
+        "decode.query_policy=question",
+    )
     code, out, err = call(*words, program=evaluate)
     assert code == 0 and "2 hops" in out
     record = json.loads((tmp_path / "runs" / "scores.json").read_text())
@@ -626,21 +641,21 @@ def test_evaluate_names_the_rule_of_f1(call, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # no heading is folded
     (tmp_path / "hotpotqa").mkdir()
     row = {"id": "1", "question": "Emma?", "golden_answers": ["no"]}
-    path, out = write_lines(tmp_path / "hotpotqa" / "dev.jsonl", [row]), tmp_path / "runs"
-    for words, rule in (((), "hotpotqa"), (("f1=squad",), "squad")):
+    path, out = write_jsonl_file(tmp_path / "hotpotqa" / "dev.jsonl", [row]), tmp_path / "runs"
+    for words, rule in (((), "hotpotqa"), (("f1_rule=squad",), "squad")):
         code, screen, err = call("--questions", path, "--out", out, *words, program=evaluate)
         assert code == 0 and ("1 of 1 questions are answered already" in err) == (rule == "squad")
         assert f"F1 ({rule}) %" in screen and f"F1 ({rule}) %" in (out / "scores.md").read_text()
         assert json.loads((out / "scores.json").read_text())["f1_rule"] == rule
-    code, _, err = call("--questions", path, "--out", out, "f1=hotpot", program=evaluate)
-    assert code == 2 and "f1='hotpot' is not one of auto, squad, hotpotqa (nearest: 'hotpotqa')" in err
+    code, _, err = call("--questions", path, "--out", out, "f1_rule=hotpot", program=evaluate)
+    assert code == 2 and "f1_rule='hotpot' is not one of auto, squad, hotpotqa (nearest: 'hotpotqa')" in err
 
 
 def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
     """None finds nothing, the oracle what it is told; each setting can be gone on with by itself."""
     row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
            "supporting_ids": ["dune", "emma"]}  # fmt: skip
-    path, runs = write_lines(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
+    path, runs = write_jsonl_file(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
     words = ("--questions", path, "--out", runs, "--compare", "none,oracle,static+retrieval.top_k=1")
     code, _, err = call(*words, program=evaluate)
     assert code == 0 and "static+retrieval.top_k=1" in err
@@ -657,12 +672,12 @@ def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
 
 def test_a_bad_setting_is_found_before_the_first_is_decoded(call, tmp_path):
     row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}
-    path = write_lines(tmp_path / "q.jsonl", [row])
+    path = write_jsonl_file(tmp_path / "q.jsonl", [row])
     words = ("--questions", path, "--out", tmp_path / "runs", "--compare")
     for compare, message in {
         "static,oracle": "question '1' has no supporting_ids",
         "static,decode.commit_rul=top_k": "nearest: 'decode.commit_rule'",
-        "static,oracle+decode.query=proxy": "needs decode.query=question",
+        "static,oracle+decode.query_policy=proxy": "needs decode.query_policy=question",
     }.items():
         code, _, err = call(*words, compare, program=evaluate)
         assert code == 2 and message in err and not list((tmp_path / "runs").glob("*/*.jsonl"))
@@ -675,7 +690,7 @@ def test_names_that_look_like_markup_are_shown_as_they_are(call, tmp_path, monke
     monkeypatch.setenv("COLUMNS", "80")
     row = {"question": "Who wrote Emma?", "golden_answers": ["x"]}
     rows = [row | {"id": f"[/{label}]", label: True} for label in ODD]
-    path, out = write_lines(tmp_path / "q.jsonl", rows), tmp_path / "[/runs]"
+    path, out = write_jsonl_file(tmp_path / "q.jsonl", rows), tmp_path / "[/runs]"
     prompts = [f"static+retrieval.query_prompt={text}" for text in ("$x$[/b]", "\x1b[2J")]
     words = ("--questions", path, "--out", out, "--compare", ",".join(["static", *prompts]))
     code, screen, err = call(*words, program=evaluate)
@@ -693,9 +708,9 @@ def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path, monkey
     def plot(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dlm_rag.evaluation.report.plot", plot)
+    monkeypatch.setattr("dlm_rag.evaluation.report.plot_by_hops", plot)
     row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["x"]}
-    path, out = write_lines(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
+    path, out = write_jsonl_file(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
     code, screen, err = call("--questions", path, "--out", out, program=evaluate)
     assert code == 1 and "scores.png cannot be written" in err and "Exact match" in screen
     assert json.loads((out / "scores.json").read_text())["questions"] == {"all": 1}
@@ -704,7 +719,7 @@ def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path, monkey
 
 def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):
     rows = [{"id": str(n), "question": f"Who {n}?", "golden_answers": ["x"]} for n in range(4)]
-    words = ("--questions", write_lines(tmp_path / "q.jsonl", rows), "--out", tmp_path / "runs")
+    words = ("--questions", write_jsonl_file(tmp_path / "q.jsonl", rows), "--out", tmp_path / "runs")
     assert call(*words, "--limit", 3, program=evaluate)[0] == 0
     record = json.loads((tmp_path / "runs" / "scores.json").read_text())
     assert record["questions"]["all"] == 3 and record["chosen"] == {"limit": 3, "quick": False}

@@ -6,18 +6,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlm_rag.commands.words import parse
-from dlm_rag.config import CONFIG_FOLDER, Config, DecodeConfig, dump_config, known_keys, load_config
-from dlm_rag.config.checked import with_values
+from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.config import (
+    CONFIG_FOLDER,
+    Config,
+    DecodeConfig,
+    dump_config,
+    list_setting_fields,
+    load_config,
+)
+from dlm_rag.config.checked import replace_settings
 from dlm_rag.errors import ConfigError
 
 
 def test_overrides_reach_any_field_by_its_dotted_name():
     config = load_config(
-        None, ["decode.commit_threshold=0.95", "retrieval.kind=hybrid", "model.evidence_layout=prefix"]
+        None, ["decode.commit_threshold=0.95", "retrieval.method=hybrid", "model.evidence_layout=prefix"]
     )
     assert config.decode == DecodeConfig(commit_threshold=0.95)
-    assert (config.retrieval.kind, config.model.evidence_layout) == ("hybrid", "prefix")
+    assert (config.retrieval.method, config.model.evidence_layout) == ("hybrid", "prefix")
 
 
 def test_nothing_given_is_the_defaults():
@@ -25,9 +32,9 @@ def test_nothing_given_is_the_defaults():
 
 
 def test_later_sources_win(tmp_path):
-    (tmp_path / "a.yaml").write_text("decode: {seed: 1, canvas_length: 32}\nretrieval: {top_k: 3}\n")
+    (tmp_path / "a.yaml").write_text("decode: {seed: 1, max_new_tokens: 32}\nretrieval: {top_k: 3}\n")
     config = load_config(str(tmp_path / "a.yaml"), ["decode.seed=2"])
-    assert (config.decode.seed, config.decode.canvas_length, config.retrieval.top_k) == (2, 32, 3)
+    assert (config.decode.seed, config.decode.max_new_tokens, config.retrieval.top_k) == (2, 32, 3)
 
 
 @pytest.mark.parametrize("text", ["query: ", "007", "1e5", "a #b", "${x}", "", "x=y"])
@@ -60,7 +67,7 @@ def test_shipped_config_is_valid_and_holds_only_what_differs(path):
         ("decode.commit_threshold=abc", "decode.commit_threshold has the wrong type"),
         ("retrieval.top_k=2.5", "retrieval.top_k has the wrong type"),
         ("retrieval.top_k=0", "at least 1"),
-        ("decode.query=proxi", "nearest: 'proxy'"),
+        ("decode.query_policy=proxi", "nearest: 'proxy'"),
         ("decode=3", "unknown key 'decode'"),
         ("decode.seed=", "decode.seed has the wrong type"),
         ("decode.seed=[1", "decode.seed"),
@@ -73,18 +80,18 @@ def test_bad_setting_is_one_sentence_that_names_the_key(word, says):
 
 def test_settings_that_contradict_fail_at_once():
     with pytest.raises(ConfigError, match="query_threshold=0.5 has no effect"):
-        DecodeConfig(query="committed", query_threshold=0.5)
+        DecodeConfig(query_policy="committed", query_threshold=0.5)
     with pytest.raises(ConfigError, match="block_length=200 is longer than the canvas"):
-        DecodeConfig(block_length=200, canvas_length=100)
+        DecodeConfig(block_length=200, max_new_tokens=100)
 
 
 def test_values_that_change_nothing_build_nothing():
     settings = DecodeConfig(commit_threshold=0.5)
-    assert with_values(settings, commit_threshold=0.5, query="proxy") is settings
-    changed = with_values(settings, commit_threshold=0.5, seed=3)
+    assert replace_settings(settings, commit_threshold=0.5, query_policy="proxy") is settings
+    changed = replace_settings(settings, commit_threshold=0.5, seed=3)
     assert changed == DecodeConfig(commit_threshold=0.5, seed=3) and settings.seed == 0
     with pytest.raises(ConfigError, match="commit_threshold=7 is out of range"):
-        with_values(settings, commit_threshold=7)
+        replace_settings(settings, commit_threshold=7)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
-KEYS = st.sampled_from(list(known_keys()))
+KEYS = st.sampled_from(list(list_setting_fields()))
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -165,8 +172,8 @@ def test_any_words(words, tmp_path):
 )
 def test_any_command_line(words):
     try:
-        line = parse("", words, chosen=True)
+        line = parse_command_line("", words, chosen=True)
     except (ConfigError, SystemExit):
         return
     assert isinstance(line.config, Config)
-    assert not {*line.questions} & {*known_keys()}
+    assert not {*line.questions} & {*list_setting_fields()}

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from blake3 import blake3
-from conftest import PASSAGES, write_lines
+from conftest import PASSAGES, write_jsonl_file
 
 from dlm_rag.errors import CorpusError
 from dlm_rag.files.digest import digest_file
@@ -39,7 +39,7 @@ def test_the_title_is_shown_once(passage, text):
 
 
 def test_text_is_accepted_for_contents_and_a_number_for_an_id(tmp_path):
-    path = write_lines(tmp_path / "c.jsonl", [{"id": 7, "text": "Zoë’s “name”\u2028is odd"}])
+    path = write_jsonl_file(tmp_path / "c.jsonl", [{"id": 7, "text": "Zoë’s “name”\u2028is odd"}])
     assert open_corpus(path)[0] == Passage("7", "", "Zoë’s “name”\u2028is odd")
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_changes_while_it_is_in_use_is_said(corpus_file, change):
     assert corpus[4].id == "herbert"
     change(corpus_file)
     os.utime(corpus_file, ns=(0, 1))  # the clock of a file may be too slow to tell a test's steps apart
-    for read in (lambda: corpus.rows([0]), lambda: corpus[4:], lambda: list(corpus)):
+    for read in (lambda: corpus.read_passages([0]), lambda: corpus[4:], lambda: list(corpus)):
         with pytest.raises(CorpusError, match="has changed while it was in use"):
             read()
 
@@ -145,7 +145,7 @@ def test_a_byte_that_changes_is_seen_though_size_and_time_are_put_back(corpus_fi
     os.utime(corpus_file, ns=(known.st_atime_ns, known.st_mtime_ns))
     assert corpus_file.stat().st_mtime_ns == known.st_mtime_ns
     with pytest.raises(CorpusError, match="has changed while it was in use"):
-        corpus.rows([0])
+        corpus.read_passages([0])
 
 
 def touch(path):
@@ -162,9 +162,9 @@ def test_the_same_bytes_are_the_same_corpus(corpus_file, change):
     corpus = open_corpus(corpus_file)
     change(corpus_file)
     with ThreadPoolExecutor(4) as threads:  # of which each may be the one that looks
-        found = list(threads.map(lambda row: corpus.rows([row])[0].id, [*range(5)] * 20))
+        found = list(threads.map(lambda row: corpus.read_passages([row])[0].id, [*range(5)] * 20))
     assert found == [name for name, _, _ in PASSAGES] * 20
-    with patch.object(corpus_module, "digest_open", side_effect=AssertionError("read again")):
+    with patch.object(corpus_module, "digest_open_file", side_effect=AssertionError("read again")):
         assert corpus[0:1]
 
 
@@ -199,7 +199,7 @@ def test_real_corpora_are_read_whole(real):
 
 def test_ids_that_agree_in_their_digests_are_still_different(tmp_path, monkeypatch):
     """Only 8 bytes of each are kept while a file is read."""
-    path = write_lines(tmp_path / "many.jsonl", [{"id": n, "contents": "text"} for n in range(5)])
+    path = write_jsonl_file(tmp_path / "many.jsonl", [{"id": n, "contents": "text"} for n in range(5)])
     monkeypatch.setattr(corpus_module, "blake3", lambda _: blake3(b""))
     assert [passage.id for passage in open_corpus(path)] == ["0", "1", "2", "3", "4"]
     with path.open("a") as file:

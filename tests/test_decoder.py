@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny_denoiser, tiny_tokenizer
-from test_retrieval import letter_retriever
+from test_retrieval import make_letter_retriever
 
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.engine import with_checkpoints_own
-from dlm_rag.decode.proposals import Wanted, read_proposals
-from dlm_rag.decode.proposer import DenoiserProposer
-from dlm_rag.diffusion.commit import Proposals
+from dlm_rag.decode.engine import with_checkpoint_defaults
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever
@@ -32,13 +32,13 @@ def wanted(written, mask_id, temperature=None, uniform=None, spread=False):
     sampled = nowhere if temperature is None else torch.nonzero(temperature).squeeze(1)
     tempered, drawn = (torch.zeros(0) if x is None else x[sampled] for x in (temperature, uniform))
     mask = torch.tensor([mask_id])
-    return Wanted(mask, written, sampled, tempered, drawn, everywhere if spread else nowhere)
+    return SamplingMetadata(mask, written, sampled, tempered, drawn, everywhere if spread else nowhere)
 
 
 def make_decoder(corpus_file, layout="joint", top_k=2, shifted=False, **settings):
-    template = PromptTemplate.read(None, layout)
+    template = PromptTemplate.from_checkpoint(None, layout)
     tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact=template.fact))
-    config = DecodeConfig(**({"canvas_length": 12, "commit_threshold": 0.4} | settings))
+    config = DecodeConfig(**({"max_new_tokens": 12, "commit_threshold": 0.4} | settings))
     denoiser = tiny_denoiser(shifted=shifted)
     return Decoder(denoiser, load_retriever(corpus_file, top_k=top_k), tokenizer, config, layout)
 
@@ -47,12 +47,12 @@ def tokens_of(rollout):
     return [[(c.position, c.token_id) for c in step.committed] for step in rollout.steps]
 
 
-def whole_record(rollout):
+def rollout_record(rollout):
     return tokens_of(rollout), [(s.query, s.passage_ids, s.retrieved) for s in rollout.steps]
 
 
-def records(rollouts):
-    return [whole_record(rollout) for rollout in rollouts]
+def rollout_records(rollouts):
+    return [rollout_record(rollout) for rollout in rollouts]
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -61,7 +61,7 @@ def test_a_ragged_batch_gives_the_same_tokens_as_one_at_a_time(corpus_file, layo
     together = make_decoder(corpus_file, layout, shifted=shifted, batch_size=3).decode(QUESTIONS)
     decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=1)
     alone = decoder.decode(QUESTIONS)
-    assert records(together) == records(alone)
+    assert rollout_records(together) == rollout_records(alone)
     assert len({r.forwards for r in alone}) > 1, "rows should finish at different steps"
 
 
@@ -73,7 +73,7 @@ def test_two_threads_give_the_tokens_of_one(corpus_file, layout):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             rollouts = make_decoder(corpus_file, layout).decode(QUESTIONS)
-            seen.append(records(rollouts))
+            seen.append(rollout_records(rollouts))
     finally:
         torch.set_num_threads(before)
     assert seen[0] == seen[1]
@@ -83,25 +83,27 @@ def test_two_threads_give_the_tokens_of_one(corpus_file, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "engine",
-    [{"pool_gib": 0}, {"pool_gib": 1e-5, "host_pool_gib": 1e-5}],
+    [{"prefix_cache_gib": 0}, {"prefix_cache_gib": 1e-5, "cpu_offload_gib": 1e-5}],
     ids=["no pool", "a pool too small"],
 )
 def test_how_the_work_is_done_changes_no_token(corpus_file, layout, shifted, engine):
     plain = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
     other = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
-    other.proposer = DenoiserProposer(other.denoiser, 256, EngineConfig(**engine))
-    assert records(other.decode(QUESTIONS)) == records(plain.decode(QUESTIONS))
+    other.model_runner = MaskedModelRunner(other.denoiser, 256, EngineConfig(**engine))
+    assert rollout_records(other.decode(QUESTIONS)) == rollout_records(plain.decode(QUESTIONS))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_searching_for_one_half_while_the_other_denoises_changes_no_token(corpus_file, batch_size):
     together = make_decoder(corpus_file, batch_size=batch_size, overlap="pipeline").decode(QUESTIONS)
-    assert records(together) == records(make_decoder(corpus_file).decode(QUESTIONS))
+    assert rollout_records(together) == rollout_records(make_decoder(corpus_file).decode(QUESTIONS))
 
 
 def test_with_stale_overlap_the_evidence_is_that_of_the_step_before(corpus):
     """Every search finds another passage, so that the evidence tells which search it is from."""
-    config = DecodeConfig(canvas_length=6, commit_threshold=1.0, stop_early=False, overlap="stale")
+    config = DecodeConfig(
+        max_new_tokens=6, commit_threshold=1.0, early_stopping=False, overlap="stale_evidence"
+    )
     decoder = Decoder(
         tiny_denoiser(), PlannedRetriever(corpus, [[n % 5] for n in range(9)]), tiny_tokenizer(), config
     )
@@ -112,13 +114,13 @@ def test_with_stale_overlap_the_evidence_is_that_of_the_step_before(corpus):
     assert all(step.retrieved for step in steps[:-1]) and not steps[-1].retrieved
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 def test_overlap_gives_the_same_alone_and_in_a_batch(corpus_file, overlap):
     batch, alone = (
         make_decoder(corpus_file, "independent", batch_size=size, overlap=overlap).decode(QUESTIONS)
         for size in (4, 1)
     )
-    assert records(batch) == records(alone)
+    assert rollout_records(batch) == rollout_records(alone)
 
 
 def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
@@ -132,7 +134,7 @@ def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file)
 
 
 def test_step_zero_asks_with_the_question_alone_and_every_position_is_committed_once(corpus_file):
-    rollout = make_decoder(corpus_file, stop_early=False).decode(QUESTIONS[:1])[0]
+    rollout = make_decoder(corpus_file, early_stopping=False).decode(QUESTIONS[:1])[0]
     first = rollout.steps[0]
     assert (first.query, first.retrieved, first.committed) == (QUESTIONS[0], True, ())
     positions = [c.position for step in rollout.steps for c in step.committed]
@@ -164,7 +166,7 @@ class RotatingRetriever(CountingRetriever):
 
 
 def test_new_evidence_never_changes_committed_tokens(corpus):
-    config = DecodeConfig(canvas_length=12, stop_early=False)
+    config = DecodeConfig(max_new_tokens=12, early_stopping=False)
     decoder = Decoder(tiny_denoiser(), RotatingRetriever(corpus), tiny_tokenizer(), config)
     rollout = decoder.decode(["Dune?"])[0]
     assert len({step.passage_ids for step in rollout.steps}) > 2
@@ -177,7 +179,10 @@ def test_new_evidence_never_changes_committed_tokens(corpus):
 def test_an_unchanged_query_costs_no_retrieval(corpus):
     retriever = CountingRetriever(corpus)
     decoder = Decoder(
-        tiny_denoiser(), retriever, tiny_tokenizer(), DecodeConfig(canvas_length=8, query="question")
+        tiny_denoiser(),
+        retriever,
+        tiny_tokenizer(),
+        DecodeConfig(max_new_tokens=8, query_policy="question"),
     )
     rollout = decoder.decode(["Who wrote Emma?"])[0]
     assert retriever.asked == ["Who wrote Emma?"] and rollout.retrievals == 1
@@ -186,19 +191,21 @@ def test_an_unchanged_query_costs_no_retrieval(corpus):
 
 
 def test_no_query_is_written_where_no_refresh_was_due(corpus):
-    config = DecodeConfig(canvas_length=6, retrieve_every=3, commit_threshold=1.0, stop_early=False)
+    config = DecodeConfig(
+        max_new_tokens=6, retrieval_interval=3, commit_threshold=1.0, early_stopping=False
+    )
     decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus), tiny_tokenizer(), config)
     steps = decoder.decode(["Dune?"])[0].steps
     assert [step.query is None for step in steps] == [step.step % 3 != 0 for step in steps]
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 @pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid"])
 def test_two_rounds_merge_what_two_searches_find(corpus_file, kind, overlap):
     """Against the same two searches by hand, whose results are dealt one at a time."""
     retriever = load_retriever(corpus_file, top_k=3)
     if kind != "bm25":
-        dense = letter_retriever(retriever.corpus, 3)
+        dense = make_letter_retriever(retriever.corpus, 3)
         retriever = dense if kind == "dense" else HybridRetriever([retriever, dense], 3, fusion_depth=4)
     asked = "Which village born in Tacoma?"
     (first,) = retriever.search([Query(asked, (asked,))])
@@ -211,23 +218,25 @@ def test_two_rounds_merge_what_two_searches_find(corpus_file, kind, overlap):
     dealt = tuple(dict.fromkeys(dealt))[:3]
     assert dealt not in (tuple(p.id for p in first), tuple(p.id for p in second)), "else nothing is merged"
 
-    config = DecodeConfig(canvas_length=12, query="two_rounds", stop_early=False, overlap=overlap)
+    config = DecodeConfig(
+        max_new_tokens=12, query_policy="two_rounds", early_stopping=False, overlap=overlap
+    )
     steps = Decoder(tiny_denoiser(), retriever, tiny_tokenizer(), config).decode([asked])[0].steps
     found = [(step.query, step.retrieved) for step in steps[:3]]
     assert found == [(asked, True), (f"{asked} {longer}", True), (f"{asked} {longer}", False)]
     assert steps[0].passage_ids == tuple(p.id for p in first)
-    assert all(step.passage_ids == dealt for step in steps[2 if overlap == "stale" else 1 :])
+    assert all(step.passage_ids == dealt for step in steps[2 if overlap == "stale_evidence" else 1 :])
 
 
 def test_a_second_round_that_finds_nothing_keeps_the_first(corpus):
-    config = DecodeConfig(canvas_length=6, query="two_rounds", stop_early=False)
+    config = DecodeConfig(max_new_tokens=6, query_policy="two_rounds", early_stopping=False)
     retriever = PlannedRetriever(corpus, [[3, 1], *[[]] * 9])
     steps = Decoder(tiny_denoiser(), retriever, tiny_tokenizer(), config).decode(["Dune?"])[0].steps
     assert [step.passage_ids for step in steps[:2]] == [("dune", "austen")] * 2
 
 
 def test_nothing_found_is_an_empty_evidence_set_and_the_loop_goes_on(corpus_file):
-    rollout = make_decoder(corpus_file, query="question").decode(["zzz?"])[0]
+    rollout = make_decoder(corpus_file, query_policy="question").decode(["zzz?"])[0]
     assert rollout.evidence == () and rollout.finished and rollout.steps[0].retrieved
 
 
@@ -240,9 +249,9 @@ class Fragile(CountingRetriever):
         return super().rank(queries, depth)
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
-    config = DecodeConfig(canvas_length=8, batch_size=3, overlap=overlap)
+    config = DecodeConfig(max_new_tokens=8, batch_size=3, overlap=overlap)
     decoder, healthy = (
         Decoder(tiny_denoiser(), kind(corpus), tiny_tokenizer(), config)
         for kind in (Fragile, CountingRetriever)
@@ -250,10 +259,10 @@ def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
     found, expected = decoder.decode(QUESTIONS), healthy.decode(QUESTIONS)
     assert found[0].error == "the search failed: RuntimeError: the disk is gone" and found[0].finished
     assert found[0].answer_record()["error"] and not found[0].response
-    assert records(found[1:]) == records(expected[1:])
+    assert rollout_records(found[1:]) == rollout_records(expected[1:])
 
 
-@pytest.mark.parametrize(("overlap", "earlier"), [("none", 2), ("pipeline", 2), ("stale", 1)])
+@pytest.mark.parametrize(("overlap", "earlier"), [("none", 2), ("pipeline", 2), ("stale_evidence", 1)])
 def test_the_last_search_too_must_not_fail(corpus, overlap, earlier):
     """No token needs it, but its passages are the evidence of the answer: those before are not."""
 
@@ -264,7 +273,7 @@ def test_the_last_search_too_must_not_fail(corpus, overlap, earlier):
             return super().rank(queries, depth)
 
     settings = DecodeConfig(
-        canvas_length=4, commit_rule="top_k", tokens_per_step=2, query="committed", overlap=overlap
+        max_new_tokens=4, commit_rule="top_k", tokens_per_step=2, query_policy="committed", overlap=overlap
     )
     decoder = Decoder(tiny_denoiser(), Failing(corpus), tiny_tokenizer(), settings)
     script_logits(decoder, "Emma")
@@ -283,7 +292,7 @@ def test_a_retriever_with_too_few_results_fails_its_questions(corpus):
 
 
 @pytest.mark.parametrize("nonsense", [None, "text", ["text"], [None], [{"id": "a"}], [Passage("a", "", 3)]])
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 def test_what_is_no_list_of_passages_ends_its_row_and_no_other(corpus, nonsense, overlap):
     class Odd(CountingRetriever):
         def search(self, queries):
@@ -307,8 +316,8 @@ def test_a_key_of_none_is_searched_for_once(corpus):
 @pytest.mark.parametrize("order", [slice(None, None, -1), slice(0, 0)])
 def test_proposals_for_other_positions_end_the_row(corpus_file, order):
     decoder = make_decoder(corpus_file)
-    propose = decoder.proposer.propose
-    decoder.proposer.propose = lambda views: [
+    propose = decoder.model_runner.propose
+    decoder.model_runner.propose = lambda views: [
         replace(proposals, positions=proposals.positions[order]) for proposals in propose(views)
     ]
     assert {r.error for r in decoder.decode(QUESTIONS)} == {
@@ -321,14 +330,14 @@ def test_one_text_is_no_list_of_questions(corpus_file):
         make_decoder(corpus_file).decode("Who wrote Emma?")
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 def test_kept_scores_change_no_token_and_none_are_left(corpus_file, monkeypatch, overlap):
     plain = make_decoder(corpus_file, overlap=overlap, batch_size=2).decode(QUESTIONS)
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
     decoder = make_decoder(corpus_file, overlap=overlap, batch_size=2)
     successive = decoder.retriever._successive
     assert successive is not None
-    assert records(decoder.decode(QUESTIONS)) == records(plain)
+    assert rollout_records(decoder.decode(QUESTIONS)) == rollout_records(plain)
     assert not successive._kept
     next(iter(decoder.stream([Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)])))
     assert not successive._kept, "the caller stopped early"
@@ -336,42 +345,42 @@ def test_kept_scores_change_no_token_and_none_are_left(corpus_file, monkeypatch,
 
 def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
     decoder = make_decoder(corpus_file, batch_size=3)
-    expected = records(decoder.decode(QUESTIONS))
+    expected = rollout_records(decoder.decode(QUESTIONS))
     ask = decoder.tokenizer.encode
     poison = decoder.denoiser.embed_tokens.weight.data[ord("~")]
     poison.fill_(math.nan)
     assert ask("~") == (ord("~"),)
     found = decoder.decode([*QUESTIONS, "Who is ~?"])
     assert found[3].error == "the denoiser's output is not a number"
-    assert records(found[:3]) == expected
+    assert rollout_records(found[:3]) == expected
 
 
 def test_a_question_that_does_not_fit_ends_its_row_and_no_other(corpus_file):
     decoder = make_decoder(corpus_file)
-    expected = records(decoder.decode(QUESTIONS))
+    expected = rollout_records(decoder.decode(QUESTIONS))
     found = decoder.decode([*QUESTIONS, "Why? " * 1000])
     assert "tokens too long" in found[3].error
-    assert records(found[:3]) == expected
+    assert rollout_records(found[:3]) == expected
 
 
-def biased_to_end(decoder, bias):
+def bias_end_token(decoder, bias):
     """Makes the end token (257) so much more likely everywhere."""
-    plain = decoder.denoiser.read_out
+    plain = decoder.denoiser.compute_token_logits
 
     def read_out(hidden):
         logits = plain(hidden)
         logits[:, 257] += bias
         return logits
 
-    decoder.denoiser.read_out = read_out
+    decoder.denoiser.compute_token_logits = read_out
     return decoder
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stopping_early_saves_forwards_and_changes_no_text(corpus_file, layout):
-    settings = {"canvas_length": 24, "commit_rule": "top_k", "block_length": 4, "query": "question"}
-    whole = biased_to_end(make_decoder(corpus_file, layout, stop_early=False, **settings), 8.0)
-    early = biased_to_end(make_decoder(corpus_file, layout, **settings), 8.0)
+    settings = {"max_new_tokens": 24, "commit_rule": "top_k", "block_length": 4, "query_policy": "question"}
+    whole = bias_end_token(make_decoder(corpus_file, layout, early_stopping=False, **settings), 8.0)
+    early = bias_end_token(make_decoder(corpus_file, layout, **settings), 8.0)
     for long, short in zip(whole.decode(QUESTIONS), early.decode(QUESTIONS), strict=True):
         assert short.response == long.response
         assert tokens_of(short) == tokens_of(long)[: len(short.steps)]
@@ -380,13 +389,13 @@ def test_stopping_early_saves_forwards_and_changes_no_text(corpus_file, layout):
 
 def test_the_commit_rules_all_run_to_the_end(corpus_file):
     for rule in ("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded"):
-        rollout = make_decoder(corpus_file, commit_rule=rule, stop_early=False).decode(QUESTIONS[:1])[0]
+        rollout = make_decoder(corpus_file, commit_rule=rule, early_stopping=False).decode(QUESTIONS[:1])[0]
         assert rollout.tokens_committed == 12, rule
 
 
 def test_grounded_writes_a_word_only_when_question_or_evidence_hold_it(corpus):
     """One letter a token: "Emma" is held by the evidence, "Zelda" by nothing."""
-    config = DecodeConfig(canvas_length=10, commit_rule="grounded", commit_threshold=0.5)
+    config = DecodeConfig(max_new_tokens=10, commit_rule="grounded", commit_threshold=0.5)
     decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
     script_logits(decoder, "Emma Zelda")
     rollout = decoder.decode(["Who?"])[0]
@@ -406,7 +415,7 @@ class Scripted:
         for place, character in next(self._turn).items():
             logits[place, ord(character)] = self._strength
         written = torch.from_numpy(view.canvas[view.positions])
-        found = read_proposals(logits[view.positions], wanted(written, 256, spread=True))
+        found = sample_proposals(logits[view.positions], wanted(written, 256, spread=True))
         token, *others = found.double().numpy()
         return [Proposals(view.positions, token.astype(int), *others)]
 
@@ -419,7 +428,7 @@ class Scripted:
 
 def script(decoder, steps, strength):
     """The model then proposes a script, whatever it reads."""
-    decoder.proposer = Scripted(decoder.denoiser.config, steps, strength)
+    decoder.model_runner = Scripted(decoder.denoiser.config, steps, strength)
 
 
 def script_logits(decoder, text, strength=9.0):
@@ -428,7 +437,7 @@ def script_logits(decoder, text, strength=9.0):
 
 
 def test_revision_masks_fallen_tokens_again_and_still_ends(corpus_file):
-    settings = {"revision_threshold": 0.9, "commit_threshold": 0.2, "canvas_length": 16}
+    settings = {"remask_threshold": 0.9, "commit_threshold": 0.2, "max_new_tokens": 16}
     rollout = make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])[0]
     remasked = [position for step in rollout.steps for position in step.remasked]
     assert remasked and len(remasked) == len(set(remasked)), "each position at most once"
@@ -437,7 +446,7 @@ def test_revision_masks_fallen_tokens_again_and_still_ends(corpus_file):
 
 
 def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
-    settings = {"temperature": 1.0, "stop_early": False}
+    settings = {"temperature": 1.0, "early_stopping": False}
     batch = make_decoder(corpus_file, batch_size=3, **settings).decode(QUESTIONS)
     single = make_decoder(corpus_file, batch_size=1, **settings)
     asked = [Question(f"q{n}", text) for n, text in enumerate(QUESTIONS, start=1)]
@@ -450,7 +459,7 @@ def test_proposals_by_hand():
     """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
     logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
     asked = wanted(torch.tensor([2]), 3, spread=True)
-    token, confidence, log_prob, entropy, margin, old = read_proposals(logits, asked).numpy()
+    token, confidence, log_prob, entropy, margin, old = sample_proposals(logits, asked).numpy()
     assert log_prob == pytest.approx(math.log(0.5))
     assert token == [1]
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
@@ -464,7 +473,7 @@ def test_the_log_probability_of_a_token_is_finite_where_its_probability_is_none(
     uniform = torch.tensor([1.0 - 1e-9], dtype=torch.float64)
     tempered = torch.tensor([1e9], dtype=torch.float64)
     asked = wanted(torch.tensor([0]), 2, tempered, uniform)
-    token, confidence, log_prob, *_ = read_proposals(logits, asked).numpy()
+    token, confidence, log_prob, *_ = sample_proposals(logits, asked).numpy()
     assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
 
 
@@ -475,7 +484,7 @@ def test_sampled_tokens_follow_the_tempered_distribution():
     written = torch.zeros(30000, dtype=torch.long)
     tempered = torch.full((30000,), 2.0, dtype=torch.float64)
     asked = wanted(written, 3, tempered, uniform)
-    token, confidence, *_ = read_proposals(logits, asked).numpy()
+    token, confidence, *_ = sample_proposals(logits, asked).numpy()
     roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
     shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000
     torch.testing.assert_close(shares, roots / roots.sum(), atol=0.01, rtol=0)
@@ -523,7 +532,7 @@ class PlannedRetriever(CountingRetriever):
 
 def test_a_decoded_rollout_is_cited_from_what_was_in_context_at_each_word(corpus):
     """ "Emma " at step 1 with Emma's passage in context, "Dune" at step 2 with Steventon's instead."""
-    config = DecodeConfig(canvas_length=10, commit_threshold=0.9, stop_early=False)
+    config = DecodeConfig(max_new_tokens=10, commit_threshold=0.9, early_stopping=False)
     decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0], [2], [3]]), tiny_tokenizer(), config)
     text = " Emma Dune"
     scripted_run(decoder, [dict(enumerate(text[:6])), {n: text[n] for n in range(6, 10)}])
@@ -539,7 +548,7 @@ def test_a_decoded_rollout_is_cited_from_what_was_in_context_at_each_word(corpus
 def test_what_was_cut_from_the_prompt_is_no_evidence(corpus):
     """With room for 12 tokens of a passage, "Jane" and all behind it was never read."""
     denoiser = tiny_denoiser(passage_length=12)
-    config = DecodeConfig(canvas_length=9, commit_rule="grounded", commit_threshold=0.5)
+    config = DecodeConfig(max_new_tokens=9, commit_rule="grounded", commit_threshold=0.5)
     tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact="{passage}"))
     decoder = Decoder(denoiser, CountingRetriever(corpus, 1), tokenizer, config, "independent")
     scripted_run(decoder, [dict(enumerate("Emma Jane"))])
@@ -550,16 +559,16 @@ def test_what_was_cut_from_the_prompt_is_no_evidence(corpus):
 
 
 def test_a_passage_that_was_dropped_is_not_in_the_evidence(corpus_file):
-    decoder = make_decoder(corpus_file, top_k=3, query="question")
+    decoder = make_decoder(corpus_file, top_k=3, query_policy="question")
     short = tiny_denoiser(max_position_embeddings=100)
-    decoder.proposer = DenoiserProposer(short, 256, EngineConfig())
+    decoder.model_runner = MaskedModelRunner(short, 256, EngineConfig())
     rollout = decoder.decode(["novel by Frank Herbert"])[0]
     assert rollout.cut["passages_dropped"] >= 1
     assert len(rollout.evidence) == 3 - rollout.cut["passages_dropped"]
 
 
 def test_grounded_counts_words_of_the_question_as_held(corpus):
-    config = DecodeConfig(canvas_length=5, commit_rule="grounded", commit_threshold=0.5)
+    config = DecodeConfig(max_new_tokens=5, commit_rule="grounded", commit_threshold=0.5)
     decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
     script_logits(decoder, "Zelda")
     assert len(decoder.decode(["Who is Zelda?"])[0].steps[1].committed) == 5
@@ -568,7 +577,7 @@ def test_grounded_counts_words_of_the_question_as_held(corpus):
 def test_retrieval_can_wait_until_the_denoiser_is_unsure(corpus):
     """Confidence of the scripted logits is near 1, so nothing falls under 0.5; under 1.0 it does."""
     for bound, retrievals in ((0.5, 1), (1.0, 6)):
-        config = DecodeConfig(canvas_length=6, commit_rule="top_k", retrieve_below=bound)
+        config = DecodeConfig(max_new_tokens=6, commit_rule="top_k", retrieval_threshold=bound)
         decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0]] * 9), tiny_tokenizer(), config)
         script_logits(decoder, "abcdef")
         assert decoder.decode(["Who?"])[0].retrievals == retrievals
@@ -576,7 +585,7 @@ def test_retrieval_can_wait_until_the_denoiser_is_unsure(corpus):
 
 def test_revision_looks_at_the_token_that_was_written(corpus):
     """Step 1 writes "a" and "b"; then the denoiser is sure of "a" and, at the second place, of "c"."""
-    config = DecodeConfig(canvas_length=3, commit_threshold=0.9, revision_threshold=0.5)
+    config = DecodeConfig(max_new_tokens=3, commit_threshold=0.9, remask_threshold=0.5)
     decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
     scripted_run(decoder, [{0: "a", 1: "b"}, {0: "a", 1: "c", 2: "d"}])
     rollout = decoder.decode(["Who?"])[0]
@@ -584,21 +593,21 @@ def test_revision_looks_at_the_token_that_was_written(corpus):
 
 
 def test_with_revision_an_end_token_is_not_yet_the_end(corpus):
-    config = {"canvas_length": 4, "commit_rule": "top_k", "block_length": 1}
+    config = {"max_new_tokens": 4, "commit_rule": "top_k", "block_length": 1}
     for revision, forwards in ((None, 1), (0.0, 4)):
-        settings = DecodeConfig(**config, revision_threshold=revision)
+        settings = DecodeConfig(**config, remask_threshold=revision)
         decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), settings)
-        biased_to_end(decoder, 50.0)
+        bias_end_token(decoder, 50.0)
         assert decoder.decode(["Who?"])[0].forwards == forwards
 
 
 def test_the_mask_is_never_written(corpus_file):
-    decoder = make_decoder(corpus_file, stop_early=False)
-    plain = decoder.denoiser.read_out
+    decoder = make_decoder(corpus_file, early_stopping=False)
+    plain = decoder.denoiser.compute_token_logits
     mask = torch.nn.functional.one_hot(torch.tensor(256), 258) * 50.0
-    decoder.denoiser.read_out = lambda hidden: plain(hidden) + mask
+    decoder.denoiser.compute_token_logits = lambda hidden: plain(hidden) + mask
     for settings in ({}, {"temperature": 1.0}):
-        decoder.config = DecodeConfig(canvas_length=6, stop_early=False, **settings)
+        decoder.config = DecodeConfig(max_new_tokens=6, early_stopping=False, **settings)
         tokens = [c.token_id for s in decoder.decode(["Dune?"])[0].steps for c in s.committed]
         assert len(tokens) == 6 and 256 not in tokens
 
@@ -609,13 +618,13 @@ def test_a_tiny_temperature_is_the_most_probable_token():
     written = torch.zeros(50, dtype=torch.long)
     for temperature in (1e-40, 0.0):
         tempered = torch.full((50,), temperature, dtype=torch.float64)
-        sampled = read_proposals(logits, wanted(written, 19, tempered, uniform))
-        assert (sampled[0] == read_proposals(logits, wanted(written, 19))[0]).all()
+        sampled = sample_proposals(logits, wanted(written, 19, tempered, uniform))
+        assert (sampled[0] == sample_proposals(logits, wanted(written, 19))[0]).all()
 
 
 def test_log_probabilities_are_those_of_the_proposed_tokens():
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 5
-    found = read_proposals(logits, wanted(torch.zeros(40, dtype=torch.long), 3))
+    found = sample_proposals(logits, wanted(torch.zeros(40, dtype=torch.long), 3))
     expected = logits.double().log_softmax(-1).gather(1, found[:1].long().T).squeeze(1)
     torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[1].log(), found[2], rtol=1e-5, atol=1e-6)
@@ -626,8 +635,8 @@ def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise(
     for given, lengths in {
         (): (24, 8),
         (("block_length", 0),): (24, 0),
-        (("canvas_length", 4),): (4, 4),
-        (("canvas_length", 96), ("block_length", 16)): (96, 16),
+        (("max_new_tokens", 4),): (4, 4),
+        (("max_new_tokens", 96), ("block_length", 16)): (96, 16),
     }.items():
-        found = with_checkpoints_own(DecodeConfig(**dict(given)), own)
-        assert (found.canvas_length, found.block_length) == lengths
+        found = with_checkpoint_defaults(DecodeConfig(**dict(given)), own)
+        assert (found.max_new_tokens, found.block_length) == lengths

@@ -9,8 +9,8 @@ from conftest import tiny_denoiser
 from safetensors.torch import load_file
 
 from dlm_rag import Denoiser
-from dlm_rag.model.rows import Segment, pack
-from dlm_rag.model.store import Parts
+from dlm_rag.model.kv_store import SharedContext
+from dlm_rag.model.packed_batch import Segment, pack_rows
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ REFERENCES = {
 
 def packed(ids, **more):
     """Rows of ids, each from position 0 on."""
-    return pack([Segment(tuple(row.tolist()), 0) for row in ids], CPU, **more)
+    return pack_rows([Segment(tuple(row.tolist()), 0) for row in ids], CPU, **more)
 
 
 @pytest.mark.parametrize("name", ["dream", "llada"])
@@ -97,8 +97,8 @@ def test_a_context_encoded_apart_counts_as_if_it_stood_before_the_row():
     with torch.no_grad():
         whole, _ = denoiser.encode(packed([ids]))
         _, kept = denoiser.encode(packed([ids[:12]]), keep=True)
-        context = Parts(kept, [[range(12)]])
-        after, _ = denoiser.encode(pack([Segment(tuple(range(12, 20)), 12)], CPU, context=context))
+        context = SharedContext(kept, [[range(12)]])
+        after, _ = denoiser.encode(pack_rows([Segment(tuple(range(12, 20)), 12)], CPU, context=context))
     assert not torch.allclose(whole[12:], after), "the first part must not see the second"
     by_mask = masked_reference(denoiser, ids, split=12)
     torch.testing.assert_close(after, by_mask[12:])
@@ -122,7 +122,7 @@ def run_with_mask(denoiser, ids, positions, allowed):
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-    with torch.no_grad(), patch("dlm_rag.model.block.attention", masked):
+    with torch.no_grad(), patch("dlm_rag.model.block.compute_attention", masked):
         return denoiser.encode(rows)[0]
 
 
@@ -148,7 +148,7 @@ def test_only_the_tokens_that_are_read_go_through_the_last_layer():
     ids = torch.arange(12).split(lengths)
     with torch.no_grad():
         _, kept = denoiser.encode(packed(ids), keep=True)
-        context = Parts(kept, [[range(5, 9)], [range(9, 12)], [range(5)]])
+        context = SharedContext(kept, [[range(5, 9)], [range(9, 12)], [range(5)]])
         whole, _ = denoiser.encode(packed(ids, context=context))
         found, _ = denoiser.encode(packed(ids, context=context, read=[(0, 3), (2,), (1,)]))
         torch.testing.assert_close(found, whole[[0, 3, 7, 10]])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import write_lines
+from conftest import write_jsonl_file
 
 from dlm_rag.errors import CorpusError, RunError
 from dlm_rag.retrieval import dense
@@ -45,17 +45,17 @@ class Encoder:
 @pytest.fixture
 def corpus(tmp_path):
     lines = [{"id": str(n), "contents": f"passage {n}"} for n in range(PASSAGES)]
-    return open_corpus(write_lines(tmp_path / "corpus.jsonl", lines), tmp_path / "indexes")
+    return open_corpus(write_jsonl_file(tmp_path / "corpus.jsonl", lines), tmp_path / "indexes")
 
 
 @pytest.fixture
 def build(monkeypatch):
     """Opens the index with this encoder; the vectors' file as bytes."""
-    monkeypatch.setattr(dense, "KEEP_EVERY", 0.0)
+    monkeypatch.setattr(dense, "FLUSH_INTERVAL_SECONDS", 0.0)
 
     def opened(corpus, encoder):
-        monkeypatch.setattr(dense, "load_encoder", lambda *_: encoder)
-        dense.open_dense(corpus, 3, dense.TextEncoder("model", batch_size=1))
+        monkeypatch.setattr(dense, "load_sentence_transformer", lambda *_: encoder)
+        dense.open_dense_retriever(corpus, 3, dense.TextEncoder("model", batch_size=1))
         return {path.parent.name: path.read_bytes() for path in corpus.folder.glob("*/vectors.npy")}
 
     return opened
@@ -87,7 +87,7 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(corpus, build)
 
 def test_ctrl_c_keeps_what_is_finished_and_says_so(corpus, build, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(dense, "KEEP_EVERY", 1e9)
+    monkeypatch.setattr(dense, "FLUSH_INTERVAL_SECONDS", 1e9)
     with pytest.raises(KeyboardInterrupt):
         build(corpus, Encoder(die=(100, interrupt)))
     assert "128 passages are embedded: the same command goes on" in caplog.text
@@ -103,7 +103,7 @@ def test_another_encoder_or_corpus_begins_anew(corpus, build, tmp_path):
     build(corpus, other)
     assert len(other.embedded) == PASSAGES
     lines = [{"id": str(n), "contents": f"other {n}"} for n in range(PASSAGES)]
-    theirs = open_corpus(write_lines(tmp_path / "corpus.jsonl", lines), tmp_path / "indexes")
+    theirs = open_corpus(write_jsonl_file(tmp_path / "corpus.jsonl", lines), tmp_path / "indexes")
     again = Encoder()
     build(theirs, again)
     assert len(again.embedded) == PASSAGES

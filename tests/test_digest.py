@@ -14,8 +14,8 @@ from dlm_rag.files.digest import digest_file
 def file(tmp_path, monkeypatch):
     """A file that has not changed for a while, of a size that is worth remembering."""
     monkeypatch.setenv("DLM_RAG_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(digest, "REMEMBERED_FROM", 1000)
-    monkeypatch.setattr(digest, "RACY", 0)
+    monkeypatch.setattr(digest, "MIN_CACHED_FILE_BYTES", 1000)
+    monkeypatch.setattr(digest, "RACY_WINDOW_NS", 0)
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 4)
     return path
@@ -40,8 +40,8 @@ def reads(monkeypatch):
 def test_it_is_the_digest_of_all_bytes_in_blocks_of_any_size(file, monkeypatch):
     expected = blake3(file.read_bytes()).hexdigest()
     for block in (1, 7, 1024, 4096):
-        monkeypatch.setattr(digest, "BLOCK", block)
-        monkeypatch.setattr(digest, "REMEMBERED_FROM", 10**9)
+        monkeypatch.setattr(digest, "READ_BLOCK_BYTES", block)
+        monkeypatch.setattr(digest, "MIN_CACHED_FILE_BYTES", 10**9)
         assert digest_file(file) == expected
     file.write_bytes(b"")
     assert digest_file(file) == blake3(b"").hexdigest()
@@ -69,7 +69,7 @@ def test_a_change_that_keeps_size_and_time_is_seen(file):
 
 def test_a_file_that_has_just_changed_is_not_remembered(file, reads, monkeypatch):
     """It may change again within the same tick of the clock."""
-    monkeypatch.setattr(digest, "RACY", 2 * 10**9)
+    monkeypatch.setattr(digest, "RACY_WINDOW_NS", 2 * 10**9)
     file.touch()
     digest_file(file)
     digest_file(file)

@@ -13,11 +13,11 @@ import torch
 
 from dlm_rag.__main__ import dispatch
 from dlm_rag.commands import doctor
-from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding, examine
+from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding, run_checks
 from dlm_rag.config import Config
-from dlm_rag.config.decoding import RetrievalConfig
-from dlm_rag.machine import choose_dtype, has_code_for
-from dlm_rag.model import kernels
+from dlm_rag.config.inference import RetrievalConfig
+from dlm_rag.machine import choose_dtype, is_built_for_gpu
+from dlm_rag.model import attention_backends
 
 BUILD = ["sm_80", "sm_90", "sm_100", "sm_120"]
 
@@ -58,12 +58,12 @@ def gpu(monkeypatch):
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(doctor, "choose_device", lambda name: torch.device("cuda", 0))
-        kernels.missing.cache_clear()
-        kernels._first_working.cache_clear()
+        attention_backends.get_backend_problem.cache_clear()
+        attention_backends._first_working.cache_clear()
 
     yield make
-    kernels.missing.cache_clear()
-    kernels._first_working.cache_clear()
+    attention_backends.get_backend_problem.cache_clear()
+    attention_backends._first_working.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def gpu(monkeypatch):
     ],
 )
 def test_which_builds_have_code_for_which_gpus(capability, built_for, expected):
-    assert has_code_for(capability, built_for) is expected
+    assert is_built_for_gpu(capability, built_for) is expected
 
 
 def test_a_gpu_that_is_too_new_for_the_build_is_a_problem(gpu):
@@ -112,17 +112,19 @@ def test_a_driver_that_does_not_do_is_told_in_torchs_words(monkeypatch):
 
 
 def test_the_kernel_comes_with_why_not_a_better_one(gpu, monkeypatch):
-    finding = found(doctor.check_kernel)
+    finding = found(doctor.check_attention_kernel)
     assert finding.state == OK and finding.what.startswith("sdpa")
     assert "not flash or varlen: it needs a CUDA device" in finding.what
     gpu((9, 0))
-    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    monkeypatch.setattr(kernels, "torch_version", lambda: (2, 13))
-    finding = found(doctor.check_kernel)
+    monkeypatch.setattr(attention_backends, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention_backends, "get_torch_version", lambda: (2, 13))
+    finding = found(doctor.check_attention_kernel)
     assert finding.state == HINT and finding.what.startswith("varlen") and "not flash: " in finding.what
     assert "flash" in finding.remedy
     gpu((7, 5))
-    assert "not flash or varlen: it needs compute capability 8.0" in found(doctor.check_kernel).what
+    assert (
+        "not flash or varlen: it needs compute capability 8.0" in found(doctor.check_attention_kernel).what
+    )
 
 
 def test_nsys_that_is_not_there_or_does_not_show_ranges(monkeypatch):
@@ -154,7 +156,7 @@ def test_packages_that_lack_or_are_newer(monkeypatch):
 
 
 def of_cache(folder) -> Finding:
-    return found(doctor.check_cache, Config(retrieval=RetrievalConfig(index_folder=str(folder))))
+    return found(doctor.check_cache, Config(retrieval=RetrievalConfig(index_dir=str(folder))))
 
 
 def test_the_cache_its_size_its_disk_and_whether_it_can_be_written(tmp_path, monkeypatch):
@@ -178,9 +180,9 @@ def test_threads_and_memory(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
     finding = found(doctor.check_cores)
     assert finding.state == HINT and finding.remedy.startswith("export OMP_NUM_THREADS=")
-    monkeypatch.setattr(doctor, "memory", lambda: {"total": 8 * 10**9, "available": 10**9})
+    monkeypatch.setattr(doctor, "read_host_memory", lambda: {"total": 8 * 10**9, "available": 10**9})
     assert found(doctor.check_memory).state == HINT
-    monkeypatch.setattr(doctor, "memory", dict)
+    monkeypatch.setattr(doctor, "read_host_memory", dict)
     assert found(doctor.check_memory).state == OK
 
 
@@ -197,8 +199,8 @@ def test_a_check_that_fails_leaves_the_others_alone(monkeypatch, capsys):
         raise RuntimeError("[red]no[/] such library\nat line 1")
         yield
 
-    monkeypatch.setattr(doctor, "CHECKS", {"first": broken, "second": doctor.check_python})
-    first, second = examine(Config())
+    monkeypatch.setattr(doctor, "DOCTOR_CHECKS", {"first": broken, "second": doctor.check_python})
+    first, second = run_checks(Config())
     assert first == Finding("first", PROBLEM, "cannot be looked at: [red]no[/] such library")
     assert second.state == OK
     with pytest.raises(SystemExit) as stop:
@@ -209,7 +211,7 @@ def test_a_check_that_fails_leaves_the_others_alone(monkeypatch, capsys):
 
 def test_hints_leave_the_exit_status_alone_and_json_holds_the_machine(monkeypatch, capsys):
     hint = Finding("nsys", HINT, "not found", "apt install nsight-systems")
-    monkeypatch.setattr(doctor, "CHECKS", {"nsys": lambda _: iter([hint])})
+    monkeypatch.setattr(doctor, "DOCTOR_CHECKS", {"nsys": lambda _: iter([hint])})
     dispatch(["doctor"])
     assert "$ apt install nsight-systems" in capsys.readouterr().out
     dispatch(["doctor", "--json"])

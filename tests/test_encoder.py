@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.retrieval.encoder import load_encoder
+from dlm_rag.retrieval.load_encoder import load_sentence_transformer
 
 OWN = "sentence_transformers.sentence_transformer.modules"
 MODULES = [
@@ -41,7 +41,7 @@ def put(folder, name, settings):
 
 
 def test_an_ordinary_folder_loads(folder):
-    assert load_encoder(str(folder), "cpu").encode(["a b"]).shape == (1, 16)
+    assert load_sentence_transformer(str(folder), "cpu").encode(["a b"]).shape == (1, 16)
 
 
 def of_modules(folder):
@@ -181,7 +181,7 @@ def test_code_in_a_folder_is_refused_and_not_run(folder, monkeypatch, harm, says
     monkeypatch.chdir(folder)  # from which Python may import, too
     monkeypatch.syspath_prepend(str(folder))
     with pytest.raises(CheckpointError, match=says) as error:
-        load_encoder(str(folder), "cpu")
+        load_sentence_transformer(str(folder), "cpu")
     assert "\n" not in str(error.value)
     assert not (folder.parent / "was-run").exists()
 
@@ -189,7 +189,7 @@ def test_code_in_a_folder_is_refused_and_not_run(folder, monkeypatch, harm, says
 def test_code_beside_a_model_that_the_library_knows_is_not_run(folder):
     put(folder, "config.json", {"auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Model"}})
     put(folder, "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["evil.Tokens", None]}})
-    assert load_encoder(str(folder), "cpu").encode(["a b"]).shape == (1, 16)
+    assert load_sentence_transformer(str(folder), "cpu").encode(["a b"]).shape == (1, 16)
     assert not (folder.parent / "was-run").exists()
 
 
@@ -217,7 +217,7 @@ def test_the_code_of_these_folders_is_real(folder):
 def test_a_damaged_folder_is_named(folder, name, harm, says):
     (folder / name).write_text(harm)
     with pytest.raises(CheckpointError, match=says):
-        load_encoder(str(folder), "cpu")
+        load_sentence_transformer(str(folder), "cpu")
 
 
 def tensors(change):
@@ -251,13 +251,13 @@ def test_an_encoder_that_makes_no_vectors_is_refused(folder, wrong, capfd):
     harm, says = WRONG[wrong]
     harm(folder)
     with pytest.raises(CheckpointError, match=says):
-        load_encoder(str(folder), "cpu")
+        load_sentence_transformer(str(folder), "cpu")
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
 def test_a_pooler_that_lacks_is_made_up_the_same_at_every_start(folder):
     tensors(lambda found: found.pop("pooler.dense.weight"))(folder)
-    one, other = (load_encoder(str(folder), "cpu").state_dict() for _ in range(2))
+    one, other = (load_sentence_transformer(str(folder), "cpu").state_dict() for _ in range(2))
     assert all((one[name] == other[name]).all() for name in one)
 
 
@@ -266,7 +266,7 @@ def test_a_hub_id_is_found_as_a_models_is(folder, monkeypatch):
         "huggingface_hub.snapshot_download",
         lambda name, **_: str({"sentence-transformers/tiny": folder}[name]),
     )
-    assert load_encoder("tiny", "cpu").encode(["a"]).shape == (1, 16)
+    assert load_sentence_transformer("tiny", "cpu").encode(["a"]).shape == (1, 16)
 
 
 @pytest.mark.parametrize("factor", [0.0, float("nan")])
@@ -276,10 +276,10 @@ def test_weights_that_make_no_vectors_are_refused(folder, factor):
     weights = {name: value * factor for name, value in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="zeros, or no numbers: its weights are damaged"):
-        load_encoder(str(folder), "cpu")
+        load_sentence_transformer(str(folder), "cpu")
 
 
 def test_settings_that_fail_at_the_first_text_are_named_before_any_passage(folder):
     put(folder, "sentence_bert_config.json", {"max_seq_length": "x"})
     with pytest.raises(CheckpointError, match="could not be loaded: .*not supported"):
-        load_encoder(str(folder), "cpu")
+        load_sentence_transformer(str(folder), "cpu")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_denoiser, tiny_tokenizer
-from test_decoder import QUESTIONS, CountingRetriever, make_decoder, records, whole_record
+from test_decoder import QUESTIONS, CountingRetriever, make_decoder, rollout_record, rollout_records
 
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.engine import Engine
-from dlm_rag.decode.proposer import DenoiserProposer
-from dlm_rag.diffusion.commit import Proposals
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.questions import Question
 
 ASKED = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
@@ -31,12 +31,12 @@ def run(engine):
     return found
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 @pytest.mark.parametrize("layout", ["joint", "independent"])
 def test_questions_that_come_late_get_the_tokens_they_get_alone(corpus_file, layout, overlap):
     decoder = make_decoder(corpus_file, layout, batch_size=4, overlap=overlap)
     one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap)
-    expected = {r.id: whole_record(r) for r in one.stream(ASKED)}
+    expected = {r.id: rollout_record(r) for r in one.stream(ASKED)}
     with decoder.new_engine() as engine:
         engine.submit(ASKED[0])
         engine.step()
@@ -44,16 +44,16 @@ def test_questions_that_come_late_get_the_tokens_they_get_alone(corpus_file, lay
         for question in ASKED[1:]:
             engine.submit(question)
         found = run(engine)
-    assert {r.id: whole_record(r) for r in found.values()} == expected
+    assert {r.id: rollout_record(r) for r in found.values()} == expected
 
 
 def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
     """Temperatures, thresholds, rules, canvases, queries: each as in an engine of its own."""
     ways = [
-        {"canvas_length": 12, "commit_threshold": 0.4},
-        {"canvas_length": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query": "question"},
-        {"canvas_length": 16, "temperature": 0.8, "seed": 3, "stop_early": False},
-        {"canvas_length": 12, "revision_threshold": 0.5, "block_length": 4, "retrieve_every": 2},
+        {"max_new_tokens": 12, "commit_threshold": 0.4},
+        {"max_new_tokens": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query_policy": "question"},
+        {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "early_stopping": False},
+        {"max_new_tokens": 12, "remask_threshold": 0.5, "block_length": 4, "retrieval_interval": 2},
     ]
     settings = [DecodeConfig(**way) for way in ways]
     decoder = make_decoder(corpus_file, "independent", batch_size=4)
@@ -63,15 +63,15 @@ def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
     for ticket, way in zip(tickets, ways, strict=True):
         own = make_decoder(corpus_file, "independent", **({"commit_threshold": 0.9} | way))
         (alone,) = own.stream(ASKED[:1])
-        assert whole_record(together[ticket]) == whole_record(alone), way
+        assert rollout_record(together[ticket]) == rollout_record(alone), way
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file, monkeypatch, overlap):
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
-    settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "stop_early": False}
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
+    settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "early_stopping": False}
     decoder = make_decoder(corpus_file, "independent", **settings)
-    expected = {r.id: whole_record(r) for r in decoder.stream(ASKED)}
+    expected = {r.id: rollout_record(r) for r in decoder.stream(ASKED)}
     with decoder.new_engine() as engine:
         tickets = [engine.submit(question) for question in ASKED]
         engine.step()
@@ -83,24 +83,24 @@ def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file,
         assert engine.capacity == 3
         with pytest.raises(KeyError, match="not in flight"):
             engine.cancel(tickets[1])
-    assert {name: whole_record(found[name]) for name in ("id0", "id2")} == {
+    assert {name: rollout_record(found[name]) for name in ("id0", "id2")} == {
         name: expected[name] for name in ("id0", "id2")
     }
-    assert whole_record(found["late"]) == expected["id0"] and "id1" not in found
+    assert rollout_record(found["late"]) == expected["id0"] and "id1" not in found
     assert not decoder.retriever._successive._kept
-    assert not decoder.proposer._contexts._held
+    assert not decoder.model_runner._contexts._held
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file, overlap):
     settings = {"commit_threshold": 1.0, "batch_size": 2, "overlap": overlap}
-    expected = records(make_decoder(corpus_file, "prefix", **settings).decode(QUESTIONS))
+    expected = rollout_records(make_decoder(corpus_file, "prefix", **settings).decode(QUESTIONS))
     decoder = make_decoder(corpus_file, "prefix", **settings)
     stream = decoder.stream(ASKED)
     next(stream)
     stream.close()
-    assert not decoder.proposer._contexts._held
-    assert records(decoder.decode(QUESTIONS)) == expected
+    assert not decoder.model_runner._contexts._held
+    assert rollout_records(decoder.decode(QUESTIONS)) == expected
 
 
 def test_a_full_engine_says_so_and_a_place_is_free_once_a_question_has_ended(corpus_file):
@@ -115,8 +115,8 @@ def test_a_full_engine_says_so_and_a_place_is_free_once_a_question_has_ended(cor
 
 def test_both_halves_of_a_pipeline_have_rows(corpus_file):
     decoder = make_decoder(corpus_file, overlap="pipeline", batch_size=8)
-    sizes, propose = [], decoder.proposer.propose
-    decoder.proposer.propose = lambda views: sizes.append(len(views)) or propose(views)
+    sizes, propose = [], decoder.model_runner.propose
+    decoder.model_runner.propose = lambda views: sizes.append(len(views)) or propose(views)
     decoder.decode(QUESTIONS[:2])
     assert max(sizes) == 1
 
@@ -194,7 +194,7 @@ class Careless(CountingRetriever):
 
 @pytest.mark.slow
 def test_a_hundred_thousand_questions_pass_in_flat_memory(corpus):
-    settings = DecodeConfig(canvas_length=4, batch_size=64)
+    settings = DecodeConfig(max_new_tokens=4, batch_size=64)
     with Engine(Trivial(), Careless(corpus, 1), tiny_tokenizer(), settings) as engine:
         stream_through(engine, range(20_000))  # until what is kept of texts has its full size
         before = resident()
@@ -205,8 +205,8 @@ def test_a_hundred_thousand_questions_pass_in_flat_memory(corpus):
 
 def test_memory_does_not_grow_over_five_hundred_questions(corpus_file):
     """Slots, pool and searches are those of the rows at work, however many have been."""
-    decoder = make_decoder(corpus_file, "independent", canvas_length=4, batch_size=8)
-    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig(pool_gib=1e-4))
+    decoder = make_decoder(corpus_file, "independent", max_new_tokens=4, batch_size=8)
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig(prefix_cache_gib=1e-4))
     with decoder.new_engine() as engine:
         stream_through(engine, range(200))
         before = resident()
@@ -242,20 +242,20 @@ def steps_on(engine, most=500):
         if not engine.busy:
             break
         with suppress(torch.OutOfMemoryError, ConnectionError):
-            found |= {e.rollout.id: whole_record(e.rollout) for e in engine.step() if e.finished}
+            found |= {e.rollout.id: rollout_record(e.rollout) for e in engine.step() if e.finished}
     return found
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 @pytest.mark.parametrize("what", ["propose", "prefetch"])
 def test_a_step_that_raises_gives_nobody_a_wrong_answer(corpus_file, what, overlap, temperature):
     way = {"batch_size": 4, "overlap": overlap, "commit_threshold": 0.5, "temperature": temperature}
     decoder = make_decoder(corpus_file, "independent", **way)
-    expected = {r.id: whole_record(r) for r in decoder.stream(ASKED)}
-    function, wrong = getattr(decoder.proposer, what), []
+    expected = {r.id: rollout_record(r) for r in decoder.stream(ASKED)}
+    function, wrong = getattr(decoder.model_runner, what), []
     for at in range(1, 12):
-        setattr(decoder.proposer, what, raising(function, at))
+        setattr(decoder.model_runner, what, raising(function, at))
         with decoder.new_engine() as engine:
             for question in ASKED:
                 engine.submit(question)
@@ -285,42 +285,42 @@ def test_questions_one_after_another_need_one_slot(corpus_file):
         for number in range(16):
             engine.submit(Question(f"{number}", QUESTIONS[0]))
             run(engine)
-    assert decoder.proposer._contexts._store.slots == 1
+    assert decoder.model_runner._contexts._store.slots == 1
 
 
 def test_the_record_has_the_overlap_that_held(corpus_file):
-    decoder = make_decoder(corpus_file, overlap="stale", batch_size=2)
+    decoder = make_decoder(corpus_file, overlap="stale_evidence", batch_size=2)
     with decoder.new_engine() as engine:
-        engine.submit(ASKED[0], DecodeConfig(canvas_length=12))
+        engine.submit(ASKED[0], DecodeConfig(max_new_tokens=12))
         (rollout,) = run(engine).values()
-    assert (rollout.settings["overlap"], rollout.settings["batch_size"]) == ("stale", 2)
+    assert (rollout.settings["overlap"], rollout.settings["batch_size"]) == ("stale_evidence", 2)
 
 
 WAYS = [
-    {"canvas_length": 12, "commit_threshold": 0.4},
-    {"canvas_length": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query": "question"},
-    {"canvas_length": 16, "temperature": 0.8, "seed": 3, "stop_early": False},
-    {"canvas_length": 12, "revision_threshold": 0.5, "block_length": 4, "retrieve_every": 2},
-    {"canvas_length": 30, "query": "feedback", "retrieve_below": 0.9},
-    {"canvas_length": 11, "query": "two_rounds", "commit_threshold": 0.5},
-    {"canvas_length": 9, "temperature": 1.3, "commit_rule": "grounded", "query": "response"},
+    {"max_new_tokens": 12, "commit_threshold": 0.4},
+    {"max_new_tokens": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query_policy": "question"},
+    {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "early_stopping": False},
+    {"max_new_tokens": 12, "remask_threshold": 0.5, "block_length": 4, "retrieval_interval": 2},
+    {"max_new_tokens": 30, "query_policy": "feedback", "retrieval_threshold": 0.9},
+    {"max_new_tokens": 11, "query_policy": "two_rounds", "commit_threshold": 0.5},
+    {"max_new_tokens": 9, "temperature": 1.3, "commit_rule": "grounded", "query_policy": "response"},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
 def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, monkeypatch, layout, overlap):
     """Same ids at the same time, settings of their own, cancellations, a slow search, a pool too small."""
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
     rng, alone, asked, done = random.Random(1), {}, {}, 0
     settings = [{"commit_threshold": 0.9} | way for way in WAYS]
     for number, way in enumerate(settings):
         one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap, **way)
-        alone |= {(number, r.id): whole_record(r) for r in one.stream(ASKED)}
+        alone |= {(number, r.id): rollout_record(r) for r in one.stream(ASKED)}
     decoder = make_decoder(corpus_file, layout, batch_size=5, overlap=overlap)
-    decoder.proposer = DenoiserProposer(
-        decoder.denoiser, 256, EngineConfig(pool_gib=2e-5, host_pool_gib=1e-5)
+    decoder.model_runner = MaskedModelRunner(
+        decoder.denoiser, 256, EngineConfig(prefix_cache_gib=2e-5, cpu_offload_gib=1e-5)
     )
     search = decoder.retriever.search
     decoder.retriever.search = lambda queries: time.sleep(rng.random() * 0.004) or search(queries)
@@ -336,6 +336,6 @@ def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, mon
             for event in engine.step():
                 if event.finished:
                     done += 1
-                    assert whole_record(event.rollout) == alone[asked[event.ticket]]
+                    assert rollout_record(event.rollout) == alone[asked[event.ticket]]
     assert done > 20 and engine.capacity == 5
-    assert not decoder.retriever._successive._kept and not decoder.proposer._contexts._held
+    assert not decoder.retriever._successive._kept and not decoder.model_runner._contexts._held

@@ -10,20 +10,33 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
 
-from dlm_rag.decode.rollout import Rollout, Step
+from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import (
     Estimate,
-    bootstrap,
+    bootstrap_mean,
     compare_to_first,
     estimate_difference,
     estimate_share,
     group_questions,
-    read_settings,
-    summarise,
+    parse_compared_settings,
+    summarize_scores,
 )
-from dlm_rag.evaluation.metrics import Score, choose_f1, exact_match, f1, mean_score, score
-from dlm_rag.evaluation.report import answers_per_second, grids, markdown, percent, plot
+from dlm_rag.evaluation.metrics import (
+    Score,
+    choose_f1_rule,
+    compute_exact_match,
+    compute_f1,
+    compute_mean_score,
+    score_rollout,
+)
+from dlm_rag.evaluation.report import (
+    build_comparison_tables,
+    compute_answers_per_second,
+    format_percent,
+    plot_by_hops,
+    render_markdown_report,
+)
 from dlm_rag.questions import Question
 
 
@@ -34,17 +47,21 @@ def a_score(exact_match, recall=1.0, searches=2.0):
 
 def test_f1_by_the_rules_of_two_data_sets():
     """Worked by hand: 1 word of 1 and of 4 shared is 2/5, 1 of 1 and of 2 is 2/3."""
-    assert f1("no", ["No Path Through Fire"]) == pytest.approx(2 / 5)
-    assert f1("no", ["No Path Through Fire"], "hotpotqa") == 0.0, "the prediction is closed"
-    assert f1("Yes, both.", ["yes"]) == pytest.approx(2 / 3)
-    assert f1("Yes, both.", ["yes"], "hotpotqa") == 0.0, "the golden answer is closed"
-    assert f1("noanswer", ["noanswer here"]) == pytest.approx(2 / 3)
-    assert f1("noanswer", ["noanswer here"], "hotpotqa") == 0.0
-    assert f1("yes", ["no"], "hotpotqa") == 0.0
+    assert compute_f1("no", ["No Path Through Fire"]) == pytest.approx(2 / 5)
+    assert compute_f1("no", ["No Path Through Fire"], "hotpotqa") == 0.0, "the prediction is closed"
+    assert compute_f1("Yes, both.", ["yes"]) == pytest.approx(2 / 3)
+    assert compute_f1("Yes, both.", ["yes"], "hotpotqa") == 0.0, "the golden answer is closed"
+    assert compute_f1("noanswer", ["noanswer here"]) == pytest.approx(2 / 3)
+    assert compute_f1("noanswer", ["noanswer here"], "hotpotqa") == 0.0
+    assert compute_f1("yes", ["no"], "hotpotqa") == 0.0
     for rule in ("squad", "hotpotqa"):
-        assert f1("Yes!", ["yes"], rule) == 1.0, "after normalisation both sides are the same"
-        assert f1("no path", ["no path at all"], rule) == pytest.approx(2 / 3), "neither side is closed"
-        assert f1("Yes, both.", ["yes", "both"], rule) == pytest.approx(2 / 3), "the best of the answers"
+        assert compute_f1("Yes!", ["yes"], rule) == 1.0, "after normalisation both sides are the same"
+        assert compute_f1("no path", ["no path at all"], rule) == pytest.approx(2 / 3), (
+            "neither side is closed"
+        )
+        assert compute_f1("Yes, both.", ["yes", "both"], rule) == pytest.approx(2 / 3), (
+            "the best of the answers"
+        )
 
 
 # prediction, golden answers, exact match, F1 by SQuAD's rule, F1 by HotpotQA's; each worked by hand.
@@ -117,9 +134,9 @@ HARD = [
 
 @pytest.mark.parametrize(("prediction", "golden", "match", "squad", "hotpotqa"), HARD)
 def test_hard_answers_worked_by_hand(prediction, golden, match, squad, hotpotqa):
-    assert exact_match(prediction, golden) == match
-    assert f1(prediction, golden) == pytest.approx(squad)
-    assert f1(prediction, golden, "hotpotqa") == pytest.approx(hotpotqa)
+    assert compute_exact_match(prediction, golden) == match
+    assert compute_f1(prediction, golden) == pytest.approx(squad)
+    assert compute_f1(prediction, golden, "hotpotqa") == pytest.approx(hotpotqa)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +151,8 @@ def test_hard_answers_worked_by_hand(prediction, golden, match, squad, hotpotqa)
 )
 def test_the_rule_of_f1_follows_the_name_of_the_questions(path, rule, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert choose_f1("auto", path) == rule
-    assert choose_f1("squad", path) == "squad" and choose_f1("hotpotqa", path) == "hotpotqa"
+    assert choose_f1_rule("auto", path) == rule
+    assert choose_f1_rule("squad", path) == "squad" and choose_f1_rule("hotpotqa", path) == "hotpotqa"
 
 
 @pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
@@ -144,12 +161,12 @@ def test_on_real_answers_the_rules_differ_only_at_yes_and_no(real, name):
     from dlm_rag.questions import read_questions
 
     path = real / name / "questions.jsonl"
-    assert choose_f1("auto", str(path)) == "hotpotqa"
+    assert choose_f1_rule("auto", str(path)) == "hotpotqa"
     closed = 0
     for question in read_questions(path):
         (answer,) = question.golden_answers
         for prediction, golden in ((f"{answer} indeed", answer), (answer, f"{answer} indeed")):
-            squad, hotpotqa = f1(prediction, [golden]), f1(prediction, [golden], "hotpotqa")
+            squad, hotpotqa = compute_f1(prediction, [golden]), compute_f1(prediction, [golden], "hotpotqa")
             assert 0.5 < squad < 1.0
             assert hotpotqa == (0.0 if answer in ("yes", "no") else squad)
         closed += answer in ("yes", "no")
@@ -158,8 +175,11 @@ def test_on_real_answers_the_rules_differ_only_at_yes_and_no(real, name):
 
 def test_seconds_of_nested_stages_count_once():
     seconds = {"retrieve": 0.5, "retrieve/search": 0.4, "denoise": 1.0}
-    steps = [Step(0, "?", (), True, seconds=seconds), Step(1, None, (), False, seconds={"denoise": 0.5})]
-    assert score(Rollout("a", "?", "joint", 3, steps), Question("a", "?")).seconds == 2.0
+    steps = [
+        RolloutStep(0, "?", (), True, seconds=seconds),
+        RolloutStep(1, None, (), False, seconds={"denoise": 0.5}),
+    ]
+    assert score_rollout(Rollout("a", "?", "joint", 3, steps), Question("a", "?")).seconds == 2.0
 
 
 def test_tokens_per_forward_is_a_ratio_of_sums():
@@ -167,8 +187,8 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
     fast, slow = (Score(1.0, 1.0, None, None, n, n, tokens, 0.1) for n, tokens in ((3, 90), (17, 10)))
     failed = Score(0.0, 0.0, None, None, 0, 0, 0, 0.1)
     scores = [fast, slow, failed]
-    assert mean_score(scores).tokens_per_forward == pytest.approx(5.0)
-    found = summarise(scores, {"all": [0, 1, 2], "failed": [2], "one": [1]})
+    assert compute_mean_score(scores).tokens_per_forward == pytest.approx(5.0)
+    found = summarize_scores(scores, {"all": [0, 1, 2], "failed": [2], "one": [1]})
     estimate = found["all"]["tokens_per_forward"]
     assert estimate.mean == pytest.approx(5.0)
     assert (estimate.low, estimate.high) == pytest.approx((10 / 17, 30)), "of two questions, one or both"
@@ -177,17 +197,22 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
 
 
 def test_settings_by_name_by_value_and_joined():
-    assert " ".join(read_settings("all")) == "interleaved committed static two_rounds feedback none oracle"
-    found = read_settings("static, oracle+retrieval.kind=dense,decode.commit_rule=grounded")
-    assert found["static"] == ["decode.query=question"]
-    assert found["oracle+retrieval.kind=dense"][-1] == "retrieval.kind=dense"
+    assert (
+        " ".join(parse_compared_settings("all"))
+        == "interleaved committed static two_rounds feedback none oracle"
+    )
+    found = parse_compared_settings("static, oracle+retrieval.method=dense,decode.commit_rule=grounded")
+    assert found["static"] == ["decode.query_policy=question"]
+    assert found["oracle+retrieval.method=dense"][-1] == "retrieval.method=dense"
     assert found["decode.commit_rule=grounded"] == ["decode.commit_rule=grounded"]
     with pytest.raises(ConfigError, match="'statik' is neither .*nearest: 'static'"):
-        read_settings("interleaved,statik")
+        parse_compared_settings("interleaved,statik")
     with pytest.raises(ConfigError, match="'questions=other.jsonl' is neither"):
-        read_settings("static,questions=other.jsonl")  # it would be scored against these questions
+        parse_compared_settings(
+            "static,questions=other.jsonl"
+        )  # it would be scored against these questions
     with pytest.raises(ConfigError, match="named twice"):
-        read_settings("static,static")
+        parse_compared_settings("static,static")
 
 
 def test_questions_are_grouped_by_hops_and_labels():
@@ -206,12 +231,12 @@ def test_questions_are_grouped_by_hops_and_labels():
 def test_the_bootstrap_interval_is_the_normal_one_for_many_values():
     rng = random.Random(0)
     values = [rng.expovariate(0.5) for _ in range(400)]
-    found = bootstrap(values)
+    found = bootstrap_mean(values)
     half = 1.96 * stdev(values) / math.sqrt(400)
     assert found.low == pytest.approx(found.mean - half, abs=0.05)
     assert found.high == pytest.approx(found.mean + half, abs=0.05)
-    assert bootstrap(values) == found, "seeded"
-    assert bootstrap([3.0, None, 3.0]) == Estimate(3.0, 3.0, 3.0) and bootstrap([None]) is None
+    assert bootstrap_mean(values) == found, "seeded"
+    assert bootstrap_mean([3.0, None, 3.0]) == Estimate(3.0, 3.0, 3.0) and bootstrap_mean([None]) is None
 
 
 @pytest.mark.parametrize("count", [1, 20, 30, 300])
@@ -292,17 +317,17 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     groups = group_questions(questions)
     scores = {"one": [a_score(1.0), a_score(1.0)], "two": [a_score(0.0), a_score(1.0, None)]}
     scores["three"] = [a_score(1.0, searches=4.0)] * 2
-    summaries = {name: summarise(theirs, groups) for name, theirs in scores.items()}
-    found = grids(groups, summaries, compare_to_first(scores, groups), "hotpotqa")
+    summaries = {name: summarize_scores(theirs, groups) for name, theirs in scores.items()}
+    found = build_comparison_tables(groups, summaries, compare_to_first(scores, groups), "hotpotqa")
     assert found[0].rows[1][:3] == ["1 hop (1)", "100.0 [17, 100]", "0.0 [0, 83]"]
     assert found[1].headings[1] == "F1 (hotpotqa) %"
     assert found[1].rows[0][-2:] == ["20.00 [20.00, 20.00]", "2.00 [2.00, 2.00]"], "answers a second"
     assert found[-2].rows[1] == ["1 hop (1)", "+100.0 [-73, +100]", "+0.0 [-92, +92]"]
     assert found[-1].rows[1] == ["three", "+0.00 [+0.00, +0.00]", "-2.00 [-2.00, -2.00]"]
     stamp = {"commit": "c0ffee", "date": "d", "device": "cpu", "threads": 2, "attention": "sdpa", "seed": 0}
-    text = markdown(found, stamp)
+    text = render_markdown_report(found, stamp)
     assert "| 1 hop (1) | 100.0 [17, 100] | 0.0 [0, 83] | 100.0 [17, 100] |" in text and "c0ffee" in text
-    plot(tmp_path / "scores.png", groups, summaries)
+    plot_by_hops(tmp_path / "scores.png", groups, summaries)
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
     long = {
         "+".join([name, "decode.block_length=0", "model.path=" + 60 * "a"]): summaries[name]
@@ -310,13 +335,13 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as that axes have no room left
-        plot(tmp_path / "long.png", groups, long)
+        plot_by_hops(tmp_path / "long.png", groups, long)
 
 
 def test_numbers_as_people_read_them():
-    assert percent(Estimate(0.85, 0.801, 0.892)) == "85.0 [80, 89]" and percent(None) == "-"
-    assert percent(Estimate(-0.05, -0.1, 0.0), signed=True) == "-5.0 [-10, +0]"
-    assert answers_per_second(Estimate(0.5, 0.25, 1.0)) == Estimate(2.0, 1.0, 4.0)
+    assert format_percent(Estimate(0.85, 0.801, 0.892)) == "85.0 [80, 89]" and format_percent(None) == "-"
+    assert format_percent(Estimate(-0.05, -0.1, 0.0), signed=True) == "-5.0 [-10, +0]"
+    assert compute_answers_per_second(Estimate(0.5, 0.25, 1.0)) == Estimate(2.0, 1.0, 4.0)
 
 
 def test_labels_of_questions_are_their_true_fields(tmp_path):

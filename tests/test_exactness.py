@@ -4,9 +4,9 @@ import pytest
 import torch
 from test_decoder import LAYOUTS, QUESTIONS, make_decoder
 
-from dlm_rag.commands.prepare import SHIPPED, prepare, with_shipped
+from dlm_rag.commands.startup import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
-from dlm_rag.decode.proposer import DenoiserProposer
+from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.questions import read_questions
 
 
@@ -15,11 +15,11 @@ def decode(corpus_file):
     """Decodes on so many threads; every committed token of every question."""
     before = torch.get_num_threads()
 
-    def invoke(layout, threads=1, pool_gib=1.0, batch_size=3):
+    def invoke(layout, threads=1, prefix_cache_gib=1.0, batch_size=3):
         torch.set_num_threads(threads)
         decoder = make_decoder(corpus_file, layout, batch_size=batch_size)
-        engine = EngineConfig(pool_gib=pool_gib)
-        decoder.proposer = DenoiserProposer(decoder.denoiser, decoder.tokenizer.mask_id, engine)
+        engine = EngineConfig(prefix_cache_gib=prefix_cache_gib)
+        decoder.model_runner = MaskedModelRunner(decoder.denoiser, decoder.tokenizer.mask_id, engine)
         rollouts = decoder.decode(QUESTIONS)
         return [[step.committed for step in rollout.steps] for rollout in rollouts]
 
@@ -37,7 +37,7 @@ def test_the_same_run_again_is_equal_to_the_bit(decode, layout, threads):
     assert decode(layout, threads) == decode(layout, threads)
 
 
-@pytest.mark.parametrize("other", [{"batch_size": 1}, {"threads": 2}, {"pool_gib": 0.0}], ids=str)
+@pytest.mark.parametrize("other", [{"batch_size": 1}, {"threads": 2}, {"prefix_cache_gib": 0.0}], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_batches_threads_and_pools_give_the_same_tokens_to_rounding(decode, layout, other):
     one, two = flat(decode(layout)), flat(decode(layout, **other))
@@ -49,13 +49,16 @@ def test_other_batches_threads_and_pools_give_the_same_tokens_to_rounding(decode
 @pytest.mark.slow
 def test_the_shipped_model_answers_with_and_without_a_pool_alike():
     """Prints what docs/exactness.md says; `-s` shows it."""
-    world = SHIPPED / "world"
+    world = SHIPPED_FOLDER / "world"
     asked = [q for q in read_questions(world / "questions.jsonl") if not q.labels][::3]
     decoded = []
-    for pool_gib in (1.0, 0.0):
-        settings = [f"retrieval.corpus={world / 'corpus.jsonl'}", f"engine.pool_gib={pool_gib}"]
-        config = with_shipped(load_config(None, [*settings, "decode.batch_size=16"]), [])
-        rollouts = prepare(config, asked).load().decode(asked)
+    for prefix_cache_gib in (1.0, 0.0):
+        settings = [
+            f"retrieval.corpus={world / 'corpus.jsonl'}",
+            f"engine.prefix_cache_gib={prefix_cache_gib}",
+        ]
+        config = apply_shipped_defaults(load_config(None, [*settings, "decode.batch_size=16"]), [])
+        rollouts = prepare_decoder(config, asked).load().decode(asked)
         decoded.append([flat([[step.committed for step in rollout.steps]]) for rollout in rollouts])
     to_the_bit = sum(one == two for one, two in zip(*decoded, strict=True))
     one, two = ([token for question in found for token in question] for found in decoded)

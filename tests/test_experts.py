@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag import Denoiser
 from dlm_rag.model import feedforward
-from dlm_rag.model.cost import encode_work
-from dlm_rag.model.feedforward import MixtureOfExperts, Router, by_expert
-from dlm_rag.model.live import without_contents
-from dlm_rag.model.shape import Experts
+from dlm_rag.model.denoiser_config import ExpertsConfig
+from dlm_rag.model.feedforward import MixtureOfExperts, Router, grouped_matmul
+from dlm_rag.model.flops import count_encode_flops
+from dlm_rag.model.simulated_memory import replace_with_empty_weights
 
-FEW = Experts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
+FEW = ExpertsConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 ALL_OF_IT = replace(
     FEW, shared_intermediate_size=24, first_k_dense_replace=1, score_function="sigmoid", expert_bias=True,
     n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5,
@@ -38,7 +38,7 @@ def test_the_grouped_product_equals_one_by_one(dtype, sizes):
     weights = torch.randn(len(sizes), 24, 16, dtype=dtype, requires_grad=True)
     ends = torch.tensor(sizes).cumsum(0).int()
     found = []
-    for way in (by_expert, feedforward._one_by_one):
+    for way in (grouped_matmul, feedforward._looped_matmul):
         out = way(x, weights, ends)
         found.append((out, *torch.autograd.grad(out.float().square().sum(), (x, weights))))
     for one, other in zip(*found, strict=True):
@@ -105,10 +105,12 @@ def test_each_token_pays_for_its_experts_and_each_expert_is_read_once():
     plain = tiny_denoiser(intermediate_size=2 * 16).config  # as wide as the two experts of a token
     router = 2 * 2 * 32 * 8  # layers, FLOPs, width, experts
     for tokens in (1, 50):
-        ours, dense = (encode_work(c, [tokens], [tokens], [tokens], 4) for c in (config, plain))
+        ours, dense = (count_encode_flops(c, [tokens], [tokens], [tokens], 4) for c in (config, plain))
         assert ours.flops == dense.flops + tokens * router
         experts = 8 * (1 - 0.75**tokens)
-        assert ours.bytes - dense.bytes == pytest.approx(4 * 2 * 32 * (8 + 3 * 16 * (experts - 2)))
+        assert ours.bytes_moved - dense.bytes_moved == pytest.approx(
+            4 * 2 * 32 * (8 + 3 * 16 * (experts - 2))
+        )
 
 
 def test_experts_and_their_choice_learn():
@@ -124,7 +126,7 @@ def test_a_plan_of_training_sees_the_shapes_of_a_run(experts):
     with torch.device("meta"):
         denoiser = tiny_denoiser(experts=experts)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        without_contents(denoiser)
+        replace_with_empty_weights(denoiser)
         out = denoiser(torch.zeros(1, 9, dtype=torch.long))
         out.sum().backward()
     assert out.shape == (1, 9, 258)

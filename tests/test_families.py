@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_denoiser
-from golden.tiny import write_checkpoint
+from golden.tiny_checkpoints import write_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_denoiser import run_with_mask
@@ -14,37 +14,37 @@ from test_denoiser import run_with_mask
 from dlm_rag import Denoiser
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint, save_tensors
-from dlm_rag.training.memory import LiveBytes
+from dlm_rag.training.planning.step_memory import MemoryTracker
 
 MASK = 99
 # family: the class of transformers whose names it has, its own keys, and what they must come to.
 PUBLIC = {
     "sdar": (
         ("Qwen3", {"head_dim": 12}), {"block_size": 4},
-        {"attention_block": 4, "block_grid": "prompt", "block_length": 4, "shifted": False},
+        {"block_size": 4, "block_grid": "prompt", "block_length": 4, "shifted": False},
     ),
     "Fast_dLLM_Qwen": (
         ("Qwen2", {}), {"bd_size": 16},
-        {"attention_block": 16, "block_grid": "prompt", "block_length": 8, "shifted": True},
+        {"block_size": 16, "block_grid": "prompt", "block_length": 8, "shifted": True},
     ),
     "a2d-qwen3": (
         ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}), {},
-        {"attention_block": None, "block_length": None, "shifted": False, "qk_norm": True},
+        {"block_size": None, "block_length": None, "shifted": False, "qk_norm": True},
     ),
     "a2d-qwen2": (
         ("Qwen2", {}), {"attention_block": 8},
-        {"attention_block": 8, "block_grid": "canvas", "block_length": 8, "shifted": False},
+        {"block_size": 8, "block_grid": "canvas", "block_length": 8, "shifted": False},
     ),
-    "a2d-llama": (("Llama", {}), {}, {"attention_block": None, "shifted": False, "qkv_bias": False}),
+    "a2d-llama": (("Llama", {}), {}, {"block_size": None, "shifted": False, "qkv_bias": False}),
     "sdar_moe": (
         ("Qwen3Moe", {"head_dim": 12, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
          | {"num_experts": 8, "norm_topk_prob": True}),
         {"block_size": 8, "num_experts": 8},
-        {"attention_block": 8, "block_grid": "prompt", "shifted": False, "dense_layers": 0},
+        {"block_size": 8, "block_grid": "prompt", "shifted": False, "dense_layers": 0},
     ),
     "wedlm": (
         ("Qwen3", {"head_dim": 12}), {"qk_norm": True, "attention_bias": False},
-        {"attention_block": 1, "shifted": False, "qk_norm": True, "qkv_bias": False},
+        {"block_size": 1, "shifted": False, "qk_norm": True, "qkv_bias": False},
     ),
 }  # fmt: skip
 
@@ -85,11 +85,11 @@ def test_logits_equal_those_of_transformers_under_the_familys_attention(tmp_path
     model, expected = write_public(tmp_path, family), PUBLIC[family][2]
     denoiser = Denoiser.from_pretrained(tmp_path)
     assert {name: getattr(denoiser.config, name) for name in expected} == expected
-    ids, allowed = torch.randint(0, 100, (40,)), sight(40, denoiser.config.attention_block)
+    ids, allowed = torch.randint(0, 100, (40,)), sight(40, denoiser.config.block_size)
     mask = torch.zeros(1, 1, 40, 40).masked_fill(~allowed, -torch.inf)
     with torch.no_grad():
         theirs = model(ids[None], attention_mask=mask).logits[0]
-        ours = denoiser.read_out(run_with_mask(denoiser, ids, torch.arange(40), allowed))
+        ours = denoiser.compute_token_logits(run_with_mask(denoiser, ids, torch.arange(40), allowed))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -113,9 +113,9 @@ def test_logits_equal_those_of_the_public_modelling_code(tmp_path, name):
     (golden, shifted), (block, own, grid) = write_golden(tmp_path, name), GOLDEN[name]
     denoiser = Denoiser.from_pretrained(open_checkpoint(tmp_path, block))
     config = denoiser.config
-    assert (config.shifted, config.attention_block, config.block_grid) == (shifted, block or own, grid)
+    assert (config.shifted, config.block_size, config.block_grid) == (shifted, block or own, grid)
     if own:
-        assert open_checkpoint(tmp_path).config.attention_block == own
+        assert open_checkpoint(tmp_path).config.block_size == own
     if not config.experts:  # then the rounding of the reference alone is left, the same on every processor
         denoiser = denoiser.double()
     with torch.no_grad():
@@ -128,12 +128,12 @@ def test_logits_equal_those_of_the_public_modelling_code(tmp_path, name):
 def test_stacks_of_experts_are_read_into_their_place(tmp_path):
     """Beside what is loaded nothing is held but the one tensor that is being read."""
     write_public(tmp_path, "sdar_moe")
-    with LiveBytes() as alive:
-        held = dict(open_checkpoint(tmp_path).tensors(torch.device("cpu"), torch.bfloat16))
+    with MemoryTracker() as alive:
+        held = dict(open_checkpoint(tmp_path).iterate_tensors(torch.device("cpu"), torch.bfloat16))
     largest = max(value.nbytes for value in load_file(tmp_path / "model.safetensors").values())
     whole = sum(value.nbytes for value in held.values())
     stack = held["layers.0.mlp.experts.gate_up_proj"].nbytes
-    assert whole <= alive.peak <= whole + largest < whole + stack
+    assert whole <= alive.peak_bytes <= whole + largest < whole + stack
 
 
 @pytest.mark.parametrize("name", ["llada2", "lladamoe", "sdar_moe", "fast-dllm-v2"])
@@ -142,19 +142,19 @@ def test_a_public_folder_that_is_written_again_holds_the_same(tmp_path, name, wh
     """Whole, and in shards that cut through a layer's experts; any rows of a tensor alike."""
     write_golden(tmp_path / "first", name)
     first = open_checkpoint(tmp_path / "first", 0 if whole else GOLDEN[name][0])
-    tensors = dict(first.tensors(torch.device("cpu"), torch.float32))
+    tensors = dict(first.iterate_tensors(torch.device("cpu"), torch.float32))
     for size in (10**9, 40_000):
         monkeypatch.setattr("dlm_rag.model.checkpoint.SHARD_BYTES", size)
         folder = tmp_path / str(size)
         save_tensors(tensors, first.config, folder, {}, first)
         again = open_checkpoint(folder)
         assert again.config == first.config
-        found = dict(again.tensors(torch.device("cpu"), torch.float32))
+        found = dict(again.iterate_tensors(torch.device("cpu"), torch.float32))
         assert found.keys() == tensors.keys()
         for key, value in tensors.items():
             assert torch.equal(found[key], value)
             rows = slice(len(value) // 4, len(value) // 2)
-            assert torch.equal(again.rows(key, rows), value[rows])
+            assert torch.equal(again.read_tensor_rows(key, rows), value[rows])
         files = [load_file(path) for path in folder.glob("*.safetensors")]
         assert len(files) > 1 or size == 10**9
         theirs = load_file(tmp_path / "first" / "model.safetensors")
@@ -166,13 +166,13 @@ def test_the_length_of_blocks_may_be_set(tmp_path):
     write_public(tmp_path, "sdar")
     for given, block in ((None, 4), (8, 8), (1, 1), (0, None)):
         config = open_checkpoint(tmp_path, given).config
-        assert (config.attention_block, config.block_length) == (block, block)
-    tiny_denoiser(attention_block=4).save_pretrained(tmp_path / "ours")
+        assert (config.block_size, config.block_length) == (block, block)
+    tiny_denoiser(block_size=4).save_pretrained(tmp_path / "ours")
     for given, block in ((None, 4), (8, 8), (0, None)):
-        assert open_checkpoint(tmp_path / "ours", given).config.attention_block == block
+        assert open_checkpoint(tmp_path / "ours", given).config.block_size == block
     change(tmp_path, block_size=None)
-    assert open_checkpoint(tmp_path, 16).config.attention_block == 16
-    with pytest.raises(CheckpointError, match="'block_size' is missing: set model.attention_block"):
+    assert open_checkpoint(tmp_path, 16).config.block_size == 16
+    with pytest.raises(CheckpointError, match="'block_size' is missing: set model.block_size"):
         open_checkpoint(tmp_path)
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "profiling"))
 
 import first_gpu
-import first_page
+import first_gpu_report
 
 SCRIPT = [sys.executable, str(ROOT / "profiling" / "first_gpu.py")]
 
@@ -22,7 +22,7 @@ def look(folder, *words):
 
 def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
     def taken(code, limit=30.0):
-        return first_gpu.taken([sys.executable, "-c", code], tmp_path / "log", limit)
+        return first_gpu.run_part_process([sys.executable, "-c", code], tmp_path / "log", limit)
 
     assert taken("print('fine')") == ""
     assert taken("raise SystemExit('no such kernel')") == "exit status 1: no such kernel"
@@ -34,7 +34,7 @@ def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
 
 
 def test_what_a_part_has_found_is_whole_after_every_line(tmp_path):
-    record = first_gpu.Record(tmp_path / "part.json")
+    record = first_gpu.PartRecord(tmp_path / "part.json")
     record.add(shape="1b")
     record.add(line={"setting": "reference"})
     record.add(line={"setting": "batch of 1"}, parameters=3)
@@ -51,14 +51,14 @@ def test_time_that_is_left_over_goes_to_the_next_parts(tmp_path, monkeypatch):
         limits.append(round(limit))
         return "it broke" if len(limits) == 2 else ""
 
-    monkeypatch.setattr(first_gpu, "taken", taken)
-    parts = {name: first_gpu.Part(seconds) for name, seconds in (("a", 10), ("b", 20), ("c", 30))}
-    first_gpu.watch(parts, tmp_path, [], 100)
+    monkeypatch.setattr(first_gpu, "run_part_process", taken)
+    parts = {name: first_gpu.ReportPart(seconds) for name, seconds in (("a", 10), ("b", 20), ("c", 30))}
+    first_gpu.run_parts(parts, tmp_path, [], 100)
     assert limits == [50, 70, 100], "nothing took any time here"
     page = (tmp_path / "page.md").read_text()
     assert "**b**: it broke" in page and "**a**" not in page
     limits.clear()
-    first_gpu.watch(parts, tmp_path, [], 5)
+    first_gpu.run_parts(parts, tmp_path, [], 5)
     assert limits == [5, 5, 5], "all of them together have no more than that"
 
 
@@ -93,7 +93,7 @@ def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
         },
         "shipped": {"lines": [], "error": "exit status 1: no memory", "seconds": 1},
     }  # fmt: skip
-    first_page.write(tmp_path, found)
+    first_gpu_report.write_first_gpu_report(tmp_path, found)
     page = (tmp_path / "page.md").read_text()
     assert "| reference | 2.00 [1.50, 2.50] | 1.00 | 12.0 | 40.00 | 1,234.5 | 25.0% (memory) |" in page
     assert "| full | 12,346 | 300.00 | 30.0% | 500 | 30.50 | 31.25 |" in page
@@ -105,7 +105,7 @@ def test_the_page_says_what_was_found_until_a_part_broke_off(tmp_path):
 
 
 def test_all_parts_have_their_time():
-    assert sum(part.seconds for part in first_gpu.FULL.values()) <= 60 * 9.5
+    assert sum(part.seconds for part in first_gpu.FULL_PARTS.values()) <= 60 * 9.5
 
 
 @pytest.mark.slow

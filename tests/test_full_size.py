@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, byte_tokenizer, write_lines
+from conftest import ROOT, byte_tokenizer, write_jsonl_file
 from safetensors.torch import save_file
 
+from dlm_rag.model.denoiser_config import list_tensor_shapes
 from dlm_rag.model.families import FAMILIES
-from dlm_rag.model.shape import tensor_shapes
-from dlm_rag.training.plan import PUBLIC
+from dlm_rag.training.planning.plan import KNOWN_CHECKPOINTS
 
 NAME = "GSAI-ML/LLaDA-8B-Instruct"
 SIZE = 16.03e9  # bytes of its tensors in bfloat16
@@ -29,17 +29,17 @@ def room(folder: Path) -> dict[str, float]:
 
 def write_checkpoint(folder: Path) -> float:
     """The tensors of `NAME` by their public names, a shard for each layer; returns their bytes."""
-    raw = PUBLIC[NAME] | {"torch_dtype": "bfloat16"}
+    raw = KNOWN_CHECKPOINTS[NAME] | {"torch_dtype": "bfloat16"}
     family = FAMILIES[raw["model_type"]]
-    shape = family.read(raw)
+    shape = family.read_config(raw)
     folder.mkdir()
     names = [f"<unused {n}>" for n in range(256, shape.vocab_size)]
     names[shape.mask_token_id - 256], names[0] = "<mask>", "<end>"
     byte_tokenizer(names).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(raw))
     shards: dict[str, dict[str, tuple[int, ...]]] = {}
-    for ours, sizes in tensor_shapes(shape).items():
-        (part,) = family.parts(ours, shape)
+    for ours, sizes in list_tensor_shapes(shape).items():
+        (part,) = family.list_sources(ours, shape)
         number = ours.split(".")[1] if ours.startswith("layers.") else ours
         shards.setdefault(f"model-{number}.safetensors", {})[part.name] = sizes
     # Of a length that no row has a multiple of, so that no two rows are alike.
@@ -87,13 +87,14 @@ def anonymous(process: int) -> float:
 def test_a_question_is_answered_with_one_copy_of_the_weights(checkpoint, tmp_path):
     """They stay the pages of their files; what a run has beside them is under 1 GB."""
     contents = ("Emma is a novel by Jane Austen.", "Dune is a novel by Frank Herbert.")
-    corpus = write_lines(
+    corpus = write_jsonl_file(
         tmp_path / "passages.jsonl", [{"id": str(n), "contents": text} for n, text in enumerate(contents)]
     )
     words = [
         "Who wrote Emma?", "--model", checkpoint, "--corpus", corpus, "model.device=cpu",
-        "model.dtype=bfloat16", "model.evidence_layout=independent", "decode.canvas_length=16",
-        "decode.block_length=0", "decode.commit_threshold=0", "retrieval.top_k=2", "engine.pool_gib=0.25",
+        "model.dtype=bfloat16", "model.evidence_layout=independent", "decode.max_new_tokens=16",
+        "decode.block_length=0", "decode.commit_threshold=0", "retrieval.top_k=2",
+        "engine.prefix_cache_gib=0.25",
     ]  # fmt: skip
     command = [sys.executable, "sample.py", *map(str, words)]
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

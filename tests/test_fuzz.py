@@ -5,7 +5,7 @@ import shutil
 import time
 
 import pytest
-from conftest import byte_tokenizer, examples, tiny_denoiser
+from conftest import byte_tokenizer, hypothesis_settings, tiny_denoiser
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer
 
 MOST_SECONDS = 30  # of one example; most take a hundredth of one
-RANDOM = examples(60)
+RANDOM = hypothesis_settings(60)
 NUMBERS = (
     st.integers() | st.floats() | st.sampled_from([0, 1, 2, 3, 4, 8, 32, 10**7, 2**31, 2**63, 10**400, -1])
 )
@@ -48,7 +48,7 @@ def loads(folder) -> bool:
     start = time.perf_counter()
     try:
         checkpoint = open_checkpoint(folder)
-        Tokenizer.from_pretrained(checkpoint).prompt("Who wrote Emma?", ["Emma is a novel."])
+        Tokenizer.from_pretrained(checkpoint).build_prompt("Who wrote Emma?", ["Emma is a novel."])
         Denoiser.from_pretrained(checkpoint)
         return True
     except (CheckpointError, QuestionError) as error:
@@ -72,7 +72,7 @@ CONFIG_KEYS = (
     "model_type vocab_size hidden_size num_hidden_layers num_attention_heads head_dim num_key_value_heads "
     "intermediate_size max_position_embeddings rms_norm_eps rope_theta rope_scaling qk_norm qkv_bias "
     "tie_word_embeddings mask_token_id shifted evidence_layout passage_length canvas_length block_length "
-    "eos_token_id prompt rope_parameters auto_map experts partial_rotary_factor attention_block block_grid"
+    "eos_token_id prompt rope_parameters auto_map experts partial_rotary_factor block_size block_grid"
 ).split()
 TOKENIZER_KEYS = (
     "chat_template eos_token mask_token bos_token added_tokens_decoder extra_special_tokens "

@@ -9,29 +9,29 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from conftest import PASSAGES, examples, write_lines
+from conftest import PASSAGES, hypothesis_settings, write_jsonl_file
 from hypothesis import given
 from hypothesis import strategies as st
-from test_answers import stamp
-from test_page import two_hops, write_trace
-from test_shards import QUESTIONS as COLUMNS
-from test_shards import SETTINGS, SMALL, outcome
+from test_page import make_two_hop_rollout, write_trace
+from test_results_file import make_stamp
+from test_synthesis_shards import QUESTION_COLUMNS as COLUMNS
+from test_synthesis_shards import SETTINGS, SMALL_SHARDS, make_outcome
 from test_trace import HEADER
 
+from dlm_rag.cli import describe_expected_error
 from dlm_rag.commands import page as page_command
-from dlm_rag.decode.answers import AnswersFile
-from dlm_rag.evaluation.compare import METRICS
-from dlm_rag.evaluation.results import page, read_result
-from dlm_rag.model.heads import Heads, read_heads, save_heads
-from dlm_rag.program import sentence
+from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.evaluation.compare import SCORE_METRICS
+from dlm_rag.evaluation.stored_results import read_result, render_results_page
+from dlm_rag.model.policy_heads import PolicyHeads, read_heads, save_heads
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.build_once import DIGESTS_FILE, _digest_files
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.index import WHOLE, _digests
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.synthesis.shards import RowsFolder
-from dlm_rag.training.report import read_metrics
-from dlm_rag.training.saving import look
+from dlm_rag.training.checkpoints import scan_checkpoints
+from dlm_rag.training.metrics_logger import read_metrics
 
 MOST_SECONDS = 20
 SCALARS = st.sampled_from(
@@ -94,23 +94,23 @@ def as_text(value) -> bytes:
 def good(tmp_path_factory) -> Path:
     """A folder of everything that is read, as the programs leave it."""
     folder = tmp_path_factory.mktemp("good")
-    write_trace(folder / "trace.jsonl", two_hops())
+    write_trace(folder / "trace.jsonl", make_two_hop_rollout())
     file = AnswersFile(folder / "answers.jsonl", folder / "traced.jsonl")
-    file.begin(stamp(), HEADER)
-    file.append(two_hops())
+    file.open_run(make_stamp(), HEADER)
+    file.append(make_two_hop_rollout())
     file.close()
     rows = RowsFolder(folder / "rows", SETTINGS, model="tiny")
     rows.begin({"command": "test"})
-    rows.add(outcome(0))
-    rows.add(outcome(1))
-    rows.add_energy({"seconds": 1.0, "joules": 5.0, "error": 1.0, "answers": 1, "tokens": 2})
-    rows.finish(SMALL, COLUMNS, complete=False)
+    rows.append_outcome(make_outcome(0))
+    rows.append_outcome(make_outcome(1))
+    rows.append_energy({"seconds": 1.0, "joules": 5.0, "error": 1.0, "answers": 1, "tokens": 2})
+    rows.finish(SMALL_SHARDS, COLUMNS, complete=False)
     rows.close()
     passages = [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES]
-    corpus = write_lines(folder / "corpus.jsonl", passages)
-    load_retriever(corpus, top_k=2, index_folder=str(folder / "index"))
+    corpus = write_jsonl_file(folder / "corpus.jsonl", passages)
+    load_retriever(corpus, top_k=2, index_dir=str(folder / "index"))
     estimate = {"mean": 0.5, "low": 0.1, "high": 0.9}
-    metrics = dict.fromkeys(METRICS, estimate)
+    metrics = dict.fromkeys(SCORE_METRICS, estimate)
     setting = {"groups": {"all": metrics}, "stamp": {"versions": {"torch": "1"}, "date": "2026"}}
     scores = {
         "questions": {"all": 3}, "settings": {"a": setting, "a+b=1": setting}, "swept": {"b": ["1"]},
@@ -119,7 +119,7 @@ def good(tmp_path_factory) -> Path:
     (folder / "scores").mkdir()
     (folder / "scores" / "scores.json").write_text(json.dumps(scores))
     asked = {"id": "a", "question": "Who?", "answers": ["x"], "supporting_ids": ["emma"], "hops": 2}
-    write_lines(folder / "questions.jsonl", [asked, asked | {"id": "b"}])
+    write_jsonl_file(folder / "questions.jsonl", [asked, asked | {"id": "b"}])
     (folder / "questions.json").write_text(json.dumps({"data": [asked]}))
     (folder / "questions.csv").write_text('id,question,answers\na,Who?,"[""x""]"\nb,"Wh\nere?",y\n')
     import pyarrow
@@ -127,12 +127,12 @@ def good(tmp_path_factory) -> Path:
 
     table = pyarrow.Table.from_pylist([asked, asked | {"id": "b"}])
     parquet.write_table(table, folder / "questions.parquet")
-    heads = Heads()
-    heads.begin(0)
+    heads = PolicyHeads()
+    heads.initialise(0)
     save_heads({f"heads.{name}": value for name, value in heads.state_dict().items()}, folder)
     step = {"loss": 0.5, "rows": 2, "supervised_tokens": 3, "seconds": 1.0, "exact_match": 0.5}
     step |= {"stage_seconds": {"data": 0.1}, "phase": "read", "joules": None, "joules_of": "GPU"}
-    write_lines(folder / "metrics.jsonl", [{"step": n} | step for n in range(3)])
+    write_jsonl_file(folder / "metrics.jsonl", [{"step": n} | step for n in range(3)])
     assert len(read_metrics(folder / "metrics.jsonl")) == 3
     record = {"format": 2, "step": 5, "run": {}, "phase": {}, "files": {}}
     state = {"step": 5, "phase": "train", "phase_step": 5, "tasks": {"sft": {"epoch": 1}}}
@@ -149,7 +149,7 @@ def read_page(folder: Path) -> None:
 def go_on_answering(folder: Path) -> None:
     file = AnswersFile(folder / "answers.jsonl", folder / "traced.jsonl")
     try:
-        file.begin(stamp(), HEADER)
+        file.open_run(make_stamp(), HEADER)
         file.add_energy({"seconds": 1.0})
     finally:
         file.close()
@@ -161,17 +161,17 @@ def go_on_with_rows(folder: Path) -> None:
         rows.begin({})
         if not rows.complete:
             if "s2" not in rows.done:
-                rows.add(outcome(2))
-            rows.finish(SMALL, COLUMNS)
+                rows.append_outcome(make_outcome(2))
+            rows.finish(SMALL_SHARDS, COLUMNS)
     finally:
         rows.close()
 
 
 def search(folder: Path) -> None:
-    for path in [*(folder / "index").rglob(WHOLE)]:  # as its maker would have it
+    for path in [*(folder / "index").rglob(DIGESTS_FILE)]:  # as its maker would have it
         path.unlink()
-        path.write_text(json.dumps(_digests(path.parent)))
-    retriever = load_retriever(folder / "corpus.jsonl", top_k=2, index_folder=str(folder / "index"))
+        path.write_text(json.dumps(_digest_files(path.parent)))
+    retriever = load_retriever(folder / "corpus.jsonl", top_k=2, index_dir=str(folder / "index"))
     retriever.search([build_query("question", "who wrote dune")])
 
 
@@ -181,7 +181,7 @@ def open_index(folder: Path) -> None:
 
 
 def show_results(folder: Path) -> None:
-    page([read_result(folder / "scores")])
+    render_results_page([read_result(folder / "scores")])
 
 
 def ask(name: str) -> Callable[[Path], None]:
@@ -227,7 +227,7 @@ READERS: dict[str, Callable[[Path], None]] = {
     "index/*/offsets/offsets.npy": search,
     "heads.safetensors": read_heads,
     "metrics.jsonl": read_steps,
-    "run/checkpoints/*/state.json": lambda folder: look(folder / "run"),
+    "run/checkpoints/*/state.json": lambda folder: scan_checkpoints(folder / "run"),
 }
 OF_JSON = [name for name in READERS if name.endswith((".json", ".jsonl"))]
 LINKS = {"a link to itself": "", "a link to nothing": "nowhere", "a device": "/dev/null"}
@@ -260,7 +260,7 @@ def check(folder: Path, read: Callable[[Path], None]) -> None:
     try:
         read(folder)
     except Exception as error:
-        said = sentence(error)
+        said = describe_expected_error(error)
         if not said or isinstance(error, TimeoutError):
             raise
         assert len(said) < 1500
@@ -279,7 +279,7 @@ def test_the_files_that_are_changed_are_read(good, tmp_path, name):
 
 @pytest.mark.parametrize("name", OF_JSON)
 @given(line=st.integers(0, 20), changes=CHANGES)
-@examples(15)
+@hypothesis_settings(15)
 def test_any_value_at_any_place_of_a_document(good, tmp_path, name, line, changes):
     folder, path = copied(good, tmp_path, name)
     whole = path.read_bytes()
@@ -292,7 +292,7 @@ def test_any_value_at_any_place_of_a_document(good, tmp_path, name, line, change
 
 @pytest.mark.parametrize("name", READERS)
 @given(change=BYTES)
-@examples(10)
+@hypothesis_settings(10)
 def test_any_bytes_at_any_place_of_a_file(good, tmp_path, name, change):
     folder, path = copied(good, tmp_path, name)
     start, cut, put = change

@@ -11,7 +11,7 @@ from dlm_rag.questions import Question
 
 TRACES = {
     "sardi": ("tiny-dream", "sardi", []),
-    "sardi-static": ("tiny-dream", "sardi", ["decode.query=question"]),
+    "sardi-static": ("tiny-dream", "sardi", ["decode.query_policy=question"]),
     # Fast-dLLM's code for Dream bounds the tokens of a step where that for LLaDA has blocks.
     "fast-dllm-dream-none": (
         "tiny-dream", "fast_dllm", ["decode.block_length=null", "decode.tokens_per_step=32"],
@@ -39,7 +39,7 @@ def test_trace_is_identical(golden, restore_threads, name, threads):
 def check_trace(golden, name, device="cpu"):
     """Queries, passages in rank order, committed positions and tokens; six questions in one batch."""
     checkpoint, config_name, overrides = TRACES[name]
-    config = load_config(config_name, [*overrides, "decode.stop_early=false", "decode.batch_size=6"])
+    config = load_config(config_name, [*overrides, "decode.early_stopping=false", "decode.batch_size=6"])
     decoder = Decoder(
         Denoiser.from_pretrained(golden / "checkpoints" / checkpoint, device),
         load_retriever(golden / "corpus.jsonl"),

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from golden.tiny import CONFIGS, MASK, fingerprint, special_tokens, write_checkpoint
+from golden.tiny_checkpoints import CONFIGS, MASK, digest_checkpoint, special_tokens, write_checkpoint
 
-from dlm_rag.tokenizer import read_tokenizer
+from dlm_rag.tokenizer import load_tokenizer
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.json"))
 TRACES = {path.stem: json.loads(path.read_text()) for path in FILES}
@@ -15,7 +15,7 @@ OURS = [name for name, trace in TRACES.items() if trace["checkpoint"] in CONFIGS
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_trace_was_made_on_these_weights(name):
-    assert TRACES[name]["weights"] == fingerprint(TRACES[name]["checkpoint"])
+    assert TRACES[name]["weights"] == digest_checkpoint(TRACES[name]["checkpoint"])
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -62,7 +62,7 @@ def test_what_is_filled_clears_the_threshold_or_is_the_least(name):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_tokenizer_of_a_tiny_checkpoint(tmp_path, family):
     write_checkpoint(family, tmp_path)
-    inner = read_tokenizer(tmp_path)
+    inner = load_tokenizer(tmp_path)
     assert inner.decode(inner.encode("Who wrote Emma?")) == "Who wrote Emma?"
     ids, texts = zip(*special_tokens(family).items(), strict=True)
     assert inner.convert_tokens_to_ids(list(texts)) == list(ids)

@@ -16,27 +16,33 @@ import pytest
 import torch
 from conftest import ROOT, SHARED, tiny_denoiser
 from test_attention import random_rows, sight_of
-from test_blocks import MASK, block_denoiser, by_definition, confidences, walk
-from test_decoder import QUESTIONS, make_decoder, records
+from test_block_attention import (
+    MASK,
+    block_denoiser,
+    dense_reference_states,
+    top_confidences,
+    walk_decode_views,
+)
+from test_decoder import QUESTIONS, make_decoder, rollout_records
 from test_golden import TRACES, check_trace
-from two_processes import CASES, run
+from torchrun_training_cases import TRAINING_CASES, run_training_case
 
-from dlm_rag.commands.prepare import prepare, with_shipped
+from dlm_rag.commands.startup import apply_shipped_defaults, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
-from dlm_rag.decode.budget import GIB
-from dlm_rag.decode.proposer import DenoiserProposer
-from dlm_rag.evaluation.metrics import exact_match
-from dlm_rag.evidence.pool import EvidencePool, default_budget, free_bytes
-from dlm_rag.model.attention import attention
-from dlm_rag.model.kernels import BACKENDS, missing
-from dlm_rag.model.rows import Segment, pack
-from dlm_rag.model.store import ContextStore
+from dlm_rag.decode.memory_budget import GIB
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.evaluation.metrics import compute_exact_match
+from dlm_rag.evidence.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
+from dlm_rag.model.attention_backends import ATTENTION_BACKENDS, get_backend_problem
+from dlm_rag.model.attention_kernels import compute_attention
+from dlm_rag.model.kv_store import SlotKVCache
+from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.questions import read_questions
-from dlm_rag.training.phase import open_trainer
-from dlm_rag.training.processes import Processes
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.phase_setup import open_trainer
 
 CPU = torch.device("cpu")
-ALONE = Processes(0, 1, 0)
+ALONE = DistributedContext(0, 1, 0)
 ON_GPU = [
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]  # fmt: skip
@@ -52,7 +58,7 @@ KERNELS = pytest.mark.parametrize(
         *(pytest.param(CPU, "sdpa", dtype, id=f"cpu-sdpa-{dtype}") for dtype in (torch.float32, *LOW)),
         *(
             pytest.param(torch.device("cuda"), kernel, dtype, marks=ON_GPU, id=f"cuda-{kernel}-{dtype}")
-            for kernel in BACKENDS
+            for kernel in ATTENTION_BACKENDS
             for dtype in ((torch.float32, *LOW) if kernel == "sdpa" else LOW)
         ),
     ],
@@ -63,7 +69,7 @@ WIDE = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}  # which e
 
 def usable(kernel, device, dtype):
     """Skips where a kernel is not installed, or not for such a GPU."""
-    if reason := missing(kernel, device, dtype):
+    if reason := get_backend_problem(kernel, device, dtype):
         pytest.skip(f"{kernel}: {reason}")
 
 
@@ -100,9 +106,9 @@ def test_every_kernel_gives_what_sdpa_gives_in_float32(device, kernel, dtype, ro
     usable(kernel, device, dtype)
     queries, keys, block = ROWS[rows]
     q, k, v = (x.to(dtype).float() for x in random_rows(queries, keys, *HEADS))
-    expected = attention(q, k, v, sight_of(queries, keys, block), "sdpa")
+    expected = compute_attention(q, k, v, sight_of(queries, keys, block), "sdpa")
     there = (x.to(device, dtype) for x in (q, k, v))
-    found = attention(*there, sight_of(queries, keys, block, device), kernel)
+    found = compute_attention(*there, sight_of(queries, keys, block, device), kernel)
     assert found.dtype == dtype
     close(found, expected, v)
 
@@ -125,23 +131,25 @@ def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, 
     read = [range(n) if reads == "all" else range(n - 1, n) for n in own]
     queries = tuple(map(len, read))
     q, k, v = (x.to(dtype).float() for x in random_rows(queries, keys, *HEADS))
-    expected = attention(q, k, v, sight_of(queries, keys), "sdpa")
-    store = ContextStore(1, HEADS[1], HEADS[2], device, dtype)
+    expected = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
+    store = SlotKVCache(1, HEADS[1], HEADS[2], device, dtype)
     store.reserve(max(slots) + 1, max(keys))
     store.keys_values.fill_(torch.nan)
     own_keys, own_values = [], []
     for slot, n, row_k, row_v in zip(slots, seen, k.split(keys), v.split(keys), strict=True):
-        store.put(store.place(slot), torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype))
+        store.write_tokens(
+            store.token_index(slot), torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype)
+        )
         own_keys.append(row_k[n:])
         own_values.append(row_v[n:])
-    context = store.rows([store.place(slot) for slot in slots], seen)
-    packed = pack([Segment((1,) * n, 0) for n in own], device, read=read, context=context)
-    there = packed.seen(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
-    close(attention(q.to(device, dtype), *there, packed.last, kernel), expected, v)
+    context = store.select_rows([store.token_index(slot) for slot in slots], seen)
+    packed = pack_rows([Segment((1,) * n, 0) for n in own], device, read=read, context=context)
+    there = packed.gather_keys_values(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
+    close(compute_attention(q.to(device, dtype), *there, packed.last_layer_metadata, kernel), expected, v)
 
 
 @KERNELS
-@pytest.mark.parametrize("order", ["reread", "text"])
+@pytest.mark.parametrize("order", ["recompute", "no_evidence"])
 def test_finished_blocks_are_kept_with_every_kernel(device, kernel, dtype, order):
     """Against the definition as a mask: kernels without masks get the blocks row by row.
 
@@ -149,13 +157,13 @@ def test_finished_blocks_are_kept_with_every_kernel(device, kernel, dtype, order
     """
     dtype = torch.float64 if dtype == torch.float32 else dtype
     usable(kernel, device, dtype)
-    denoiser = block_denoiser(**WIDE, evidence_layout="independent", finished_blocks=order).double()
+    denoiser = block_denoiser(**WIDE, evidence_layout="independent", finished_block_context=order).double()
     there = copy.deepcopy(denoiser).to(device, dtype)
     there.attention = kernel
-    proposer = DenoiserProposer(there, MASK, EngineConfig(pool_gib=1))
-    for view in walk(denoiser.config, order, 3):
+    proposer = MaskedModelRunner(there, MASK, EngineConfig(prefix_cache_gib=1))
+    for view in walk_decode_views(denoiser.config, order, 3):
         (found,) = proposer.propose([view])
-        confidence, _ = confidences(denoiser, by_definition(denoiser, view))
+        confidence, _ = top_confidences(denoiser, dense_reference_states(denoiser, view))
         off = np.abs(found.confidence - confidence.numpy())
         assert off.mean() < (0.1 if dtype in LOW else 1e-6)
 
@@ -170,7 +178,7 @@ def test_every_kernel_has_the_gradients_of_sdpa_in_float32(device, kernel, dtype
     gradients = []
     for place, kind, name in ((CPU, torch.float32, "sdpa"), (device, dtype, kernel)):
         there = [x.to(place, kind).requires_grad_() for x in inputs]
-        found = attention(*there, sight_of(queries, keys, block, place), name)
+        found = compute_attention(*there, sight_of(queries, keys, block, place), name)
         gradients.append(torch.autograd.grad(found, there, weights.to(place, kind)))
     bound = 2 * torch.finfo(dtype).eps if dtype in LOW else 1e-4
     for expected, found in zip(*gradients, strict=True):
@@ -190,8 +198,8 @@ def test_golden_traces_in_float32(name):
 def decoded(corpus_file, device, layout, engine, **settings):
     decoder = make_decoder(corpus_file, layout, top_k=3, batch_size=2, **settings)
     decoder.denoiser.to(device)
-    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, engine)
-    return records(decoder.decode(QUESTIONS * 2)), decoder.proposer.reuse
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, engine)
+    return rollout_records(decoder.decode(QUESTIONS * 2)), decoder.model_runner.cache_stats
 
 
 @DEVICES
@@ -199,12 +207,12 @@ def decoded(corpus_file, device, layout, engine, **settings):
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_two_tiers_and_prefetch_change_no_token(corpus_file, device, layout, overlap):
     """Both tiers hold a few passages each, so that they leave and come back all the time."""
-    plain, _ = decoded(corpus_file, device, layout, EngineConfig(pool_gib=0.0))
-    tiers = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)
+    plain, _ = decoded(corpus_file, device, layout, EngineConfig(prefix_cache_gib=0.0))
+    tiers = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
     ours, reuse = decoded(corpus_file, device, layout, tiers, overlap=overlap)
     assert ours == plain
     if layout == "independent":
-        assert reuse.evicted > 5 and reuse.from_host > 100
+        assert reuse.evicted_segments > 5 and reuse.host_tokens > 100
 
 
 @DEVICES
@@ -225,22 +233,22 @@ def test_what_comes_back_is_what_was_put_aside_while_the_device_is_busy(device):
         noise = (matrix @ matrix)[:1] * torch.full((4, 2, tokens, 2, 64), -1.0, device=device).sum()
         kept = pool.get(segments[number])
         wrong += (kept != number).sum() + 0 * noise.sum().nan_to_num(0, 0, 0)
-    assert pool.reuse.from_host > 100 * tokens and float(wrong) == 0
+    assert pool.cache_stats.host_tokens > 100 * tokens and float(wrong) == 0
 
 
 @DEVICES
 def test_a_pool_whose_size_nobody_named_is_smaller_than_what_is_free(device):
-    free = free_bytes(device)
-    assert 0 < default_budget(device) < 0.8 * free
+    free = measure_free_bytes(device)
+    assert 0 < default_pool_bytes(device) < 0.8 * free
     if device.type == "cuda":
         held = torch.empty(2**30, dtype=torch.uint8, device=device)
-        assert default_budget(device) < 0.8 * (free - held.nbytes / 2)
+        assert default_pool_bytes(device) < 0.8 * (free - held.nbytes / 2)
         del held
-        assert free_bytes(device) > free - 2**28, "what the allocator keeps is free to us"
+        assert measure_free_bytes(device) > free - 2**28, "what the allocator keeps is free to us"
 
 
 def words_for(case, device, *more):
-    return [*CASES[case], f"model.device={device}", *more]
+    return [*TRAINING_CASES[case], f"model.device={device}", *more]
 
 
 @DEVICES
@@ -261,27 +269,29 @@ def test_training_steps_are_those_of_the_cpu(device, tmp_path):
 @SLOW_HERE
 def test_training_in_bfloat16_goes_through_validation_and_comes_back(device, tmp_path, monkeypatch):
     """Steps, a checkpoint, the validation by the decoder, an export, and half of the steps again."""
-    monkeypatch.setitem(CASES, "here", words_for("sft bfloat16", device))
-    found = run("here", tmp_path, ALONE)
+    monkeypatch.setitem(TRAINING_CASES, "here", words_for("sft bfloat16", device))
+    found = run_training_case("here", tmp_path, ALONE)
     assert found["again"] == pytest.approx(found["loss"][2:], rel=1e-3)
     assert 0 < found["scores"]["nelbo_per_token"] < 10
-    monkeypatch.setitem(CASES, "there", words_for("sft", CPU, "train.dtype=float32"))
+    monkeypatch.setitem(TRAINING_CASES, "there", words_for("sft", CPU, "train.dtype=float32"))
     (tmp_path / "float32").mkdir()
-    assert found["loss"] == pytest.approx(run("there", tmp_path / "float32", ALONE)["loss"], rel=3e-2)
+    assert found["loss"] == pytest.approx(
+        run_training_case("there", tmp_path / "float32", ALONE)["loss"], rel=3e-2
+    )
 
 
 @SLOW_HERE
 def test_one_process_with_one_shard(device, tmp_path, monkeypatch):
     """FSDP over NCCL (gloo on a CPU): the steps of the whole model, validated, saved, gone on with."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command = [*launcher, str(ROOT / "tests/one_process.py"), str(tmp_path), device.type]
+    command = [*launcher, str(ROOT / "tests/torchrun_one_process.py"), str(tmp_path), device.type]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     for case, dtype, near in (("sft", "float32", 1e-3), ("sft bfloat16", "bfloat16", 1e-2)):
         ours = json.loads((tmp_path / f"{case} sharded" / "found.json").read_text())
-        monkeypatch.setitem(CASES, "whole", words_for(case, device, f"train.dtype={dtype}"))
+        monkeypatch.setitem(TRAINING_CASES, "whole", words_for(case, device, f"train.dtype={dtype}"))
         (tmp_path / f"{case} whole").mkdir()
-        theirs = run("whole", tmp_path / f"{case} whole", ALONE)
+        theirs = run_training_case("whole", tmp_path / f"{case} whole", ALONE)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=near)
         assert ours["again"] == pytest.approx(ours["loss"][2:], rel=near)
         assert ours["scores"].keys() == theirs["scores"].keys()
@@ -294,7 +304,9 @@ def test_compiled_layers_are_the_same_layers(device):
     compiled.compile_layers()
     with torch.inference_mode():
         for lengths in ((5, 9), (64, 3, 7), (31,)):
-            rows = pack([Segment((7,) * n, 0) for n in lengths], device, read=[(0, n - 1) for n in lengths])
+            rows = pack_rows(
+                [Segment((7,) * n, 0) for n in lengths], device, read=[(0, n - 1) for n in lengths]
+            )
             found, expected = (d.encode(rows)[0] for d in (compiled, plain))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert 2 <= compiled.compilations <= 6
@@ -328,15 +340,15 @@ def without_waits(device):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("block", "price"), [(None, None), (4, None), (4, 3.0)])
 def test_decode_steps_wait_in_the_marked_place_only(corpus_file, device, layout, dtype, block, price):
-    engine = EngineConfig(pool_gib=4e-5, host_pool_gib=4e-5)
-    settings = {"temperature": 0.5, "overlap": "pipeline", "copy_price": price}
+    engine = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
+    settings = {"temperature": 0.5, "overlap": "pipeline", "copy_penalty": price}
     decoder = make_decoder(corpus_file, layout, batch_size=2, **settings)
-    decoder.denoiser.config = replace(decoder.denoiser.config, attention_block=block)
+    decoder.denoiser.config = replace(decoder.denoiser.config, block_size=block)
     for parameter in decoder.denoiser.to(device).parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))  # the rotary frequencies stay as they are
-    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, engine)
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, engine)
     decoder.decode(QUESTIONS)
-    decoder.proposer.forget()
+    decoder.model_runner.reset_cache()
     with without_waits(device):
         assert all(not rollout.error for rollout in decoder.decode(QUESTIONS))
 
@@ -345,7 +357,7 @@ TRAINED = {
     "sft": ("sft", []),
     "sft, muon": ("sft muon", []),
     "pretrain": ("pretrain", []),
-    "adapt, selective": ("adapt", ["train.checkpointing=selective"]),
+    "adapt, selective": ("adapt", ["train.activation_checkpointing=selective"]),
 }
 
 
@@ -367,15 +379,17 @@ def test_training_steps_wait_in_the_marked_place_only(device, way, dtype, tmp_pa
 def test_a_budget_holds_all_that_decoding_allocates(device, batch):
     """What torch's allocator held at most, weights included; the same answers as without a budget."""
     words = [f"model.device={device}", f"decode.batch_size={batch}", "model.dtype=float32"]
-    asked = read_questions(with_shipped(load_config(None, words), []).questions)[:32]
-    plain = prepare(with_shipped(load_config(None, words), []), asked).load().decode(asked)
+    asked = read_questions(apply_shipped_defaults(load_config(None, words), []).questions)[:32]
+    plain = (
+        prepare_decoder(apply_shipped_defaults(load_config(None, words), []), asked).load().decode(asked)
+    )
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    given = with_shipped(load_config(None, [*words, "engine.memory_gib=0.5"]), [])
+    given = apply_shipped_defaults(load_config(None, [*words, "engine.memory_gib=0.5"]), [])
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     try:
-        decoder = prepare(given, asked).load()
+        decoder = prepare_decoder(given, asked).load()
         assert [r.answer for r in decoder.decode(asked)] == [r.answer for r in plain]
         if device.type == "cuda":
             assert torch.cuda.max_memory_allocated(device) - before <= 0.5 * GIB
@@ -387,8 +401,10 @@ def test_a_budget_holds_all_that_decoding_allocates(device, batch):
 @DEVICES
 def test_the_shipped_model_answers(device):
     """As it is chosen by itself: bfloat16 and the fastest kernel on a GPU, float32 on a CPU."""
-    config = with_shipped(load_config(None, [f"model.device={device}", "decode.batch_size=16"]), [])
+    config = apply_shipped_defaults(
+        load_config(None, [f"model.device={device}", "decode.batch_size=16"]), []
+    )
     asked = read_questions(config.questions)[: 16 if device.type == "cpu" else 64]
-    rollouts = prepare(config, asked).load().decode(asked)
-    right = [exact_match(r.answer, q.golden_answers) for r, q in zip(rollouts, asked, strict=True)]
+    rollouts = prepare_decoder(config, asked).load().decode(asked)
+    right = [compute_exact_match(r.answer, q.golden_answers) for r, q in zip(rollouts, asked, strict=True)]
     assert sum(right) / len(right) > 0.7, "the page of results says 80 and more"

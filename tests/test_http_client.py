@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from test_retrieval import ask, ids
+from test_retrieval import list_passage_ids, make_query
 
 from dlm_rag import load_retriever
 from dlm_rag.errors import ConfigError
-from dlm_rag.retrieval import http
-from dlm_rag.retrieval.link import SearchUnavailableError
+from dlm_rag.retrieval import http_retriever
+from dlm_rag.retrieval.retry import SearchUnavailableError
 
 SECRET = "sk-0123456789abcdef"
 
@@ -104,7 +104,9 @@ def encrypted(certificate):
 
 
 def found_at(url, **settings):
-    return ids(load_retriever(url=url, **settings).search([ask("Who?"), ask("Where?")]))
+    return list_passage_ids(
+        load_retriever(url=url, **settings).search([make_query("Who?"), make_query("Where?")])
+    )
 
 
 def test_https_trusts_whom_the_environment_names_and_nobody_else(
@@ -138,22 +140,22 @@ def test_a_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
         service.token, url = SECRET, f"http://127.0.0.1:{service.port}/retrieve"
         with pytest.raises(ConfigError, match="HTTP status 401 .*DLM_RAG_RETRIEVAL_TOKEN .* not set"):
             found_at(url)
-        monkeypatch.setenv(http.TOKEN, f"{SECRET}\n")
+        monkeypatch.setenv(http_retriever.RETRIEVAL_TOKEN_VARIABLE, f"{SECRET}\n")
         retriever = load_retriever(url=url)
-        assert ids(retriever.search([ask("Who?")])) == [["a"]]
+        assert list_passage_ids(retriever.search([make_query("Who?")])) == [["a"]]
         service.token = "another"
         with pytest.raises(SearchUnavailableError, match="401 .*not its token") as refused:
-            retriever.search([ask("Who?")])
+            retriever.search([make_query("Who?")])
         service.moved = f"http://127.0.0.1:{elsewhere.port}/retrieve"
         with pytest.raises(SearchUnavailableError, match="307"):
-            retriever.search([ask("Who?")])
+            retriever.search([make_query("Who?")])
         assert not elsewhere.connections
     assert SECRET not in f"{refused.value!r}{caplog.text}{vars(retriever)['_client'].headers!r}"
 
 
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "schlüssel"])
 def test_what_is_no_token_is_refused_before_anything_is_sent(monkeypatch, token):
-    monkeypatch.setenv(http.TOKEN, token)
+    monkeypatch.setenv(http_retriever.RETRIEVAL_TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match="DLM_RAG_RETRIEVAL_TOKEN .* is no bearer token") as error:
         load_retriever(url="http://127.0.0.1:1/retrieve")
     assert token not in str(error.value)
@@ -191,7 +193,7 @@ def test_a_name_that_is_looked_up_for_ever_costs_no_more_than_an_attempt(monkeyp
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60))
     start = time.monotonic()
     with pytest.raises(ConfigError, match="no answer within 0.2 s"):
-        load_retriever(url="http://slow.example/retrieve", url_seconds=0.6)
+        load_retriever(url="http://slow.example/retrieve", timeout=0.6)
     assert time.monotonic() - start < 30
     over.set()
 
@@ -207,10 +209,10 @@ def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew(
     with running(handler=Closable) as service:
         retriever = load_retriever(url=f"http://127.0.0.1:{service.port}/retrieve", top_k=1)
         for _ in range(3):
-            retriever.search([ask("Who?")])
+            retriever.search([make_query("Who?")])
         assert len(opened) == 1
         opened[0].shutdown(socket.SHUT_RDWR)
-        retriever.begin()  # with one attempt
+        retriever.connect()  # with one attempt
         assert len(opened) == 2
 
 
@@ -219,7 +221,7 @@ def test_many_threads_search_at_once():
         retriever, found = load_retriever(url=f"http://127.0.0.1:{service.port}/retrieve"), []
 
         def search():
-            found.extend(ids(retriever.search([ask("Who?")])))
+            found.extend(list_passage_ids(retriever.search([make_query("Who?")])))
 
         threads = [threading.Thread(target=search) for _ in range(16)]
         for thread in threads:

@@ -13,37 +13,37 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, write_lines
+from conftest import ROOT, write_jsonl_file
 
 pytest.importorskip("milvus_lite")
 
-from milvus_server import LocalSearch, Server
+from milvus_server import LocalBM25Retriever, MilvusServer
 from pymilvus import MilvusClient
 
 from dlm_rag.__main__ import dispatch
-from dlm_rag.commands.engines import Here
-from dlm_rag.commands.job import plan
-from dlm_rag.commands.prepare import SHIPPED, with_shipped
+from dlm_rag.commands.answer_job import plan_answer_job
+from dlm_rag.commands.executors import LocalEngines
+from dlm_rag.commands.startup import SHIPPED_FOLDER, apply_shipped_defaults
 from dlm_rag.config import DecodeConfig, RetrievalConfig, load_config
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval import filling, link, load_retriever, milvus, remote
-from dlm_rag.retrieval.base import PartialSearchError, best
+from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_ingest, milvus_retriever, retry
+from dlm_rag.retrieval.base import PartialSearchError, select_top_hits
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.retrieval.dense import DenseRetriever, open_encoder
-from dlm_rag.retrieval.facts import Facts
-from dlm_rag.retrieval.filling import batches, complete, fill
+from dlm_rag.retrieval.dense import DenseRetriever, load_text_encoder
 from dlm_rag.retrieval.hybrid import HybridRetriever
-from dlm_rag.retrieval.link import Link, SearchUnavailableError
-from dlm_rag.retrieval.milvus import Collection
+from dlm_rag.retrieval.milvus_collection import MilvusCollection
+from dlm_rag.retrieval.milvus_collection_info import CollectionInfo
+from dlm_rag.retrieval.milvus_ingest import count_complete_rows, ingest_corpus, iterate_write_batches
+from dlm_rag.retrieval.milvus_retriever import MilvusRetriever, ends_in_tie
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.remote import MilvusRetriever, ends_among_equals
-from dlm_rag.retrieval.scores import count_words
+from dlm_rag.retrieval.retry import CircuitBreaker, SearchUnavailableError
+from dlm_rag.retrieval.sparse_vectors import compute_corpus_statistics
 from dlm_rag.tokenizer import Tokenizer
 
-WORLD = SHIPPED / "world"
+WORLD = SHIPPED_FOLDER / "world"
 SECONDS = 120.0  # a deadline that a loaded machine keeps too
 STOP_WORDS = {"id": "stop", "title": "", "contents": "it is as it was"}
 
@@ -58,7 +58,7 @@ def entry(number: int, text: str) -> dict:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    found = Server(tmp_path_factory.mktemp("milvus") / "data")
+    found = MilvusServer(tmp_path_factory.mktemp("milvus") / "data")
     yield found
     found.kill()
 
@@ -66,35 +66,37 @@ def server(tmp_path_factory):
 @pytest.fixture
 def own_server(tmp_path):
     """One that a test may kill."""
-    found = Server(tmp_path / "data")
+    found = MilvusServer(tmp_path / "data")
     yield found
     found.resume()
     found.kill()
 
 
-def build(server: Server, name: str, path: Path, **settings) -> MilvusRetriever:
+def build(server: MilvusServer, name: str, path: Path, **settings) -> MilvusRetriever:
     """A collection of the passages of a file, and search in it."""
-    fill(Collection(server.url(name), SECONDS), open_corpus(path), RetrievalConfig(**settings))
-    found = load_retriever(url=server.url(name), url_seconds=SECONDS, **settings)
+    ingest_corpus(
+        MilvusCollection(server.url(name), SECONDS), open_corpus(path), RetrievalConfig(**settings)
+    )
+    found = load_retriever(url=server.url(name), timeout=SECONDS, **settings)
     assert isinstance(found, MilvusRetriever)
     return found
 
 
-def spread(server: Server, name: str, path: Path, seed: int) -> None:
+def spread(server: MilvusServer, name: str, path: Path, seed: int) -> None:
     """A collection that the server holds in many files, its passages written in another order."""
-    corpus, collection = open_corpus(path), Collection(server.url(name), SECONDS)
-    collection.create(Facts(corpus.fingerprint, "bm25", len(corpus)))
+    corpus, collection = open_corpus(path), MilvusCollection(server.url(name), SECONDS)
+    collection.create(CollectionInfo(corpus.fingerprint, "bm25", len(corpus)))
     collection.describe()
-    collection.add_indexes()
+    collection.create_indexes()
     rows = list(range(len(corpus)))
     random.Random(seed).shuffle(rows)
-    vector, client = count_words(p.text for p in corpus).vector, server.client()
+    vector, client = compute_corpus_statistics(p.text for p in corpus).encode_passage, server.client()
     for start in range(0, len(rows), 300):
         for row in rows[start : start + 300]:
-            collection.put(row, [corpus[row]], {"sparse": [vector(corpus[row].text)]})
+            collection.upsert_passages(row, [corpus[row]], {"sparse": [vector(corpus[row].text)]})
         client.flush(name)
-    collection.finish()
-    collection.note_finished()
+    collection.finalize_build()
+    collection.mark_finished()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def few(server, tmp_path_factory):
     lines = (WORLD / "corpus.jsonl").read_text().splitlines()[::8]
     entries = [json.loads(line) for line in lines]
     twice = [entry | {"id": f"again-{entry['id']}"} for entry in entries[:60]]
-    path = write_lines(tmp_path_factory.mktemp("few") / "corpus.jsonl", [*entries, *twice, STOP_WORDS])
+    path = write_jsonl_file(tmp_path_factory.mktemp("few") / "corpus.jsonl", [*entries, *twice, STOP_WORDS])
     return path, build(server, "few", path)
 
 
@@ -120,7 +122,7 @@ def queries(path: Path) -> list[Query]:
 
 def test_passages_are_those_of_a_local_search(few):
     path, found = few
-    local = LocalSearch(open_corpus(path), 7)
+    local = LocalBM25Retriever(open_corpus(path), 7)
     assert found.search(queries(path)) == local.search(queries(path))
     assert found.search([asked("it is"), asked("zzzz"), asked("")]) == [[], [], []]
 
@@ -134,36 +136,36 @@ def test_shards_change_nothing(server, few):
     assert other.fingerprint == found.fingerprint, "answers of the one go on with the other"
 
 
-@pytest.mark.parametrize("most", [milvus.MOST_HITS, 100])
+@pytest.mark.parametrize("most", [milvus_collection.MAX_SEARCH_HITS, 100])
 def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most):
     """More equals than are asked for at first; where they have no end, that query alone fails."""
     texts = ["emma rare words here"] + ["dune"] * 150 + ["dune by herbert"]
-    path = write_lines(
+    path = write_jsonl_file(
         tmp_path / "corpus.jsonl", [{"id": f"p{n}", "contents": text} for n, text in enumerate(texts)]
     )
     found = build(server, f"equal{most}", path, top_k=5)
-    monkeypatch.setattr(remote, "MOST_HITS", most)
+    monkeypatch.setattr(milvus_retriever, "MAX_SEARCH_HITS", most)
     if most > 150:
         passages = found.search([asked("dune"), asked("emma")])
         assert [[p.id for p in ps] for ps in passages] == [[f"p{n}" for n in range(1, 6)], ["p0"]]
     else:
         with pytest.raises(PartialSearchError, match="same score") as error:
             found.search([asked("dune"), asked("emma")])
-        assert [p.id for p in error.value.found[1]] == ["p0"]
+        assert [p.id for p in error.value.results[1]] == ["p0"]
 
 
 def test_the_rule_for_equals():
     hits = [(3.0, 4), (2.00001, 9), (2.0, 1), (1.9999, 3), (1.0, 0)]
-    assert [row for _, row in best(hits, 9, 4)] == [4, 1, 9, 3, 0] and best(hits, 3, 4) == best(hits, 9, 4)[
-        :3
-    ]
-    assert ends_among_equals(hits[:3], 2, 4) and not ends_among_equals(hits[:4], 2, 4)
-    assert not ends_among_equals(hits[:1], 2, 4)
+    assert [row for _, row in select_top_hits(hits, 9, 4)] == [4, 1, 9, 3, 0] and select_top_hits(
+        hits, 3, 4
+    ) == select_top_hits(hits, 9, 4)[:3]
+    assert ends_in_tie(hits[:3], 2, 4) and not ends_in_tie(hits[:4], 2, 4)
+    assert not ends_in_tie(hits[:1], 2, 4)
 
 
 def test_where_all_passages_fit_the_others_follow(server, corpus_file):
     found = build(server, "tiny", corpus_file, top_k=9)
-    local = LocalSearch(open_corpus(corpus_file), 9)
+    local = LocalBM25Retriever(open_corpus(corpus_file), 9)
     asked_for = [asked("Who wrote Emma?"), asked("zzzz")]
     assert found.search(asked_for) == local.search(asked_for)
 
@@ -172,24 +174,26 @@ def test_a_refresh_takes_two_round_trips_and_one_where_passages_recur(few, monke
     path, _ = few
     found = load_retriever(url=few[1]._collection.url)
     calls = []
-    call = Collection._call
-    monkeypatch.setattr(Collection, "_call", lambda self, ask: calls.append(1) or call(self, ask))
+    call = MilvusCollection._call
+    monkeypatch.setattr(MilvusCollection, "_call", lambda self, ask: calls.append(1) or call(self, ask))
     some = [asked(passage.text) for passage in open_corpus(path)[300:]]
     first = found.search(some)
     assert len(calls) == 2
     assert found.search(some) == first and len(calls) == 3
-    monkeypatch.setattr(remote, "MOST_KEPT", 5)
+    monkeypatch.setattr(milvus_retriever, "MAX_CACHED_PASSAGES", 5)
     assert found.search([*some, *queries(path)])[: len(some)] == first, "what is kept is bounded"
     assert len(found._known) < 200
 
 
 def test_queries_without_known_words_cost_a_count_now_and_then(few, monkeypatch):
-    found = load_retriever(url=few[1]._collection.url, url_seconds=SECONDS)
+    found = load_retriever(url=few[1]._collection.url, timeout=SECONDS)
     counts = []
-    count = Collection.count
-    monkeypatch.setattr(Collection, "count", lambda self, *a, **k: counts.append(1) or count(self, *a, **k))
+    count = MilvusCollection.count_rows
+    monkeypatch.setattr(
+        MilvusCollection, "count_rows", lambda self, *a, **k: counts.append(1) or count(self, *a, **k)
+    )
     nothing = [asked(f"zzzz{n}") for n in range(20)]
-    monkeypatch.setattr(remote, "COUNT_EVERY", 3600)
+    monkeypatch.setattr(milvus_retriever, "COUNT_CHECK_SECONDS", 3600)
     assert found.search(nothing) == [[]] * 20 and found.search(nothing[:3]) == [[]] * 3
     assert len(counts) == 1, "of 23 queries, in two searches"
     found._count_due = 0.0  # an hour later
@@ -203,23 +207,23 @@ def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path
     lines = few[0].read_text().splitlines()
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join([*lines[:40], *lines[250:270], lines[-1]]))
-    settings = {"dense_model": minilm, "top_k": 5}
+    settings = {"embedding_model": minilm, "top_k": 5}
     corpus = open_corpus(path)
-    encoder = open_encoder(RetrievalConfig(**settings))
-    vectors = encoder.passages([passage.text for passage in corpus]).numpy()
-    dense = DenseRetriever(corpus, 5, encoder.queries, vectors, encoder.device)
-    sparse = LocalSearch(corpus, 5)
+    encoder = load_text_encoder(RetrievalConfig(**settings))
+    vectors = encoder.encode_passages([passage.text for passage in corpus]).numpy()
+    dense = DenseRetriever(corpus, 5, encoder.encode_queries, vectors, encoder.device)
+    sparse = LocalBM25Retriever(corpus, 5)
     local = {"bm25": sparse, "dense": dense, "hybrid": HybridRetriever([sparse, dense], 5, 50)}
-    build(server, "all_kinds", path, kind="hybrid", **settings)
+    build(server, "all_kinds", path, method="hybrid", **settings)
     texts = [passage.text for passage in corpus][::5]
     asked_for = [Query(f"{a} {b}", (a, b)) for a, b in zip(texts, reversed(texts), strict=True)]
     for kind, here in local.items():
-        found = load_retriever(url=server.url("all_kinds"), kind=kind, **settings)
+        found = load_retriever(url=server.url("all_kinds"), method=kind, **settings)
         assert found.search(asked_for) == here.search(asked_for), kind
         assert found.search([Query("", ())]) == [[]]
     refused(
-        server.url("all_kinds"), "holds vectors of dense_model",
-        kind="dense", passage_prompt="passage: ", **settings,
+        server.url("all_kinds"), "holds vectors of embedding_model",
+        method="dense", passage_prompt="passage: ", **settings,
     )  # fmt: skip
 
 
@@ -233,7 +237,7 @@ def refused(url: str, says: str, **settings) -> None:
     assert time.perf_counter() - start < SECONDS, "no hang"
 
 
-def changed(server: Server, name: str, **properties) -> str:
+def changed(server: MilvusServer, name: str, **properties) -> str:
     """The URL of a copy of the facts of `few` with other properties, without passages."""
     client = server.client()
     known = client.describe_collection("few")["properties"]
@@ -255,7 +259,7 @@ def milvus_schema(client: MilvusClient, fits: bool):
 
 def test_what_is_no_collection_of_ours_is_refused(server, few):
     refused(server.url("fex"), "there is no such collection (nearest: 'few')")
-    refused(server.url("few"), "built with retrieval.kind=bm25", kind="dense")
+    refused(server.url("few"), "built with retrieval.method=bm25", method="dense")
     refused(server.url("few"), "at most 16,384", top_k=20_000)
     refused(changed(server, "form", **{"dlm_rag.form": "0"}), "has form 0")
     refused(changed(server, "half", **{"dlm_rag.finished": "0"}), "half-built: go on with `dlm-rag index")
@@ -267,7 +271,7 @@ def test_what_is_no_collection_of_ours_is_refused(server, few):
 
 def test_a_server_is_found_by_a_name_and_not_by_an_ipv6_address(few):
     url = few[1]._collection.url
-    found = load_retriever(url=url.replace("127.0.0.1", "localhost"), url_seconds=SECONDS)
+    found = load_retriever(url=url.replace("127.0.0.1", "localhost"), timeout=SECONDS)
     assert found.fingerprint == few[1].fingerprint
     refused(url.replace("127.0.0.1", "[::1]"), "takes no IPv6 address: write a name for it")
 
@@ -283,28 +287,30 @@ def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
     web.shutdown()
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
-    assert Collection(server.url("few"), SECONDS).describe(), "a proxy is not for this machine"
+    assert MilvusCollection(server.url("few"), SECONDS).describe(), "a proxy is not for this machine"
     monkeypatch.setitem(sys.modules, "pymilvus", None)
     refused(server.url("few"), "needs pymilvus: pip install 'dlm_rag[milvus]'")
 
 
 def test_scores_that_are_not_the_vectors_are_found_at_the_start(server, few, monkeypatch):
     """As an index that drops small numbers would give them."""
-    search = Collection.search
+    search = MilvusCollection.search
 
     def inexact(self, asks):
         return [[[(s - 0.01, r) for s, r in hits] for hits in each] for each in search(self, asks)]
 
-    monkeypatch.setattr(Collection, "search", inexact)
+    monkeypatch.setattr(MilvusCollection, "search", inexact)
     refused(server.url("few"), "does not give the scores of its vectors (sparse, row 0)")
     monkeypatch.setattr(
-        Collection, "search", lambda self, asks: [[hits[1:] for hits in e] for e in search(self, asks)]
+        MilvusCollection,
+        "search",
+        lambda self, asks: [[hits[1:] for hits in e] for e in search(self, asks)],
     )
     refused(server.url("few"), "does not give the scores of its vectors")
 
 
 def test_other_words_in_the_vectors_are_found_at_the_start(server, few, monkeypatch):
-    monkeypatch.setattr(remote, "word_counts", lambda text: {7: 1.0})
+    monkeypatch.setattr(milvus_retriever, "count_query_words", lambda text: {7: 1.0})
     refused(server.url("few"), "has other words for its row 0")
 
 
@@ -316,7 +322,7 @@ def test_passages_that_are_not_given_are_an_error(server, tmp_path, corpus_file)
     client.delete("lacking", ids=sorted(keys)[:1])
     assert found.search([asked("Who wrote Dune?")]) == before
     with pytest.raises(SearchUnavailableError, match="does not give 1 of 1 passages"):
-        found._collection.fetch([0])
+        found._collection.fetch_passages([0])
     with pytest.raises(SearchUnavailableError, match="holds 4 of 5"):
         found.search([asked("zzzz")])
     refused(server.url("lacking"), "holds 4 of 5 passages: run `dlm-rag index --to` again")
@@ -336,7 +342,7 @@ def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path
 
 def give(found: MilvusRetriever, seconds: float) -> None:
     """From now on a search has so long, beginning with a circuit that is closed."""
-    found._collection._link = Link(found._collection.url, seconds)
+    found._collection._link = CircuitBreaker(found._collection.url, seconds)
 
 
 def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, capfd):
@@ -374,7 +380,7 @@ def test_a_server_that_hangs_is_left_alone_in_time(own_server, corpus_file, capf
     give(found, 0.9)
     with pytest.raises(SearchUnavailableError, match=r"no answer within 0\.\d+ s"):
         found.search([asked("Who wrote Emma?")])
-    refused(own_server.url("small"), "does not answer as a Milvus does (deadline_exceeded)", url_seconds=1)
+    refused(own_server.url("small"), "does not answer as a Milvus does (deadline_exceeded)", timeout=1)
     own_server.resume()
     give(found, SECONDS)
     assert found.search([asked("Who wrote Emma?")])
@@ -409,15 +415,15 @@ def test_a_program_says_one_line(server, corpus_file):
 def test_other_passages_are_refused(server, corpus_file, tmp_path):
     url = server.url("other")
     index("--corpus", str(corpus_file), "--to", url)
-    other = write_lines(tmp_path / "other.jsonl", [entry(1, "another text")])
+    other = write_jsonl_file(tmp_path / "other.jsonl", [entry(1, "another text")])
     with pytest.raises(CorpusError, match=r"holds other passages than .*other.jsonl"):
         index("--corpus", str(other), "--to", url)
-    with pytest.raises(ConfigError, match="is built with retrieval.kind=bm25"):
-        index("--corpus", str(corpus_file), "--to", url, "retrieval.kind=hybrid")
+    with pytest.raises(ConfigError, match="is built with retrieval.method=bm25"):
+        index("--corpus", str(corpus_file), "--to", url, "retrieval.method=hybrid")
 
 
 def test_a_text_that_is_too_long_is_named_before_anything_is_written(server, tmp_path):
-    path = write_lines(tmp_path / "long.jsonl", [entry(0, "short"), entry(1, "é" * 40_000)])
+    path = write_jsonl_file(tmp_path / "long.jsonl", [entry(0, "short"), entry(1, "é" * 40_000)])
     with pytest.raises(CorpusError, match=r"long.jsonl, row 1: 'contents' has 80,000 bytes"):
         index("--corpus", str(path), "--to", server.url("long"))
 
@@ -425,44 +431,44 @@ def test_a_text_that_is_too_long_is_named_before_anything_is_written(server, tmp
 @pytest.mark.parametrize("lost", [[], [40], [0, 99], list(range(100))])
 def test_a_build_goes_on_from_what_is_there(server, tmp_path, lost):
     """It counts no passage as there behind one that lacks."""
-    path = write_lines(tmp_path / "corpus.jsonl", [entry(n, f"word{n} text") for n in range(100)])
+    path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, f"word{n} text") for n in range(100)])
     name, corpus = f"gaps{len(lost)}", open_corpus(path)
-    collection = Collection(server.url(name), SECONDS)
-    fill(collection, corpus, RetrievalConfig())
+    collection = MilvusCollection(server.url(name), SECONDS)
+    ingest_corpus(collection, corpus, RetrievalConfig())
     client = server.client()
     properties = client.describe_collection(name)["properties"]
     client.alter_collection_properties(name, {"dlm_rag.finished": "0"})
     keys = sorted(hit["row"] for hit in client.query(name, filter="row >= 0", output_fields=["row"]))
     if lost:
         client.delete(name, ids=[keys[row] for row in lost])
-    collection = Collection(server.url(name), SECONDS)
+    collection = MilvusCollection(server.url(name), SECONDS)
     collection.describe()
-    assert complete(collection) == min(lost, default=100)
-    assert fill(collection, corpus, RetrievalConfig()) == 100 - min(lost, default=100)
+    assert count_complete_rows(collection) == min(lost, default=100)
+    assert ingest_corpus(collection, corpus, RetrievalConfig()) == 100 - min(lost, default=100)
     assert client.describe_collection(name)["properties"] == properties, "the same build"
     assert found_ids(server, name) == [f"p{n}" for n in range(100)]
 
 
-def found_ids(server: Server, name: str) -> list[str]:
+def found_ids(server: MilvusServer, name: str) -> list[str]:
     """The ids of all entities by their keys, doubled ones twice."""
     found = server.client().query(name, filter="row >= 0", output_fields=["row", "id"])
     return [entity["id"] for entity in sorted(found, key=lambda entity: entity["row"])]
 
 
 def test_writes_are_bounded_by_passages_and_bytes(tmp_path, monkeypatch):
-    path = write_lines(tmp_path / "corpus.jsonl", [entry(n, "x" * (9 * n + 1)) for n in range(40)])
+    path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, "x" * (9 * n + 1)) for n in range(40)])
     corpus = open_corpus(path)
-    monkeypatch.setattr(filling, "ROWS", 6)
-    monkeypatch.setattr(filling, "BYTES", 600)
+    monkeypatch.setattr(milvus_ingest, "WRITE_BATCH_PASSAGES", 6)
+    monkeypatch.setattr(milvus_ingest, "WRITE_BATCH_BYTES", 600)
     for start in (0, 5, 39, 40):
-        found = list(batches(corpus, start))
+        found = list(iterate_write_batches(corpus, start))
         assert [p for _, passages in found for p in passages] == corpus[start:]
         assert [row for row, _ in found] == [
             start + sum(len(p) for _, p in found[:n]) for n in range(len(found))
         ]
     assert all(
         len(p) <= 6 and (len(p) == 1 or sum(len(x.contents) for x in p) <= 600)
-        for _, p in batches(corpus, 0)
+        for _, p in iterate_write_batches(corpus, 0)
     )
 
 
@@ -480,7 +486,7 @@ def command(*words: str) -> subprocess.Popen:
 class Chaos:
     """A retriever whose server is killed, and begins again, or stands still for a while, as it is asked."""
 
-    def __init__(self, inner, server: Server, chance: random.Random) -> None:
+    def __init__(self, inner, server: MilvusServer, chance: random.Random) -> None:
         self._inner, self._server, self._chance = inner, server, chance
         self._mending = threading.Thread()
         self.events = 0
@@ -509,16 +515,18 @@ class Chaos:
 @pytest.mark.slow
 def test_a_server_that_is_killed_or_stopped_20_times_costs_no_answer(own_server, tmp_path, monkeypatch):
     """Questions whose search failed are asked again by the same command; the answers are as without."""
-    monkeypatch.setattr(link, "PAUSE", 0.2)
+    monkeypatch.setattr(retry, "CIRCUIT_OPEN_SECONDS", 0.2)
     build(own_server, "world", WORLD / "corpus.jsonl")
     questions = read_questions(str(WORLD / "questions.jsonl"))[::10]
 
     def job(out: str):
         url = own_server.url("world")
-        words = [f"out={tmp_path / out}", f"retrieval.url={url}", f"retrieval.url_seconds={SECONDS}"]
-        return plan(with_shipped(load_config(None, [*words, "decode.batch_size=8"]), []), questions)
+        words = [f"out={tmp_path / out}", f"retrieval.url={url}", f"retrieval.timeout={SECONDS}"]
+        return plan_answer_job(
+            apply_shipped_defaults(load_config(None, [*words, "decode.batch_size=8"]), []), questions
+        )
 
-    here, chaos, failed = Here(), None, []
+    here, chaos, failed = LocalEngines(), None, []
     job("calm.jsonl").run(here)
     while chaos is None or chaos.events < 20 or failed[-1]:
         wild = job("wild.jsonl" if chaos is None or failed[-1] else f"wild{len(failed)}.jsonl")
@@ -547,7 +555,7 @@ def test_a_server_that_is_killed_or_stopped_20_times_costs_no_answer(own_server,
 def test_400_trajectories_are_those_of_a_local_search(server):
     """Every step, every passage, every token; of 100 also where the server has other files and order."""
     questions = read_questions(str(WORLD / "questions.jsonl"))
-    path, model = WORLD / "corpus.jsonl", str(SHIPPED / "model")
+    path, model = WORLD / "corpus.jsonl", str(SHIPPED_FOLDER / "model")
     denoiser, tokenizer = Denoiser.from_pretrained(model), Tokenizer.from_pretrained(model)
 
     def trajectories(retriever, count: int):
@@ -558,11 +566,11 @@ def test_400_trajectories_are_those_of_a_local_search(server):
             (rollout.passages, [replace(step, seconds={}) for step in rollout.steps]) for rollout in found
         ]
 
-    local = trajectories(LocalSearch(open_corpus(path), 7), 400)
+    local = trajectories(LocalBM25Retriever(open_corpus(path), 7), 400)
     assert len(local) == 400 and trajectories(build(server, "world", path), 400) == local
     spread(server, "world_spread", path, 2)
     other = load_retriever(url=server.url("world_spread"))
-    assert trajectories(other, 112) == trajectories(LocalSearch(open_corpus(path), 7), 112)
+    assert trajectories(other, 112) == trajectories(LocalBM25Retriever(open_corpus(path), 7), 112)
 
 
 @pytest.mark.slow
@@ -570,7 +578,7 @@ def test_builds_that_are_killed_lose_nothing(own_server, tmp_path):
     """The program is killed five times and the server twice, at random moments; the end is as without."""
     chance = random.Random(0)
     texts = [f"{chance.random()} word{n % 7} text of passage {n}" for n in range(6000)]
-    path = write_lines(tmp_path / "corpus.jsonl", [entry(n, text) for n, text in enumerate(texts)])
+    path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, text) for n, text in enumerate(texts)])
     words = ["index", "--corpus", str(path), "--to", own_server.url("killed")]
     for kill in range(7):
         process = command(*words)

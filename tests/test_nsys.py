@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_training import MICRO
+from test_training import MICRO_SETTINGS
 
 HERE = shutil.which("nsys")
 needs_nsys = pytest.mark.skipif(HERE is None, reason="nsys is not installed: see docs/profiling.md")
@@ -60,7 +60,7 @@ def test_stage_times_of_a_session_are_those_of_the_answers(tmp_path):
 def test_a_session_of_training_covers_backward_and_the_steps_that_were_asked_for(tmp_path, tool):
     """Validations decode in steps of their own, which are not those of the window."""
     words = ("train", "--with", tool, "--from-step", 3, "--steps", 4, "--report", tmp_path / "session")
-    profiling("nsys.py", *words, *MICRO, "train.validate_every=2", f"out={tmp_path / 'run'}")
+    profiling("nsys.py", *words, *MICRO_SETTINGS, "train.eval_steps=2", f"out={tmp_path / 'run'}")
     found = attribution(tmp_path / "session")
     adds_up(found)
     calls = {part["stage"]: part["calls"] for part in found["stages"]}

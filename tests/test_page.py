@@ -9,29 +9,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_rollout import hand_made, token
+from test_rollout import make_committed_token, make_two_step_rollout
 
 from dlm_rag.commands import page as page_command
-from dlm_rag.decode.guesses import Guesses, Recorder
-from dlm_rag.decode.rollout import Committed, Rollout, Step
-from dlm_rag.decode.trace import TraceWriter, header_of, read_trace
-from dlm_rag.diffusion.commit import Proposals
+from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
+from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
+from dlm_rag.decode.trace_file import TraceWriter, build_trace_header, read_trace
+from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.errors import TraceError
 from dlm_rag.page.record import (
-    Run,
-    attributed_words,
-    bridges,
-    page_record,
-    pieces,
-    read_runs,
-    token_spans,
+    TraceRun,
+    align_tokens,
+    attribute_words,
+    build_page_record,
+    find_bridge_entities,
+    read_trace_runs,
+    split_content_words,
 )
-from dlm_rag.page.write import page_html, write_page
+from dlm_rag.page.write import render_page, write_page
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
-from bench_page import synthetic
-from browser import Browser, chromium
+from bench_page import make_synthetic_rollout
+from headless_chromium import HeadlessChromium, find_chromium
 
 SEPARATORS = "\u2028\u2029"
 HOSTILE = (
@@ -46,7 +46,7 @@ def cited(words, passages=(), unsupported=(), kind="reasoning"):
     return {"text": words, "kind": kind, "passages": sources, "unsupported": list(unsupported)}
 
 
-def two_hops() -> Rollout:
+def make_two_hop_rollout() -> Rollout:
     """Emma -> Jane Austen -> Steventon: the bridge is asked for at step 1 and found at step 2."""
     return Rollout(
         id="q1",
@@ -54,16 +54,19 @@ def two_hops() -> Rollout:
         prompt_layout="joint",
         canvas_length=8,
         steps=[
-            Step(0, "Where was the author of Emma born?", ("emma",), True),
-            Step(1, "Where was the author of Emma born? Jane Austen. Bat", ("emma", "dune"), True,
-                 (token(0, 1, " Jane", 0.995), token(1, 2, " Austen", 0.6))),
-            Step(2, None, ("austen",), True, (token(3, 3, " Bath", 0.4), token(7, END, "<end>", 1.0)),
+            RolloutStep(0, "Where was the author of Emma born?", ("emma",), True),
+            RolloutStep(1, "Where was the author of Emma born? Jane Austen. Bat", ("emma", "dune"), True,
+                 (make_committed_token(0, 1, " Jane", 0.995), make_committed_token(1, 2, " Austen", 0.6))),
+            RolloutStep(2, None, ("austen",), True, (make_committed_token(3, 3, " Bath", 0.4),
+            make_committed_token(7, END, "<end>", 1.0)),
                  dropped=("emma",)),
-            Step(3, "Where was the author of Emma born? Jane Austen. Steventon", ("austen",), True,
-                 (token(2, 4, ".", 0.99), token(4, 5, " ###", 0.99)), remasked=(3,)),
-            Step(4, "Where was the author of Emma born? Jane Austen. Steventon", ("austen",), False,
-                 (token(3, 6, " Steventon", 0.91), token(5, 6, " Steventon", 0.93),
-                  token(6, END, "<end>", 1.0))),
+            RolloutStep(3, "Where was the author of Emma born? Jane Austen. Steventon", ("austen",), True,
+                 (make_committed_token(2, 4, ".", 0.99), make_committed_token(4, 5, " ###", 0.99)),
+                 remasked=(3,)),
+            RolloutStep(4, "Where was the author of Emma born? Jane Austen. Steventon", ("austen",), False,
+                 (make_committed_token(3, 6, " Steventon", 0.91), make_committed_token(5, 6, " Steventon",
+                 0.93),
+                  make_committed_token(6, END, "<end>", 1.0))),
         ],
         response="Jane Austen. Steventon ### Steventon",
         passages={
@@ -76,7 +79,7 @@ def two_hops() -> Rollout:
             cited("Steventon", [("austen", ["steventon"])]),
             cited("Steventon", [("austen", ["steventon"])], kind="answer"),
         ],
-        settings={"query": "proxy", "query_threshold": 0.0},
+        settings={"query_policy": "proxy", "query_threshold": 0.0},
         finished=True,
     )  # fmt: skip
 
@@ -93,13 +96,13 @@ GUESSED = {
 
 def haunted(rollout: Rollout) -> Rollout:
     """The same with guesses at positions that stay masked."""
-    recorder = Recorder(GHOSTS.__getitem__)
+    recorder = ProvisionalRecorder(GHOSTS.__getitem__)
     steps = [rollout.steps[0]]
     for step in rollout.steps[1:]:
         at = np.array([*GUESSED[step.step]], dtype=np.int64)
         tokens, sure = (np.array([guess[n] for guess in GUESSED[step.step].values()]) for n in (0, 1))
         found = Proposals(at, tokens, sure, *[np.zeros(len(at))] * 4)
-        steps.append(replace(step, guesses=recorder.take(found)))
+        steps.append(replace(step, guesses=recorder.record_step(found)))
     return replace(rollout, steps=steps)
 
 
@@ -108,7 +111,7 @@ def static(rollout: Rollout) -> Rollout:
     steps = [replace(step, query=None, passage_ids=("emma",), dropped=()) for step in rollout.steps]
     steps[0] = rollout.steps[0]
     return replace(
-        rollout, steps=steps, citations=[], settings={"query": "question", "query_threshold": 0.0}
+        rollout, steps=steps, citations=[], settings={"query_policy": "question", "query_threshold": 0.0}
     )
 
 
@@ -124,30 +127,30 @@ def static(rollout: Rollout) -> Rollout:
     ids=["blanks before words", "no blanks", "a character of two tokens", "blanks alone", "nothing"],
 )
 def test_tokens_stand_where_their_texts_do(tokens, text, texts):
-    assert [text[start:stop] for start, stop in token_spans(tokens, text)] == texts
+    assert [text[start:stop] for start, stop in align_tokens(tokens, text)] == texts
 
 
 def test_words_are_attributed_to_the_passage_that_is_cited_for_them():
-    found = attributed_words(two_hops())
+    found = attribute_words(make_two_hop_rollout())
     assert [(f["word"], f["at"], f["step"], f["passage"]) for f in found] == [
         ("jane", [0], 1, "emma"), ("austen", [1], 1, "emma"), ("steventon", [3], 4, "austen"),
         ("steventon", [5], 4, "austen"),
     ]  # fmt: skip
-    bare = two_hops()
+    bare = make_two_hop_rollout()
     bare.citations[1] = cited("Steventon", unsupported=["steventon"])
-    assert attributed_words(bare)[2]["passage"] is None
-    assert attributed_words(replace(bare, citations=[])) == []
+    assert attribute_words(bare)[2]["passage"] is None
+    assert attribute_words(replace(bare, citations=[])) == []
 
 
 def test_pieces_are_the_text_and_its_content_words():
-    cut = pieces("The Straße <b>")
+    cut = split_content_words("The Straße <b>")
     assert cut == ["The ", ["Straße", "strasse"], " <", ["b"], ">"]
     assert "".join(piece if isinstance(piece, str) else piece[0] for piece in cut) == "The Straße <b>"
 
 
 def test_a_bridge_is_asked_for_and_then_found_or_never():
     """What stands in brackets is no part of a name; Emma is in the question, Dune is not cited."""
-    one, other = bridges([static(two_hops()), two_hops()])
+    one, other = find_bridge_entities([static(make_two_hop_rollout()), make_two_hop_rollout()])
     assert other == [{"passage": "austen", "entity": "Jane Austen", "asked": 1, "found": 2}]
     assert one == [{"passage": "austen", "entity": "Jane Austen", "asked": None, "found": None}]
 
@@ -157,7 +160,7 @@ def header(rollout, corpus="passages"):
 
     from dlm_rag.config import DecodeConfig
 
-    made = header_of(
+    made = build_trace_header(
         tiny_denoiser().config, tiny_tokenizer(), "joint", DecodeConfig(**rollout.settings),
         top_k=2, model="weights", corpus=corpus,
     )  # fmt: skip
@@ -176,40 +179,44 @@ def data_of(html):
 
 
 def test_no_text_of_a_trace_ends_the_element_that_holds_it():
-    rollout = two_hops()
+    rollout = make_two_hop_rollout()
     rollout.question = rollout.id = rollout.response = HOSTILE
     rollout.passages = dict.fromkeys(rollout.passages, HOSTILE)
-    rollout.steps[1] = replace(rollout.steps[1], query=HOSTILE, committed=(Committed(0, 1, HOSTILE, 0.5),))
-    runs = [Run(HOSTILE, None, [rollout])]
-    html = page_html(runs)
+    rollout.steps[1] = replace(
+        rollout.steps[1], query=HOSTILE, committed=(CommittedToken(0, 1, HOSTILE, 0.5),)
+    )
+    runs = [TraceRun(HOSTILE, None, [rollout])]
+    html = render_page(runs)
     assert html.count("<script") == html.count("</script") == 2 and html.isascii() is False
     assert not [mark for mark in SEPARATORS if mark in html]
-    assert data_of(html) == json.loads(json.dumps(page_record(runs)))
+    assert data_of(html) == json.loads(json.dumps(build_page_record(runs)))
 
 
 def test_two_traces_share_the_questions_of_one_id_and_text(tmp_path):
-    other = replace(two_hops(), id="q2")
-    one = write_trace(tmp_path / "static.jsonl", static(two_hops()), static(other))
-    two = write_trace(tmp_path / "interleaved.jsonl", two_hops(), replace(other, question="Why?"))
-    record = page_record(read_runs([one, two]))
+    other = replace(make_two_hop_rollout(), id="q2")
+    one = write_trace(tmp_path / "static.jsonl", static(make_two_hop_rollout()), static(other))
+    two = write_trace(
+        tmp_path / "interleaved.jsonl", make_two_hop_rollout(), replace(other, question="Why?")
+    )
+    record = build_page_record(read_trace_runs([one, two]))
     assert [question["id"] for question in record["questions"]] == ["q1"] and record["left_out"] == 2
     assert record["names"] == ["static", "interleaved"]
-    assert record["settings"] == [["decode.query=question"], ["decode.query=proxy"]]
-    foreign = write_trace(tmp_path / "foreign.jsonl", replace(two_hops(), question="Why?"))
+    assert record["settings"] == [["decode.query_policy=question"], ["decode.query_policy=proxy"]]
+    foreign = write_trace(tmp_path / "foreign.jsonl", replace(make_two_hop_rollout(), question="Why?"))
     with pytest.raises(TraceError, match="static and foreign have no question in common"):
-        page_record(read_runs([one, foreign]))
+        build_page_record(read_trace_runs([one, foreign]))
 
 
 def test_traces_of_one_name_are_told_apart_by_their_folders(tmp_path):
     paths = []
     for name in ("static", "interleaved"):
         (tmp_path / name).mkdir()
-        paths.append(write_trace(tmp_path / name / "trace.jsonl", two_hops()))
-    assert [run.name for run in read_runs(paths)] == ["static", "interleaved"]
+        paths.append(write_trace(tmp_path / name / "trace.jsonl", make_two_hop_rollout()))
+    assert [run.name for run in read_trace_runs(paths)] == ["static", "interleaved"]
 
 
 def test_a_page_is_made_of_a_trace_without_torch(tmp_path):
-    trace, out = write_trace(tmp_path / "trace.jsonl", two_hops()), tmp_path / "page.html"
+    trace, out = write_trace(tmp_path / "trace.jsonl", make_two_hop_rollout()), tmp_path / "page.html"
     code = (
         "import sys\n"
         "from dlm_rag.__main__ import dispatch\n"
@@ -221,15 +228,15 @@ def test_a_page_is_made_of_a_trace_without_torch(tmp_path):
     assert done.returncode == 0 and f"the page is in {out}" in done.stderr, done.stderr
     assert data_of(out.read_text())["questions"][0]["id"] == "q1"
     page_command.main([str(trace), "--html", str(out)])  # of its own pages it writes the newer one
-    assert out.read_text() == page_html(read_runs([trace]))
+    assert out.read_text() == render_page(read_trace_runs([trace]))
 
 
 def test_guesses_that_no_decode_has_made_are_refused(tmp_path):
-    rollout = two_hops()
-    rollout.steps[1] = replace(rollout.steps[1], guesses=Guesses("50"))
+    rollout = make_two_hop_rollout()
+    rollout.steps[1] = replace(rollout.steps[1], guesses=ProvisionalDelta("50"))
     path = write_trace(tmp_path / "t.jsonl", rollout)
     with pytest.raises(TraceError, match="t.jsonl: the line of question 'q1' is none of a decode"):
-        read_runs([path])
+        read_trace_runs([path])
 
 
 # In the browser.
@@ -253,9 +260,9 @@ WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
 
 @pytest.fixture(scope="module")
 def shared_browser():
-    if chromium() is None:
+    if find_chromium() is None:
         pytest.skip("chromium is not here (apt-get install chromium)")
-    with Browser() as browser:
+    with HeadlessChromium() as browser:
         yield browser
 
 
@@ -274,8 +281,8 @@ def canvases(rollout):
 
 
 def ghosts(rollout):
-    """What the page shows of the guesses of every step, as `Rollout.guesses` has them."""
-    for found in rollout.guesses():
+    """What the page shows of the guesses of every step, as `Rollout.provisional_tokens` has them."""
+    for found in rollout.provisional_tokens():
         shown = {
             n: (guess.token.replace("\n", "\u21b5"), sum(guess.confidence >= bound for bound in SURE))
             for n, guess in found.items()
@@ -303,16 +310,16 @@ def test_the_contrast_of_black_and_white_is_21():
 
 def page_of(tmp_path, *runs):
     path = tmp_path / "page.html"
-    write_page(path, [Run(name, header(rollouts[0]), rollouts) for name, rollouts in runs])
+    write_page(path, [TraceRun(name, header(rollouts[0]), rollouts) for name, rollouts in runs])
     return path
 
 
 def test_the_canvas_at_every_step_is_that_of_the_trace(browser, tmp_path):
     """Forwards, backwards and in leaps; with tokens that are masked again and edited."""
-    edited = hand_made()
-    edited.steps.append(Step(3, None, ("c",), False, edited=(token(0, 8, "w", 0.9),)))
-    edited.settings = {"query": "proxy"}
-    rollouts = [two_hops(), replace(edited, id="q2")]
+    edited = make_two_step_rollout()
+    edited.steps.append(RolloutStep(3, None, ("c",), False, edited=(make_committed_token(0, 8, "w", 0.9),)))
+    edited.settings = {"query_policy": "proxy"}
+    rollouts = [make_two_hop_rollout(), replace(edited, id="q2")]
     browser.open(page_of(tmp_path, ("", rollouts)))
     for number, rollout in enumerate(rollouts):
         browser.run(f"page.open({number})")
@@ -326,7 +333,7 @@ def test_the_canvas_at_every_step_is_that_of_the_trace(browser, tmp_path):
 
 def test_ghosts_at_every_step_are_those_of_the_trace(browser, tmp_path):
     """Forwards, backwards and in leaps; what a committed token replaces is back before it."""
-    rollout = haunted(two_hops())
+    rollout = haunted(make_two_hop_rollout())
     browser.open(page_of(tmp_path, ("", [rollout])))
     expected = list(ghosts(rollout))
     assert [sum(map(bool, shown)) for shown in expected] == [0, 6, 4, 3, 0]
@@ -345,26 +352,26 @@ AFTER = "getComputedStyle(page.panes[0].tokens[%d], '::after').content"
 
 
 def test_ghosts_come_and_go_by_key_and_by_box(browser, tmp_path):
-    browser.open(page_of(tmp_path, ("", [haunted(two_hops())])), "#step=3")
+    browser.open(page_of(tmp_path, ("", [haunted(make_two_hop_rollout())])), "#step=3")
     facts = "page.panes[0].facts.textContent"
     assert "Steventon" in browser.run(AFTER % 5)
     assert "×" in browser.run(AFTER.replace("after", "before") % 3)
     assert browser.run("document.querySelector('.ghost').textContent") == "guesses, not committed"
     browser.run("page.panes[0].tokens[4].focus()")
-    browser.press("ArrowRight")
+    browser.press_key("ArrowRight")
     assert browser.run(facts) == "guess “ Steventon” · position 5 · not committed · confidence 0.70"
-    browser.press("g")
+    browser.press_key("g")
     assert browser.run("[page.ghosts, byId('ghosts').checked]") == [False, False]
     assert "Steventon" not in browser.run(AFTER % 5) and browser.run(facts) == "masked · position 5"
     browser.run("byId('ghosts').focus()")
-    browser.press(" ")
+    browser.press_key(" ")
     assert browser.run("page.ghosts") and "Steventon" in browser.run(AFTER % 5)
     assert browser.run("page.timer === null"), "in a box a blank ticks, and plays nothing"
 
 
 def test_ghosts_are_no_text_of_the_page(browser, tmp_path):
     """Neither for who copies the canvas nor, as the accessibility tree has it, for a reader of screens."""
-    browser.open(page_of(tmp_path, ("", [haunted(two_hops())])), "#step=1")
+    browser.open(page_of(tmp_path, ("", [haunted(make_two_hop_rollout())])), "#step=1")
     assert browser.run("page.panes[0].canvas.textContent") == " Jane Austen"
     nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
     said = [node["name"]["value"] for node in nodes if "name" in node]
@@ -375,11 +382,13 @@ def test_a_trace_without_guesses_says_so(browser, tmp_path):
     """Also where another one beside it has them."""
     told = "[...document.querySelectorAll('.pane')].map((p) => p.querySelector('h3 .note').textContent)"
     none = "its trace holds no guesses"
-    browser.open(page_of(tmp_path, ("", [two_hops()])))
+    browser.open(page_of(tmp_path, ("", [make_two_hop_rollout()])))
     assert browser.run(told) == [none] and browser.run("byId('ghosts').disabled")
-    browser.press("g")
+    browser.press_key("g")
     assert browser.run("page.ghosts")
-    browser.open(page_of(tmp_path, ("one", [two_hops()]), ("two", [haunted(two_hops())])))
+    browser.open(
+        page_of(tmp_path, ("one", [make_two_hop_rollout()]), ("two", [haunted(make_two_hop_rollout())]))
+    )
     assert browser.run(told) == [none, "and guesses, not committed"]
     assert not browser.run("byId('ghosts').disabled")
 
@@ -389,7 +398,7 @@ def test_ghosts_are_fainter_the_less_sure_and_can_be_read(browser, tmp_path, dar
     """A contrast of 3, less than that of what is written, and never less than that of a guess less sure."""
     colours = """page.panes[0].tokens.filter((node) => node.matches('.g:not(.repeated)')).map((node) =>
       [Number(node.className.match(/ g([0-4])/)[1]), getComputedStyle(node, '::after').color])"""
-    browser.open(page_of(tmp_path, ("", [haunted(two_hops())])), dark=dark)
+    browser.open(page_of(tmp_path, ("", [haunted(make_two_hop_rollout())])), dark=dark)
     paper = browser.run("getComputedStyle(page.panes[0].node).backgroundColor")
     found = {}
     for step in (1, 2, 3):
@@ -401,23 +410,23 @@ def test_ghosts_are_fainter_the_less_sure_and_can_be_read(browser, tmp_path, dar
 
 def test_what_is_shown_of_a_step(browser, tmp_path):
     """The query with its new, guessed and lost words, cards that come and go, words that are taken."""
-    browser.open(page_of(tmp_path, ("", [two_hops()])), "#step=1")
+    browser.open(page_of(tmp_path, ("", [make_two_hop_rollout()])), "#step=1")
     texts = "(s) => [...document.querySelectorAll(s)].map((node) => node.textContent)"
     seen = lambda selector: browser.run(f"({texts})({selector!r})")  # noqa: E731
     assert seen(".query ins") == ["Jane", "Austen.", "Bat"] and seen(".query .guess") == ["Austen.", "Bat"]
     assert seen(".card.new b") == ["Dune"] and seen(".card mark") == ["Jane", "Austen"]
-    browser.press("ArrowRight")
+    browser.press_key("ArrowRight")
     assert "none was due" in seen(".searching h3")[0] and seen(".query ins") == []
     assert seen(".card.new b") == ["Jane Austen (author)"]
     assert seen(".card.left b") == ["Emma (novel)", "Dune"]
     assert "without room in the prompt: Emma (novel)" in seen(".searching p.note")[-1]
     assert seen(".bridges button.reached") == ["step 1", "step 2"]
     assert not browser.run("page.panes[0].answer.checkVisibility({visibilityProperty: true})")
-    browser.press("ArrowRight")
+    browser.press_key("ArrowRight")
     assert seen(".query del") == ["Bat"] and seen(".t.fallen") == [""]
     assert seen(".query .guess") == ["Steventon"], "it was masked again"
     assert seen(".t.end") == ["<end>"] and seen(".t.repeated") == []
-    browser.press("End")
+    browser.press_key("End")
     assert browser.run("page.panes[0].answer.checkVisibility({visibilityProperty: true})")
     assert seen(".answer") == ["Answer: Steventon"] and seen(".query .guess") == []
     sources = ["Emma (novel) (emma, step 1)", *["Jane Austen (author) (austen, step 1)"] * 2]
@@ -425,20 +434,20 @@ def test_what_is_shown_of_a_step(browser, tmp_path):
     assert seen(".t.repeated") == ["<end>"]
     words = browser.run("[...page.panes[0].rollout.wordsOnCanvas()]")
     assert words == ["Jane", "Austen.", "Steventon", "###"], "what ends the text is no word"
-    browser.press("Home")
+    browser.press_key("Home")
     assert seen(".card.new") == seen(".query ins") == [], "nothing was there before"
 
 
 def test_a_token_tells_its_step_confidence_and_source(browser, tmp_path):
-    browser.open(page_of(tmp_path, ("", [two_hops()])), "#step=4")
+    browser.open(page_of(tmp_path, ("", [make_two_hop_rollout()])), "#step=4")
     facts = "page.panes[0].facts.textContent"
     box = "page.panes[0].tokens[1].getBoundingClientRect()"
-    browser.move(*browser.run(f"[{box}.x + {box}.width / 2, {box}.y + {box}.height / 2]"))
+    browser.move_pointer(*browser.run(f"[{box}.x + {box}.width / 2, {box}.y + {box}.height / 2]"))
     source = "“austen” from Emma (novel) (emma)"
     assert browser.run(facts) == f"“ Austen” · position 1 · step 1 · confidence 0.600 · {source}"
     browser.run("page.panes[0].tokens[0].focus()")
     for _ in range(3):
-        browser.press("ArrowRight")
+        browser.press_key("ArrowRight")
     assert browser.run("document.activeElement.textContent") == " Steventon"
     assert "step 4 · confidence 0.910" in browser.run(facts)
     assert browser.run("page.at") == 4, "within the canvas arrows go from token to token"
@@ -449,25 +458,30 @@ def test_a_token_tells_its_step_confidence_and_source(browser, tmp_path):
 
 
 def test_keys_slider_and_player_move(browser, tmp_path):
-    browser.open(page_of(tmp_path, ("", [two_hops(), replace(two_hops(), id="q2", question="Why?")])))
+    browser.open(
+        page_of(
+            tmp_path,
+            ("", [make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?")]),
+        )
+    )
     at = lambda: browser.run("[page.at, Number(page.step.value), byId('where').value]")  # noqa: E731
     for key, step in (("ArrowRight", 1), ("End", 4), ("ArrowLeft", 3), ("Home", 0)):
-        browser.press(key)
+        browser.press_key(key)
         assert at() == [step, step, f"step {step} of 4"]
-    browser.press("ArrowRight", shift=True)
+    browser.press_key("ArrowRight", shift=True)
     assert at()[0] == 4, "a leap ends at the last step"
     browser.run("page.step.value = 2; page.step.dispatchEvent(new Event('input'))")
-    assert at()[:2] == [2, 2] and browser.run(CANVAS) == [list(canvases(two_hops()))[2]]
+    assert at()[:2] == [2, 2] and browser.run(CANVAS) == [list(canvases(make_two_hop_rollout()))[2]]
     browser.run("byId('speed').value = 60")
-    browser.press(" ")
+    browser.press_key(" ")
     wait = "const wait = () => page.timer ? setTimeout(wait, 5) : done(); wait();"
     browser.run(f"new Promise((done) => {{ {wait} }})")
     assert at()[0] == 4, "it has played to the end"
     browser.run("byId('speed').focus()")
-    browser.press("ArrowLeft")
+    browser.press_key("ArrowLeft")
     assert at()[0] == 4, "there the arrows choose a speed"
     browser.run("page.items[0].focus()")
-    browser.press("ArrowDown")
+    browser.press_key("ArrowDown")
     assert browser.run("document.activeElement.textContent") == "Why?"
     browser.run("document.activeElement.click()")
     assert browser.run("document.querySelector('h1').textContent") == "Why?" and at()[0] == 0
@@ -477,25 +491,25 @@ def test_keys_slider_and_player_move(browser, tmp_path):
 
 def test_two_traces_side_by_side(browser, tmp_path):
     """The shorter one stays at its end; the bridge is entered by one and never by the other."""
-    short = static(two_hops())
+    short = static(make_two_hop_rollout())
     short.steps = short.steps[:3]
-    path = page_of(tmp_path, ("static", [short]), ("interleaved", [two_hops()]))
+    path = page_of(tmp_path, ("static", [short]), ("interleaved", [make_two_hop_rollout()]))
     browser.open(path, "#step=4", width=1600)
-    assert browser.run(CANVAS) == [list(canvases(short))[2], list(canvases(two_hops()))[4]]
+    assert browser.run(CANVAS) == [list(canvases(short))[2], list(canvases(make_two_hop_rollout()))[4]]
     cells = "[...document.querySelectorAll('.bridges td')].map((node) => node.textContent)"
     assert browser.run(cells) == ["never", "never", "step 1", "step 2"]
     heads = browser.run("[...document.querySelectorAll('h2')].map((node) => node.textContent)")
-    assert heads == ["static decode.query=question", "interleaved decode.query=proxy"]
+    assert heads == ["static decode.query_policy=question", "interleaved decode.query_policy=proxy"]
     browser.run("document.querySelectorAll('.bridges button')[1].click()")
     assert browser.run("page.at") == 2
 
 
 def test_what_a_trace_does_not_hold_is_not_shown(browser, tmp_path):
     """A trace of version 1 has neither texts of passages nor citations; a question that failed, no step."""
-    old = replace(two_hops(), passages={}, citations=[], settings={})
+    old = replace(make_two_hop_rollout(), passages={}, citations=[], settings={})
     failed = Rollout("q2", "Why?", "joint", 4, error="the search failed")
     path = tmp_path / "page.html"
-    write_page(path, [Run("", None, [old, failed])])
+    write_page(path, [TraceRun("", None, [old, failed])])
     browser.open(path, "#step=4")
     assert browser.run(CANVAS) == [list(canvases(old))[4]]
     assert browser.run("document.querySelector('.card b').textContent") == "austen"
@@ -509,12 +523,14 @@ def test_what_a_trace_does_not_hold_is_not_shown(browser, tmp_path):
 
 
 def test_hostile_text_is_shown_as_text(browser, tmp_path):
-    rollout = two_hops()
+    rollout = make_two_hop_rollout()
     shown = HOSTILE.replace("\ud800", "\ufffd")
     rollout.question = HOSTILE
     rollout.passages = {name: f"{name}\n{HOSTILE}" for name in rollout.passages}
-    rollout.steps[1] = replace(rollout.steps[1], query=HOSTILE, committed=(Committed(0, 1, HOSTILE, 0.5),))
-    guesses = Guesses("  50", (1, 7), ((7, HOSTILE),))
+    rollout.steps[1] = replace(
+        rollout.steps[1], query=HOSTILE, committed=(CommittedToken(0, 1, HOSTILE, 0.5),)
+    )
+    guesses = ProvisionalDelta("  50", (1, 7), ((7, HOSTILE),))
     rollout.steps[1] = replace(rollout.steps[1], guesses=guesses)
     browser.open(page_of(tmp_path, (HOSTILE, [rollout, rollout])), "#step=1")
     assert browser.run("page.panes[0].tokens[1].dataset.guess.toWellFormed()") == shown
@@ -529,7 +545,7 @@ def test_hostile_text_is_shown_as_text(browser, tmp_path):
 
 def test_steps_are_added_to_a_trace_that_is_running(browser, tmp_path):
     """Step by step it comes to show what the page of the finished trace shows."""
-    path = page_of(tmp_path, ("", [haunted(two_hops())]))
+    path = page_of(tmp_path, ("", [haunted(make_two_hop_rollout())]))
     shown = "document.querySelector('#panes').innerHTML.replace(/min-height: [0-9.]+px/, '')"
     browser.open(path, "#step=4")
     whole = browser.run(shown)
@@ -540,7 +556,7 @@ def test_steps_are_added_to_a_trace_that_is_running(browser, tmp_path):
     for step in range(5):
         browser.run(f"page.addStep(given[{step}])")
         assert browser.run("[page.at, Number(page.step.max)]") == [step, step]
-        assert browser.run(CANVAS) == [list(canvases(two_hops()))[step]]
+        assert browser.run(CANVAS) == [list(canvases(make_two_hop_rollout()))[step]]
     browser.run("page.finish(ended)")
     assert browser.run(shown) == whole
     browser.run("page.go(1); page.addStep({...given[4], written: [], remasked: [], texts: {}})")
@@ -551,7 +567,11 @@ def test_steps_are_added_to_a_trace_that_is_running(browser, tmp_path):
 @pytest.mark.parametrize("width", [360, 1440])
 def test_all_texts_can_be_read(browser, tmp_path, width, dark):
     """Contrast of 4.5 at every step and by both colours; nothing is wider than the window."""
-    path = page_of(tmp_path, ("static", [static(two_hops())]), ("interleaved", [haunted(two_hops())]))
+    path = page_of(
+        tmp_path,
+        ("static", [static(make_two_hop_rollout())]),
+        ("interleaved", [haunted(make_two_hop_rollout())]),
+    )
     browser.open(path, width=width, dark=dark)
     poor = set()
     for by in ("step", "confidence"):
@@ -568,7 +588,13 @@ def test_all_texts_can_be_read(browser, tmp_path, width, dark):
 
 def test_everything_that_can_be_used_has_a_name(browser, tmp_path):
     """As the browser's own accessibility tree has it."""
-    browser.open(page_of(tmp_path, ("static", [static(two_hops())]), ("interleaved", [two_hops()])))
+    browser.open(
+        page_of(
+            tmp_path,
+            ("static", [static(make_two_hop_rollout())]),
+            ("interleaved", [make_two_hop_rollout()]),
+        )
+    )
     nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
     named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if "name" in node]
     used = [name for role, name in named if role in ("button", "slider", "combobox", "checkbox")]
@@ -579,7 +605,7 @@ def test_everything_that_can_be_used_has_a_name(browser, tmp_path):
 @pytest.mark.slow
 def test_a_thousand_steps_of_a_thousand_tokens(browser, tmp_path):
     """The bound is a hundred times what it takes: for what would grow with steps times tokens."""
-    rollout = synthetic(1000, 1000)
+    rollout = make_synthetic_rollout(1000, 1000)
     browser.open(page_of(tmp_path, ("", [rollout])))
     expected = list(canvases(rollout))
     guessed = list(ghosts(rollout))

@@ -11,19 +11,19 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import ROOT, byte_tokenizer, lines_in, tiny_denoiser, wait_until
+from conftest import ROOT, byte_tokenizer, count_lines, tiny_denoiser, wait_until
 from safetensors.torch import load_file
-from two_processes import CASES, run
+from torchrun_training_cases import TRAINING_CASES, run_training_case
 
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.training.failures import failures_told
-from dlm_rag.training.plan import refuse_unfit
-from dlm_rag.training.processes import Processes
-from dlm_rag.training.saving import newest
+from dlm_rag.training.checkpoints import find_latest_checkpoint
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.failure_messages import translate_failures
+from dlm_rag.training.planning.plan import check_run_fits
 
-ALONE = Processes(0, 1, 0)
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+ALONE = DistributedContext(0, 1, 0)
+TORCHRUN_COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 SAME = {  # case on two processes -> case on one
     "sft": "sft",
     "sft bfloat16 sharded": "sft bfloat16",
@@ -37,7 +37,7 @@ SAME = {  # case on two processes -> case on one
     "uneven": "uneven",
     "rl": "rl",
     "rl sharded": "rl",
-    **{case: case for case in CASES if "rows on one" in case},
+    **{case: case for case in TRAINING_CASES if "rows on one" in case},
     "heads bfloat16 sharded": "heads bfloat16 sharded",
     "pretrain": "pretrain",
     "pretrain sharded": "pretrain",
@@ -51,7 +51,13 @@ slow = pytest.mark.slow
 
 
 def torchrun(folder, *cases, processes=2):
-    command = [*LAUNCHER, str(processes), str(ROOT / "tests/two_processes.py"), str(folder), *cases]
+    command = [
+        *TORCHRUN_COMMAND,
+        str(processes),
+        str(ROOT / "tests/torchrun_training_cases.py"),
+        str(folder),
+        *cases,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: json.loads((folder / case / "found.json").read_text()) for case in cases}
@@ -78,7 +84,7 @@ def alone(folders):
     @cache
     def found(case):
         (folders[0] / case).mkdir()
-        return run(case, folders[0] / case, ALONE)
+        return run_training_case(case, folders[0] / case, ALONE)
 
     return found
 
@@ -141,13 +147,17 @@ def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
             ["train.objective=pretrain", "train.context_parallel=2"],
             "must divide the number of processes",
         ),
-        (4, ["train.groups=7", "train.accumulate=2"], "a step of 7 has no work for 4 processes in 2 part"),
+        (
+            4,
+            ["train.passage_sets_per_step=7", "train.gradient_accumulation_steps=2"],
+            "a step of 7 has no work for 4 processes in 2 part",
+        ),
         (2, ["train.phases={a: {}, b: {parallel: single}}"], "parallel=single is one process"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, words, said):
     with pytest.raises(ConfigError, match=said):
-        refuse_unfit(load_config(None, words), processes, torch.device("cpu"))
+        check_run_fits(load_config(None, words), processes, torch.device("cpu"))
 
 
 @slow
@@ -177,7 +187,7 @@ def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders
     shutil.copytree(source / "checkpoints", tmp_path / resumed / "checkpoints")
     (tmp_path / "checkpoint").symlink_to(source.parent / "checkpoint")
     found = (
-        run(resumed, tmp_path / resumed, ALONE) if resumed == whole
+        run_training_case(resumed, tmp_path / resumed, ALONE) if resumed == whole
         else torchrun(tmp_path, resumed)[resumed]
     )  # fmt: skip
     assert found["from"] == 2
@@ -198,7 +208,7 @@ def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders
     ],
 )
 def test_only_a_dead_process_is_called_dead_and_the_cause_is_kept(said, gone):
-    with pytest.raises(RuntimeError) as caught, failures_told():
+    with pytest.raises(RuntimeError) as caught, translate_failures():
         raise RuntimeError(f"{said}\nException raised from somewhere")
     assert isinstance(caught.value, RunError) == gone
     assert str(caught.value).partition("\n")[0].count(said) == 1
@@ -210,16 +220,19 @@ def test_only_a_dead_process_is_called_dead_and_the_cause_is_kept(said, gone):
 def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
     """One run of three phases on two processes has the losses of the same run on one."""
     words = [
-        *(word for word in CASES["pretrain"] if "steps=4" not in word),
-        "train.phases.short={steps: 2}", "train.phases.long={steps: 2, sequence_length: 192}",
-        "train.phases.last={steps: 2, sequence_length: 384}",
+        *(word for word in TRAINING_CASES["pretrain"] if "steps=4" not in word),
+        "train.phases.short={max_steps: 2}", "train.phases.long={max_steps: 2, sequence_length: 192}",
+        "train.phases.last={max_steps: 2, sequence_length: 384}",
     ]  # fmt: skip
     spread = [
         "train.phases.short.parallel=ddp", "train.phases.long.parallel=fsdp",
         "train.phases.last.parallel=fsdp", "train.phases.last.context_parallel=2",
     ]  # fmt: skip
     losses = []
-    for folder, launcher, more in (("one", [sys.executable], []), ("two", [*LAUNCHER, "2"], spread)):
+    for folder, launcher, more in (
+        ("one", [sys.executable], []),
+        ("two", [*TORCHRUN_COMMAND, "2"], spread),
+    ):
         command = [*launcher, "train.py", "--out", str(tmp_path / folder), *words, *more]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -232,10 +245,15 @@ def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
 def test_a_reference_in_shards_is_what_the_phase_began_with(tmp_path):
     """Read, then act: on one process, and on two that are stopped within the second phase."""
     make_checkpoint(tmp_path)
-    phases = "read={{objective: sft, steps: 2}}", "act={{objective: rl, steps: {}, kl_weight: 0.5}}"
-    words = [w.format(checkpoint=tmp_path / "checkpoint") for w in CASES["rl"]] + ["train.objective=sft"]
+    phases = "read={{objective: sft, max_steps: 2}}", "act={{objective: rl, max_steps: {}, kl_coef: 0.5}}"
+    words = [w.format(checkpoint=tmp_path / "checkpoint") for w in TRAINING_CASES["rl"]] + [
+        "train.objective=sft"
+    ]
     found = []
-    for folder, launcher, steps in (("one", [sys.executable], [3]), ("two", [*LAUNCHER, "2"], [2, 3])):
+    for folder, launcher, steps in (
+        ("one", [sys.executable], [3]),
+        ("two", [*TORCHRUN_COMMAND, "2"], [2, 3]),
+    ):
         more = ["train.parallel=fsdp"] if folder == "two" else []
         for number in steps:
             command = [*launcher, "train.py", "--out", str(tmp_path / folder), *words, *more]
@@ -254,12 +272,12 @@ def test_a_reference_in_shards_is_what_the_phase_began_with(tmp_path):
 def start_training(folder, *words, launcher=()):
     command = [*(launcher or [sys.executable]), "train.py", "--out", str(folder), *words]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: lines_in(folder / "metrics.jsonl") > 2, process)
+    wait_until(lambda: count_lines(folder / "metrics.jsonl") > 2, process)
     return process
 
 
-LONG = [word for word in CASES["sft"] if "steps" not in word] + [
-    "train.steps=500", "train.save_every=1000", "train.validate_every=1000",
+LONG = [word for word in TRAINING_CASES["sft"] if "steps" not in word] + [
+    "train.max_steps=500", "train.save_steps=1000", "train.eval_steps=1000",
 ]  # fmt: skip
 
 
@@ -269,7 +287,7 @@ def test_sigterm_saves_and_ends_well(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=300)
     assert process.returncode == 0 and "--resume goes on" in error, error
-    last, _ = newest(tmp_path)
+    last, _ = find_latest_checkpoint(tmp_path)
     steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
     assert last.name == f"step-{steps:08d}", "the step that was under way is whole"
 
@@ -283,15 +301,17 @@ def workers_of(launched):
 
 @slow
 def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
-    words = [word for word in LONG if "validate_every" not in word]
-    process = start_training(tmp_path, *words, "train.validate_every=1", launcher=[*LAUNCHER, "2"])
+    words = [word for word in LONG if "eval_steps" not in word]
+    process = start_training(tmp_path, *words, "train.eval_steps=1", launcher=[*TORCHRUN_COMMAND, "2"])
     for worker in workers_of(process):
         os.kill(worker, signal.SIGTERM)
         time.sleep(0.05)
     _, error = process.communicate(timeout=300)
     assert process.returncode == 0 and "--resume goes on" in error, error
     steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
-    assert newest(tmp_path)[0].name == f"step-{steps:08d}", "a validated step is saved, and so is the last"
+    assert find_latest_checkpoint(tmp_path)[0].name == f"step-{steps:08d}", (
+        "a validated step is saved, and so is the last"
+    )
 
 
 @slow
@@ -300,7 +320,15 @@ def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os\nif 'RANK' in os.environ: atexit.register(os.abort)\n"
     )
-    command = [*LAUNCHER, "2", "train.py", "--out", str(tmp_path / "run"), *CASES["sft"], "train.steps=1"]
+    command = [
+        *TORCHRUN_COMMAND,
+        "2",
+        "train.py",
+        "--out",
+        str(tmp_path / "run"),
+        *TRAINING_CASES["sft"],
+        "train.max_steps=1",
+    ]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and (tmp_path / "run/model").is_dir(), done.stderr
@@ -309,9 +337,12 @@ def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
 @slow
 def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     """As on two machines without a common file system."""
-    script = f"exec {sys.executable} train.py --out {tmp_path}/$RANK {' '.join(CASES['sft'])}"
+    script = f"exec {sys.executable} train.py --out {tmp_path}/$RANK {' '.join(TRAINING_CASES['sft'])}"
     done = subprocess.run(
-        [*LAUNCHER, "2", "--no-python", "bash", "-c", script], cwd=ROOT, capture_output=True, text=True
+        [*TORCHRUN_COMMAND, "2", "--no-python", "bash", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode != 0 and "is not the same folder for all processes" in done.stderr
     assert not list(tmp_path.glob("*/checkpoints"))
@@ -319,13 +350,13 @@ def test_processes_with_folders_of_their_own_are_refused(tmp_path):
 
 @slow
 def test_a_dead_process_is_named_and_the_checkpoint_stays(tmp_path):
-    words = [*LONG, "train.save_every=1"]
-    process = start_training(tmp_path, *words, launcher=[*LAUNCHER, "2"])
+    words = [*LONG, "train.save_steps=1"]
+    process = start_training(tmp_path, *words, launcher=[*TORCHRUN_COMMAND, "2"])
     os.kill(workers_of(process)[-1], signal.SIGKILL)
     _, error = process.communicate(timeout=300)
     assert process.returncode != 0 and "another process of this run has died" in error, error
     done = subprocess.run(
-        [sys.executable, "train.py", "--out", str(tmp_path), "--resume", *words, "train.steps=3"],
+        [sys.executable, "train.py", "--out", str(tmp_path), "--resume", *words, "train.max_steps=3"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0 and "going on from step" in done.stderr, (error, done.stderr)

@@ -6,15 +6,15 @@ import sys
 from dataclasses import replace
 
 import pytest
-from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_lines
-from test_training import MICRO
+from conftest import ROOT, byte_tokenizer, tiny_denoiser, write_jsonl_file
+from test_training import MICRO_SETTINGS
 
 from dlm_rag import Denoiser, Tokenizer
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.training.rows.answered import AnsweredQuestions, response_of
+from dlm_rag.training.data.question_examples import QuestionExamples, target_response
 
 
 def train(folder, *words):
@@ -27,13 +27,13 @@ def metrics_of(folder):
 
 
 PHASES = [
-    *MICRO, "train.optimizer=adamw", "train.learning_rate=0.001",
-    "train.phases.read.objective=pretrain", "train.phases.read.steps=3",
+    *MICRO_SETTINGS, "train.optimizer=adamw", "train.learning_rate=0.001",
+    "train.phases.read.objective=pretrain", "train.phases.read.max_steps=3",
     "train.phases.read.sequence_length=64", "train.phases.read.batch_tokens=256",
-    "train.phases.long.objective=pretrain", "train.phases.long.steps=2",
+    "train.phases.long.objective=pretrain", "train.phases.long.max_steps=2",
     "train.phases.long.sequence_length=128", "train.phases.long.batch_tokens=256",
     "train.phases.long.rope_theta=50000", "train.phases.long.parallel=fsdp",
-    "train.phases.answer.steps=3", "train.phases.answer.rope_theta=50000",
+    "train.phases.answer.max_steps=3", "train.phases.answer.rope_theta=50000",
 ]  # fmt: skip
 
 
@@ -64,9 +64,9 @@ def test_what_is_wrong_with_the_last_phase_is_said_before_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("word", "match"),
     [
-        ("train.phases.a.stps=3", r"train.phases.a.stps is unknown \(nearest: 'steps'\)"),
-        ("train.phases.a.steps=few", "train.phases.a.steps: Value 'few'"),
-        ("train.phases.a.steps=0", "train.phases.a: steps=0 is out of range"),
+        ("train.phases.a.stps=3", r"train.phases.a.stps is unknown \(nearest: 'max_steps'\)"),
+        ("train.phases.a.max_steps=few", "train.phases.a.max_steps: Value 'few'"),
+        ("train.phases.a.max_steps=0", "train.phases.a: max_steps=0 is out of range"),
         ("train.phases.a.seed=1", "train.phases.a.seed belongs to the run"),
         ("train.phases.a=3", "must name settings"),
         ("train.phases={a: {context_parallel: 2}}", "context_parallel needs objective=pretrain"),
@@ -106,25 +106,35 @@ def write_own_data(folder):
         }
         for n in range(40)
     ]  # fmt: skip
-    write_lines(folder / "corpus.jsonl", passages)
-    write_lines(folder / "questions.jsonl", questions)
+    write_jsonl_file(folder / "corpus.jsonl", passages)
+    write_jsonl_file(folder / "questions.jsonl", questions)
     for name in ("web", "quality"):
-        write_lines(folder / f"{name}.jsonl", [{"text": p["contents"] * 3} for p in passages])
+        write_jsonl_file(folder / f"{name}.jsonl", [{"text": p["contents"] * 3} for p in passages])
     return folder
 
 
 TOY = [
-    "model.device=cpu", "train.dtype=float32", "decode.canvas_length=64", "retrieval.top_k=2",
-    "train.passage_length=96", "train.world_passages=100", "train.worlds=1", "train.validation_questions=1",
+    "model.device=cpu", "train.dtype=float32", "decode.max_new_tokens=64", "retrieval.top_k=2",
+    "train.passage_length=96", "train.world_passages=100", "train.worlds=1", "train.eval_questions=1",
 ]  # fmt: skip
-SFT = ["train.steps=2", "train.groups=4", "train.rows=2", "train.save_every=2", "train.validate_every=2"]
+SFT = [
+    "train.max_steps=2",
+    "train.passage_sets_per_step=4",
+    "train.prompts_per_step=4",
+    "train.rows_per_set=2",
+    "train.num_generations=2",
+    "train.save_steps=2",
+    "train.eval_steps=2",
+]
 PARTS = {"open": 128, "short": 128, "long": 512}
 B200 = [
     *(f"train.phases.{name}.{key}" for name, length in PARTS.items() for key in (
-        "steps=2", "accumulate=1", f"sequence_length={length}", f"batch_tokens={2 * length}",
+        "max_steps=2", "gradient_accumulation_steps=1", f"sequence_length={length}",
+        f"batch_tokens={2 * length}",
     )),
-    "train.phases.long.context_parallel=1", "train.phases.answer.steps=2", "train.phases.answer.groups=2",
-    "train.phases.answer.rows=2",
+    "train.phases.long.context_parallel=1", "train.phases.answer.max_steps=2",
+    "train.phases.answer.passage_sets_per_step=2",
+    "train.phases.answer.rows_per_set=2",
 ]  # fmt: skip
 
 
@@ -153,7 +163,12 @@ def test_learning_by_reward_on_a_machine_runs_at_a_toy_size(checkpoint, tmp_path
     """A price on forwards: where nothing is answered, rollouts differ in nothing else."""
     if name == "h200_rl":
         pytest.importorskip("peft")
-    small = [*SFT, "train.accumulate=2", "train.forward_price=0.01", "decode.canvas_length=32"]
+    small = [
+        *SFT,
+        "train.gradient_accumulation_steps=2",
+        "train.forward_cost=0.01",
+        "decode.max_new_tokens=32",
+    ]
     words = ["--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *small]
     done = train(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr
@@ -186,15 +201,17 @@ def test_own_questions_become_what_decoding_sees(own_data):
     questions = read_questions(own_data / "questions.jsonl")
     retriever = load_retriever(own_data / "corpus.jsonl", top_k=2)
     shape = tiny_denoiser(canvas_length=80, evidence_layout="independent").config
-    train = TrainConfig(groups=10, rows=3)
-    batches = AnsweredQuestions(questions, retriever, tiny_tokenizer(), shape, train, "")
+    train = TrainConfig(passage_sets_per_step=10, rows_per_set=3)
+    batches = QuestionExamples(questions, retriever, tiny_tokenizer(), shape, train, "")
     rows = [row for step in range(4) for row in batches.examples(step, range(10), (1, 2))]
-    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.hidden) for row in rows)
+    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.masked) for row in rows)
     seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
-    assert seen == {response_of(q)[:80] for q in questions}, "every question once an epoch"
+    assert seen == {target_response(q)[:80] for q in questions}, "every question once an epoch"
     assert batches.examples(2, [3], (1, 2)) == batches.examples(2, range(10), (1, 2))[9:12]
     with pytest.raises(QuestionError, match="'x' has neither 'response' nor 'golden_answers'"):
-        AnsweredQuestions([Question("x", "Why?")], retriever, tiny_tokenizer(), shape, train, "")
+        QuestionExamples([Question("x", "Why?")], retriever, tiny_tokenizer(), shape, train, "")
     short = replace(shape, canvas_length=20)
-    with pytest.raises(QuestionError, match="are 35 tokens, more than the canvas of 20: set decode.canvas"):
-        AnsweredQuestions(questions[11:], retriever, tiny_tokenizer(), short, train, "")
+    with pytest.raises(
+        QuestionError, match="are 35 tokens, more than the canvas of 20: set decode.max_new"
+    ):
+        QuestionExamples(questions[11:], retriever, tiny_tokenizer(), short, train, "")

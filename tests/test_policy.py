@@ -10,40 +10,40 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import examples, tiny_denoiser
+from conftest import hypothesis_settings, tiny_denoiser
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import DecodeConfig, TrainConfig
-from dlm_rag.decode.actions import sampled
-from dlm_rag.decode.proposals import Wanted, read_proposals
-from dlm_rag.decode.rollout import Action, Rollout, Step
-from dlm_rag.diffusion.commit import Proposals, threshold
+from dlm_rag.decode.policy_sampling import sample_commits
+from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
+from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.diffusion.commit_rules import Proposals, select_by_threshold
 from dlm_rag.diffusion.policy import (
-    Outcomes,
-    Soft,
-    drawn,
+    ActionDistribution,
+    SoftThreshold,
+    compute_action_distribution,
+    draw_actions,
     gate_log_prob,
-    outcomes,
-    picked,
-    step_divergence,
+    gather_action_log_probs,
+    step_kl_divergence,
     step_log_prob,
 )
-from dlm_rag.evidence.layout import State
-from dlm_rag.model.live import LiveBytes, without_contents
-from dlm_rag.model.rows import Segment
-from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.evidence.prompt_segments import LaidOutRow
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.simulated_memory import MemoryTracker, replace_with_empty_weights
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.objective import arithmetic
-from dlm_rag.training.policy_loss import LOGIT_BYTES, PolicyObjective, PolicyRow
-from dlm_rag.training.rollouts import steps_of
-from dlm_rag.training.weights import empty_denoiser
+from dlm_rag.training.initial_weights import build_meta_denoiser
+from dlm_rag.training.objective import make_autocast
+from dlm_rag.training.rl.policy_loss import MAX_LOGIT_BYTES, PolicyObjective, PolicyRow
+from dlm_rag.training.rl.rollouts import sample_rollout_steps
 
 V, MASK = 4, torch.tensor([3])  # three tokens and the mask
-SOFT = Soft(0.8, 0.7, 0.6)
+SOFT = SoftThreshold(0.8, 0.7, 0.6)
 
 
 def logits_of(seed: int, n: int, dtype=torch.float64) -> torch.Tensor:
@@ -62,7 +62,7 @@ def actions(n: int):
 
 def log_prob_of(logits, taken, forced, soft=SOFT):
     taken = torch.tensor(taken)
-    parts = picked(outcomes(logits, MASK, soft), taken)
+    parts = gather_action_log_probs(compute_action_distribution(logits, MASK, soft), taken)
     step = torch.zeros(len(taken), dtype=torch.long)
     return step_log_prob(parts, step, taken >= 0, torch.tensor([forced]))[0]
 
@@ -75,15 +75,15 @@ def test_the_outcomes_of_a_step_sum_to_one_and_their_mean_score_is_zero(n, dtype
     assert abs(float(log_probs.detach().exp().sum()) - 1) < close
     (score,) = torch.autograd.grad((log_probs.detach().exp() * log_probs).sum(), logits)
     assert float(score.abs().max()) < 10 * close
-    one = outcomes(logits, MASK, SOFT)
+    one = compute_action_distribution(logits, MASK, SOFT)
     whole = one.log_commit.exp().sum(-1) + one.log_stay.exp()
     assert float((whole - 1).detach().abs().max()) < close
 
 
 def test_certain_and_hopeless_logits_have_finite_scores():
     extreme = torch.tensor([[80.0, 0, 0, 0], [0, -80, 0, 0], [0, 0, 0, 90]], requires_grad=True)
-    found = outcomes(extreme, MASK, SOFT)
-    assert bool(found.log_stay.isfinite().all()) and bool(found.urge.isfinite().all())
+    found = compute_action_distribution(extreme, MASK, SOFT)
+    assert bool(found.log_stay.isfinite().all()) and bool(found.forced_logit.isfinite().all())
     (found.log_stay.sum() + found.log_commit[:, :3].sum()).backward()
     assert bool(extreme.grad.isfinite().all())
 
@@ -163,21 +163,21 @@ def proposals_of(logits, soft, lots):
     n = len(logits)
     numbers = torch.tensor([[value] * n for value in (soft.temperature, soft.threshold, soft.width)])
     none = torch.zeros(0, dtype=torch.long)
-    wanted = Wanted(
+    wanted = SamplingMetadata(
         MASK, torch.zeros(n, dtype=torch.long), none, torch.zeros(0), torch.zeros(0), none, torch.arange(n),
         torch.cat((numbers, torch.from_numpy(lots[:2]).float())),
     )  # fmt: skip
-    values = read_proposals(logits.float(), wanted).double().numpy()
+    values = sample_proposals(logits.float(), wanted).double().numpy()
     token, *others = values[:6]
     return Proposals(np.arange(n), token.astype(np.int64), *others, values[6:])
 
 
 def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says():
     logits, rng, draws = logits_of(9, 2), np.random.default_rng(0), 4000
-    soft = Soft(0.8, 0.95, 1.5)  # so that all stay now and then
+    soft = SoftThreshold(0.8, 0.95, 1.5)  # so that all stay now and then
     seen: dict = {}
     for _ in range(draws):
-        chosen, action = sampled(proposals_of(logits, soft, lots := rng.random((5, 2))), lots)
+        chosen, action = sample_commits(proposals_of(logits, soft, lots := rng.random((5, 2))), lots)
         taken = [-1, -1]
         for position, token in zip(chosen.positions, chosen.token_ids, strict=True):
             taken[position] = int(token)
@@ -192,35 +192,38 @@ def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says():
     assert any(forced for _, forced in seen)
 
 
-@examples(60)
+@hypothesis_settings(60)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.floats(0.3, 0.9))
 def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
     logits = logits_of(seed, n)
-    soft = Soft(1e-3, tau, 1e-3)
+    soft = SoftThreshold(1e-3, tau, 1e-3)
     found = proposals_of(logits, soft, lots := np.random.default_rng(seed).random((5, n)))
     if np.abs(found.confidence - tau).min() < 0.01 or len(set(found.confidence.round(2))) < n:
         return  # at the threshold, or of equal confidence, both may be right
-    chosen, action = sampled(found, lots)
-    assert chosen.positions.tolist() == threshold(found.confidence, tau).tolist()
+    chosen, action = sample_commits(found, lots)
+    assert chosen.positions.tolist() == select_by_threshold(found.confidence, tau).tolist()
     assert chosen.token_ids.tolist() == found.token_ids[chosen.positions].tolist()
     assert action.log_prob == pytest.approx(0, abs=1e-3)
 
 
 def test_divergence_and_entropy_of_positions_are_those_of_the_enumerated_outcomes():
-    ours, theirs = outcomes(logits_of(1, 3), MASK, SOFT), outcomes(logits_of(2, 3), MASK, SOFT)
+    ours, theirs = (
+        compute_action_distribution(logits_of(1, 3), MASK, SOFT),
+        compute_action_distribution(logits_of(2, 3), MASK, SOFT),
+    )
     p, q = (torch.cat((x.log_commit[:, :3], x.log_stay[:, None]), 1) for x in (ours, theirs))
     pi, other = ours.log_pi[:, :3], theirs.log_pi[:, :3]
     expected = torch.stack([(x.exp() * (x - y)).sum(1) for x, y in ((p, q), (pi, other))])
-    torch.testing.assert_close(ours.divergence(theirs), expected, rtol=0, atol=1e-9)
-    assert float(ours.divergence(ours).abs().max()) < 1e-12
+    torch.testing.assert_close(ours.kl_divergence(theirs), expected, rtol=0, atol=1e-9)
+    assert float(ours.kl_divergence(ours).abs().max()) < 1e-12
     torch.testing.assert_close(ours.entropy(), -(p.exp() * p).sum(1), rtol=0, atol=1e-9)
 
 
 def divergence_of(logits, other):
     """KL of the action of one step from that of other logits, by the closed form."""
-    ours, theirs = (outcomes(z, MASK, SOFT) for z in (logits, other))
-    parts = torch.stack([ours.log_stay, ours.urge, *ours.divergence(theirs)])
-    return step_divergence(parts, theirs.urge, torch.zeros(len(logits), dtype=torch.long), 1)[0]
+    ours, theirs = (compute_action_distribution(z, MASK, SOFT) for z in (logits, other))
+    parts = torch.stack([ours.log_stay, ours.forced_logit, *ours.kl_divergence(theirs)])
+    return step_kl_divergence(parts, theirs.forced_logit, torch.zeros(len(logits), dtype=torch.long), 1)[0]
 
 
 def enumerated_divergence(logits, other):
@@ -274,33 +277,35 @@ class Toy:
             yield from self.trajectories(tuple(after), log_prob + own, (*path, step))
 
 
-@pytest.mark.parametrize("steps_of_rollout", [None, 1])
-def test_the_loss_is_reward_and_divergence_of_all_steps_that_are_visited(steps_of_rollout, monkeypatch):
+@pytest.mark.parametrize("train_steps_per_rollout", [None, 1])
+def test_the_loss_is_reward_and_divergence_of_all_steps_that_are_visited(
+    train_steps_per_rollout, monkeypatch
+):
     """The mean over all trajectories, and over all draws of their steps, of value and gradient of the loss:
     against sums over everything that may happen. Visited states are as they are: the gradient of the
     divergence is that at these states."""
     ours, theirs = Toy(1), Toy(2)
     divergence = functools.cache(lambda x: enumerated_divergence(ours.logits(x), theirs.logits(x)))
-    train = TrainConfig(kl_weight=0.7, steps_of_rollout=steps_of_rollout, logit_chunk=5)
+    train = TrainConfig(kl_coef=0.7, train_steps_per_rollout=train_steps_per_rollout, logit_chunk=5)
     rows, expected, total = [], torch.zeros((), dtype=torch.float64), 0.0
     for probability, path, end in ours.trajectories():
         advantage, total = float(end == (1, 2)) - 0.5 * float(end[0] == 1), total + probability
         for step in path:
             own = 0.7 * divergence(step[0]) - advantage * ours.log_prob(*step)
             expected = expected + probability * own
-        steps = [Step(n, None, (), False, action=Action()) for n in range(len(path))]
-        draws = list(itertools.combinations(steps, steps_of_rollout or len(steps)))
+        steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(len(path))]
+        draws = list(itertools.combinations(steps, train_steps_per_rollout or len(steps)))
         share = probability / len(draws)
         for draw in draws:
             monkeypatch.setattr(random.Random, "sample", lambda *_, draw=draw: list(draw))
-            for part in steps_of(Rollout("q", "Who?", "joint", 2, steps), advantage, train):
+            for part in sample_rollout_steps(Rollout("q", "Who?", "joint", 2, steps), advantage, train):
                 canvas, taken, forced = path[part.step.step]
-                state = State((), Segment((0, *canvas), 0), 1)
-                weights = part.weight * share, 0.0, part.stands_for * share
+                state = LaidOutRow((), Segment((0, *canvas), 0), 1)
+                weights = part.weight * share, 0.0, part.steps_represented * share
                 rows.append(PolicyRow(state, tuple(masked(canvas)), taken, forced, *weights))
     assert total == pytest.approx(1, abs=1e-5)
     settings = DecodeConfig(
-        temperature=SOFT.temperature, commit_threshold=SOFT.threshold, gate_width=SOFT.width
+        temperature=SOFT.temperature, commit_threshold=SOFT.threshold, gate_temperature=SOFT.width
     )
     objective = PolicyObjective(ours.denoiser, settings, V - 1, train, theirs.denoiser)
     loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
@@ -331,33 +336,38 @@ LLADA = DenoiserConfig(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
-def test_logits_of_a_large_vocabulary_stay_within_their_budget(kl_weight, dtype, monkeypatch):
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_logits_of_a_large_vocabulary_stay_within_their_budget(kl_coef, dtype, monkeypatch):
     """2,048 candidates: all their logits are 1 GB, and what is computed of them 20 times as much."""
-    looks, entropy = [], Outcomes.entropy
-    monkeypatch.setattr(Outcomes, "entropy", lambda found: looks.append(0) or entropy(found))
+    looks, entropy = [], ActionDistribution.entropy
+    monkeypatch.setattr(ActionDistribution, "entropy", lambda found: looks.append(0) or entropy(found))
     places, mask = tuple(range(64)), LLADA.mask_token_id
-    state = State((), Segment((1, *(mask for _ in places)), 0), 1)
+    state = LaidOutRow((), Segment((1, *(mask for _ in places)), 0), 1)
     rows = [PolicyRow(state, places, (5, *(-1 for _ in places[1:])), False, 1.0, -9.0)] * 32
-    denoiser, reference = (empty_denoiser(LLADA, 0, dtype) for _ in range(2))
+    denoiser, reference = (build_meta_denoiser(LLADA, 0, dtype) for _ in range(2))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        denoiser, reference = without_contents(denoiser), without_contents(reference)
-        reference = reference.requires_grad_(False) if kl_weight else None
-        train = TrainConfig(kl_weight=kl_weight)
+        denoiser, reference = replace_with_empty_weights(denoiser), replace_with_empty_weights(reference)
+        reference = reference.requires_grad_(False) if kl_coef else None
+        train = TrainConfig(kl_coef=kl_coef)
         objective = PolicyObjective(denoiser, DecodeConfig(temperature=0.9), mask, train, reference)
-        with LiveBytes(LLADA.vocab_size) as alive:
-            with arithmetic("cpu", dtype):
+        with MemoryTracker(LLADA.vocab_size) as alive:
+            with make_autocast("cpu", dtype):
                 loss, _ = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
             loss.backward()
-    assert LOGIT_BYTES / 2 < alive.wide_at_peak < LOGIT_BYTES
-    assert alive.peak < 1.1 * LOGIT_BYTES, "but for the weights, of which the head has 16 MB"
-    assert len(looks) == -(-2048 // (LOGIT_BYTES // (80 * LLADA.vocab_size))), "once for each chunk"
+    assert MAX_LOGIT_BYTES / 2 < alive.wide_at_peak < MAX_LOGIT_BYTES
+    assert alive.peak_bytes < 1.1 * MAX_LOGIT_BYTES, "but for the weights, of which the head has 16 MB"
+    assert len(looks) == -(-2048 // (MAX_LOGIT_BYTES // (80 * LLADA.vocab_size))), "once for each chunk"
 
 
 def test_steps_of_one_call_are_those_of_calls_of_their_own():
     logits, taken = logits_of(4, 7), torch.tensor([-1, 2, -1, 0, -1, -1, 1])
     step, forced = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([False, True, False])
-    together = step_log_prob(picked(outcomes(logits, MASK, SOFT), taken), step, taken >= 0, forced)
+    together = step_log_prob(
+        gather_action_log_probs(compute_action_distribution(logits, MASK, SOFT), taken),
+        step,
+        taken >= 0,
+        forced,
+    )
     alone = [
         float(log_prob_of(logits[step == n], taken[step == n].tolist(), bool(forced[n]))) for n in range(3)
     ]
@@ -375,5 +385,5 @@ def test_gates_are_bernoulli():
 def test_draws_never_are_the_mask():
     logits = torch.tensor([[0.0, 0, 0, 30.0]] * 50)
     uniform = torch.linspace(0, 1, 50)
-    found = drawn(logits, MASK, SOFT, uniform, uniform)
+    found = draw_actions(logits, MASK, SOFT, uniform, uniform)
     assert set(found[0].tolist()) | set(found[6].tolist()) <= {0.0, 1.0, 2.0}

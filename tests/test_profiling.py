@@ -12,7 +12,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
-import bench_steps
+import bench_rl_step_sampling
 
 
 def run_benchmark(name, *words):
@@ -35,13 +35,13 @@ def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
 
 @pytest.mark.slow
 def test_successive_searches_find_what_fresh_ones_find():
-    found = run_benchmark("bench_successive", 60, 2500)
+    found = run_benchmark("bench_incremental_bm25", 60, 2500)
     assert [cell.strip() for cell in found.splitlines()[-2].split("│")[1:4]] == ["2,500", "60", "0"]
 
 
 @pytest.mark.slow
 def test_search_by_url_gives_the_answers_of_a_local_search():
-    assert run_benchmark("bench_remote", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
+    assert run_benchmark("bench_remote_search", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_the_variance_of_a_choice_of_steps_is_that_of_all_choices_there_are():
         ((rows[a] / share[a] + rows[b] / share[b]) / 2, float(share[a] * share[b]))
         for a, b in itertools.product(range(5), repeat=2)
     ]
-    assert bench_steps.by_lot(g, 2) == pytest.approx(apart(lot))
-    assert bench_steps.spread(g, 2) == pytest.approx(apart(spread))
-    assert bench_steps.by_chance(g, 2, chance) == pytest.approx(apart(drawn))
+    assert bench_rl_step_sampling.variance_uniform_sampling(g, 2) == pytest.approx(apart(lot))
+    assert bench_rl_step_sampling.variance_stratified_sampling(g, 2) == pytest.approx(apart(spread))
+    assert bench_rl_step_sampling.variance_weighted_sampling(g, 2, chance) == pytest.approx(apart(drawn))

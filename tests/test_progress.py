@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from dlm_rag import progress as module
+from dlm_rag.cli import _StderrHandler, print_note, run_program
 from dlm_rag.errors import ConfigError
-from dlm_rag.program import _ToThePerson, note, run
-from dlm_rag.progress import duration, in_bytes, progress, status
+from dlm_rag.progress import format_bytes, format_duration, report_progress, show_status
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -46,7 +46,7 @@ def open_terminal(monkeypatch):
 
 def test_a_bar_comes_after_two_seconds_says_how_far_and_goes(open_terminal, clock):
     terminal = open_terminal()
-    with progress("embedding passages", 2960) as advance:
+    with report_progress("embedding passages", 2960) as advance:
         clock[0] += 1.9
         advance(10)
         assert not terminal.getvalue()
@@ -65,7 +65,7 @@ def test_a_bar_comes_after_two_seconds_says_how_far_and_goes(open_terminal, cloc
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_leaves_the_terminal_as_it_was(open_terminal, clock, error):
     terminal = open_terminal()
-    with pytest.raises(error), progress("outer", 10) as outer, progress("inner", 10) as inner:
+    with pytest.raises(error), report_progress("outer", 10) as outer, report_progress("inner", 10) as inner:
         clock[0] += 3
         outer(1), inner(2)
         raise error
@@ -80,7 +80,7 @@ def test_a_task_that_an_error_leaves_open_is_taken_away_at_the_end(open_terminal
     kept = []
 
     def lines():
-        with progress("reading passages.jsonl", 10) as advance:
+        with report_progress("reading passages.jsonl", 10) as advance:
             clock[0] += 3
             advance(1)
             yield 1
@@ -91,7 +91,7 @@ def test_a_task_that_an_error_leaves_open_is_taken_away_at_the_end(open_terminal
         raise ConfigError("something is wrong")
 
     with pytest.raises(SystemExit):
-        run(main)
+        run_program(main)
     assert terminal.getvalue().endswith(f"{SHOW_CURSOR}\r\x1b[1A\x1b[2Kerror: something is wrong\n")
     kept[0].close()
     assert module._bars is None
@@ -100,11 +100,11 @@ def test_a_task_that_an_error_leaves_open_is_taken_away_at_the_end(open_terminal
 def test_results_and_words_beside_a_bar_go_where_they_belong(open_terminal, clock, monkeypatch):
     terminal = open_terminal()
     monkeypatch.setattr(sys, "stdout", results := io.StringIO())
-    with progress("answering", 10) as advance:
+    with report_progress("answering", 10) as advance:
         clock[0] += 3
         advance(1)
         print("a result")
-        handler = _ToThePerson()
+        handler = _StderrHandler()
         handler.emit(logging.makeLogRecord({"msg": "a warning"}))
     assert results.getvalue() == "a result\n"
     assert "a warning\n" in terminal.getvalue(), "a line of its own, not behind the bar"
@@ -112,7 +112,7 @@ def test_results_and_words_beside_a_bar_go_where_they_belong(open_terminal, cloc
 
 def test_without_a_terminal_there_is_a_line_a_minute(clock, caplog, capsys):
     caplog.set_level(logging.INFO)
-    with progress("hashing the corpus", 5e9, "bytes") as advance:
+    with report_progress("hashing the corpus", 5e9, "bytes") as advance:
         for _ in range(125):
             clock[0] += 1
             advance(4e7)
@@ -128,8 +128,8 @@ def test_without_a_terminal_there_is_a_line_a_minute(clock, caplog, capsys):
 def test_a_dumb_terminal_and_the_second_process_get_no_bar(open_terminal, clock, monkeypatch, name, value):
     terminal = open_terminal()
     monkeypatch.setenv(name, value)
-    status("loading")
-    with progress("answering", 10) as advance:
+    show_status("loading")
+    with report_progress("answering", 10) as advance:
         clock[0] += 3
         advance(1)
     assert terminal.getvalue() == ""
@@ -137,7 +137,7 @@ def test_a_dumb_terminal_and_the_second_process_get_no_bar(open_terminal, clock,
 
 def test_what_is_there_from_before_does_not_count_as_speed(open_terminal, clock):
     terminal = open_terminal()
-    with progress("embedding passages", 300, done=100) as advance:
+    with report_progress("embedding passages", 300, done=100) as advance:
         clock[0] += 10
         advance(100)
     assert "200 of 300 after 10 s, 10 s left" in terminal.getvalue()
@@ -145,7 +145,7 @@ def test_what_is_there_from_before_does_not_count_as_speed(open_terminal, clock)
 
 def test_a_task_without_an_end_counts(open_terminal, clock):
     terminal = open_terminal()
-    with progress("reading", None) as advance:
+    with report_progress("reading", None) as advance:
         clock[0] += 10
         advance(7)
     assert "7 after 10 s" in terminal.getvalue() and "left" not in terminal.getvalue()
@@ -153,19 +153,19 @@ def test_a_task_without_an_end_counts(open_terminal, clock):
 
 def test_a_status_is_replaced_by_the_next_and_by_whatever_is_said(open_terminal):
     terminal = open_terminal()
-    status("loading the model")
-    status("warming up")
-    note("done")
+    show_status("loading the model")
+    show_status("warming up")
+    print_note("done")
     assert terminal.getvalue() == "loading the model\r\x1b[2Kwarming up\r\x1b[2Kdone\n"
-    status("loading")
+    show_status("loading")
     sys.stderr = io.StringIO()  # as a live view does
-    status()
+    show_status()
     assert terminal.getvalue().endswith("loading\r\x1b[2K") and not sys.stderr.getvalue()
 
 
 def test_a_status_is_for_terminals_only(capsys):
-    status("loading the model")
-    status()
+    show_status("loading the model")
+    show_status()
     assert capsys.readouterr().err == ""
 
 
@@ -173,14 +173,14 @@ def test_rich_is_not_imported_before_a_bar_is_shown():
     import subprocess
 
     code = (
-        "import sys\nfrom dlm_rag.progress import progress, status\nstatus('x')\n"
-        "with progress('short', 3) as advance: advance(3)\nassert 'rich' not in sys.modules"
+        "import sys\nfrom dlm_rag.progress import report_progress, show_status\nshow_status('x')\n"
+        "with report_progress('short', 3) as advance: advance(3)\nassert 'rich' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_times_and_sizes_in_words():
-    assert [duration(s) for s in (0.2, 1, 89, 90, 5000, 10_800, 200_000)] == [
+    assert [format_duration(s) for s in (0.2, 1, 89, 90, 5000, 10_800, 200_000)] == [
         "0 s", "1 s", "89 s", "2 min", "83 min", "3 h", "2 days",
     ]  # fmt: skip
-    assert [in_bytes(n) for n in (900, 1.25e6, 32e9, 5e12)] == ["1 kB", "1.2 MB", "32 GB", "5.0 TB"]
+    assert [format_bytes(n) for n in (900, 1.25e6, 32e9, 5e12)] == ["1 kB", "1.2 MB", "32 GB", "5.0 TB"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlm_rag.retrieval.query import Query, build_query, may_enter, retrieval_due
+from dlm_rag.retrieval.query import Query, build_query, is_retrieval_due, resolve_query_threshold
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_response_without_a_response_falls_back_to_the_question():
 
 
 def test_guesses_enter_from_the_query_threshold_on_and_never_at_one():
-    assert may_enter("proxy", 0.0) == 0.0 and may_enter("proxy", 0.4) == 0.4
-    assert may_enter("proxy", 1.0) > 1 and may_enter("committed", 0.0) > 1
+    assert resolve_query_threshold("proxy", 0.0) == 0.0 and resolve_query_threshold("proxy", 0.4) == 0.4
+    assert resolve_query_threshold("proxy", 1.0) > 1 and resolve_query_threshold("committed", 0.0) > 1
 
 
 def test_refreshes_are_due_every_so_many_steps_and_only_when_unsure():
-    assert [retrieval_due(step, 2, None, 0.5) for step in (1, 2, 3, 4)] == [False, True, False, True]
-    assert retrieval_due(1, 1, 0.3, 0.2) and not retrieval_due(1, 1, 0.3, 0.3)
-    assert not retrieval_due(1, 1, 0.3, None), "nothing masked, nothing unsure"
+    assert [is_retrieval_due(step, 2, None, 0.5) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert is_retrieval_due(1, 1, 0.3, 0.2) and not is_retrieval_due(1, 1, 0.3, 0.3)
+    assert not is_retrieval_due(1, 1, 0.3, None), "nothing masked, nothing unsure"

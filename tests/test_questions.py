@@ -6,15 +6,15 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from conftest import write_lines
+from conftest import write_jsonl_file
 
 from dlm_rag.config import Config, DecodeConfig
 from dlm_rag.errors import QuestionError
-from dlm_rag.questions import QUICK, Question, choose, read_questions
+from dlm_rag.questions import QUICK_QUESTION_LIMIT, Question, read_questions, select_questions
 
 
 def test_all_fields_of_the_contract(tmp_path):
-    path = write_lines(
+    path = write_jsonl_file(
         tmp_path / "q.jsonl",
         [
             {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},
@@ -30,14 +30,14 @@ def test_a_folder_stands_for_the_files_of_rows_in_it(tmp_path):
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"id": ["c"], "question": ["When?"]}), tmp_path / "rows-1.parquet")
-    write_lines(
+    write_jsonl_file(
         tmp_path / "rows-0.jsonl", [{"id": "a", "question": "Who?"}, {"id": "b", "question": "Where?"}]
     )
-    write_lines(tmp_path / ".journal.jsonl", [{"id": "d", "question": "Why?"}])
+    write_jsonl_file(tmp_path / ".journal.jsonl", [{"id": "d", "question": "Why?"}])
     (tmp_path / "README.md").write_text("# Rows")
     (tmp_path / "note.json").write_text("{}")
     (tmp_path / "held_out").mkdir()
-    write_lines(tmp_path / "held_out" / "rows-0.jsonl", [{"id": "e", "question": "How?"}])
+    write_jsonl_file(tmp_path / "held_out" / "rows-0.jsonl", [{"id": "e", "question": "How?"}])
     assert [question.id for question in read_questions(tmp_path)] == ["a", "b", "c"]
 
 
@@ -97,7 +97,7 @@ def test_names_that_other_data_sets_give_their_fields(tmp_path):
         {"id": "d", "question": "Who?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}},  # SQuAD
         {"id": "e", "question": "Who?", "answer": ["x"], "hops": 2.0},  # NQ; pandas
     ]  # fmt: skip
-    assert read_questions(write_lines(tmp_path / "q.jsonl", rows)) == [
+    assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows)) == [
         Question("a", "Who?"),
         Question("b", "Who?", ("x",)),
         Question("c", "Who?", ("yes",)),
@@ -110,31 +110,37 @@ def test_quick_draws_evenly_over_hops_and_labels():
     """300 of one kind, 300 of another, 10 of a third: the rare ones are all there."""
     kinds = [(1, ())] * 300 + [(2, ("hard",))] * 300 + [(2, ())] * 10
     asked = [Question(str(n), "?", hops=hops, labels=labels) for n, (hops, labels) in enumerate(kinds)]
-    chosen = choose(asked, Config(quick=True))
-    assert len(chosen) == QUICK and chosen == sorted(chosen, key=lambda q: int(q.id)), "the file's order"
+    chosen = select_questions(asked, Config(quick=True))
+    assert len(chosen) == QUICK_QUESTION_LIMIT and chosen == sorted(chosen, key=lambda q: int(q.id)), (
+        "the file's order"
+    )
     assert Counter((q.hops, q.labels) for q in chosen) == {(1, ()): 100, (2, ("hard",)): 90, (2, ()): 10}
-    assert chosen == choose(asked, Config(quick=True)), "seeded"
+    assert chosen == select_questions(asked, Config(quick=True)), "seeded"
     assert [q.id for q in chosen[:100]] != [str(n) for n in range(100)], "not the first of a kind"
-    assert choose(asked[:150], Config(quick=True)) == asked[:150]
-    assert choose(asked, Config()) == asked
+    assert select_questions(asked[:150], Config(quick=True)) == asked[:150]
+    assert select_questions(asked, Config()) == asked
 
 
 def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():
     """Of a file that begins with its easy questions, as those of invented worlds do."""
     asked = [Question(str(n), "?", hops=1 + n // 100) for n in range(400)]
-    drawn = {count: choose(asked, Config(limit=count)) for count in (1, 3, 40, 41, 200, 399, 400, 9999)}
+    drawn = {
+        count: select_questions(asked, Config(limit=count)) for count in (1, 3, 40, 41, 200, 399, 400, 9999)
+    }
     assert Counter(q.hops for q in drawn[40]) == dict.fromkeys((1, 2, 3, 4), 10)
     assert [len(questions) for questions in drawn.values()] == [1, 3, 40, 41, 200, 399, 400, 400]
     sets = [{q.id for q in questions} for questions in drawn.values()]
     assert all(fewer <= more for fewer, more in pairwise(sets))
     assert all(q == sorted(q, key=lambda q: int(q.id)) for q in drawn.values()), "the file's order"
-    assert drawn[200] == choose(asked, Config(quick=True))
-    assert drawn[40] == choose(asked, Config(limit=40, decode=DecodeConfig(seed=7))), "whatever the seed"
+    assert drawn[200] == select_questions(asked, Config(quick=True))
+    assert drawn[40] == select_questions(asked, Config(limit=40, decode=DecodeConfig(seed=7))), (
+        "whatever the seed"
+    )
 
 
 def test_a_limit_draws_from_all_over_a_file_without_hops():
     asked = [Question(str(n), "?") for n in range(1000)]
-    places = [int(q.id) for q in choose(asked, Config(limit=100))]
+    places = [int(q.id) for q in select_questions(asked, Config(limit=100))]
     assert all(10 <= sum(n // 250 == quarter for n in places) <= 40 for quarter in range(4)), places
 
 

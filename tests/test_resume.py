@@ -5,6 +5,7 @@ import os
 import shutil
 import struct
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,21 @@ import torch
 from blake3 import blake3
 from conftest import ROOT, byte_tokenizer, tiny_denoiser
 from safetensors.torch import load_file, save_file
-from test_parallel import LAUNCHER
+from test_parallel import TORCHRUN_COMMAND
 from test_phases import write_own_data
-from test_training import ALONE, METRICS, MICRO, make_trainer
-from two_processes import CASES
+from test_training import METRICS_LINES, MICRO_SETTINGS, SINGLE_PROCESS, make_trainer
+from torchrun_training_cases import TRAINING_CASES
 
 from dlm_rag import commands
-from dlm_rag.config import known_keys, load_config
+from dlm_rag.config import list_setting_fields, load_config
 from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.training.fingerprint import MAY_CHANGE, phase_settings, run_settings
-from dlm_rag.training.origin import Origin
-from dlm_rag.training.phase import open_trainer
-from dlm_rag.training.saving import RECORD, pass_over_damaged, position
+from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point, skip_damaged_checkpoints
+from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
+from dlm_rag.training.model_init import InitialModel
+from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.trainer import Trainer
 
-FOUR = [*MICRO, "train.steps=4"]  # with checkpoints of steps 2 and 4
+FOUR = [*MICRO_SETTINGS, "train.max_steps=4"]  # with checkpoints of steps 2 and 4
 
 
 def run(folder: Path, *words: str) -> None:
@@ -36,12 +37,12 @@ def run(folder: Path, *words: str) -> None:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of four steps that nothing has touched, without its model."""
-    trainer = make_trainer(folder := tmp_path_factory.mktemp("finished"), "train.steps=4")
+    trainer = make_trainer(folder := tmp_path_factory.mktemp("finished"), "train.max_steps=4")
     while not trainer.finished:
         trainer.step()
         if trainer.state.step % 2 == 0:
             trainer.save()
-    (folder / "metrics.jsonl").write_text("".join(METRICS))
+    (folder / "metrics.jsonl").write_text("".join(METRICS_LINES))
     return folder
 
 
@@ -67,9 +68,9 @@ def in_record(change):
     """Writes state.json anew with one thing changed, its digest taken out or left."""
 
     def harm(checkpoint: Path) -> None:
-        record = json.loads((checkpoint / RECORD).read_text())
+        record = json.loads((checkpoint / RECORD_FILE).read_text())
         change(record)
-        (checkpoint / RECORD).write_text(json.dumps(record))
+        (checkpoint / RECORD_FILE).write_text(json.dumps(record))
 
     return harm
 
@@ -101,10 +102,10 @@ HARMS = {
         "shard-",
     ),
     "a shard too many": (lambda p: save_file({"x": torch.zeros(1)}, p / "more.safetensors"), "more.safe"),
-    "a step edited": (in_record(lambda record: record["state"].update(step=3)), RECORD),
+    "a step edited": (in_record(lambda record: record["state"].update(step=3)), RECORD_FILE),
     "an accuracy edited": (
         in_record(lambda record: record["state"]["tasks"]["sft"].update(name_accuracy=0.6)),
-        RECORD,
+        RECORD_FILE,
     ),
 }
 FOREIGN = {  # of state.json, beside digests that nobody wrote
@@ -125,17 +126,17 @@ def test_a_checkpoint_that_is_not_what_was_written_gives_way_to_the_one_before(f
     """It is named, then and later; the older one is whole."""
     change, says = HARMS[harm]
     change(folder / "checkpoints" / "step-00000004")
-    told = pass_over_damaged(folder, ALONE)
-    assert position(folder, [""])[0] == 2
+    told = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
+    assert find_resume_point(folder, [""])[0] == 2
     assert len(told) == 1 and "step-00000004" in told[0] and says in told[0], told
-    assert pass_over_damaged(folder, ALONE) == told
+    assert skip_damaged_checkpoints(folder, SINGLE_PROCESS) == told
 
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_foreign_values_of_a_record_are_passed_over(folder, what):
     without_digests(in_record(FOREIGN[what]))(folder / "checkpoints" / "step-00000004")
-    (told,) = pass_over_damaged(folder, ALONE)
-    assert position(folder, [""])[0] == 2 and "step-00000004 is passed over: " in told
+    (told,) = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
+    assert find_resume_point(folder, [""])[0] == 2 and "step-00000004 is passed over: " in told
 
 
 @pytest.mark.slow
@@ -168,38 +169,46 @@ def test_a_damaged_shard_of_two_is_found_by_whoever_reads_it(tmp_path):
     """Each process digests what it writes, and reads its part of what is checked."""
 
     def both(*words):
-        command = [*LAUNCHER, "2", "train.py", "--out", str(tmp_path), *CASES["sft sharded"], *words]
+        command = [
+            *TORCHRUN_COMMAND,
+            "2",
+            "train.py",
+            "--out",
+            str(tmp_path),
+            *TRAINING_CASES["sft sharded"],
+            *words,
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stderr
 
-    both("train.save_every=2", "train.validate_every=100")
+    both("train.save_steps=2", "train.eval_steps=100")
     checkpoint = tmp_path / "checkpoints" / "step-00000004"
-    record = json.loads((checkpoint / RECORD).read_text())
+    record = json.loads((checkpoint / RECORD_FILE).read_text())
     shards = sorted(checkpoint.glob("*.safetensors"))
     assert len(shards) == 2
     assert record["digests"] == {path.name: blake3(path.read_bytes()).hexdigest() for path in shards}
     put(shards[1], lambda data: data[:-1] + bytes([data[-1] ^ 64]))
-    said = both("train.save_every=2", "train.validate_every=100", "--resume")
+    said = both("train.save_steps=2", "train.eval_steps=100", "--resume")
     assert f"step-00000004 is passed over: {shards[1].name}" in said and "going on from step 2" in said
 
 
 def test_a_checkpoint_without_digests_is_gone_on_with_and_it_is_said(folder):
     for checkpoint in (folder / "checkpoints").iterdir():
         without_digests(lambda _: None)(checkpoint)
-    (line,) = pass_over_damaged(folder, ALONE)
-    assert position(folder, [""])[0] == 4 and "step-00000004" in line and "no digests" in line
+    (line,) = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
+    assert find_resume_point(folder, [""])[0] == 4 and "step-00000004" in line and "no digests" in line
 
 
 OWN = [
-    *MICRO, "model.path={base}/model", "data.questions={base}/questions.jsonl",
+    *MICRO_SETTINGS, "model.path={base}/model", "data.questions={base}/questions.jsonl",
     "data.corpus={base}/corpus.jsonl", "retrieval.top_k=2", "train.passage_length=96",
 ]  # fmt: skip
 BEGUN = {
     "sft": OWN,
-    "rl": [*OWN, "train.objective=rl", "train.learn=heads", "decode.gate_width=2"],
+    "rl": [*OWN, "train.objective=rl", "train.trainable=policy_heads", "decode.gate_temperature=2"],
     "documents": [
-        *MICRO, "train.objective=pretrain", "train.sequence_length=64", "train.batch_tokens=256",
+        *MICRO_SETTINGS, "train.objective=pretrain", "train.sequence_length=64", "train.batch_tokens=256",
         "data.documents.web={base}/web.jsonl",
     ],
 }  # fmt: skip
@@ -230,18 +239,18 @@ def open_run(base: Path, name: str, *words: str) -> Trainer:
 @pytest.mark.parametrize(
     ("name", "word", "says"),
     [
-        ("sft", "model.attention_block=4", "model.attention_block=None, not 4"),
+        ("sft", "model.block_size=4", "model.block_size=None, not 4"),
         ("sft", "decode.block_length=4", "decode.block_length=None, not 4"),
-        ("sft", "train.validation_questions=2", "train.validation_questions=1, not 2"),
-        ("sft", "retrieval.words_of=parts", "retrieval.words_of=query, not parts"),
+        ("sft", "train.eval_questions=2", "train.eval_questions=1, not 2"),
+        ("sft", "retrieval.bm25_query=sentences", "retrieval.bm25_query=whole, not sentences"),
         ("rl", "decode.block_length=4", "decode.block_length=None, not 4"),
-        ("rl", "decode.gate_width=1", "decode.gate_width=2.0, not 1.0"),
+        ("rl", "decode.gate_temperature=1", "decode.gate_temperature=2.0, not 1.0"),
         ("documents", "train.seed=1", "train.seed=0, not 1"),
     ],
 )
 def test_what_a_run_depends_on_must_be_as_it_was(base, monkeypatch, name, word, says):
     """And is looked at before any weight is read."""
-    monkeypatch.setattr(Origin, "fill", None)
+    monkeypatch.setattr(InitialModel, "materialize", None)
     with pytest.raises(ConfigError, match=f"begun with {says}"):
         open_run(base, name, word)
 
@@ -249,9 +258,12 @@ def test_what_a_run_depends_on_must_be_as_it_was(base, monkeypatch, name, word, 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sft", ["decode.commit_threshold=0.5", "train.steps=99", "model.attention=sdpa"]),
-        ("rl", ["decode.batch_size=3", "train.validation_questions=1", "train.save_every=7"]),
-        ("documents", ["train.validation_questions=3", "train.accumulate=2", "decode.block_length=null"]),
+        ("sft", ["decode.commit_threshold=0.5", "train.max_steps=99", "model.attn_implementation=sdpa"]),
+        ("rl", ["decode.batch_size=3", "train.eval_questions=1", "train.save_steps=7"]),
+        (
+            "documents",
+            ["train.eval_questions=3", "train.gradient_accumulation_steps=2", "decode.block_length=null"],
+        ),
     ],
 )
 def test_what_changes_no_step_may_be_another(base, name, words):
@@ -283,7 +295,7 @@ def other_theta(path: Path) -> None:
 def test_other_contents_under_the_same_name_are_refused(base, monkeypatch, name, file, harm, says):
     assert open_run(base, name).restore(), "moved, and the same"
     harm(base / file)
-    monkeypatch.setattr(Origin, "fill", None)
+    monkeypatch.setattr(InitialModel, "materialize", None)
     with pytest.raises(ConfigError, match=f"begun with other contents of {says}={base}"):
         open_run(base, name)
 
@@ -301,19 +313,22 @@ def test_a_run_without_fingerprints_is_held_by_its_names_and_it_is_said(base):
         del record["run"]["decode.block_length"]  # which older programs did not note
 
     in_record(older)(next((base / "sft" / "checkpoints").iterdir()))
-    (line,) = pass_over_damaged(base / "sft", ALONE)
+    (line,) = skip_damaged_checkpoints(base / "sft", SINGLE_PROCESS)
     assert "no fingerprints" in line
     with pytest.raises(ConfigError, match=f"begun with model.path=.*, not {base}/model"):
         open_run(base, "sft")
-    record = json.loads(next(base.glob("sft/checkpoints/*/" + RECORD)).read_text())
+    record = json.loads(next(base.glob("sft/checkpoints/*/" + RECORD_FILE)).read_text())
     names = [f"{key}={record['run'][key]}" for key in ("model.path", "data.questions", "data.corpus")]
     assert open_run(base, "sft", *names, "decode.block_length=4").restore()
 
 
 def test_every_setting_is_held_or_stands_in_the_table():
-    """`run_settings` and `phase_settings` have what the table does not name, and it names what there is."""
+    """`collect_run_settings` and `collect_phase_settings` have what the table does not name, and it names
+    what there is.
+    """
     config = load_config(None, ["train.objective=rl"])
     sections = ("model.", "retrieval.", "data.", "train.", "decode.")
-    known = {key for key in known_keys() if key.startswith(sections)}
-    held = {*run_settings(config), *phase_settings(config, config.train)}
-    assert known >= MAY_CHANGE and known == held | MAY_CHANGE and not held & MAY_CHANGE
+    known = {key for key in list_setting_fields() if key.startswith(sections)}
+    held = {*collect_run_settings(config), *collect_phase_settings(config, config.train)}
+    held |= collect_phase_settings(config, replace(config.train, objective="sft")).keys()
+    assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS

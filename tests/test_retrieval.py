@@ -10,39 +10,39 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import write_lines
+from conftest import write_jsonl_file
 
 from dlm_rag import load_retriever
 from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.evaluation.metrics import evidence_recall
+from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
-from dlm_rag.retrieval.base import Remembered, fuse, take_turns
+from dlm_rag.retrieval.base import MemoizedBatchFunction, fuse_rankings, interleave_rankings
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
-from dlm_rag.retrieval.fixed import NoRetriever
 from dlm_rag.retrieval.hybrid import HybridRetriever
-from dlm_rag.retrieval.incremental import SuccessiveSearch
+from dlm_rag.retrieval.incremental_bm25 import IncrementalSearch
+from dlm_rag.retrieval.oracle import NoRetriever
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.scores import terms
+from dlm_rag.retrieval.sparse_vectors import extract_terms
 
 
-def ask(text, *parts):
+def make_query(text, *parts):
     return Query(text, parts or (text,))
 
 
-def ids(found):
+def list_passage_ids(found):
     return [[passage.id for passage in passages] for passages in found]
 
 
 def bm25_by_the_book(texts, query, k1=1.5, b=0.75):
     """Lucene's BM25 (Robertson's, without the constant factor k1 + 1) straight from the formula."""
-    documents = [terms(text) for text in texts]
+    documents = [extract_terms(text) for text in texts]
     mean = sum(map(len, documents)) / len(documents)
     scores = []
     for document in documents:
         score = 0.0
-        for term in terms(query):
+        for term in extract_terms(query):
             df = sum(term in other for other in documents)
             tf = document.count(term)
             idf = math.log(1 + (len(documents) - df + 0.5) / (df + 0.5))
@@ -57,45 +57,49 @@ def test_bm25_ranks_by_the_formula(corpus_file):
     for query in ("Where was Jane Austen born?", "village in Hampshire", "novel by Frank Herbert"):
         scores = bm25_by_the_book(texts, query)
         best = sorted((n for n in range(len(texts)) if scores[n] > 0), key=lambda n: -scores[n])[:3]
-        assert retriever.rank([ask(query)], 3)[0] == best
+        assert retriever.rank([make_query(query)], 3)[0] == best
 
 
 def test_a_query_that_finds_nothing_is_an_empty_list_beside_full_ones(corpus_file):
     retriever = load_retriever(corpus_file, top_k=3)
-    found = ids(retriever.search([ask("Dune"), ask("the of and"), ask("zzz"), ask("")]))
+    found = list_passage_ids(
+        retriever.search([make_query("Dune"), make_query("the of and"), make_query("zzz"), make_query("")])
+    )
     assert found[0][0] == "dune" and found[1:] == [[], [], []]
 
 
 def test_passages_without_a_word_of_the_query_are_no_evidence(corpus_file):
-    assert ids(load_retriever(corpus_file, top_k=4).search([ask("Tacoma")])) == [["herbert"]]
+    assert list_passage_ids(load_retriever(corpus_file, top_k=4).search([make_query("Tacoma")])) == [
+        ["herbert"]
+    ]
 
 
 def test_top_k_beyond_the_corpus_takes_all_of_it_with_a_warning(corpus_file, caplog):
     retriever = load_retriever(corpus_file, top_k=50)
     assert "top_k=50, but the corpus has 5 passages" in caplog.text
-    found = ids(retriever.search([ask("Tacoma")]))[0]
+    found = list_passage_ids(retriever.search([make_query("Tacoma")]))[0]
     assert found[0] == "herbert" and len(found) == 5
 
 
 def test_a_changed_corpus_gets_a_new_index_even_at_the_same_size_and_time(tmp_path):
     import os
 
-    path = write_lines(
+    path = write_jsonl_file(
         tmp_path / "c.jsonl", [{"id": "1", "contents": "red"}, {"id": "2", "contents": "sky"}]
     )
     stat = path.stat()
-    assert ids(load_retriever(path, top_k=1).search([ask("red")])) == [["1"]]
+    assert list_passage_ids(load_retriever(path, top_k=1).search([make_query("red")])) == [["1"]]
     path.write_text(path.read_text().replace("red", "sea").replace("sky", "red"))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert path.stat().st_size == stat.st_size
-    assert ids(load_retriever(path, top_k=1).search([ask("red")])) == [["2"]]
+    assert list_passage_ids(load_retriever(path, top_k=1).search([make_query("red")])) == [["2"]]
 
 
 def test_a_corpus_of_stop_words_alone_can_be_indexed(tmp_path):
-    path = write_lines(
+    path = write_jsonl_file(
         tmp_path / "c.jsonl", [{"id": "1", "contents": "the of"}, {"id": "2", "contents": "and"}]
     )
-    assert ids(load_retriever(path, top_k=1).search([ask("the dune")])) == [[]]
+    assert list_passage_ids(load_retriever(path, top_k=1).search([make_query("the dune")])) == [[]]
 
 
 def test_every_query_of_the_golden_traces_finds_the_same_passages(golden):
@@ -103,10 +107,10 @@ def test_every_query_of_the_golden_traces_finds_the_same_passages(golden):
     asked, expected = [], []
     for path in sorted((golden / "traces").glob("*.json")):
         for question in json.loads(path.read_text())["questions"]:
-            asked += [ask(r["query"]) for r in question["retrievals"]]
+            asked += [make_query(r["query"]) for r in question["retrievals"]]
             expected += [r["passages"] for r in question["retrievals"]]
     assert len(asked) > 700
-    assert ids(retriever.search(asked)) == expected
+    assert list_passage_ids(retriever.search(asked)) == expected
 
 
 def letters(texts):
@@ -115,16 +119,16 @@ def letters(texts):
     return torch.nn.functional.normalize(counts)
 
 
-def letter_retriever(corpus, top_k, embed=letters):
+def make_letter_retriever(corpus, top_k, embed=letters):
     vectors = letters([passage.text for passage in corpus]).numpy()
     return DenseRetriever(corpus, top_k, embed, vectors, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 1 << 20], ids=["in blocks", "in one product"])
 def test_dense_search_is_exact(corpus, monkeypatch, block_bytes):
-    monkeypatch.setattr("dlm_rag.retrieval.dense.BLOCK_BYTES", block_bytes)
-    retriever = letter_retriever(corpus, 2)
-    queries = [ask("a village in Hampshire"), ask("Frank"), ask("zebra jazz")]
+    monkeypatch.setattr("dlm_rag.retrieval.dense.SEARCH_BLOCK_BYTES", block_bytes)
+    retriever = make_letter_retriever(corpus, 2)
+    queries = [make_query("a village in Hampshire"), make_query("Frank"), make_query("zebra jazz")]
     similarity = letters([q.text for q in queries]) @ letters([p.text for p in corpus]).T
     expected = [np.argsort(-row, kind="stable")[:2].tolist() for row in similarity.numpy()]
     assert retriever.rank(queries, 2) == expected
@@ -139,12 +143,12 @@ def drawn(texts):
 @pytest.mark.parametrize("block_bytes", [1, 6 * 48 * 4, 1 << 20])
 def test_equal_passages_stand_in_corpus_order_whatever_the_depth(monkeypatch, block_bytes):
     """Against float64: similarities that agree in six digits are equal. In blocks of any size."""
-    monkeypatch.setattr("dlm_rag.retrieval.dense.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("dlm_rag.retrieval.dense.SEARCH_BLOCK_BYTES", block_bytes)
     rng = np.random.default_rng(0)
     texts = [str(n) for n in rng.integers(0, 12, 130)]
     vectors = drawn(texts)
     retriever = DenseRetriever([None] * 130, 7, drawn, vectors.numpy(), torch.device("cpu"))
-    queries = [ask(str(n)) for n in range(12)]
+    queries = [make_query(str(n)) for n in range(12)]
     similarity = drawn([query.text for query in queries]).double() @ vectors.double().T
     rows = np.arange(130)
     expected = [np.lexsort((rows, -row.round(decimals=6).numpy())).tolist() for row in similarity]
@@ -153,10 +157,10 @@ def test_equal_passages_stand_in_corpus_order_whatever_the_depth(monkeypatch, bl
 
 
 def test_dense_asks_part_by_part_and_the_parts_take_turns(corpus):
-    retriever = letter_retriever(corpus, 3)
-    alone = retriever.rank([ask("Frank Herbert"), ask("Steventon")], 5)
-    both = retriever.rank([ask("x", "Frank Herbert", "Steventon")], 3)
-    assert both == [take_turns(alone, 3)]
+    retriever = make_letter_retriever(corpus, 3)
+    alone = retriever.rank([make_query("Frank Herbert"), make_query("Steventon")], 5)
+    both = retriever.rank([make_query("x", "Frank Herbert", "Steventon")], 3)
+    assert both == [interleave_rankings(alone, 3)]
     assert retriever.rank([Query("", ())], 3) == [[]]
 
 
@@ -170,7 +174,7 @@ def test_what_is_remembered_is_right_in_many_threads_and_computed_by_one_at_a_ti
         busy.release()
         return [n * n for n in numbers]
 
-    remembered = Remembered(squared, 5)
+    remembered = MemoizedBatchFunction(squared, 5)
     asked = [[(7 * k + n) % 13 for n in range(1 + k % 6)] for k in range(200)]
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(remembered, asked)) == [[n * n for n in numbers] for numbers in asked]
@@ -183,9 +187,9 @@ def test_a_part_is_embedded_once_though_it_is_asked_at_every_step(corpus):
         embedded.extend(texts)
         return letters(texts)
 
-    retriever = letter_retriever(corpus, 2, embed)
-    retriever.search([ask("q", "one", "two")])
-    retriever.search([ask("q", "one", "three"), ask("q", "two", "one")])
+    retriever = make_letter_retriever(corpus, 2, embed)
+    retriever.search([make_query("q", "one", "two")])
+    retriever.search([make_query("q", "one", "three"), make_query("q", "two", "one")])
     assert embedded == ["one", "two", "three"]
 
 
@@ -194,20 +198,22 @@ def test_a_failing_search_is_an_error_not_an_empty_result(corpus):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        letter_retriever(corpus, 2, broken).search([ask("Frank")])
+        make_letter_retriever(corpus, 2, broken).search([make_query("Frank")])
 
 
 def test_reciprocal_rank_fusion_by_hand():
     """1: 1/61 + 1/63; 2: 1/62 + 1/61; 3: 1/63; 4: 1/62. So 2, 1, 4, 3."""
-    assert fuse([[1, 2, 3], [2, 4, 1]], 4, 3) == [2, 1, 4, 3]
-    assert fuse([[1, 2], [2, 1]], 2, 2) == [1, 2], "ties go to the row that came first"
-    assert fuse([[], []], 3, 3) == []
-    assert fuse([[1, 2, 3], [2, 4, 1, 5, 3]], 9, 2) == [2, 1, 4, 5, 3], "the rest as the last has them"
+    assert fuse_rankings([[1, 2, 3], [2, 4, 1]], 4, 3) == [2, 1, 4, 3]
+    assert fuse_rankings([[1, 2], [2, 1]], 2, 2) == [1, 2], "ties go to the row that came first"
+    assert fuse_rankings([[], []], 3, 3) == []
+    assert fuse_rankings([[1, 2, 3], [2, 4, 1, 5, 3]], 9, 2) == [2, 1, 4, 5, 3], (
+        "the rest as the last has them"
+    )
 
 
 def test_taking_turns_by_hand():
-    assert take_turns([[1, 2, 3], [2, 4], []], 9) == [1, 2, 4, 3]
-    assert take_turns([], 3) == []
+    assert interleave_rankings([[1, 2, 3], [2, 4], []], 9) == [1, 2, 4, 3]
+    assert interleave_rankings([], 3) == []
 
 
 @pytest.mark.parametrize("fusion_depth", [1, 4, 50])
@@ -215,9 +221,13 @@ def test_the_best_of_a_hybrid_are_the_first_of_more(tmp_path, fusion_depth):
     """Among many equals, at depths on either side of what is fused."""
     words = "novel village born first published Hampshire".split()
     lines = [{"id": n, "contents": " ".join(words[: 1 + n % 6])} for n in range(60)]
-    sparse = load_retriever(write_lines(tmp_path / "c.jsonl", lines), top_k=7)
-    hybrid = HybridRetriever([sparse, letter_retriever(sparse.corpus, 7)], 7, fusion_depth)
-    queries = [ask("a novel"), ask("first published", "first", "published"), ask("zebra")]
+    sparse = load_retriever(write_jsonl_file(tmp_path / "c.jsonl", lines), top_k=7)
+    hybrid = HybridRetriever([sparse, make_letter_retriever(sparse.corpus, 7)], 7, fusion_depth)
+    queries = [
+        make_query("a novel"),
+        make_query("first published", "first", "published"),
+        make_query("zebra"),
+    ]
     whole = hybrid.rank(queries, 60)
     assert all(sorted(ranking) == list(range(60)) for ranking in whole)
     for depth in (1, 3, 7, 30):
@@ -226,22 +236,22 @@ def test_the_best_of_a_hybrid_are_the_first_of_more(tmp_path, fusion_depth):
 
 def test_hybrid_fuses_the_rankings_of_its_parts(corpus_file):
     sparse = load_retriever(corpus_file, top_k=2)
-    dense = letter_retriever(sparse.corpus, 2)
+    dense = make_letter_retriever(sparse.corpus, 2)
     hybrid = HybridRetriever([sparse, dense], 3, fusion_depth=5)
-    query = ask("born in Tacoma")
+    query = make_query("born in Tacoma")
     both = [sparse.rank([query], 5)[0], dense.rank([query], 5)[0]]
-    assert hybrid.rank([query], 3) == [fuse(both, 3, 5)]
+    assert hybrid.rank([query], 3) == [fuse_rankings(both, 3, 5)]
     assert hybrid.key(query) == (query.text, query.parts)
 
 
 def test_a_long_bm25_build_says_what_it_takes(tmp_path, monkeypatch, caplog):
     lines = [{"id": str(n), "contents": f"word{n} and another"} for n in range(40)]
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.SAMPLE", 10)
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.BUILD_ESTIMATE_PASSAGES", 10)
     now = iter((0.0, 30.0))
     monkeypatch.setattr("dlm_rag.retrieval.bm25.perf_counter", lambda: next(now))
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.memory", lambda: {"available": 2000})
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.read_host_memory", lambda: {"available": 2000})
     with caplog.at_level("INFO"):
-        load_retriever(write_lines(tmp_path / "corpus.jsonl", lines), index_folder=tmp_path / "indexes")
+        load_retriever(write_jsonl_file(tmp_path / "corpus.jsonl", lines), index_dir=tmp_path / "indexes")
     said = [record.getMessage() for record in caplog.records]
     # 40 passages of 2 terms, 10 of them in 30 seconds
     assert "building this BM25 index takes about 4 min, 4 kB of memory and 1 kB on disk" in said
@@ -253,16 +263,16 @@ def test_no_corpus_and_no_such_dense_model(corpus_file):
 
     with pytest.raises(ConfigError, match="no corpus"):
         load_retriever(RetrievalConfig())
-    with pytest.raises(CheckpointError, match="dense_model 'nobody/nothing' .*could not be fetched"):
-        load_retriever(corpus_file, kind="dense", dense_model="nobody/nothing")
+    with pytest.raises(CheckpointError, match="embedding_model 'nobody/nothing' .*could not be fetched"):
+        load_retriever(corpus_file, method="dense", embedding_model="nobody/nothing")
 
 
 def recall_of_question_alone(retriever, folder):
     """Mean recall and share of questions with every supporting passage, in percent."""
     questions = read_questions(folder / "questions.jsonl")
-    found = retriever.search([ask(question.question) for question in questions])
+    found = retriever.search([make_query(question.question) for question in questions])
     recalls = [
-        evidence_recall([p.id for p in passages], question.supporting_ids) or 0.0
+        compute_evidence_recall([p.id for p in passages], question.supporting_ids) or 0.0
         for passages, question in zip(found, questions, strict=True)
     ]
     whole = sum(recall == 1.0 for recall in recalls) / len(recalls)
@@ -280,9 +290,9 @@ def test_bm25_recall_on_real_questions(real, name, expected):
 @pytest.mark.slow
 def test_dense_and_hybrid_recall_on_real_questions(real, minilm):
     folder = real / "hotpotqa"
-    dense = load_retriever(folder / "corpus.jsonl", kind="dense", dense_model=minilm, top_k=7)
+    dense = load_retriever(folder / "corpus.jsonl", method="dense", embedding_model=minilm, top_k=7)
     assert recall_of_question_alone(dense, folder) == pytest.approx((82.5, 66.7), abs=1.0)
-    hybrid = load_retriever(folder / "corpus.jsonl", kind="hybrid", dense_model=minilm, top_k=7)
+    hybrid = load_retriever(folder / "corpus.jsonl", method="hybrid", embedding_model=minilm, top_k=7)
     recall, _ = recall_of_question_alone(hybrid, folder)
     assert recall > 83.5, "fused, the two find more than either alone"
 
@@ -296,20 +306,20 @@ def test_vectors_of_other_weights_or_settings_under_the_same_name_are_not_used(
 
     model = tmp_path / "model"
     shutil.copytree(minilm, model)
-    load_retriever(corpus_file, kind="dense", dense_model=str(model))
+    load_retriever(corpus_file, method="dense", embedding_model=str(model))
     folder = open_corpus(corpus_file).folder
     before = {path.name for path in folder.glob("dense-*") if path.is_dir()}
     weights = load_file(model / "model.safetensors")
     weights["embeddings.word_embeddings.weight"][0] += 1
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    load_retriever(corpus_file, kind="dense", dense_model=str(model))
+    load_retriever(corpus_file, method="dense", embedding_model=str(model))
     pooling = model / "1_Pooling" / "config.json"
     text = pooling.read_text()
     changed = text.replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
     changed = changed.replace('"pooling_mode_mean_tokens": true', '"pooling_mode_mean_tokens": false')
     assert changed != text
     pooling.write_text(changed)
-    load_retriever(corpus_file, kind="dense", dense_model=str(model))
+    load_retriever(corpus_file, method="dense", embedding_model=str(model))
     after = {path.name for path in folder.glob("dense-*") if path.is_dir()}
     assert len(before) == 1 and len(after) == 3
 
@@ -339,10 +349,10 @@ def test_successive_queries_find_what_fresh_ones_find_ties_included(
         for _ in range(passages)
     ]
     lines = [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
-    corpus = write_lines(tmp_path / "corpus.jsonl", lines)
+    corpus = write_jsonl_file(tmp_path / "corpus.jsonl", lines)
     fresh = load_retriever(corpus, top_k=top_k)
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
-    kept = load_retriever(corpus, top_k=top_k, search_memory_gib=2**-10)
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
+    kept = load_retriever(corpus, top_k=top_k, bm25_cache_gib=2**-10)
     assert kept._successive is not None
     askers = {name: rng.choices(vocabulary, k=rng.randrange(1, 25)) for name in "abc"}
     for _ in range(150):
@@ -358,7 +368,7 @@ def test_successive_queries_find_what_fresh_ones_find_ties_included(
 
 def test_kept_scores_stay_within_their_memory(corpus_file, monkeypatch):
     """Two states of 512 passages, the least there is, fit; a third asker gets fresh searches."""
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.SUCCESSIVE_FROM", 0)
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
     corpus = open_corpus(corpus_file)
     retriever = BM25Retriever(corpus, 2, memory=2 * 4 * 512)
     for asker in "abc":
@@ -376,7 +386,7 @@ def test_scores_under_the_unit_of_the_kept_sums_still_count():
     """As those of a word that stands in nearly every passage of a large corpus."""
     scores = np.array([3e-8, 1e-8, 5e-8, 2e-8, 0.5], dtype=np.float32)
     rows = np.array([0, 1, 2, 3, 1], dtype=np.int32)  # the word 0 in passages 0 to 3, the word 1 in 1
-    successive = SuccessiveSearch(scores, rows, np.array([0, 4, 5], dtype=np.int32), 6, 0.5, 2**20)
+    successive = IncrementalSearch(scores, rows, np.array([0, 4, 5], dtype=np.int32), 6, 0.5, 2**20)
     assert successive.rank("a", [0], 3) == [2, 0, 3]
     assert successive.rank("a", [0, 1], 3) == [1, 2, 0]
     assert successive.rank("a", [0, 0], 2) == [2, 0]
@@ -387,18 +397,18 @@ def test_words_of_parts_takes_turns_of_a_search_for_each_part(corpus_file):
     parts = ("novel by Frank Herbert", "Jane Austen was born in", "village in Hampshire")
     query = Query(" ".join(parts), parts, asker="q1")
     whole = load_retriever(corpus_file, top_k=3)
-    by_parts = load_retriever(corpus_file, top_k=3, words_of="parts")
-    assert ids(by_parts.search([query])) == [["dune", "austen", "steventon"]]
-    alone = [whole.rank([ask(part)], 3)[0] for part in parts]
-    assert by_parts.rank([query, ask("zzz")], 3) == [take_turns(alone, 3), []]
+    by_parts = load_retriever(corpus_file, top_k=3, bm25_query="sentences")
+    assert list_passage_ids(by_parts.search([query])) == [["dune", "austen", "steventon"]]
+    alone = [whole.rank([make_query(part)], 3)[0] for part in parts]
+    assert by_parts.rank([query, make_query("zzz")], 3) == [interleave_rankings(alone, 3), []]
     assert whole.rank([query], 3) != by_parts.rank([query], 3)
 
 
 def test_one_part_is_the_query_itself_and_no_part_finds_nothing(corpus_file):
     texts = ["Where was Jane Austen born?", "village in Hampshire", "novel"]
     for depth in (1, 3, 5):
-        asked = [ask(text) for text in texts]
-        by_parts = load_retriever(corpus_file, top_k=depth, words_of="parts")
+        asked = [make_query(text) for text in texts]
+        by_parts = load_retriever(corpus_file, top_k=depth, bm25_query="sentences")
         for _ in range(2):  # the second time from memory
             assert by_parts.rank(asked, depth) == load_retriever(corpus_file, top_k=depth).rank(
                 asked, depth
@@ -412,7 +422,7 @@ def test_the_key_of_parts_is_their_texts_and_all_that_is_asked_anew_is_searched(
     monkeypatch.setattr(
         BM25Retriever, "rank", lambda self, q, d: searched.append([x.text for x in q]) or rank(self, q, d)
     )
-    retriever = load_retriever(corpus_file, top_k=3, words_of="parts")
+    retriever = load_retriever(corpus_file, top_k=3, bm25_query="sentences")
     first, second = Query("a b", ("Emma", "Dune"), "q1"), Query("x", ("Dune", "Emma"), "q2")
     assert retriever.key(first) != retriever.key(second)
     assert retriever.key(first) == retriever.key(Query("other text", ("Emma", "Dune"), "q9"))
@@ -420,11 +430,11 @@ def test_the_key_of_parts_is_their_texts_and_all_that_is_asked_anew_is_searched(
     retriever.forget("q1")
     retriever.forget("q1")
     alone = load_retriever(corpus_file, top_k=3)
-    dune, emma = (alone.rank([ask(text)], 3)[0] for text in ("Dune", "Emma"))
+    dune, emma = (alone.rank([make_query(text)], 3)[0] for text in ("Dune", "Emma"))
     searched.clear()
-    assert retriever.rank([first, second], 3) == [before[0], take_turns([dune, emma], 3)]
+    assert retriever.rank([first, second], 3) == [before[0], interleave_rankings([dune, emma], 3)]
     assert not searched, "all of it was known"
-    retriever.rank([ask("Dune", "Dune", "Tacoma")], 3)
+    retriever.rank([make_query("Dune", "Dune", "Tacoma")], 3)
     retriever.rank([first], 2)
     assert searched == [["Tacoma"], ["Emma", "Dune"]], "another depth is another search"
 
@@ -436,10 +446,12 @@ def test_hybrid_fuses_the_turns_of_parts_with_dense(corpus_file, monkeypatch):
         def rank(self, queries, depth):
             return [[4, 3, 2, 1, 0][:depth] for _ in queries]
 
-    monkeypatch.setattr("dlm_rag.retrieval._dense", lambda config, corpus: Backwards(corpus, config.top_k))
+    monkeypatch.setattr(
+        "dlm_rag.retrieval._load_dense", lambda config, corpus: Backwards(corpus, config.top_k)
+    )
     parts = ("novel by Frank Herbert", "Jane Austen was born in")
     query = Query(" ".join(parts), parts)
-    hybrid = load_retriever(corpus_file, kind="hybrid", top_k=3, words_of="parts")
-    turns = load_retriever(corpus_file, top_k=5, words_of="parts").rank([query], 50)[0]
-    assert hybrid.rank([query], 3) == [fuse([turns, [4, 3, 2, 1, 0]], 3, 50)]
-    assert hybrid.key(query) != load_retriever(corpus_file, kind="hybrid").key(query)
+    hybrid = load_retriever(corpus_file, method="hybrid", top_k=3, bm25_query="sentences")
+    turns = load_retriever(corpus_file, top_k=5, bm25_query="sentences").rank([query], 50)[0]
+    assert hybrid.rank([query], 3) == [fuse_rankings([turns, [4, 3, 2, 1, 0]], 3, 50)]
+    assert hybrid.key(query) != load_retriever(corpus_file, method="hybrid").key(query)

@@ -15,37 +15,42 @@ import pytest
 import torch
 from conftest import tiny_denoiser
 from safetensors.torch import load_file
-from test_decoder import LAYOUTS, QUESTIONS, make_decoder, records
-from test_training import ALONE, MICRO, weights_of
+from test_decoder import LAYOUTS, QUESTIONS, make_decoder, rollout_records
+from test_training import MICRO_SETTINGS, SINGLE_PROCESS, clone_weights
 
 from dlm_rag import Denoiser
 from dlm_rag.config import DecodeConfig, EngineConfig, TrainConfig, load_config
-from dlm_rag.decode.actions import gate_base
-from dlm_rag.decode.engine import with_checkpoints_own
-from dlm_rag.decode.proposer import DenoiserProposer
-from dlm_rag.decode.rollout import Action, Rollout, Step
-from dlm_rag.decode.trace import TraceWriter, header_of, read_trace
+from dlm_rag.decode.engine import with_checkpoint_defaults
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.policy_sampling import base_gate_logit
+from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
+from dlm_rag.decode.trace_file import TraceWriter, build_trace_header, read_trace
 from dlm_rag.diffusion.policy import gate_log_prob
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.heads import HEADS, Heads, read_heads, save_heads
+from dlm_rag.model.policy_heads import HEADS_FILE, PolicyHeads, read_heads, save_heads
 from dlm_rag.questions import Question
-from dlm_rag.training.phase import open_trainer
-from dlm_rag.training.policy_loss import Gates, PolicyObjective, policy_rows, surrogate
-from dlm_rag.training.reward import Outcome, advantages, outcome, reward
-from dlm_rag.training.rl import PATIENCE, alarms
-from dlm_rag.training.rollouts import Taken, make_buffer, steps_of
+from dlm_rag.training.phase_setup import open_trainer
+from dlm_rag.training.rl.policy_loss import (
+    GateDecisions,
+    PolicyObjective,
+    compute_clipped_surrogate,
+    make_policy_rows,
+)
+from dlm_rag.training.rl.reward import RewardParts, compute_advantages, compute_reward, compute_reward_parts
+from dlm_rag.training.rl.rollouts import WeightedStep, fill_rollout_buffer, sample_rollout_steps
+from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms
 
-RL = [*MICRO, "train.objective=rl", "train.optimizer=adamw", "train.learning_rate=0.01",
+RL = [*MICRO_SETTINGS, "train.objective=rl", "train.optimizer=adamw", "train.learning_rate=0.01",
       "train.warmup_steps=0",
-      "train.f1_weight=1", "train.recall_weight=1", "train.forward_price=0.01", "train.hops=1",
-      "decode.canvas_length=48", "decode.batch_size=16", "decode.commit_threshold=0.05",
-      "decode.gate_width=2"]  # fmt: skip
+      "train.f1_weight=1", "train.recall_weight=1", "train.forward_cost=0.01", "train.max_hops=1",
+      "decode.max_new_tokens=48", "decode.batch_size=16", "decode.commit_threshold=0.05",
+      "decode.gate_temperature=2"]  # fmt: skip
 
 
 def lively_heads(seed=0):
     """Heads that say something: not those of the start."""
-    heads = Heads()
+    heads = PolicyHeads()
     with torch.no_grad():
         for value in heads.parameters():
             value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)))
@@ -53,18 +58,20 @@ def lively_heads(seed=0):
 
 
 def header_for(decoder):
-    return header_of(
+    return build_trace_header(
         decoder.denoiser.config, decoder.tokenizer, decoder.evidence_layout, decoder.config,
         top_k=2, model="m", corpus="c",
     )  # fmt: skip
 
 
 def learned(rollouts):
-    return [Taken(r, step, 1.0 + n) for r in rollouts for n, step in enumerate(r.steps) if step.action]
+    return [
+        WeightedStep(r, step, 1.0 + n) for r in rollouts for n, step in enumerate(r.steps) if step.action
+    ]
 
 
-SAMPLED = {"commit_rule": "sampled", "temperature": 0.7, "commit_threshold": 0.5, "gate_width": 1.0}
-BLOCKS = {"attention_block": 4, "evidence_layout": "independent"}
+SAMPLED = {"commit_rule": "sampled", "temperature": 0.7, "commit_threshold": 0.5, "gate_temperature": 1.0}
+BLOCKS = {"block_size": 4, "evidence_layout": "independent"}
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -72,26 +79,30 @@ BLOCKS = {"attention_block": 4, "evidence_layout": "independent"}
 @pytest.mark.parametrize(("batch", "pool"), [(1, 0), (1, 1), (64, 1)])
 def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout, shifted, batch, pool):
     decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=batch, **SAMPLED)
-    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig(pool_gib=pool))
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig(prefix_cache_gib=pool))
     check_recorded(decoder)
 
 
-@pytest.mark.parametrize("finished_blocks", ["reread", "text"])
+@pytest.mark.parametrize("finished_block_context", ["recompute", "no_evidence"])
 @pytest.mark.parametrize("grid", ["canvas", "prompt"])
-def test_and_where_attention_has_blocks(corpus_file, finished_blocks, grid):
-    decoder = make_decoder(corpus_file, "independent", finished_blocks=finished_blocks, **SAMPLED)
-    decoder.denoiser = tiny_denoiser(finished_blocks=finished_blocks, block_grid=grid, **BLOCKS)
-    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig())
-    check_recorded(decoder, finished_blocks)
+def test_and_where_attention_has_blocks(corpus_file, finished_block_context, grid):
+    decoder = make_decoder(
+        corpus_file, "independent", finished_block_context=finished_block_context, **SAMPLED
+    )
+    decoder.denoiser = tiny_denoiser(
+        finished_block_context=finished_block_context, block_grid=grid, **BLOCKS
+    )
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig())
+    check_recorded(decoder, finished_block_context)
 
 
-def check_recorded(decoder, finished_blocks="reread"):
+def check_recorded(decoder, finished_block_context="recompute"):
     questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)]
     rollouts = decoder.decode(questions)
     taken = learned(rollouts)
     assert any(t.step.action.forced for t in taken) and any(not t.step.action.forced for t in taken)
-    rows = policy_rows(
-        taken, header_for(decoder), decoder.tokenizer, decoder.denoiser.config, finished_blocks
+    rows = make_policy_rows(
+        taken, header_for(decoder), decoder.tokenizer, decoder.denoiser.config, finished_block_context
     )
     objective = PolicyObjective(decoder.denoiser, decoder.config, 256, TrainConfig(logit_chunk=7))
     whole = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
@@ -102,7 +113,7 @@ def check_recorded(decoder, finished_blocks="reread"):
     assert sum(part.item() for part in parts) == pytest.approx(whole[0].item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("blocks", [{}, {"attention_block": 4, "finished_blocks": "text"}])
+@pytest.mark.parametrize("blocks", [{}, {"block_size": 4, "finished_block_context": "no_evidence"}])
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_of_no_step_runs_as_many_layers_and_adds_no_gradient(corpus_file, layout, shifted, blocks):
@@ -111,17 +122,17 @@ def test_a_row_of_no_step_runs_as_many_layers_and_adds_no_gradient(corpus_file, 
         return
     decoder = make_decoder(corpus_file, layout, shifted=shifted, **SAMPLED)
     decoder.denoiser = tiny_denoiser(shifted=shifted, evidence_layout=layout, **blocks)
-    decoder.proposer = DenoiserProposer(decoder.denoiser, 256, EngineConfig())
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig())
     taken = learned(decoder.decode([Question("0", QUESTIONS[0])]))
     denoiser, reference = decoder.denoiser.train(), tiny_denoiser(3, shifted=shifted, **blocks)
-    train = TrainConfig(kl_weight=1.0)
+    train = TrainConfig(kl_coef=1.0)
     objective = PolicyObjective(denoiser, decoder.config, 256, train, reference)
-    calls, order = [], "text" if blocks else "reread"
+    calls, order = [], "no_evidence" if blocks else "recompute"
     for part in (taken, []):
-        before = denoiser.work.calls, reference.work.calls
-        rows = policy_rows(part, header_for(decoder), decoder.tokenizer, denoiser.config, order)
+        before = denoiser.flop_count.calls, reference.flop_count.calls
+        rows = make_policy_rows(part, header_for(decoder), decoder.tokenizer, denoiser.config, order)
         loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
-        calls.append((denoiser.work.calls - before[0], reference.work.calls - before[1]))
+        calls.append((denoiser.flop_count.calls - before[0], reference.flop_count.calls - before[1]))
     assert calls[0] == calls[1]
     gradients = torch.autograd.grad(loss, list(denoiser.parameters()))
     assert loss == 0 and not any(value.any() for value in (*gradients, *sums.values()))
@@ -129,18 +140,29 @@ def test_a_row_of_no_step_runs_as_many_layers_and_adds_no_gradient(corpus_file, 
 
 def test_rollouts_by_lot_are_those_they_are_alone(corpus_file):
     questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 3)]
-    for settings in (SAMPLED, {"commit_rule": "head", "head_cut": None, "search": "head"}):
+    for settings in (
+        SAMPLED,
+        {"commit_rule": "policy_head", "head_threshold": None, "retrieval_gate": "policy_head"},
+    ):
         found = []
         for batch in (1, 9):
             decoder = make_decoder(corpus_file, "independent", batch_size=batch, **settings)
             decoder.denoiser.heads = lively_heads()
             found.append(decoder.decode(questions))
-        assert records(found[0]) == records(found[1])
-        assert len({str(tokens) for tokens in records(found[0])}) > 3, "members of a group should differ"
+        assert rollout_records(found[0]) == rollout_records(found[1])
+        assert len({str(tokens) for tokens in rollout_records(found[0])}) > 3, (
+            "members of a group should differ"
+        )
 
 
 def test_heads_decide_as_they_say_and_a_trace_holds_what_learning_needs(corpus_file, tmp_path):
-    decoder = make_decoder(corpus_file, commit_rule="head", search="head", head_cut=None, query="proxy")
+    decoder = make_decoder(
+        corpus_file,
+        commit_rule="policy_head",
+        retrieval_gate="policy_head",
+        head_threshold=None,
+        query_policy="proxy",
+    )
     decoder.denoiser.heads = heads = lively_heads(1)
     heads.search.outer.weight.mul_(0.3)
     heads.search.outer.bias.fill_(-2.0)
@@ -153,24 +175,24 @@ def test_heads_decide_as_they_say_and_a_trace_holds_what_learning_needs(corpus_f
         writer.write(rollout)
     again = learned(read_trace(tmp_path / "t.jsonl"))
     for gates, head, fresh in (
-        (Gates.of_commits(again), heads.commit, lambda x: gate_base(x, decoder.config)),
-        (Gates.of_searches(again), heads.search, lambda x: 2.0),
+        (GateDecisions.from_commits(again), heads.commit, lambda x: base_gate_logit(x, decoder.config)),
+        (GateDecisions.from_searches(again), heads.search, lambda x: 2.0),
     ):
         features = torch.from_numpy(gates.features)
         log_prob = gate_log_prob(
             fresh(features) + head(features), torch.from_numpy(gates.step), torch.from_numpy(gates.opened),
             len(gates.weights),
         )  # fmt: skip
-        assert log_prob.tolist() == pytest.approx(gates.recorded.tolist(), abs=1e-12)
+        assert log_prob.tolist() == pytest.approx(gates.old_log_probs.tolist(), abs=1e-12)
         assert 0 < gates.opened.mean() < 1
 
 
 def test_a_fresh_head_is_the_soft_threshold_and_at_a_hard_gate_the_commit_threshold(corpus_file):
     plain = make_decoder(corpus_file).decode(QUESTIONS)
-    decoder = make_decoder(corpus_file, commit_rule="head", head_cut=0.5)
-    decoder.denoiser.heads = Heads()
-    decoder.denoiser.heads.begin(3)
-    assert records(decoder.decode(QUESTIONS)) == records(plain)
+    decoder = make_decoder(corpus_file, commit_rule="policy_head", head_threshold=0.5)
+    decoder.denoiser.heads = PolicyHeads()
+    decoder.denoiser.heads.initialise(3)
+    assert rollout_records(decoder.decode(QUESTIONS)) == rollout_records(plain)
 
 
 def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
@@ -189,13 +211,13 @@ def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
     save_heads({"heads.commit.inner.weight": torch.zeros(3, 3)}, tmp_path)
     with pytest.raises(CheckpointError, match="heads of another version"):
         read_heads(tmp_path)
-    (tmp_path / HEADS).write_bytes(b"none")
+    (tmp_path / HEADS_FILE).write_bytes(b"none")
     with pytest.raises(CheckpointError, match="is no safetensors file"):
         read_heads(tmp_path)
 
 
 def test_settings_that_need_heads_say_so(corpus_file):
-    for settings in ({"commit_rule": "head"}, {"search": "head"}):
+    for settings in ({"commit_rule": "policy_head"}, {"retrieval_gate": "policy_head"}):
         with pytest.raises(ConfigError, match="needs heads beside the model"):
             make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])
 
@@ -206,37 +228,37 @@ def test_settings_that_need_heads_say_so(corpus_file):
 def test_the_reward_by_hand():
     question = Question("q", "Who?", ("Jane Austen",), ("a", "b"))
     steps = [
-        Step(0, "q", ("a", "c"), True),
-        Step(1, "r", ("a", "c"), False),
-        Step(2, "s", ("b", "x"), True),
+        RolloutStep(0, "q", ("a", "c"), True),
+        RolloutStep(1, "r", ("a", "c"), False),
+        RolloutStep(2, "s", ("b", "x"), True),
     ]
     rollout = Rollout("q", "Who?", "joint", 8, steps, response="It was her. ### Jane Bennet")
-    found = outcome(rollout, question)
-    assert found == Outcome(0.0, 0.5, 0.5, 2.0, 2.0, 0.0)
-    train = TrainConfig(f1_weight=0.5, recall_weight=0.1, forward_price=0.01, search_price=0.02)
-    assert reward(found, train, priced=False) == pytest.approx(0.25 + 0.05)
-    assert reward(found, train, priced=True) == pytest.approx(0.25 + 0.05 - 0.02 - 0.04)
-    assert outcome(replace(rollout, response="It was her."), question).unanswered == 1.0
+    found = compute_reward_parts(rollout, question)
+    assert found == RewardParts(0.0, 0.5, 0.5, 2.0, 2.0, 0.0)
+    train = TrainConfig(f1_weight=0.5, recall_weight=0.1, forward_cost=0.01, search_cost=0.02)
+    assert compute_reward(found, train, priced=False) == pytest.approx(0.25 + 0.05)
+    assert compute_reward(found, train, priced=True) == pytest.approx(0.25 + 0.05 - 0.02 - 0.04)
+    assert compute_reward_parts(replace(rollout, response="It was her."), question).unanswered == 1.0
 
 
 def test_advantages_by_hand():
-    assert advantages([1, 0, 0, 1], priced=False).tolist() == [1, -1, -1, 1]
-    assert advantages([1, 0, 0, 1], priced=True).tolist() == [0.5, -0.5, -0.5, 0.5]
-    assert advantages([1, 1, 1], priced=False).tolist() == [0, 0, 0]
-    assert advantages([], priced=True).tolist() == []
+    assert compute_advantages([1, 0, 0, 1], priced=False).tolist() == [1, -1, -1, 1]
+    assert compute_advantages([1, 0, 0, 1], priced=True).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert compute_advantages([1, 1, 1], priced=False).tolist() == [0, 0, 0]
+    assert compute_advantages([], priced=True).tolist() == []
 
 
 def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatch):
-    steps = [Step(n, None, (), False, action=Action()) for n in range(5)]
-    rollout = Rollout("q", "Who?", "joint", 8, [Step(9, "q", (), True), *steps])
-    train = TrainConfig(steps_of_rollout=2)
+    steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(5)]
+    rollout = Rollout("q", "Who?", "joint", 8, [RolloutStep(9, "q", (), True), *steps])
+    train = TrainConfig(train_steps_per_rollout=2)
     total, subsets = np.zeros(5), list(itertools.combinations(steps, 2))
     for subset in subsets:
         monkeypatch.setattr(random.Random, "sample", lambda self, population, k, s=subset: list(s))
-        for taken in steps_of(rollout, 0.7, train):
+        for taken in sample_rollout_steps(rollout, 0.7, train):
             total[taken.step.step] += taken.weight / len(subsets)
     assert total.tolist() == pytest.approx([0.7] * 5)
-    assert [t.weight for t in steps_of(rollout, 0.7, TrainConfig())] == [0.7] * 5
+    assert [t.weight for t in sample_rollout_steps(rollout, 0.7, TrainConfig())] == [0.7] * 5
 
 
 class Made:
@@ -247,20 +269,20 @@ class Made:
 
     def rollout(self, question):
         _, right, member = (int(word) for word in question.id.split("."))
-        steps = [Step(n, None, (), False, action=Action()) for n in range(2 + member)]
+        steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(2 + member)]
         answer = "yes" if member < right else "no"
         return Rollout(question.id, question.question, "joint", 8, steps, response=f"So. ### {answer}")
 
 
 @pytest.mark.parametrize("right", [(0, 0, 0), (4, 4, 0), (2, 0, 4), (1, 2, 3)])
-@pytest.mark.parametrize("steps_of_rollout", [None, 2])
-def test_divergence_weighs_as_much_however_many_groups_differ(right, steps_of_rollout):
+@pytest.mark.parametrize("train_steps_per_rollout", [None, 2])
+def test_divergence_weighs_as_much_however_many_groups_differ(right, train_steps_per_rollout):
     asked = [Question(f"{n}.{times}", "Is it?", ("yes",)) for n, times in enumerate(right)]
-    train = TrainConfig(rows=4, kl_weight=0.1, steps_of_rollout=steps_of_rollout)
-    taken = make_buffer(Made(), asked, train, 0.0).taken
-    assert sum(part.stands_for for part in taken) == pytest.approx(len(right) * (2 + 3 + 4 + 5))
+    train = TrainConfig(num_generations=4, kl_coef=0.1, train_steps_per_rollout=train_steps_per_rollout)
+    taken = fill_rollout_buffer(Made(), asked, train, 0.0).weighted_steps
+    assert sum(part.steps_represented for part in taken) == pytest.approx(len(right) * (2 + 3 + 4 + 5))
     assert sum(part.weight for part in taken if part.rollout.id[2] in "04") == 0
-    alone = make_buffer(Made(), asked, replace(train, kl_weight=0.0), 0.0).taken
+    alone = fill_rollout_buffer(Made(), asked, replace(train, kl_coef=0.0), 0.0).weighted_steps
     mixed = 4 * sum(0 < times < 4 for times in right)
     assert len({part.rollout.id for part in alone}) == mixed, "without it they alone are learned from"
 
@@ -284,18 +306,20 @@ def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file):
     decoder = make_decoder(corpus_file, batch_size=1, **SAMPLED)
     decoder.retriever = FailsFor(decoder.retriever, "Dune")
     asked = [Question("a", QUESTIONS[0], ("x",)), Question("b", QUESTIONS[2], ("x",))]
-    buffer = make_buffer(decoder, asked, TrainConfig(rows=3, f1_weight=1.0), 0.0)
+    buffer = fill_rollout_buffer(decoder, asked, TrainConfig(num_generations=3, f1_weight=1.0), 0.0)
     assert buffer.sums["failed"] == 3 and buffer.sums["rollouts"] == 3 and buffer.sums["groups"] == 2
-    assert all(taken.rollout.id.startswith("a.") for taken in buffer.taken)
+    assert all(taken.rollout.id.startswith("a.") for taken in buffer.weighted_steps)
 
 
 def test_alarms_by_hand():
     calm = {"unmixed": 0, "certain": 0, "searches_at_first": 5.0, "searches": 6.0}
-    assert alarms(calm, False) == {}
-    assert "nothing was learned" in alarms(calm | {"unmixed": PATIENCE}, False)["unmixed"]
-    assert "only prices were learned" in alarms(calm | {"unmixed": PATIENCE}, True)["unmixed"]
-    assert "nothing new is tried" in alarms(calm | {"certain": PATIENCE}, False)["certain"]
-    assert "search twice as often" in alarms(calm | {"searches": 10.5}, False)["searches"]
+    assert find_alarms(calm, False) == {}
+    assert "nothing was learned" in find_alarms(calm | {"unmixed": ALARM_PATIENCE_STEPS}, False)["unmixed"]
+    assert (
+        "only prices were learned" in find_alarms(calm | {"unmixed": ALARM_PATIENCE_STEPS}, True)["unmixed"]
+    )
+    assert "nothing new is tried" in find_alarms(calm | {"certain": ALARM_PATIENCE_STEPS}, False)["certain"]
+    assert "search twice as often" in find_alarms(calm | {"searches": 10.5}, False)["searches"]
 
 
 def test_an_alarm_is_reported_once_for_each_cause_of_a_run(tmp_path, model):
@@ -318,13 +342,15 @@ def test_the_surrogate_by_hand():
     recorded = torch.log(torch.tensor([0.2, 0.2, 0.2, 0.2]))
     log_prob = torch.log(torch.tensor([0.3, 0.3, 0.1, 0.1])).requires_grad_()
     weights = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    gained, clipped = surrogate(log_prob, recorded, weights, TrainConfig(updates=2, clip=0.2))
+    gained, clipped = compute_clipped_surrogate(
+        log_prob, recorded, weights, TrainConfig(num_iterations=2, clip_eps=0.2)
+    )
     assert float(gained.detach()) == pytest.approx(1.2 - 1.5 + 0.5 - 0.8) and float(clipped) == 2
     (slopes,) = torch.autograd.grad(gained, log_prob)
     assert slopes.tolist() == pytest.approx([0, -1.5, 0.5, 0])
     same = recorded.clone().requires_grad_()
     for updates in (1, 2):
-        gained, _ = surrogate(same, recorded, weights, TrainConfig(updates=updates))
+        gained, _ = compute_clipped_surrogate(same, recorded, weights, TrainConfig(num_iterations=updates))
         assert torch.autograd.grad(gained, same)[0].tolist() == pytest.approx(weights.tolist())
 
 
@@ -336,7 +362,7 @@ def model(tmp_path_factory):
     """A model that was trained for a few steps: it answers nothing, in the right form."""
     folder = tmp_path_factory.mktemp("rl")
     trainer, _ = open_trainer(
-        load_config(None, [*MICRO, "train.hops=1", "decode.canvas_length=48"]), folder / "run"
+        load_config(None, [*MICRO_SETTINGS, "train.max_hops=1", "decode.max_new_tokens=48"]), folder / "run"
     )
     for _ in range(2):
         trainer.step()
@@ -345,16 +371,20 @@ def model(tmp_path_factory):
 
 
 def open_rl(folder, model, *words):
-    return open_trainer(load_config(None, [*RL, f"model.path={model}", *words]), folder, ALONE)
+    return open_trainer(load_config(None, [*RL, f"model.path={model}", *words]), folder, SINGLE_PROCESS)
 
 
 LEARN = {
-    "heads": ["train.learn=heads", "decode.commit_rule=head", "decode.search=head"],
+    "heads": [
+        "train.trainable=policy_heads",
+        "decode.commit_rule=policy_head",
+        "decode.retrieval_gate=policy_head",
+    ],
     "all": [
-        "train.learn=all",
+        "train.trainable=all",
         "train.learning_rate=0.001",
-        "train.steps_of_rollout=2",
-        "train.kl_weight=0.1",
+        "train.train_steps_per_rollout=2",
+        "train.kl_coef=0.1",
     ],
 }
 
@@ -376,7 +406,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, mod
     for ours, theirs in zip(again, told[2:], strict=True):
         assert ours == theirs
     assert set(whole.stage_seconds) >= {"rollout", "reward", "forward", "backward", "optimizer"}
-    ours, theirs = weights_of(second), weights_of(whole)
+    ours, theirs = clone_weights(second), clone_weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -384,15 +414,15 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, mod
 def test_the_reference_is_what_the_phase_began_with_also_when_it_is_gone_on_with(tmp_path):
     """From scratch: one phase of questions and answers, one of rewards."""
     words = [
-        *RL, "train.objective=sft", "train.phases.read={steps: 2}",
-        "train.phases.act={objective: rl, steps: 6, kl_weight: 0.3, steps_of_rollout: 2}",
+        *RL, "train.objective=sft", "train.phases.read={max_steps: 2}",
+        "train.phases.act={objective: rl, max_steps: 6, kl_coef: 0.3, train_steps_per_rollout: 2}",
     ]  # fmt: skip
     config = load_config(None, words)
     read, _ = open_trainer(config, tmp_path, phase="read")
     for _ in range(2):
         read.step()
     read.save()
-    began = {name: value.clone() for name, value in weights_of(read).items()}
+    began = {name: value.clone() for name, value in clone_weights(read).items()}
     whole, _ = open_trainer(config, tmp_path, phase="act")
     whole.restore()
     told = []
@@ -415,7 +445,7 @@ def test_the_reference_is_what_the_phase_began_with_also_when_it_is_gone_on_with
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("learn", [["train.learn=all"], ["train.learn=lora", "train.lora_rank=2"]])
+@pytest.mark.parametrize("learn", [["train.trainable=all"], ["train.trainable=lora", "train.lora_rank=2"]])
 def test_a_reference_in_bfloat16_is_the_policy_of_the_start_to_the_bit(tmp_path, model, learn):
     words = [*LEARN["all"], *learn, "train.dtype=bfloat16"]
     trainer, _ = open_rl(tmp_path, model, *words)
@@ -429,7 +459,7 @@ def test_a_reference_in_bfloat16_is_the_policy_of_the_start_to_the_bit(tmp_path,
 def go_on(folder, model, words, told, until):
     """A process of a run: goes on from what is saved, saves after each step, tells of both."""
     torch.set_num_threads(1)  # a fork lacks the threads that torch began before it, and waits for them
-    trainer, _ = open_rl(folder, model, *words, "train.steps=200")
+    trainer, _ = open_rl(folder, model, *words, "train.max_steps=200")
     trainer.restore()
     told.release()
     while trainer.state.step < until:
@@ -459,17 +489,17 @@ def test_a_run_killed_twenty_times_ends_with_the_same_bits(tmp_path, model, lear
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-    killed, _ = open_rl(tmp_path / "killed", model, *LEARN[learn], "train.steps=200")
+    killed, _ = open_rl(tmp_path / "killed", model, *LEARN[learn], "train.max_steps=200")
     assert killed.restore() and killed.state.step >= 10, "every second life saved a step"
     until = killed.state.step + 1
     for folder in ("killed", "whole"):
         process, _ = start(folder, until)
         process.join()
         assert process.exitcode == 0
-    whole, _ = open_rl(tmp_path / "whole", model, *LEARN[learn], "train.steps=200")
+    whole, _ = open_rl(tmp_path / "whole", model, *LEARN[learn], "train.max_steps=200")
     assert killed.restore() and whole.restore() and killed.state == whole.state
     assert whole.state.step == until
-    ours, theirs = weights_of(killed), weights_of(whole)
+    ours, theirs = clone_weights(killed), clone_weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -477,15 +507,17 @@ def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path,
     trainer, validation = open_rl(tmp_path / "run", model, *LEARN["heads"])
     for _ in range(2):
         trainer.step()
-    assert 0 <= validation.scores(trainer)["exact_match"] <= 1
+    assert 0 <= validation.compute_scores(trainer)["exact_match"] <= 1
     trainer.export(tmp_path / "model")
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "model"))
     assert all(torch.equal(before[name], after[name]) for name in before)
     heads, trained = read_heads(tmp_path / "model"), trainer.denoiser.heads
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), trained.parameters(), strict=True))
     assert heads.commit.outer.weight.any(), "something was learned"
-    own = with_checkpoints_own(DecodeConfig(), open_checkpoint(tmp_path / "model").config)
-    assert (own.commit_rule, own.search) == ("head", "head"), "by themselves, where nothing else is said"
+    own = with_checkpoint_defaults(DecodeConfig(), open_checkpoint(tmp_path / "model").config)
+    assert (own.commit_rule, own.retrieval_gate) == ("policy_head", "policy_head"), (
+        "by themselves, where nothing else is said"
+    )
     onward, _ = open_rl(tmp_path / "onward", tmp_path / "model", *LEARN["heads"])
     assert torch.equal(onward.denoiser.heads.commit.outer.weight, heads.commit.outer.weight)
     whole, _ = open_rl(tmp_path / "all", tmp_path / "model", *LEARN["all"])
@@ -493,9 +525,11 @@ def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path,
 
 
 def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
-    words = [*LEARN["all"], "train.groups=4", "train.rows=3"]
+    words = [*LEARN["all"], "train.prompts_per_step=4", "train.num_generations=3"]
     one, two = (
-        open_rl(tmp_path / str(parts), model, *words, f"train.accumulate={parts}")[0].step()
+        open_rl(tmp_path / str(parts), model, *words, f"train.gradient_accumulation_steps={parts}")[
+            0
+        ].step()
         for parts in (1, 2)
     )
     for name in ("rollout_reward", "rollout_forwards", "groups_mixed", "forced_share"):
@@ -505,7 +539,7 @@ def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
 
 @pytest.mark.slow
 def test_several_updates_of_a_buffer_move_its_probabilities_and_are_clipped(tmp_path, model):
-    words = [*LEARN["heads"], "train.updates=6", "train.learning_rate=0.3", "train.clip=0.05"]
+    words = [*LEARN["heads"], "train.num_iterations=6", "train.learning_rate=0.3", "train.clip_eps=0.05"]
     trainer, _ = open_rl(tmp_path / "run", model, *words)
     told = trainer.step()
     assert told["ratio_error"] > 0.01 and told["clipped_share"] > 0

@@ -16,27 +16,27 @@ import pytest
 from conftest import ROOT, byte_tokenizer, tiny_denoiser, wait_until
 from test_serve import (
     ASKED,
-    chat,
+    chat_body,
     made_decoder,
-    metrics,
-    serving,
+    parse_metrics_text,
+    serve_decoder,
 )
 
-from dlm_rag.commands.prepare import SHIPPED
+from dlm_rag.commands.startup import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.serving import access, listen
+from dlm_rag.serving import http_server, middleware
 from dlm_rag.tokenizer import Tokenizer
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
-from browser import Browser, chromium
+from headless_chromium import HeadlessChromium, find_chromium
 
-WORLD = SHIPPED / "world"
+WORLD = SHIPPED_FOLDER / "world"
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,14 @@ def shipped():
     """Questions of the shipped world, and the text of each by the decoder."""
     questions = read_questions(WORLD / "questions.jsonl")[:160]
     retriever = load_retriever(RetrievalConfig(), open_corpus(WORLD / "corpus.jsonl"))
-    model = Denoiser.from_pretrained(SHIPPED / "model")
-    tokenizer = Tokenizer.from_pretrained(SHIPPED / "model")
+    model = Denoiser.from_pretrained(SHIPPED_FOLDER / "model")
+    tokenizer = Tokenizer.from_pretrained(SHIPPED_FOLDER / "model")
     decoder = Decoder(model, retriever, tokenizer, DecodeConfig(batch_size=32))
     return {r.question: r.response for r in decoder.decode(questions)}
 
 
 @contextmanager
-def server(folder, port, *words, program=("-m", "dlm_rag")):
+def start_server_process(folder, port, *words, program=("-m", "dlm_rag")):
     """`dlm-rag serve` in a process of its own, once it answers."""
     command = [sys.executable, *program, "serve", "--port", str(port), *words]
     process = subprocess.Popen(
@@ -69,7 +69,7 @@ def server(folder, port, *words, program=("-m", "dlm_rag")):
         process.communicate()
 
 
-def free_port():
+def find_free_port():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -83,24 +83,24 @@ def folder(tmp_path, corpus_file):
 
 
 TINY = ("--model", "model", "--corpus", "corpus.jsonl", "retrieval.top_k=2", "energy=none")
-ROWS = ("decode.canvas_length=16", "decode.batch_size=4", "decode.commit_threshold=0.1")
+ROWS = ("decode.max_new_tokens=16", "decode.batch_size=4", "decode.commit_threshold=0.1")
 
 
 @pytest.mark.slow
 def test_real_clients_at_a_real_server(folder, corpus):
     """openai-python, curl, raw sockets; SIGTERM answers what was taken, kill -9 hinders no new start."""
     (rollout,) = made_decoder(corpus).decode([ASKED])
-    port = free_port()
+    port = find_free_port()
     url = f"http://127.0.0.1:{port}"
-    with server(folder, port, *TINY, *ROWS, "serving.connections=20") as process:
+    with start_server_process(folder, port, *TINY, *ROWS, "serving.max_connections=20") as process:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["model"]
-        messages = chat()["messages"]
+        messages = chat_body()["messages"]
         answer = client.chat.completions.create(model="model", messages=messages)
         assert answer.choices[0].message.content == rollout.response
         assert answer.dlm_rag["forwards"] == rollout.forwards
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        extra = {"commit_threshold": 0.1, "query": "proxy"}
+        extra = {"commit_threshold": 0.1, "query_policy": "proxy"}
         *chunks, last = client.chat.completions.create(
             model="model", messages=messages, extra_body=extra, **options
         )
@@ -120,23 +120,23 @@ def test_real_clients_at_a_real_server(folder, corpus):
         assert httpx.get(f"{url}/health").status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
-    with server(folder, port, *TINY, *ROWS) as process:
+    with start_server_process(folder, port, *TINY, *ROWS) as process:
         process.kill()
         process.wait()
-    with server(folder, port, *TINY, *ROWS):
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat()).status_code == 200
+    with start_server_process(folder, port, *TINY, *ROWS):
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 200
 
 
 @pytest.mark.slow
 def test_the_same_corpus_is_served_on_and_another_ends_the_process(folder, corpus_file):
     """Though its name is the same; questions on their way are refused."""
-    port = free_port()
+    port = find_free_port()
     url = f"http://127.0.0.1:{port}"
-    with server(folder, port, *TINY, *ROWS) as process:
+    with start_server_process(folder, port, *TINY, *ROWS) as process:
         corpus_file.touch()
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat()).status_code == 200
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 200
         corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Seattle"))
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat(), timeout=30).status_code == 503
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=30).status_code == 503
         assert process.wait(30) == 2
         assert process.stderr.read().splitlines() == [
             f"error: {corpus_file.name} has changed while it was in use: answers so far are of the file as "
@@ -158,10 +158,10 @@ main()
 
 @pytest.mark.slow
 def test_a_server_of_which_every_step_fails_ends(folder):
-    port = free_port()
-    with server(folder, port, *TINY, *ROWS, program=("-c", BROKEN)) as process:
+    port = find_free_port()
+    with start_server_process(folder, port, *TINY, *ROWS, program=("-c", BROKEN)) as process:
         url = f"http://127.0.0.1:{port}"
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat()).status_code == 500
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 500
         assert httpx.get(f"{url}/health").status_code == 503
         assert process.wait(30) == 1
         assert "the device is lost" in process.stderr.read().splitlines()[-1]
@@ -205,27 +205,27 @@ def hostile(port):
 @pytest.mark.slow
 def test_rows_of_many_requests_share_a_batch(folder, corpus):
     """32 at once: their steps are taken together, and one that goes away is seen while it runs."""
-    port = free_port()
-    many = ("decode.canvas_length=32", "decode.batch_size=32", "decode.commit_threshold=1.0")
+    port = find_free_port()
+    many = ("decode.max_new_tokens=32", "decode.batch_size=32", "decode.commit_threshold=1.0")
     questions = [f"Who wrote book {n}?" for n in range(32)]
-    settings = DecodeConfig(canvas_length=32, batch_size=32, commit_threshold=1.0)
+    settings = DecodeConfig(max_new_tokens=32, batch_size=32, commit_threshold=1.0)
     known = {r.question: r.response for r in made_decoder(corpus, settings).decode(questions)}
 
     async def all_of_them():
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
             path = "/v1/chat/completions"
-            asked = [client.post(path, json=chat(question)) for question in questions]
+            asked = [client.post(path, json=chat_body(question)) for question in questions]
             answers = [response.json() for response in await asyncio.gather(*asked)]
             with suppress(httpx.TimeoutException):
-                await client.post(path, json=chat(), timeout=httpx.Timeout(120, read=0.02))
+                await client.post(path, json=chat_body(), timeout=httpx.Timeout(120, read=0.02))
             async with asyncio.timeout(300):
                 while True:
-                    found = metrics((await client.get("/metrics")).text)
+                    found = parse_metrics_text((await client.get("/metrics")).text)
                     if found['answers_total{outcome="cancelled"}']:
                         return answers, found
                     await asyncio.sleep(0.01)
 
-    with server(folder, port, *TINY, *many):
+    with start_server_process(folder, port, *TINY, *many):
         answers, found = asyncio.run(all_of_them())
     texts = [answer["choices"][0]["message"]["content"] for answer in answers]
     assert texts == [known[question] for question in questions]
@@ -236,11 +236,11 @@ def test_rows_of_many_requests_share_a_batch(folder, corpus):
 @pytest.mark.slow
 def test_the_page_plays_a_question_that_is_typed(folder, corpus):
     """In a browser: what it shows at the end is the decoder's answer, and its console is silent."""
-    if chromium() is None:
+    if find_chromium() is None:
         pytest.skip("chromium is not here (apt-get install chromium)")
     (rollout,) = made_decoder(corpus).decode([ASKED])
-    port = free_port()
-    with server(folder, port, *TINY, *ROWS), Browser() as browser:
+    port = find_free_port()
+    with start_server_process(folder, port, *TINY, *ROWS), HeadlessChromium() as browser:
         browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
         wait_until(lambda: browser.run("typeof asking !== 'undefined'"))
         browser.run(f"byId('asked').value = {json.dumps(ASKED)}; byId('ask').requestSubmit()")
@@ -286,13 +286,17 @@ def served(service, client):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         running = []
         port = sock.getsockname()[1]
-        listen.listen(service, sock, lambda: running.append(asyncio.ensure_future(run(port))))
+        http_server.run_server(service, sock, lambda: running.append(asyncio.ensure_future(run(port))))
     return running[0].result()
 
 
 def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
     """Silence, a head, a body or unread bytes that never end: each has its bound, and is gone after it."""
-    for module, name in ((access, "BODY_SECONDS"), (listen, "HEAD_SECONDS"), (listen, "STALLED_SECONDS")):
+    for module, name in (
+        (middleware, "MAX_BODY_SECONDS"),
+        (http_server, "REQUEST_HEAD_TIMEOUT_SECONDS"),
+        (http_server, "WRITE_STALL_TIMEOUT_SECONDS"),
+    ):
         monkeypatch.setattr(module, name, 0.6)
     post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -310,14 +314,14 @@ def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
             while service.connections() < 7:  # all of them, and its own
                 assert (await client.get("/health")).status_code == 200
-            assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+            assert (await client.post("/v1/chat/completions", json=chat_body())).status_code == 200
             found = await asyncio.gather(*slow)
         while service.connections():
             await asyncio.sleep(0.01)
         deaf.close()
         return found
 
-    with serving(made_decoder(corpus)) as service:
+    with serve_decoder(made_decoder(corpus)) as service:
         silent, head, body, chunks, unread = served(service, clients)
     assert (silent, head) == (b"", b"")
     assert body == chunks == b"HTTP/1.1 408 Request Timeout" and unread == b"HTTP/1.1 200 OK"
@@ -334,8 +338,8 @@ def test_datatroves_inference_runner(tmp_path, shipped):
         return await generate({"messages": [{"role": "user", "content": document.text}]})
 
     known = dict(list(shipped.items())[:40])
-    port = free_port()
-    with server(tmp_path, port, "--host", "0.0.0.0", "decode.batch_size=32"):
+    port = find_free_port()
+    with start_server_process(tmp_path, port, "--host", "0.0.0.0", "decode.batch_size=32"):
         for host in ("127.0.0.1", "127.0.0.2"):
             writer = JsonlWriter(str(tmp_path / host), output_filename="${rank}.jsonl", compression=None)
             config = InferenceConfig(
@@ -361,14 +365,14 @@ def test_kill_9_during_load_costs_no_answer(tmp_path, monkeypatch, shipped):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.chdir(tmp_path)
-    port, answered, cut = free_port(), 0, 0
+    port, answered, cut = find_free_port(), 0, 0
 
     async def client(session, share):
         nonlocal answered, cut
         texts = []
         while len(texts) < len(share):
             try:
-                response = await session.post("/v1/chat/completions", json=chat(share[len(texts)]))
+                response = await session.post("/v1/chat/completions", json=chat_body(share[len(texts)]))
             except httpx.TransportError as error:
                 cut += not isinstance(error, httpx.ConnectError)
                 await asyncio.sleep(0.2)
@@ -380,7 +384,9 @@ def test_kill_9_during_load_costs_no_answer(tmp_path, monkeypatch, shipped):
 
     async def load(stack, processes):
         def start():
-            processes.append(stack.enter_context(server(tmp_path, port, "decode.batch_size=32")))
+            processes.append(
+                stack.enter_context(start_server_process(tmp_path, port, "decode.batch_size=32"))
+            )
 
         await asyncio.to_thread(start)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as session:

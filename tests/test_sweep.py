@@ -9,13 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PASSAGES, ROOT, byte_tokenizer, tiny_denoiser, wait_until, write_lines
+from conftest import PASSAGES, ROOT, byte_tokenizer, tiny_denoiser, wait_until, write_jsonl_file
 
 from dlm_rag.commands import evaluate
-from dlm_rag.commands.prepare import Prepared
+from dlm_rag.commands.startup import PreparedDecoder
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.compare import METRICS, Estimate, cross, read_settings, read_sweep
-from dlm_rag.evaluation.pareto import front, overview, plot
+from dlm_rag.evaluation.compare import (
+    SCORE_METRICS,
+    Estimate,
+    expand_sweep,
+    parse_compared_settings,
+    parse_sweep,
+)
+from dlm_rag.evaluation.pareto import build_overview_table, compute_pareto_front, plot_pareto
 from dlm_rag.model.denoiser import Denoiser
 
 GRID = ("--sweep", "decode.commit_threshold=0.9,0.1", "retrieval.top_k=2,1")
@@ -27,7 +33,7 @@ WORDS = (
     "corpus.jsonl",
     "--questions",
     "q.jsonl",
-    "decode.canvas_length=24",
+    "decode.max_new_tokens=24",
 )
 
 
@@ -35,9 +41,11 @@ def make_folder(folder: Path, questions: int) -> Path:
     """A model, a corpus, and questions about it with golden answers."""
     tiny_denoiser().save_pretrained(folder / "model", eos_token_id=257)
     byte_tokenizer().save_pretrained(folder / "model")
-    write_lines(folder / "corpus.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES])
+    write_jsonl_file(
+        folder / "corpus.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES]
+    )
     names = [(i, t) for i, t, _ in PASSAGES]
-    write_lines(
+    write_jsonl_file(
         folder / "q.jsonl",
         [
             {"id": str(n), "question": f"What of {names[n % 5][1]} in {1800 + n}?", "golden_answers": ["x"],
@@ -65,22 +73,26 @@ def scores_of(folder: Path, *, timed: bool = True) -> dict:
 
 
 def test_every_combination_in_order():
-    swept = read_sweep(["decode.commit_threshold=0.9,0.7", "retrieval.kind=bm25, dense,none"])
-    found = cross({"": []}, swept)
+    swept = parse_sweep(["decode.commit_threshold=0.9,0.7", "retrieval.method=bm25, dense,none"])
+    found = expand_sweep({"": []}, swept)
     assert len(found) == 6 and list(found)[:2] == [
-        "decode.commit_threshold=0.9+retrieval.kind=bm25",
-        "decode.commit_threshold=0.9+retrieval.kind=dense",
+        "decode.commit_threshold=0.9+retrieval.method=bm25",
+        "decode.commit_threshold=0.9+retrieval.method=dense",
     ]
     assert all("+".join(words) == name for name, words in found.items())
-    under = cross(read_settings("static,interleaved"), read_sweep(["retrieval.top_k=7,3"]))
-    assert under["static+retrieval.top_k=3"] == ["decode.query=question", "retrieval.top_k=3"]
-    assert len(under) == 4 and cross({"static": ["a"]}, {}) == {"static": ["a"]}
-    with pytest.raises(ConfigError, match="'static' sets decode.query, which is swept"):
-        cross(read_settings("static"), read_sweep(["decode.query=proxy,committed"]))
+    under = expand_sweep(
+        parse_compared_settings("static,interleaved"), parse_sweep(["retrieval.top_k=7,3"])
+    )
+    assert under["static+retrieval.top_k=3"] == ["decode.query_policy=question", "retrieval.top_k=3"]
+    assert len(under) == 4 and expand_sweep({"static": ["a"]}, {}) == {"static": ["a"]}
+    with pytest.raises(ConfigError, match="'static' sets decode.query_policy, which is swept"):
+        expand_sweep(
+            parse_compared_settings("static"), parse_sweep(["decode.query_policy=proxy,committed"])
+        )
 
 
 def metrics(match: float, seconds: float, forwards: float) -> dict:
-    found = dict.fromkeys(METRICS, Estimate(0.5, 0.4, 0.6)) | {"tokens_per_forward": None}
+    found = dict.fromkeys(SCORE_METRICS, Estimate(0.5, 0.4, 0.6)) | {"tokens_per_forward": None}
     for name, mean in {"exact_match": match, "seconds": seconds, "forwards": forwards}.items():
         found[name] = Estimate(mean, 0.9 * mean, 1.1 * mean)
     return found
@@ -92,18 +104,18 @@ def test_the_front_by_hand(tmp_path):
         "good": metrics(0.8, 0.2, 5), "slow": metrics(0.8, 0.4, 4), "quick": metrics(0.5, 0.1, 5),
         "bad": metrics(0.4, 0.3, 6), "twin": metrics(0.8, 0.2, 5),
     }  # fmt: skip
-    assert front(found, "answers/s") == ["quick", "good", "twin"]
-    assert front(found, "forwards") == ["slow"]
+    assert compute_pareto_front(found, "answers/s") == ["quick", "good", "twin"]
+    assert compute_pareto_front(found, "forwards") == ["slow"]
     less = {"slow": {"exact_match": Estimate(0.1, -0.05, 0.3)}}
-    grid = overview(9, found, less)
+    grid = build_overview_table(9, found, less)
     assert [row[-1] for row in grid.rows] == ["answers/s", "forwards", "answers/s", "-", "answers/s"]
     assert grid.rows[0][2] == "-" and grid.rows[1][2] == "-10.0 [-30, +5]", (
         "above the first: its sign turns"
     )
     assert grid.title == "All settings: 9 questions"
-    named = overview(9, {"static+a.b=1": found["good"]}, {}, ["a.b"])
+    named = build_overview_table(9, {"static+a.b=1": found["good"]}, {}, ["a.b"])
     assert named.rows[0][0] == "static, 1" and "a.b" in named.title
-    plot(tmp_path / "pareto.png", found | {"none": found["good"] | {"exact_match": None}}, [])
+    plot_pareto(tmp_path / "pareto.png", found | {"none": found["good"] | {"exact_match": None}}, [])
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -111,7 +123,7 @@ def test_nothing_beats_the_front_and_it_beats_all_else():
     rng = random.Random(0)
     for _ in range(50):
         points = {str(n): metrics(rng.randint(0, 4) / 4, rng.randint(1, 4), 1) for n in range(8)}
-        found = front(points, "answers/s")
+        found = compute_pareto_front(points, "answers/s")
 
         def beats(one, other, points=points):
             ahead = [points[one]["exact_match"].mean - points[other]["exact_match"].mean]
@@ -160,13 +172,13 @@ def test_a_sweep_is_each_setting_run_alone_with_weights_and_index_read_once(
 def test_settings_of_other_weights_take_turns_only_once(made, tmp_path, monkeypatch):
     """The model changes fastest in the order of the table, and slowest in that of the work."""
     monkeypatch.chdir(made)
-    read, load = [], Prepared.load
+    read, load = [], PreparedDecoder.load
 
     def noted(self, denoiser=None):
         read.append(denoiser is None)
         return load(self, denoiser)
 
-    monkeypatch.setattr(Prepared, "load", noted)
+    monkeypatch.setattr(PreparedDecoder, "load", noted)
     words = ("--sweep", "retrieval.top_k=2,1", "model.evidence_layout=joint,prefix", "--limit", "1")
     evaluate.main([*WORDS, "--out", str(tmp_path / "out"), *words])
     assert read == [True, False, True, False]

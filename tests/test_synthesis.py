@@ -9,27 +9,33 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from conftest import tiny_denoiser, tiny_tokenizer, write_lines
+from conftest import tiny_denoiser, tiny_tokenizer, write_jsonl_file
 
 from dlm_rag.commands import synthesize
-from dlm_rag.commands.prepare import SHIPPED
+from dlm_rag.commands.startup import SHIPPED_FOLDER
 from dlm_rag.config import SynthesisConfig, TrainConfig
-from dlm_rag.data.world import write_world
+from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.errors import QuestionError
-from dlm_rag.evaluation.metrics import exact_match
-from dlm_rag.files.records import read_records
+from dlm_rag.evaluation.metrics import compute_exact_match
+from dlm_rag.files.record_readers import read_records
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.synthesis.chains import Names, Sentences, Titled, components, what_is
-from dlm_rag.synthesis.corpus import GAP, CorpusRows
-from dlm_rag.synthesis.filters import checks, reason_to_drop
+from dlm_rag.synthesis.cloze_questions import GAP_MARK, CorpusRowGenerator
+from dlm_rag.synthesis.passage_links import (
+    NameMatcher,
+    SentenceIndex,
+    TitledPassage,
+    extract_definition,
+    find_connected_components,
+)
+from dlm_rag.synthesis.rollout_rows import TraceRowGenerator
 from dlm_rag.synthesis.sentences import split_sentences
 from dlm_rag.synthesis.shards import RowsFolder
-from dlm_rag.synthesis.traces import Traces
+from dlm_rag.synthesis.trace_filters import check_trace, find_drop_reason
 from dlm_rag.text import normalize_answer
-from dlm_rag.training.rows.answered import AnsweredQuestions
+from dlm_rag.training.data.question_examples import QuestionExamples
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ def test_a_bracket_that_is_never_closed_ends():
     ],
 )
 def test_what_a_definition_says(name, sentence, what):
-    assert what_is(name, sentence)[0] == what
+    assert extract_definition(name, sentence)[0] == what
 
 
 @pytest.mark.parametrize(
@@ -116,11 +122,14 @@ def test_what_a_definition_says(name, sentence, what):
     ],
 )
 def test_a_definition_is_said_under_the_name_that_others_know(name, sentence, says):
-    assert what_is(name, sentence)[1] == (name + says if says else "")
+    assert extract_definition(name, sentence)[1] == (name + says if says else "")
 
 
 def titled(*passages):
-    return [Titled.of(Passage(f"p{n}", title, text)) for n, (title, text) in enumerate(passages)]
+    return [
+        TitledPassage.from_passage(Passage(f"p{n}", title, text))
+        for n, (title, text) in enumerate(passages)
+    ]
 
 
 def test_names_are_found_longest_first_and_words_are_none():
@@ -136,11 +145,11 @@ def test_names_are_found_longest_first_and_words_are_none():
         ("film director", "A film director is a person."),
         ("S. P. L. Sørensen", "He was a chemist."),
     )
-    names = Names(passages)
+    names = NameMatcher(passages)
     assert names.count == 5
 
     def found(text):
-        return [(text[start:stop], passages[row].name) for start, stop, row in names.find(text)]
+        return [(text[start:stop], passages[row].name) for start, stop, row in names.find_names(text)]
 
     assert found("From New York City, in New York.") == [
         ("New York City", "New York City"), ("New York", "New York"),
@@ -165,27 +174,34 @@ def test_names_agree_with_a_search_string_by_string():
     rng = random.Random(1)
     vocabulary = [f"W{n}x" for n in range(12)]
     passages = titled(*((f"{a} {b}", "x") for a, b in zip(vocabulary[::2], vocabulary[1::2], strict=True)))
-    names = Names(passages)
+    names = NameMatcher(passages)
     for _ in range(200):
         text = ", ".join(" ".join(rng.choices([*vocabulary, "and"], k=2)) for _ in range(6))
         naive = {(text.find(p.name), p.name) for p in passages if p.name in text.split(", ")}
-        assert {(start, text[start:stop]) for start, stop, _ in names.find(text)} >= naive
+        assert {(start, text[start:stop]) for start, stop, _ in names.find_names(text)} >= naive
 
 
 def test_how_many_sentences_fit_a_gap():
     rng = random.Random(2)
     every = [" ".join(rng.choices("abc", k=rng.randint(1, 6))) for _ in range(300)]
-    passages = [Titled("p", "P", tuple(every), "", "", False)]
-    sentences = Sentences(passages)
+    passages = [TitledPassage("p", "P", tuple(every), "", "", False)]
+    sentences = SentenceIndex(passages)
     for before, after in [("a b", "c"), ("", "b a"), ("c", ""), ("zz", "a"), ("a", "a"), ("", "")]:
         fits = sum(
             s.startswith(before) and s.endswith(after) and len(s) > len(before + after) for s in every
         )
-        assert sentences.fit(before, after) == min(fits, 2)
+        assert sentences.count_matches(before, after) == min(fits, 2)
 
 
 def test_connected_rows():
-    assert components([(5, 3), (3, 9), (1, 2), (7, 7)]) == {5: 3, 3: 3, 9: 3, 1: 1, 2: 1, 7: 7}
+    assert find_connected_components([(5, 3), (3, 9), (1, 2), (7, 7)]) == {
+        5: 3,
+        3: 3,
+        9: 3,
+        1: 1,
+        2: 1,
+        7: 7,
+    }
 
 
 BOOKS = [
@@ -215,21 +231,21 @@ def test_no_text_takes_longer_than_its_length(unit):
     passages += [Passage(f"text{n}", f"Text {n}", text) for n, text in enumerate(texts)]
     passages += [Passage(f"title{n}", long, "Emma is a novel by Jane Austen. It is.") for n in range(2)]
     start = time.process_time()
-    rows = CorpusRows(passages)
+    rows = CorpusRowGenerator(passages)
     assert [outcome.source for outcome in rows.outcomes(set())] == [p.id for p in passages]
     assert time.process_time() - start < 10, "seconds; where it was quadratic it took minutes"
 
 
 def rows_of(passages, **settings):
-    made = CorpusRows([Passage(*each) for each in passages], **settings)
-    return [row for number in range(len(made)) for row in made.rows(number)[0]]
+    made = CorpusRowGenerator([Passage(*each) for each in passages], **settings)
+    return [row for number in range(len(made)) for row in made.make_rows(number)[0]]
 
 
 def test_chains_of_a_corpus_by_hand():
     rows = {row["template"]: row for row in rows_of(BOOKS, held_out=0.0) if row["id"].startswith("emma#")}
     two, three = rows["chain2"], rows["chain3"]
     assert two["question"] == (
-        f"What is the thing left out here: 'Emma Woodhouse is a novel of 1815 by {GAP}.'?"
+        f"What is the thing left out here: 'Emma Woodhouse is a novel of 1815 by {GAP_MARK}.'?"
     )
     assert two["response"] == (
         "Emma Woodhouse is a novel of 1815 by Jane Austen. Jane Austen was an English novelist from Kent "
@@ -251,11 +267,13 @@ def test_what_would_have_two_answers_is_not_asked():
     def asked(*more):
         return [row["question"] for row in rows_of([*BOOKS, *more], held_out=0.0)]
 
-    assert not any(f"{GAP} is a novel of 1965" in question for question in asked())
-    assert any(f"Dune Sea is a novel of 1965 by {GAP}." in question for question in asked())
-    assert any(f"Emma Woodhouse is a novel of 1815 by {GAP}." in question for question in asked())
+    assert not any(f"{GAP_MARK} is a novel of 1965" in question for question in asked())
+    assert any(f"Dune Sea is a novel of 1965 by {GAP_MARK}." in question for question in asked())
+    assert any(f"Emma Woodhouse is a novel of 1815 by {GAP_MARK}." in question for question in asked())
     twin = ("twin", "Twin Peak", "Emma Woodhouse is a novel of 1815 by Lord Byron.")
-    assert not any(f"Emma Woodhouse is a novel of 1815 by {GAP}." in question for question in asked(twin))
+    assert not any(
+        f"Emma Woodhouse is a novel of 1815 by {GAP_MARK}." in question for question in asked(twin)
+    )
     assert "What is Kent Hills?" in asked()
     assert "What is Kent Hills?" not in asked(("maine", "Kent Hills", "Kent Hills is a town in Maine."))
 
@@ -269,14 +287,14 @@ def test_every_row_of_a_corpus_is_what_it_says():
 
 def test_a_definition_with_its_own_name_in_it_is_crossed_as_a_whole():
     emma = Passage("0", "Emma", "Emma is a novel about Emma Woodhouse and her father.")
-    rows = CorpusRows(
+    rows = CorpusRowGenerator(
         [emma, Passage("1", "Ann Roe", "Ann Roe has read of Marwick Bay in four old newspapers.")],
         held_out=0.0,
     )
-    gaps, defined = rows.crossings()
+    gaps, defined = rows.list_counterfactual_parts()
     assert [rows.passages[row].name for row in defined] == ["Emma"]
     (gap,) = [gap for gap in gaps if gap.name == "Marwick Bay"]
-    row, second = rows.cross(gap, *defined)
+    row, second = rows.make_counterfactual(gap, *defined)
     assert row["golden_answers"] == ["a novel about Marwick Bay Woodhouse and her father"]
     assert second.contents == f"Marwick Bay is {row['golden_answers'][0]}."
     assert row["response"] == f"{gap.sentence} {second.contents} ### {row['golden_answers'][0]}"
@@ -317,8 +335,8 @@ def check_rows(rows, passages):
             reasoning == " ".join(parts) and answer in parts[-1]
             for parts in product(*(sentences[name] + told[name] for name in ids))
         ), "a sentence of each passage, or one from its verb on, in the order of the chain"
-        if GAP in row["question"]:
-            before, after = row["question"].partition(": '")[2][:-2].split(GAP)
+        if GAP_MARK in row["question"]:
+            before, after = row["question"].partition(": '")[2][:-2].split(GAP_MARK)
             fitting = [
                 name
                 for name, every in sentences.items()
@@ -352,10 +370,12 @@ def test_no_passage_is_on_both_sides_of_the_split():
 
 def test_rows_of_a_corpus_are_trained_on_as_they_are(tmp_path):
     """From the command to the rows of a step: shards of Parquet, held-out rows apart."""
-    corpus = write_lines(tmp_path / "c.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in BOOKS])
+    corpus = write_jsonl_file(
+        tmp_path / "c.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in BOOKS]
+    )
     synthesize.main(
-        ["synthesis.kind=corpus", "--corpus", str(corpus), "--out", str(tmp_path / "rows"),
-         f"synthesis.held_out={SHARE}", "synthesis.shard_rows=5", "synthesis.near_duplicates=null"]
+        ["synthesis.method=corpus", "--corpus", str(corpus), "--out", str(tmp_path / "rows"),
+         f"synthesis.held_out={SHARE}", "synthesis.shard_rows=5", "synthesis.dedup_threshold=null"]
     )  # fmt: skip
     made, held_out = (read_questions(tmp_path / "rows" / side) for side in ("", "held_out"))
     every = rows_of(BOOKS, held_out=SHARE)
@@ -364,9 +384,9 @@ def test_rows_of_a_corpus_are_trained_on_as_they_are(tmp_path):
     assert len(list((tmp_path / "rows").glob("rows-*.parquet"))) == (len(made) + 4) // 5
     shape = tiny_denoiser().config
     shape = replace(shape, canvas_length=max(len(q.response or "") for q in made) + 1)
-    train = TrainConfig(groups=2, rows=2)
+    train = TrainConfig(passage_sets_per_step=2, rows_per_set=2)
     retriever = load_retriever(corpus, top_k=3)
-    rows = AnsweredQuestions(made, retriever, tiny_tokenizer(), shape, train, "").examples(
+    rows = QuestionExamples(made, retriever, tiny_tokenizer(), shape, train, "").examples(
         0, range(2), (1, 3)
     )
     said = {tiny_tokenizer().inner.decode(row.target) for row in rows}
@@ -420,8 +440,8 @@ ASKED = Question("q", "Where was the author of Emma born?", ("Steventon",), hops
     ],
 )  # fmt: skip
 def test_what_is_checked_of_a_trace(rollout, fails):
-    assert {name for name, holds in checks(rollout, ASKED).items() if not holds} == fails
-    unknown = checks(rollout, Question("q", ASKED.question))
+    assert {name for name, holds in check_trace(rollout, ASKED).items() if not holds} == fails
+    unknown = check_trace(rollout, Question("q", ASKED.question))
     assert {name for name, holds in unknown.items() if not holds} == fails - {"answer", "hops"}
 
 
@@ -429,22 +449,22 @@ def test_which_checks_decide():
     every = {"answer": True, "cited": True, "supported": True, "linked": True, "hops": True}
 
     def reason(config, **fails):
-        return reason_to_drop(every | fails, config)
+        return find_drop_reason(every | fails, config)
 
-    by_answer, by_evidence = SynthesisConfig(keep="answer"), SynthesisConfig(keep="evidence")
+    by_answer, by_evidence = SynthesisConfig(filter="answer"), SynthesisConfig(filter="evidence")
     assert reason(by_answer) == reason(by_evidence) == ""
     assert reason(by_answer, supported=False, linked=False, hops=False) == ""
     assert reason(by_answer, answer=False, cited=False) == "not answer"
     assert reason(by_answer, cited=False) == "not cited"
     assert reason(by_evidence, answer=False, hops=False) == ""
     assert reason(by_evidence, linked=False, supported=False) == "not supported"
-    assert reason(SynthesisConfig(keep="evidence", known_hops=True), hops=False) == "not hops"
+    assert reason(SynthesisConfig(filter="evidence", known_hops=True), hops=False) == "not hops"
 
 
 def test_a_kept_trace_is_a_row_that_training_takes(tmp_path):
     """What failed is not decided; a row's support is what the trace cites, in order, each passage once."""
     asked = [ASKED, replace(ASKED, id="wrong", golden_answers=("Paris",)), replace(ASKED, id="failed")]
-    work = Traces(asked, SynthesisConfig(keep="answer"), tiny_tokenizer())
+    work = TraceRowGenerator(asked, SynthesisConfig(filter="answer"), tiny_tokenizer())
     rollouts = [replace(trace(WROTE, BORN), id=question.id) for question in reversed(asked)]
     rollouts[0].error = "the search failed"
     wrong, right = work.outcomes(iter(rollouts))
@@ -456,7 +476,7 @@ def test_a_kept_trace_is_a_row_that_training_takes(tmp_path):
     assert row["response"] == f"{WROTE[0]} {BORN[0]} ### Steventon"
     assert row["response_tokens"] == len(row["response"]) == right.spent["response_tokens"]
     assert row["filters"] == ["answer", "cited", "supported", "linked", "hops"]
-    write_lines(tmp_path / "rows-0.jsonl", [row])
+    write_jsonl_file(tmp_path / "rows-0.jsonl", [row])
     assert read_questions(tmp_path) == [
         replace(ASKED, supporting_ids=("emma", "austen"), response=row["response"])
     ]
@@ -472,20 +492,23 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
     every = read_records(tmp_path / "world" / "questions.jsonl", QuestionError)
     asked = [row for _, row in every if not row["held_out_wording"]]
     bare = [{"id": row["id"], "question": row["question"]} for row in asked]
-    questions = write_lines(tmp_path / "questions.jsonl", bare)
+    questions = write_jsonl_file(tmp_path / "questions.jsonl", bare)
     words = ["--questions", str(questions), "--corpus", str(tmp_path / "world" / "corpus.jsonl"),
-             "--model", str(SHIPPED / "model"), "synthesis.keep=evidence", "decode.batch_size=16",
-             "synthesis.form=jsonl"]  # fmt: skip
+             "--model", str(SHIPPED_FOLDER / "model"), "synthesis.filter=evidence", "decode.batch_size=16",
+             "synthesis.format=jsonl"]  # fmt: skip
     synthesize.main([*words, "--out", str(tmp_path / "a")])
     rows = {question.id: question for question in read_questions(tmp_path / "a")}
     gold = {row["id"]: row for row in asked}
-    right = [exact_match(row.golden_answers[0], gold[name]["golden_answers"]) for name, row in rows.items()]
+    right = [
+        compute_exact_match(row.golden_answers[0], gold[name]["golden_answers"])
+        for name, row in rows.items()
+    ]
     assert len(asked) >= 40 and len(rows) >= 0.4 * len(asked)
     assert sum(right) >= 0.95 * len(rows)
     assert sum(row.response == gold[name]["reasoning"] for name, row in rows.items()) >= 0.9 * len(rows)
 
     decoded = []
-    add = RowsFolder.add
+    add = RowsFolder.append_outcome
 
     def stopped(self, outcome):
         decoded.append(outcome.source)
@@ -493,7 +516,7 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
             raise KeyboardInterrupt
         add(self, outcome)
 
-    monkeypatch.setattr(RowsFolder, "add", stopped)
+    monkeypatch.setattr(RowsFolder, "append_outcome", stopped)
     with pytest.raises(KeyboardInterrupt):
         synthesize.main([*words, "--out", str(tmp_path / "b")])
     synthesize.main([*words, "--out", str(tmp_path / "b")])
@@ -504,8 +527,9 @@ def test_traces_without_labels_of_a_world_that_nobody_saw(tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_traces_of_workers_are_those_of_one_process(tmp_path, ray_token):
     pytest.importorskip("ray")
-    words = ["--limit", "24", "synthesis.keep=evidence", "synthesis.form=jsonl",
-             "--questions", str(SHIPPED / "world/questions.jsonl"), "decode.batch_size=4"]  # fmt: skip
+    questions = str(SHIPPED_FOLDER / "world/questions.jsonl")
+    words = ["--limit", "24", "synthesis.filter=evidence", "synthesis.format=jsonl"]
+    words += ["--questions", questions, "decode.batch_size=4"]
     synthesize.main([*words, "--out", str(tmp_path / "one")])
     synthesize.main([*words, "--out", str(tmp_path / "two"), "workers=2"])
     one, two = ((tmp_path / side / "rows-00000.jsonl").read_bytes() for side in ("one", "two"))

@@ -7,33 +7,33 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from conftest import byte_tokenizer, tiny_denoiser, tiny_tokenizer
-from test_rollout import hand_made
-from test_view import render
+from test_rollout import make_two_step_rollout
+from test_terminal_view import render_to_text
 
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.steps import Steps
-from dlm_rag.decode.trace import (
-    Header,
+from dlm_rag.decode.steps import StepExecutor
+from dlm_rag.decode.terminal import render_answer
+from dlm_rag.decode.trace_file import (
+    TraceHeader,
     TraceWriter,
-    header_of,
-    prompts_of,
-    read_header,
+    build_trace_header,
+    make_step_examples,
     read_trace,
-    training_rows,
-    with_evidence_texts,
+    read_trace_header,
+    rebuild_prompts,
+    restore_evidence_texts,
 )
-from dlm_rag.decode.view import answer_panel
 from dlm_rag.errors import TraceError, UserError
-from dlm_rag.evaluation.metrics import score
-from dlm_rag.evidence.fitting import Room, fit_passages
-from dlm_rag.evidence.layout import arrange
+from dlm_rag.evaluation.metrics import score_rollout
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, fit_passages
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import PromptTemplate
 
 LAYOUTS = ["joint", "prefix", "independent"]
-ASKED = [
+TRACE_QUESTIONS = [
     Question("a", "Who wrote Emma?", ("Jane Austen",), ("emma", "austen")),
     Question(
         "b", "Where was the author of Dune born, and in which country is that?", ("Tacoma",), ("dune",)
@@ -45,7 +45,7 @@ ASKED = [
 SHAPE = {"max_position_embeddings": 140, "passage_length": 40}
 
 
-class Rotating(CorpusRetriever):
+class RotatingRetriever(CorpusRetriever):
     """Finds other passages at every search."""
 
     def rank(self, queries, depth):
@@ -56,18 +56,18 @@ class Rotating(CorpusRetriever):
 
 
 def make_decoder(corpus, layout, top_k=3, shifted=False, **settings):
-    template = PromptTemplate(head="{question}\n", fact=PromptTemplate.read(None, layout).fact)
+    template = PromptTemplate(head="{question}\n", fact=PromptTemplate.from_checkpoint(None, layout).fact)
     return Decoder(
         tiny_denoiser(shifted=shifted, **SHAPE),
-        Rotating(corpus, top_k),
+        RotatingRetriever(corpus, top_k),
         tiny_tokenizer(template),
-        DecodeConfig(**({"canvas_length": 12, "commit_threshold": 0.4} | settings)),
+        DecodeConfig(**({"max_new_tokens": 12, "commit_threshold": 0.4} | settings)),
         layout,
     )
 
 
-def header_for(decoder):
-    return header_of(
+def make_trace_header(decoder):
+    return build_trace_header(
         decoder.denoiser.config, decoder.tokenizer, decoder.evidence_layout, decoder.config,
         top_k=decoder.retriever.top_k, model="weights", corpus="passages",
     )  # fmt: skip
@@ -75,17 +75,17 @@ def header_for(decoder):
 
 def decode_and_spy(decoder):
     """The rollouts, and by question and step what the denoiser saw: arrangement, canvas."""
-    seen, denoise = {}, Steps.denoise
+    seen, denoise = {}, StepExecutor.denoise
 
     def spy(steps, rows):
-        seen.update({(r.question.id, r.step): (r.arrangement, r.canvas.ids.tolist()) for r in rows})
+        seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
         denoise(steps, rows)
 
-    with patch.object(Steps, "denoise", spy):
-        return decoder.decode(ASKED), seen
+    with patch.object(StepExecutor, "denoise", spy):
+        return decoder.decode(TRACE_QUESTIONS), seen
 
 
-def write(path, header, rollouts):
+def write_rollouts(path, header, rollouts):
     writer = TraceWriter(path, header)
     for rollout in rollouts:
         writer.write(rollout)
@@ -99,7 +99,9 @@ def tokenizer_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"revision_threshold": 0.6}, {"overlap": "stale"}, {"retrieve_every": 2}], ids=str
+    "settings",
+    [{}, {"remask_threshold": 0.6}, {"overlap": "stale_evidence"}, {"retrieval_interval": 2}],
+    ids=str,
 )
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -108,19 +110,19 @@ def test_every_prompt_and_training_row_is_made_again(
 ):
     decoder = make_decoder(corpus, layout, shifted=shifted, **settings)
     rollouts, seen = decode_and_spy(decoder)
-    path = write(tmp_path / "t.jsonl", header_for(decoder), rollouts)
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
 
-    header = read_header(path)
+    header = read_trace_header(path)
     tokenizer = header.tokenizer(tokenizer_folder)
     made = {}
     for rollout in read_trace(path):
-        for row in training_rows(rollout, header, tokenizer):
-            laid = arrange(row.prompt, header.shape, header.prompt_layout)
+        for row in make_step_examples(rollout, header, tokenizer):
+            laid = lay_out_prompt(row.prompt, header.shape, header.prompt_layout)
             made[rollout.id, row.step] = laid, list(row.canvas)
             assert row.hidden == tuple(n for n, token in enumerate(row.canvas) if token == 256)
             assert row.committed == rollout.steps[row.step].committed
             for token in row.committed:
-                assert row.target[token.position] == token.token_id or settings.get("revision_threshold")
+                assert row.target[token.position] == token.token_id or settings.get("remask_threshold")
         *_, last = rollout.canvases(header.mask_id)
         assert row.target == tuple(last)
     assert made == seen
@@ -132,14 +134,14 @@ def test_every_prompt_and_training_row_is_made_again(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rollout_read_back_is_the_rollout(corpus, tmp_path, tokenizer_folder, layout):
     decoder = make_decoder(corpus, layout)
-    rollouts = decoder.decode(ASKED)
-    path = write(tmp_path / "t.jsonl", header_for(decoder), rollouts)
-    header = read_header(path)
-    assert header == header_for(decoder)
-    for again, rollout, question in zip(read_trace(path), rollouts, ASKED, strict=True):
+    rollouts = decoder.decode(TRACE_QUESTIONS)
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
+    header = read_trace_header(path)
+    assert header == make_trace_header(decoder)
+    for again, rollout, question in zip(read_trace(path), rollouts, TRACE_QUESTIONS, strict=True):
         assert again == replace(rollout, evidence_texts={}), "confidences and log-probabilities bit for bit"
-        assert with_evidence_texts(again, header, header.tokenizer(tokenizer_folder)) == rollout
-        assert score(again, question) == score(rollout, question)
+        assert restore_evidence_texts(again, header, header.tokenizer(tokenizer_folder)) == rollout
+        assert score_rollout(again, question) == score_rollout(rollout, question)
         assert list(again.replay()) == list(rollout.replay())
         assert again.answer_record() == rollout.answer_record()
 
@@ -147,14 +149,14 @@ def test_a_rollout_read_back_is_the_rollout(corpus, tmp_path, tokenizer_folder, 
 def test_a_page_is_made_again(corpus, tmp_path, tokenizer_folder):
     """Texts as far as they were in the prompt, citations, the canvas: what a person sees is the same."""
     decoder = make_decoder(corpus, "joint")
-    rollout = decoder.decode(ASKED[:1])[0]
-    path = write(tmp_path / "t.jsonl", header_for(decoder), [rollout])
-    header, (again,) = read_header(path), read_trace(path)
+    rollout = decoder.decode(TRACE_QUESTIONS[:1])[0]
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), [rollout])
+    header, (again,) = read_trace_header(path), read_trace(path)
     tokenizer = header.tokenizer(tokenizer_folder)
-    assert render(answer_panel(with_evidence_texts(again, header, tokenizer))) == render(
-        answer_panel(rollout)
-    )
-    for step, prompt in zip(again.steps, prompts_of(again, header, tokenizer), strict=True):
+    assert render_to_text(
+        render_answer(restore_evidence_texts(again, header, tokenizer))
+    ) == render_to_text(render_answer(rollout))
+    for step, prompt in zip(again.steps, rebuild_prompts(again, header, tokenizer), strict=True):
         text = bytes(prompt.prompt.ids).decode()
         assert tuple(prompt.texts) == step.passage_ids and prompt.dropped == step.dropped
         assert all(part.strip() in text for part in prompt.texts.values())
@@ -163,7 +165,7 @@ def test_a_page_is_made_again(corpus, tmp_path, tokenizer_folder):
 def test_what_was_dropped_shapes_the_prompt():
     """ "[1] x" is followed by a line break because a second fact was found, though it has no place."""
     tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact="[{number}] {passage}"))
-    room = Room("joint", context_length=2 + 5 + 1 + 4, canvas_length=4, passage_length=1)
+    room = ContextBudget("joint", context_length=2 + 5 + 1 + 4, canvas_length=4, passage_length=1)
     both = fit_passages(tokenizer, "?", {"one": "x", "two": "y"}, room)
     alone = fit_passages(tokenizer, "?", {"one": "x"}, room)
     assert bytes(both.prompt.ids) == b"?\n[1] x\n" and bytes(alone.prompt.ids) == b"?\n[1] x"
@@ -171,9 +173,9 @@ def test_what_was_dropped_shapes_the_prompt():
 
 
 def test_log_probabilities_are_those_of_temperature_one_and_survive_the_file(corpus, tmp_path):
-    decoder = make_decoder(corpus, "joint", temperature=2.0, stop_early=False)
-    rollouts = decoder.decode(ASKED)
-    path = write(tmp_path / "t.jsonl", header_for(decoder), rollouts)
+    decoder = make_decoder(corpus, "joint", temperature=2.0, early_stopping=False)
+    rollouts = decoder.decode(TRACE_QUESTIONS)
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
     line = json.loads(path.read_text().splitlines()[-1])
     tokens = [token for step in line["steps"] for token in step["committed"]]
     assert len(tokens) == 12
@@ -184,22 +186,23 @@ def test_log_probabilities_are_those_of_temperature_one_and_survive_the_file(cor
     assert any(len(str(token["confidence"])) > 10 for token in tokens)
 
 
-def made_up(**changes):
+def make_rollout_with(**changes):
     texts = {"a": "text of a", "b": "text of b", "c": "text of c"}
     known = {"passages": texts, "settings": HEADER.settings}
-    return replace(hand_made(), **(known | changes))
+    return replace(make_two_step_rollout(), **(known | changes))
 
 
-HEADER = Header(
+HEADER = TraceHeader(
     prompt_layout="joint", context_length=64, passage_length=9, shifted=False, template=PromptTemplate(),
     mask_id=256, end_ids=(257,), top_k=2, model="m", corpus="c",
-    settings=asdict(DecodeConfig(canvas_length=3)),
+    settings=asdict(DecodeConfig(max_new_tokens=3)),
 )  # fmt: skip
 
 
 def test_a_trace_line_has_the_fields_of_the_contract(tmp_path):
     first, *passages, line = map(
-        json.loads, write(tmp_path / "t.jsonl", HEADER, [made_up()]).read_text().splitlines()
+        json.loads,
+        write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()]).read_text().splitlines(),
     )
     assert first["trace"] == 2 and first["settings"]["commit_threshold"] == 0.9
     assert passages == [{"passage": name, "text": f"text of {name}"} for name in "abc"]
@@ -212,17 +215,19 @@ def test_a_trace_line_has_the_fields_of_the_contract(tmp_path):
 
 
 def test_a_row_has_settings_of_its_own(tmp_path):
-    other = made_up(id="q2", settings=made_up().settings | {"temperature": 0.7, "seed": 5})
-    path = write(tmp_path / "t.jsonl", HEADER, [made_up(), other])
+    other = make_rollout_with(
+        id="q2", settings=make_rollout_with().settings | {"temperature": 0.7, "seed": 5}
+    )
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with(), other])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert "settings" not in lines[-2] and lines[-1]["settings"] == {"temperature": 0.7, "seed": 5}
-    assert list(read_trace(path)) == [made_up(), other]
+    assert list(read_trace(path)) == [make_rollout_with(), other]
 
 
 def test_a_text_is_written_once_however_often_the_file_is_opened(tmp_path):
     path = tmp_path / "t.jsonl"
     for name in ("q1", "q2", "q3"):
-        write(path, HEADER, [made_up(id=name)])
+        write_rollouts(path, HEADER, [make_rollout_with(id=name)])
     lines = path.read_text().splitlines()
     assert len(lines) == 1 + 3 + 3 and sum('"trace": 2' in line for line in lines) == 1
     assert [rollout.id for rollout in read_trace(path)] == ["q1", "q2", "q3"]
@@ -230,20 +235,20 @@ def test_a_text_is_written_once_however_often_the_file_is_opened(tmp_path):
 
 def test_a_text_that_has_changed_is_written_again(tmp_path):
     """A search engine may say something else under the same id an hour later."""
-    later = made_up(id="q2")
+    later = make_rollout_with(id="q2")
     later.passages = later.passages | {"b": "news of b"}
-    path = write(tmp_path / "t.jsonl", HEADER, [made_up(), later])
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with(), later])
     assert [rollout.passages["b"] for rollout in read_trace(path)] == ["text of b", "news of b"]
 
 
 def test_a_question_that_failed_keeps_its_reason(tmp_path):
-    failed = made_up(error="the search failed", response="", steps=[])
-    path = write(tmp_path / "t.jsonl", HEADER, [failed])
+    failed = make_rollout_with(error="the search failed", response="", steps=[])
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [failed])
     assert next(read_trace(path)).error == "the search failed" and '"passage"' not in path.read_text()
 
 
 # Written by the code of 2026-11-21: one token, masked again and committed a second time.
-VERSION_1 = (
+VERSION_1_LINE = (
     '{"id": "q1", "question": "Who wrote Emma?", "prompt_layout": "joint", "canvas_length": 2, "steps": ['
     '{"step": 0, "query": "Who wrote Emma?", "passage_ids": ["emma"], "retrieved": true, "committed": [], '
     '"seconds": {"retrieve/search": 0.000174, "retrieve": 0.000253}}, '
@@ -257,7 +262,7 @@ VERSION_1 = (
 
 def test_version_1_is_still_read(tmp_path):
     path = tmp_path / "t.jsonl"
-    path.write_text(VERSION_1 + VERSION_1.replace('"q1"', '"q2"'), encoding="utf-8")
+    path.write_text(VERSION_1_LINE + VERSION_1_LINE.replace('"q1"', '"q2"'), encoding="utf-8")
     first, second = read_trace(path)
     assert (first.id, second.id, first.response, first.evidence) == ("q1", "q2", "M", ("emma", "dune"))
     assert [{p: t.token_id for p, t in state.items()} for state in first.replay()] == [
@@ -266,15 +271,15 @@ def test_version_1_is_still_read(tmp_path):
         {0: 77},
     ]
     assert first.steps[2].committed[0].log_prob is None and not first.passages and not first.settings
-    assert score(first, Question("q1", "?", (), ("emma",))).recall_last == 1.0
+    assert score_rollout(first, Question("q1", "?", (), ("emma",))).recall_last == 1.0
     with pytest.raises(TraceError, match="no trace of version 2"):
-        read_header(path)
+        read_trace_header(path)
     with pytest.raises(TraceError, match="version 1, which nothing can be added to"):
         TraceWriter(path, HEADER)
 
 
 def test_a_bad_trace_is_one_sentence(tmp_path):
-    path = write(tmp_path / "t.jsonl", HEADER, [made_up()])
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
     header, *passages, line = path.read_text().splitlines(keepends=True)
     broken = json.loads(line)
     del broken["steps"][1]["query"]
@@ -296,7 +301,9 @@ def test_a_bad_trace_is_one_sentence(tmp_path):
 
 
 def test_a_last_line_cut_short_is_left_out_wherever_the_cut(tmp_path):
-    whole = write(tmp_path / "t.jsonl", HEADER, [made_up(), made_up(id="q2")]).read_bytes()
+    whole = write_rollouts(
+        tmp_path / "t.jsonl", HEADER, [make_rollout_with(), make_rollout_with(id="q2")]
+    ).read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
     path = tmp_path / "torn.jsonl"
     for end in range(start, len(whole) - 1, 11):
@@ -307,7 +314,7 @@ def test_a_last_line_cut_short_is_left_out_wherever_the_cut(tmp_path):
 
 
 def test_rollouts_are_read_one_by_one(tmp_path):
-    path = write(tmp_path / "t.jsonl", HEADER, [made_up()])
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
     with path.open("a") as file:
         file.write("not a line\n")
     reading = read_trace(path)

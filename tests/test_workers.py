@@ -11,59 +11,70 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, examples, in_tokens, tiny_denoiser, write_lines
-from fake_workers import FakeDecoder, FakeOpening
+from conftest import (
+    byte_tokenizer,
+    hypothesis_settings,
+    strip_times_and_confidences,
+    tiny_denoiser,
+    write_jsonl_file,
+)
+from fake_workers import FakeDecoder, FakeDecoderFactory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlm_rag import machine
-from dlm_rag.commands.engines import answering, opening_of
-from dlm_rag.commands.job import plan
-from dlm_rag.commands.prepare import prepare, refuse_too_large
+from dlm_rag.commands.answer_job import plan_answer_job
+from dlm_rag.commands.executors import make_job_opening, open_engines
+from dlm_rag.commands.startup import check_weights_fit, prepare_decoder
 from dlm_rag.config import Config
-from dlm_rag.decode.trace import read_trace
+from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.cost import weight_bytes
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.flops import count_weight_bytes
 from dlm_rag.questions import Question
-from dlm_rag.workers.places import Places, check_installed, places_here, places_of
-from dlm_rag.workers.shares import ALONE, TOGETHER, Shares
+from dlm_rag.workers.placement import (
+    WorkerPlacement,
+    check_ray_installed,
+    plan_cluster_workers,
+    plan_local_workers,
+)
+from dlm_rag.workers.question_queue import MAX_SHARED_DEATHS, MAX_SOLO_DEATHS, QuestionQueue
 from dlm_rag.workers.worker import Worker
 
 CPU = torch.device("cpu")
 ASKED = [Question(f"q{n}", "Who?") for n in range(40)]
 
 
-@examples(50)
+@hypothesis_settings(50)
 @given(st.data())
 def test_every_question_is_answered_or_given_up_once_whoever_dies(data):
     """Workers take, answer and die at random; some questions kill whoever holds them, in the end."""
     workers, most = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     bad = {f"q{n}" for n in data.draw(st.sets(st.integers(0, 39), max_size=3))}
-    shares, held = Shares(ASKED), {n: [] for n in range(workers)}
+    shares, held = QuestionQueue(ASKED), {n: [] for n in range(workers)}
     answered, given_up, deaths = [], [], Counter()
     for _ in range(5000):
         if shares.done:
             break
         worker = data.draw(st.integers(0, workers - 1))
-        given = shares.give(worker, most, workers)
+        given = shares.assign(worker, most, workers)
         held[worker] += given
-        assert shares.holds(worker) == len(held[worker]) <= most
-        alone = [q for q in held[worker] if deaths[q.id] >= TOGETHER]
+        assert shares.count_unanswered(worker) == len(held[worker]) <= most
+        alone = [q for q in held[worker] if deaths[q.id] >= MAX_SHARED_DEATHS]
         assert not alone or len(held[worker]) == 1, "a suspect has no company"
         poisoned = [question.id for question in held[worker] if question.id in bad]
         if poisoned or (held[worker] and sum(deaths.values()) < 30 and data.draw(st.booleans())):
             deaths.update(question.id for question in held[worker])
-            lost = shares.died(worker)
-            assert all(deaths[question.id] == TOGETHER + ALONE for question in lost)
+            lost = shares.requeue(worker)
+            assert all(deaths[question.id] == MAX_SHARED_DEATHS + MAX_SOLO_DEATHS for question in lost)
             given_up += [question.id for question in lost]
             held[worker] = []
         elif held[worker]:
             question = held[worker].pop(data.draw(st.integers(0, len(held[worker]) - 1)))
-            assert shares.answered(worker, question.id)
-            assert not shares.answered(worker, question.id), "twice"
+            assert shares.mark_answered(worker, question.id)
+            assert not shares.mark_answered(worker, question.id), "twice"
             answered.append(question.id)
     assert shares.done
     assert sorted(answered + given_up) == sorted(question.id for question in ASKED)
@@ -71,102 +82,106 @@ def test_every_question_is_answered_or_given_up_once_whoever_dies(data):
 
 
 def test_who_shared_a_worker_with_a_bad_question_is_answered():
-    shares, answered = Shares(ASKED), []
+    shares, answered = QuestionQueue(ASKED), []
     while not shares.done:
-        given = shares.give(0, 8, 1)
+        given = shares.assign(0, 8, 1)
         if any(question.id == "q3" for question in given) or not given:
-            lost = shares.died(0)
+            lost = shares.requeue(0)
             continue
-        answered += [question.id for question in given if shares.answered(0, question.id)]
+        answered += [question.id for question in given if shares.mark_answered(0, question.id)]
     assert [question.id for question in lost] == ["q3"] and len(answered) == len(set(answered)) == 39
 
 
 def test_few_questions_are_shared_evenly_and_each_worker_gets_no_more_than_it_holds():
-    shares = Shares(ASKED[:9])
-    assert [len(shares.give(worker, 8, 3)) for worker in (0, 0, 1, 2, 1)] == [3, 0, 3, 3, 0]
-    shares = Shares(ASKED)
-    assert [len(shares.give(0, 8, 3)), len(shares.give(0, 8, 3))] == [8, 0]
+    shares = QuestionQueue(ASKED[:9])
+    assert [len(shares.assign(worker, 8, 3)) for worker in (0, 0, 1, 2, 1)] == [3, 0, 3, 3, 0]
+    shares = QuestionQueue(ASKED)
+    assert [len(shares.assign(0, 8, 3)), len(shares.assign(0, 8, 3))] == [8, 0]
 
 
 def test_cores_are_those_of_the_affinity_and_of_every_control_group_around(tmp_path, monkeypatch):
     groups, own = tmp_path / "sys/fs/cgroup", tmp_path / "proc/self/cgroup"
     (groups / "a/b").mkdir(parents=True)
     own.parent.mkdir(parents=True)
-    assert machine._quota(tmp_path) == float("inf")
+    assert machine._read_cgroup_cpu_quota(tmp_path) == float("inf")
     (groups / "cpu.max").write_text("max 100000\n")
     own.write_text("0::/a/b\n")
-    assert machine._quota(tmp_path) == float("inf")
+    assert machine._read_cgroup_cpu_quota(tmp_path) == float("inf")
     (groups / "a/cpu.max").write_text("350000 100000\n")
     (groups / "a/b/cpu.max").write_text("800000 100000\n")
-    assert machine._quota(tmp_path) == 3.5
+    assert machine._read_cgroup_cpu_quota(tmp_path) == 3.5
     own.write_text("")  # version 1
     (groups / "cpu").mkdir()
     (groups / "cpu/cpu.cfs_quota_us").write_text("150000\n")
     (groups / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert machine._quota(tmp_path) == 1.5
+    assert machine._read_cgroup_cpu_quota(tmp_path) == 1.5
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     for quota, cores in ((float("inf"), 8), (3.5, 3), (0.2, 1)):
-        monkeypatch.setattr(machine, "_quota", lambda quota=quota: quota)
-        assert machine.usable_cores() == cores
+        monkeypatch.setattr(machine, "_read_cgroup_cpu_quota", lambda quota=quota: quota)
+        assert machine.count_usable_cores() == cores
 
 
 @pytest.mark.parametrize(("system", "counted"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
 def test_peak_memory_is_in_bytes_whatever_the_system_counts(monkeypatch, system, counted):
     monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=counted))
     monkeypatch.setattr("sys.platform", system)
-    assert machine.peak_memory() == 3 * 2**30
+    assert machine.get_peak_memory_bytes() == 3 * 2**30
 
 
 @pytest.fixture
 def eight_cores(monkeypatch):
-    monkeypatch.setattr("dlm_rag.workers.places.usable_cores", lambda: 8)
-    monkeypatch.setattr("dlm_rag.workers.places.memory", lambda: {"available": 32 * 10**9})
-    monkeypatch.setattr("dlm_rag.workers.places.device_memory", lambda device: 64e9)
+    monkeypatch.setattr("dlm_rag.workers.placement.count_usable_cores", lambda: 8)
+    monkeypatch.setattr("dlm_rag.workers.placement.read_host_memory", lambda: {"available": 32 * 10**9})
+    monkeypatch.setattr("dlm_rag.workers.placement.get_device_memory_bytes", lambda device: 64e9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 def test_workers_of_a_cpu_share_its_cores_and_its_memory(eight_cores, monkeypatch):
-    assert places_here("auto", CPU, 10**6) == Places(8, 1, 8)
-    assert places_here("auto", CPU, 4 * 10**9) == Places(4, 2, 4), "twice the weights for each"
-    assert places_here("auto", CPU, 40 * 10**9) == Places(1, 8, 1)
-    assert places_here("3", CPU, 10**6) == Places(3, 2, 3)
-    assert places_here("16", CPU, 10**6) == Places(16, 1, 16)
+    assert plan_local_workers("auto", CPU, 10**6) == WorkerPlacement(8, 1, 8)
+    assert plan_local_workers("auto", CPU, 4 * 10**9) == WorkerPlacement(4, 2, 4), (
+        "twice the weights for each"
+    )
+    assert plan_local_workers("auto", CPU, 40 * 10**9) == WorkerPlacement(1, 8, 1)
+    assert plan_local_workers("3", CPU, 10**6) == WorkerPlacement(3, 2, 3)
+    assert plan_local_workers("16", CPU, 10**6) == WorkerPlacement(16, 1, 16)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert places_here("2", CPU, 10**6) == Places(2, 1, 2), "no more threads than one process would take"
+    assert plan_local_workers("2", CPU, 10**6) == WorkerPlacement(2, 1, 2), (
+        "no more threads than one process would take"
+    )
     with pytest.raises(ConfigError, match=r"workers=5 load 16 GB of weights each, .* has 64 GB"):
-        places_here("5", CPU, 16 * 10**9)
+        plan_local_workers("5", CPU, 16 * 10**9)
 
 
 def test_one_worker_for_each_gpu(eight_cores, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     gpu = torch.device("cuda")
-    assert places_here("auto", gpu, 10**9) == Places(4, 2, 1, gpus=1)
-    assert places_here("2", gpu, 10**9) == Places(2, 4, 1, gpus=1)
+    assert plan_local_workers("auto", gpu, 10**9) == WorkerPlacement(4, 2, 1, gpus_per_worker=1)
+    assert plan_local_workers("2", gpu, 10**9) == WorkerPlacement(2, 4, 1, gpus_per_worker=1)
     with pytest.raises(ConfigError, match="workers=5, and 4 GPUs are visible here: set at most workers=4"):
-        places_here("5", gpu, 10**9)
+        plan_local_workers("5", gpu, 10**9)
     for one in ("cuda:1", "mps"):
         with pytest.raises(ConfigError, match=f"model.device={one} is one"):
-            places_here("auto", torch.device(one), 10**9)
+            plan_local_workers("auto", torch.device(one), 10**9)
 
 
 def test_workers_of_a_cluster_are_as_many_as_its_nodes_offer():
     nodes = [{"CPU": 16.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}]
-    assert places_of(nodes, True, 10**12) == Places(8, 2, 1, gpus=1)
+    assert plan_cluster_workers(nodes, True, 10**12) == WorkerPlacement(8, 2, 1, gpus_per_worker=1)
     with pytest.raises(ConfigError, match="8 GPUs and this machine none"):
-        places_of(nodes, False, 1)
+        plan_cluster_workers(nodes, False, 1)
     nodes = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 8.0, "memory": 64e9}, {"memory": 64e9}]
-    assert places_of(nodes, False, 10**9) == Places(12, 1, 8)
-    assert places_of(nodes, False, 2 * 10**9) == Places(10, 1, 8)
+    assert plan_cluster_workers(nodes, False, 10**9) == WorkerPlacement(12, 1, 8)
+    assert plan_cluster_workers(nodes, False, 2 * 10**9) == WorkerPlacement(10, 1, 8)
     with pytest.raises(ConfigError, match="no GPU, and this machine has"):
-        places_of(nodes, True, 1)
+        plan_cluster_workers(nodes, True, 1)
     with pytest.raises(ConfigError, match="no CPU to offer"):
-        places_of([{}], False, 1)
+        plan_cluster_workers([{}], False, 1)
 
 
 def test_without_ray_the_remedy_is_a_command(monkeypatch):
-    monkeypatch.setattr("dlm_rag.workers.places.find_spec", lambda name: None)
+    monkeypatch.setattr("dlm_rag.workers.placement.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'dlm_rag\[workers\]'"):
-        check_installed()
+        check_ray_installed()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -174,7 +189,7 @@ def test_bytes_of_weights_are_those_of_the_denoiser(tied):
     shape = DenoiserConfig(vocab_size=300, num_hidden_layers=3, tie_word_embeddings=tied, qk_norm=True)
     with torch.device("meta"):
         numbers = sum(p.numel() for p in Denoiser(shape).parameters())
-    assert weight_bytes(shape, 2) == 2 * numbers
+    assert count_weight_bytes(shape, 2) == 2 * numbers
 
 
 @pytest.fixture
@@ -187,22 +202,22 @@ def config(tmp_path, corpus_file) -> Config:
         found,
         model=replace(found.model, path=str(tmp_path / "model")),
         retrieval=replace(found.retrieval, corpus=str(corpus_file), top_k=2),
-        decode=replace(found.decode, canvas_length=8, batch_size=3),
+        decode=replace(found.decode, max_new_tokens=8, batch_size=3),
     )
 
 
 def test_weights_that_a_device_cannot_hold_are_refused_before_they_are_read(config, monkeypatch):
     checkpoint = open_checkpoint(config.model.path)
-    size = weight_bytes(checkpoint.config, 4)
-    monkeypatch.setattr("dlm_rag.commands.prepare.device_memory", lambda device: size - 1.0)
+    size = count_weight_bytes(checkpoint.config, 4)
+    monkeypatch.setattr("dlm_rag.commands.startup.get_device_memory_bytes", lambda device: size - 1.0)
     with pytest.raises(
         ConfigError, match=r"take 0.1 MB|take \d+ kB in float32, and this cpu has .*bfloat16"
     ):
-        prepare(config, ASKED)
-    refuse_too_large(checkpoint, CPU, torch.bfloat16)
-    monkeypatch.setattr("dlm_rag.commands.prepare.device_memory", lambda device: size / 2 - 1)
+        prepare_decoder(config, ASKED)
+    check_weights_fit(checkpoint, CPU, torch.bfloat16)
+    monkeypatch.setattr("dlm_rag.commands.startup.get_device_memory_bytes", lambda device: size / 2 - 1)
     with pytest.raises(ConfigError, match="of memory: choose a smaller model or a larger device"):
-        refuse_too_large(checkpoint, CPU, torch.bfloat16)
+        check_weights_fit(checkpoint, CPU, torch.bfloat16)
 
 
 @pytest.fixture
@@ -217,11 +232,15 @@ def worker(monkeypatch):
 
 def test_a_worker_answers_as_a_decoder_does(config, worker, tmp_path):
     """The opening goes through pickle, as to another process; questions come in shares."""
-    job = plan(config, ASKED)
-    with answering(None, [job.prepared]) as engines:
+    job = plan_answer_job(config, ASKED)
+    with open_engines(None, [job.prepared]) as engines:
         job.run(engines)
-    expected = {rollout.id: in_tokens(rollout) for rollout in read_trace(tmp_path / "t.jsonl")}
-    opening = pickle.loads(pickle.dumps(opening_of(replace(config, guesses=True), job.prepared, ASKED)))
+    expected = {
+        rollout.id: strip_times_and_confidences(rollout) for rollout in read_trace(tmp_path / "t.jsonl")
+    }
+    opening = pickle.loads(
+        pickle.dumps(make_job_opening(replace(config, record_provisional=True), job.prepared, ASKED))
+    )
     described = worker.open(opening)
     stamp = json.loads((tmp_path / "a.jsonl.run.json").read_text())
     assert [described] == stamp["machines"], "stamped alike"
@@ -232,7 +251,9 @@ def test_a_worker_answers_as_a_decoder_does(config, worker, tmp_path):
     assert {rollout.id for rollout in found} == set(expected) and len(found) == len(ASKED)
     for rollout in found:
         assert all((step.guesses is None) == (step.step == 0) for step in rollout.steps)
-        assert rollout.citations and in_tokens(rollout).steps == expected[rollout.id].steps
+        assert (
+            rollout.citations and strip_times_and_confidences(rollout).steps == expected[rollout.id].steps
+        )
         assert (rollout.response, rollout.settings) == (
             expected[rollout.id].response,
             expected[rollout.id].settings,
@@ -244,20 +265,22 @@ def test_a_worker_answers_as_a_decoder_does(config, worker, tmp_path):
 def test_the_next_job_of_a_worker_keeps_its_weights_and_its_share_of_the_memory(
     config, worker, monkeypatch
 ):
-    opening = opening_of(config, prepare(config, ASKED), ASKED)
+    opening = make_job_opening(config, prepare_decoder(config, ASKED), ASKED)
     worker.open(opening)
     before = worker._decoder
-    monkeypatch.setattr("dlm_rag.evidence.pool.free_bytes", lambda device: 8 * 2**30)
+    monkeypatch.setattr("dlm_rag.evidence.segment_kv_cache.measure_free_bytes", lambda device: 8 * 2**30)
     worker.open(replace(opening, config=replace(opening.config, limit=None)))
     assert worker._decoder is not before and worker._decoder.denoiser is before.denoiser
-    assert worker._decoder.proposer._engine.pool_gib == 1, "a quarter of what is free, for two workers"
-    other = replace(opening.config.model, attention="sdpa")
+    assert worker._decoder.model_runner._engine.prefix_cache_gib == 1, (
+        "a quarter of what is free, for two workers"
+    )
+    other = replace(opening.config.model, attn_implementation="sdpa")
     worker.open(replace(opening, config=replace(opening.config, model=other)))
     assert worker._decoder.denoiser is not before.denoiser
 
 
 def test_what_is_lacking_on_a_node_or_other_there_names_the_node(config, worker, corpus_file):
-    opening = opening_of(config, prepare(config, ASKED), ASKED)
+    opening = make_job_opening(config, prepare_decoder(config, ASKED), ASKED)
     assert Path(opening.config.retrieval.corpus).is_absolute()
     corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Oslo"))
     with pytest.raises(ConfigError, match=r"on \S+: corpus is \w+, and \w+ where the command was given"):
@@ -268,9 +291,9 @@ def test_what_is_lacking_on_a_node_or_other_there_names_the_node(config, worker,
 
 
 def test_a_worker_of_other_code_is_refused_before_it_loads(config, worker, monkeypatch):
-    opening = opening_of(config, prepare(config, ASKED), ASKED)
-    monkeypatch.setattr("dlm_rag.commands.engines.prepare", None)
-    monkeypatch.setattr("dlm_rag.commands.engines.digest_of_code", lambda: "another")
+    opening = make_job_opening(config, prepare_decoder(config, ASKED), ASKED)
+    monkeypatch.setattr("dlm_rag.commands.executors.prepare_decoder", None)
+    monkeypatch.setattr("dlm_rag.commands.executors.compute_code_digest", lambda: "another")
     with pytest.raises(ConfigError, match=r"on \S+: dlm_rag is \S+ \(another\), and .* install the same"):
         worker.open(opening)
 
@@ -281,10 +304,10 @@ def test_the_digest_of_code_tells_every_byte_and_name_and_no_folder(tmp_path):
         package = tmp_path / f"{len(found)}" / "package"
         (package / "room").mkdir(parents=True)
         (package / "room" / f"{name}.py").write_text(text)
-        found.add(machine.digest_of_code(package))
+        found.add(machine.compute_code_digest(package))
         same = shutil.copytree(package, tmp_path / f"{len(found)}-moved")
         (same / "cache.pyc").touch()
-        assert machine.digest_of_code(same) in found
+        assert machine.compute_code_digest(same) in found
     assert len(found) == 3
 
 
@@ -292,20 +315,20 @@ def test_warnings_of_a_worker_are_handed_on(worker, monkeypatch):
     monkeypatch.setattr(
         FakeDecoder, "submit", lambda *_, **__: logging.getLogger("dlm_rag.x").warning("%d!", 3)
     )
-    worker.open(FakeOpening())
-    assert worker.advance(ASKED[:1]).said == [(logging.WARNING, "3!")]
-    assert worker.advance([]).said == []
+    worker.open(FakeDecoderFactory())
+    assert worker.advance(ASKED[:1]).warning_records == [(logging.WARNING, "3!")]
+    assert worker.advance([]).warning_records == []
 
 
 def test_a_turn_ends_after_a_moment_and_goes_on_with_the_next(worker):
-    worker.open(FakeOpening(places=2, seconds=0.1))
+    worker.open(FakeDecoderFactory(places=2, seconds=0.1))
     turns = [worker.advance(ASKED[:4]), *(worker.advance([]) for _ in range(3))]
     assert [len(turn.rollouts) for turn in turns] == [2, 2, 0, 0]
     assert turns[-1].machinery.answers == 4
 
 
 def test_typed_settings_reach_the_config(tmp_path):
-    write_lines(tmp_path / "c.yaml", [])
+    write_jsonl_file(tmp_path / "c.yaml", [])
     (tmp_path / "c.yaml").write_text("workers: 4\n")
     from dlm_rag.config import load_config
 
@@ -329,9 +352,9 @@ def test_a_worker_measures_from_when_it_is_told_to(monkeypatch):
 
     monkeypatch.setattr(meter, "open_meter", lambda choice, device: drawn.append(choice) or Gauge())
     worker = Worker(1, 1)
-    worker.open(FakeOpening(energy="idle"))
-    assert not worker.measured().asked and not drawn
+    worker.open(FakeDecoderFactory(energy="idle"))
+    assert not worker.measured().was_requested and not drawn
     worker.measure("idle")
     assert worker.measured() is drawn and drawn == ["idle", "start"]
-    worker.open(FakeOpening())
-    assert not worker.measured().asked
+    worker.open(FakeDecoderFactory())
+    assert not worker.measured().was_requested

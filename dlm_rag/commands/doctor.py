@@ -2,7 +2,7 @@
 
     dlm-rag doctor            # a table
     dlm-rag doctor --json     # the same for an issue report
-    dlm-rag doctor model.device=cpu retrieval.index_folder=/scratch/indexes
+    dlm-rag doctor model.device=cpu retrieval.index_dir=/scratch/indexes
 
 Nothing is fetched and nothing is changed. Where something that is needed fails, the exit status is 1.
 """
@@ -23,28 +23,33 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag import __version__
-from dlm_rag.commands.prepare import prepare, with_shipped
-from dlm_rag.commands.words import parse
+from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.startup import apply_shipped_defaults, prepare_decoder
 from dlm_rag.config import Config
-from dlm_rag.errors import ConfigError, fold_message
+from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.machine import (
     choose_device,
     choose_dtype,
-    commit_of_code,
+    count_usable_cores,
     describe_machine,
-    has_code_for,
-    memory,
-    usable_cores,
+    get_code_commit,
+    is_built_for_gpu,
+    read_host_memory,
 )
-from dlm_rag.progress import in_bytes, status
+from dlm_rag.progress import format_bytes, show_status
 
 OK, HINT, PROBLEM = "ok", "hint", "problem"
-LEAST_MEMORY, LEAST_DISK = 2 * 10**9, 10**9  # bytes; with less a hint
-NO_DISK = 50 * 10**6  # with less nothing can be written
-LOOKED_AT = ("model.device", "model.dtype", "model.attention", "retrieval.index_folder")  # settings
-COUNTED_FILES = 100_000  # of the cache; of more the size is a lower bound
+MIN_FREE_MEMORY_BYTES, MIN_FREE_DISK_BYTES = 2 * 10**9, 10**9  # bytes; with less a hint
+UNUSABLE_DISK_BYTES = 50 * 10**6  # with less nothing can be written
+CHECKED_SETTINGS = (
+    "model.device",
+    "model.dtype",
+    "model.attn_implementation",
+    "retrieval.index_dir",
+)  # settings
+MAX_COUNTED_FILES = 100_000  # of the cache; of more the size is a lower bound
 # What each optional package is for, and the extra that brings it.
-EXTRAS = {
+OPTIONAL_PACKAGES = {
     "flash-attn": ("flash", "the fastest attention on a GPU"),
     "pyarrow": ("parquet", "parquet files of questions"),
     "peft": ("lora", "training with LoRA"),
@@ -64,61 +69,63 @@ class Finding:
     remedy: str = ""  # a command
 
 
-Check = Callable[[Config], Iterator[Finding]]
+DoctorCheck = Callable[[Config], Iterator[Finding]]
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, switches={"json": "print JSON, for an issue report"})
+    words = parse_command_line(
+        __doc__ or "", argv, typed=False, switches={"json": "print JSON, for an issue report"}
+    )
     for setting in words.settings:
-        if (key := setting.partition("=")[0]) not in LOOKED_AT:
-            raise ConfigError(f"the doctor looks at {', '.join(LOOKED_AT)} only: leave {key} out")
+        if (key := setting.partition("=")[0]) not in CHECKED_SETTINGS:
+            raise ConfigError(f"the doctor looks at {', '.join(CHECKED_SETTINGS)} only: leave {key} out")
     log = logging.getLogger("dlm_rag")
     level = log.level
     log.setLevel(logging.WARNING)  # what programs say on their way is not asked for
     try:
-        findings = list(examine(words.config))
+        findings = list(run_checks(words.config))
     finally:
         log.setLevel(level)
-    status()
+    show_status()
     if "json" in words.switches:
-        print(json.dumps(report(words.config, findings), indent=2, ensure_ascii=False))
+        print(json.dumps(build_doctor_report(words.config, findings), indent=2, ensure_ascii=False))
     else:
-        show(findings)
+        print_findings(findings)
     if any(finding.state == PROBLEM for finding in findings):
         raise SystemExit(1)
 
 
-def examine(config: Config) -> Iterator[Finding]:
+def run_checks(config: Config) -> Iterator[Finding]:
     """What every check finds; one that fails is a problem of its own."""
-    for name, check in CHECKS.items():
-        status(f"looking at: {name}")
+    for name, check in DOCTOR_CHECKS.items():
+        show_status(f"looking at: {name}")
         try:
             yield from check(config)
         except Exception as error:
-            yield Finding(name, PROBLEM, f"cannot be looked at: {fold_message(error)}")
+            yield Finding(name, PROBLEM, f"cannot be looked at: {summarize_error(error)}")
 
 
-def report(config: Config, findings: list[Finding]) -> dict[str, Any]:
+def build_doctor_report(config: Config, findings: list[Finding]) -> dict[str, Any]:
     """The findings with what else an issue needs."""
     try:
         device = choose_device(config.model.device)
         machine: Any = describe_machine(device, _kernel(config)[0])
     except Exception as error:
-        machine = fold_message(error)
+        machine = summarize_error(error)
     return {
         "dlm_rag": __version__,
-        "commit": commit_of_code(),
+        "commit": get_code_commit(),
         "machine": machine,
         "findings": [asdict(finding) for finding in findings],
     }
 
 
-def show(findings: list[Finding]) -> None:
+def print_findings(findings: list[Finding]) -> None:
     """A table on standard output."""
     from rich.console import Console
     from rich.table import Table
 
-    from dlm_rag.decode.view import plain
+    from dlm_rag.decode.terminal import escape_text
 
     console = Console() if sys.stdout.isatty() else Console(width=120)
     table = Table(box=None, show_header=False, padding=(0, 1))
@@ -127,10 +134,10 @@ def show(findings: list[Finding]) -> None:
     table.add_column(overflow="fold")
     colours = {OK: "green", HINT: "yellow", PROBLEM: "bold red"}
     for found in findings:
-        said = plain(found.what)
+        said = escape_text(found.what)
         if found.remedy:
-            said = said.append("\n").append(plain(f"$ {found.remedy}", "bold"))
-        table.add_row(plain(found.state, colours[found.state]), plain(found.name), said)
+            said = said.append("\n").append(escape_text(f"$ {found.remedy}", "bold"))
+        table.add_row(escape_text(found.state, colours[found.state]), escape_text(found.name), said)
     console.print(table)
 
 
@@ -149,7 +156,7 @@ def check_packages(_: Config) -> Iterator[Finding]:
     needed = [text for text in listed if "extra ==" not in text]
     wrong = 0
     for text in needed:
-        name, problem = outside(text)
+        name, problem = find_version_mismatch(text)
         if problem:
             wrong += 1
             missing = problem == "not installed"
@@ -157,7 +164,7 @@ def check_packages(_: Config) -> Iterator[Finding]:
     yield Finding("packages", OK, f"{len(needed) - wrong} of {len(needed)} are as they were tested")
 
 
-def outside(requirement: str) -> tuple[str, str]:
+def find_version_mismatch(requirement: str) -> tuple[str, str]:
     """The package that a requirement is about, and how what is installed misses it, if it does."""
     from packaging.requirements import Requirement
 
@@ -193,7 +200,7 @@ def check_torch(_: Config) -> Iterator[Finding]:
     unfit = [
         f"{torch.cuda.get_device_name(n)} (sm_{capability[0]}{capability[1]})"
         for n in range(torch.cuda.device_count())
-        if not has_code_for(capability := torch.cuda.get_device_capability(n), built_for)
+        if not is_built_for_gpu(capability := torch.cuda.get_device_capability(n), built_for)
     ]
     if unfit:
         yield Finding(
@@ -209,7 +216,7 @@ def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
     except RuntimeError as error:
-        return fold_message(error)
+        return summarize_error(error)
     return "no device is visible"
 
 
@@ -225,27 +232,27 @@ def check_gpus(_: Config) -> Iterator[Finding]:
         yield Finding(
             f"GPU {number}",
             OK,
-            f"{of.name}, {in_bytes(of.total_memory)}, compute capability {of.major}.{of.minor}, driver "
+            f"{of.name}, {format_bytes(of.total_memory)}, compute capability {of.major}.{of.minor}, driver "
             f"{driver}, CUDA {torch.version.cuda}",
         )
 
 
 def _kernel(config: Config) -> tuple[str, dict[str, str]]:
     """The attention kernel that is used, and why each of the better ones is not."""
-    from dlm_rag.model.kernels import choose_backend, reasons_against
+    from dlm_rag.model.attention_backends import choose_backend, collect_backend_problems
 
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
-    chosen = choose_backend(config.model.attention, device, dtype)
-    against = reasons_against(device, dtype)
+    chosen = choose_backend(config.model.attn_implementation, device, dtype)
+    against = collect_backend_problems(device, dtype)
     return chosen, {name: why for name, why in list(against.items())[: list(against).index(chosen)] if why}
 
 
-def check_kernel(config: Config) -> Iterator[Finding]:
-    from dlm_rag.model.kernels import kernel_version
+def check_attention_kernel(config: Config) -> Iterator[Finding]:
+    from dlm_rag.model.attention_backends import describe_kernel_version
 
     chosen, against = _kernel(config)
-    used = f"{chosen} ({kernel_version(chosen)})"
+    used = f"{chosen} ({describe_kernel_version(chosen)})"
     names: dict[str, list[str]] = {}
     for name, reason in against.items():
         names.setdefault(reason.partition(";")[0], []).append(name)
@@ -266,7 +273,7 @@ def check_nsys(_: Config) -> Iterator[Finding]:
     found = re.search(r"\d+(\.\d+)+", done.stdout)
     said = f"{found[0] if found else 'of an unknown version'}, nvtx {nvtx}"
     wanted = next((text for text in requires("dlm_rag") or [] if text.startswith("nvtx")), "nvtx")
-    if outside(wanted)[1]:
+    if find_version_mismatch(wanted)[1]:
         yield Finding("nsys", HINT, f"{said}: its ranges may not show", f"pip install '{wanted}'")
     else:
         yield Finding("nsys", OK, f"{said}: its ranges show")
@@ -275,7 +282,7 @@ def check_nsys(_: Config) -> Iterator[Finding]:
 def check_cores(_: Config) -> Iterator[Finding]:
     import torch
 
-    cores, threads = usable_cores(), torch.get_num_threads()
+    cores, threads = count_usable_cores(), torch.get_num_threads()
     said = f"cores: {cores}, threads of torch: {threads}"
     if threads > cores:
         yield Finding(
@@ -286,12 +293,12 @@ def check_cores(_: Config) -> Iterator[Finding]:
 
 
 def check_memory(_: Config) -> Iterator[Finding]:
-    found = memory()
+    found = read_host_memory()
     if not found:
         yield Finding("memory", OK, "the system does not tell")
         return
-    said = f"{in_bytes(found['available'])} of {in_bytes(found['total'])} are free"
-    little = found["available"] < LEAST_MEMORY
+    said = f"{format_bytes(found['available'])} of {format_bytes(found['total'])} are free"
+    little = found["available"] < MIN_FREE_MEMORY_BYTES
     yield Finding("memory", HINT if little else OK, said, "ps aux --sort=-rss | head" if little else "")
 
 
@@ -304,10 +311,10 @@ def check_energy(config: Config) -> Iterator[Finding]:
 
 def check_cache(config: Config) -> Iterator[Finding]:
     """The folder of the indexes: its size, whether it can be written, and what is free on its disk."""
-    from dlm_rag.retrieval.index import default_index_folder
+    from dlm_rag.retrieval.build_once import get_cache_folder
 
-    given = config.retrieval.index_folder
-    folder = Path(given).expanduser() if given else default_index_folder()
+    given = config.retrieval.index_dir
+    folder = Path(given).expanduser() if given else get_cache_folder()
     elsewhere = "export DLM_RAG_CACHE=/a/folder/of/yours"
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
@@ -319,13 +326,13 @@ def check_cache(config: Config) -> Iterator[Finding]:
         return
     sizes: list[int] = []
     for path in folder.rglob("*"):
-        if len(sizes) == COUNTED_FILES:
+        if len(sizes) == MAX_COUNTED_FILES:
             break
         sizes.append(path.lstat().st_size)
-    more = "more than " if len(sizes) == COUNTED_FILES else ""
+    more = "more than " if len(sizes) == MAX_COUNTED_FILES else ""
     free = shutil.disk_usage(there).free
-    said = f"{folder} holds {more}{in_bytes(sum(sizes))}, {in_bytes(free)} are free on its disk"
-    state = PROBLEM if free < NO_DISK else HINT if free < LEAST_DISK else OK
+    said = f"{folder} holds {more}{format_bytes(sum(sizes))}, {format_bytes(free)} are free on its disk"
+    state = PROBLEM if free < UNUSABLE_DISK_BYTES else HINT if free < MIN_FREE_DISK_BYTES else OK
     yield Finding("cache", state, said, elsewhere if state != OK else "")
 
 
@@ -343,7 +350,7 @@ def check_hub(_: Config) -> Iterator[Finding]:
 
 def check_extras(_: Config) -> Iterator[Finding]:
     """Optional packages; of flash-attn the line of the kernel has the command, where it is of use."""
-    for package, (extra, what_for) in EXTRAS.items():
+    for package, (extra, what_for) in OPTIONAL_PACKAGES.items():
         try:
             yield Finding(package, OK, f"{version(package)}, for {what_for}")
         except PackageNotFoundError:
@@ -359,28 +366,32 @@ def check_answer(config: Config) -> Iterator[Finding]:
         fresh = Config()
         mine = replace(
             fresh,
-            model=replace(fresh.model, device=config.model.device, attention=config.model.attention),
-            retrieval=replace(fresh.retrieval, index_folder=folder),
+            model=replace(
+                fresh.model,
+                device=config.model.device,
+                attn_implementation=config.model.attn_implementation,
+            ),
+            retrieval=replace(fresh.retrieval, index_dir=folder),
         )
-        asked = with_shipped(mine, [])
+        asked = apply_shipped_defaults(mine, [])
         question = read_questions(str(asked.questions))[0]
-        decoder = prepare(asked, [question]).load()
+        decoder = prepare_decoder(asked, [question]).load()
         start = time.perf_counter()
         (rollout,) = decoder.decode([question])
     said = f"'{rollout.answer}' in {time.perf_counter() - start:.1f} s, {decoder.describe()}"
     if rollout.error or rollout.answer not in question.golden_answers:
         wrong = rollout.error or f"{said}, expected was '{question.golden_answers[0]}'"
-        yield Finding("an answer", PROBLEM, wrong, "python -m pytest tests/test_shipped.py")
+        yield Finding("an answer", PROBLEM, wrong, "python -m pytest tests/test_shipped_model.py")
     else:
         yield Finding("an answer", OK, said)
 
 
-CHECKS: dict[str, Check] = {
+DOCTOR_CHECKS: dict[str, DoctorCheck] = {
     "python": check_python,
     "packages": check_packages,
     "torch": check_torch,
     "GPU": check_gpus,
-    "attention": check_kernel,
+    "attention": check_attention_kernel,
     "nsys": check_nsys,
     "cores": check_cores,
     "memory": check_memory,

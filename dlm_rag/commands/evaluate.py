@@ -9,7 +9,7 @@
     dlm-rag evaluate --config sardi.yaml --dataset 2wiki --out runs/2wiki      # the paper's table
     dlm-rag evaluate --reproduce runs/shipped --out runs/again     # and what has become different
 
---compare all: interleaved retrieval (decode.query=proxy), committed tokens only, static retrieval,
+--compare all: interleaved retrieval (decode.query_policy=proxy), committed tokens only, static retrieval,
 a second search with the best passage of the first (two_rounds, feedback), none, and oracle evidence.
 --sweep: every combination of the values, under each setting of --compare where there is one.
 The folder gets scores.json, scores.md, a picture, config.yaml and the answers and traces of every setting.
@@ -25,30 +25,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.commands.job import Job, plan
-from dlm_rag.commands.prepare import Once, gather_questions, with_shipped
-from dlm_rag.commands.scores import (
-    check_chosen,
-    picture,
-    report,
-    report_again,
+from dlm_rag.cli import check_writable, print_note
+from dlm_rag.commands.answer_job import AnswerJob, plan_answer_job
+from dlm_rag.commands.cli_args import READER_CONFIG, CommandLine, parse_command_line
+from dlm_rag.commands.evaluation_outputs import (
+    check_question_selection,
+    get_plot_file_name,
+    report_reproduction,
     score_folder,
-    scores_then,
-    written,
+    score_stored_result,
+    wrap_write_errors,
+    write_evaluation_report,
 )
-from dlm_rag.commands.words import READER, CommandLine, parse
+from dlm_rag.commands.startup import ResourceCache, apply_shipped_defaults, gather_questions
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.whole import write_whole
-from dlm_rag.program import check_writable, note
-from dlm_rag.progress import progress
+from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.progress import report_progress
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
-    from dlm_rag.evaluation.results import Result
+    from dlm_rag.evaluation.stored_results import StoredResult
     from dlm_rag.questions import Question
 
-OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
+EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
     "sweep": (
         (),
         "KEY=VALUE,VALUE ...: every combination is a setting; the first is held against the others",
@@ -59,18 +59,20 @@ OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvaluationPlan:
     """What is to be run, as it was told: before what ships takes the place of what is not named."""
 
     config: "Config"
     settings: "dict[str, Config]"
-    alone: bool  # one setting, whose answers are in the folder itself
-    said: dict[str, Any]  # what scores.json begins with
-    then: "Result | None" = None  # that is run again
+    is_single_setting: bool  # one setting, whose answers are in the folder itself
+    report_header: dict[str, Any]  # what scores.json begins with
+    reproduced_result: "StoredResult | None" = None  # that is run again
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, chosen=True, answers=True, options=OPTIONS)
+    words = parse_command_line(
+        __doc__ or "", argv, typed=False, chosen=True, answers=True, options=EVALUATE_OPTIONS
+    )
     out = words.config.out
     if out in (None, "-"):
         raise ConfigError("evaluation needs --out FOLDER")
@@ -80,27 +82,27 @@ def main(argv: list[str]) -> None:
         raise ConfigError(
             "evaluation makes no page: leave --html out, and make it of a trace with dlm-rag page"
         )
-    if words.options["reproduce"] and words.file == READER:  # who answers, the result says
+    if words.options["reproduce"] and words.file == READER_CONFIG:  # who answers, the result says
         words = replace(words, file=None)
-    wanted = of_result(words) if words.options["reproduce"] else of_words(words)
-    said = {"command": shlex.join(["dlm-rag", "evaluate", *argv])} | wanted.said
-    evaluate(Path(str(out)), wanted, said, words.tell)
+    wanted = plan_from_result(words) if words.options["reproduce"] else plan_from_command_line(words)
+    said = {"command": shlex.join(["dlm-rag", "evaluate", *argv])} | wanted.report_header
+    run_evaluation(Path(str(out)), wanted, said, words.announce_reader)
 
 
-def evaluate(
-    out: Path, wanted: Wanted, said: dict[str, Any], ready: Callable[[], None] = lambda: None
+def run_evaluation(
+    out: Path, wanted: EvaluationPlan, said: dict[str, Any], ready: Callable[[], None] = lambda: None
 ) -> None:
     """Runs what is wanted into a folder, and reports; said: what scores.json begins with.
 
     ready: called once all has been checked.
     """
-    config = with_shipped(wanted.config, [])
+    config = apply_shipped_defaults(wanted.config, [])
     if config.questions is None:
         raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
     questions = gather_questions(config, [])
     from dlm_rag.evaluation.compare import group_questions
-    from dlm_rag.evaluation.metrics import choose_f1
-    from dlm_rag.evaluation.results import CONFIG, folder_name
+    from dlm_rag.evaluation.metrics import choose_f1_rule
+    from dlm_rag.evaluation.stored_results import SAVED_CONFIG_FILE, make_setting_folder_name
 
     for question in questions:
         if not question.golden_answers:
@@ -109,67 +111,76 @@ def evaluate(
                 "cannot be scored"
             )
     said |= {
-        "f1_rule": choose_f1(config.f1, config.questions),
+        "f1_rule": choose_f1_rule(config.f1_rule, config.questions),
         "chosen": {"limit": config.limit, "quick": config.quick},
     }
     groups = group_questions(questions)
-    check_chosen(out, said["chosen"])
-    before = wanted.then and scores_then(wanted.then, questions, said["f1_rule"])
-    folders = {name: out if wanted.alone else out / folder_name(name) for name in wanted.settings}
+    check_question_selection(out, said["chosen"])
+    before = wanted.reproduced_result and score_stored_result(
+        wanted.reproduced_result, questions, said["f1_rule"]
+    )
+    folders = {
+        name: out if wanted.is_single_setting else out / make_setting_folder_name(name)
+        for name in wanted.settings
+    }
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
-    jobs = plan_all(wanted, folders, questions)
-    for name in ("scores.json", "scores.md", picture(said), CONFIG):
+    jobs = plan_answer_jobs(wanted, folders, questions)
+    for name in ("scores.json", "scores.md", get_plot_file_name(said), SAVED_CONFIG_FILE):
         check_writable(str(out / name), "out")
     if dataset := said.get("dataset"):
-        questions = hold_to_the_paper(dataset, jobs, questions, said)
+        questions = compare_with_paper(dataset, jobs, questions, said)
     for folder, told in {
         out: wanted.config,
         **{folders[name]: c for name, c in wanted.settings.items()},
     }.items():
-        with written(folder / CONFIG) as path:
-            write_whole(path, dump_config(replace(told, out=None, compare=None)))
+        with wrap_write_errors(folder / SAVED_CONFIG_FILE) as path:
+            write_text_atomic(path, dump_config(replace(told, out=None, compare=None)))
     ready()
-    run_all(jobs, config.workers)
+    run_answer_jobs(jobs, config.workers)
     scores = {name: score_folder(folder, questions, said["f1_rule"]) for name, folder in folders.items()}
-    report(out, groups, scores, folders, said)
-    if wanted.then and before:
-        report_again(out, wanted.then, before, groups, scores)
+    write_evaluation_report(out, groups, scores, folders, said)
+    if wanted.reproduced_result and before:
+        report_reproduction(out, wanted.reproduced_result, before, groups, scores)
 
 
-def of_words(words: CommandLine) -> Wanted:
+def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
     """The settings that the command line names. Raises `ConfigError`."""
-    from dlm_rag.evaluation.compare import cross, read_settings, read_sweep
+    from dlm_rag.evaluation.compare import expand_sweep, parse_compared_settings, parse_sweep
 
     said: dict[str, Any] = {}
     if dataset := words.options["dataset"]:
-        from dlm_rag.evaluation.published import layout
+        from dlm_rag.evaluation.published import resolve_dataset_files
 
-        words = replace(words, settings=[*layout(dataset, words.settings), *words.settings])
+        words = replace(words, settings=[*resolve_dataset_files(dataset, words.settings), *words.settings])
         words = replace(words, config=words.config_with([]))
         said["dataset"] = dataset
     config = words.config
     if words.options["sweep"] == []:
         raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")
-    swept = read_sweep(words.options["sweep"])
+    swept = parse_sweep(words.options["sweep"])
     if both := sorted({*swept} & {word.partition("=")[0] for word in words.settings}):
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
     if config.compare is None and not swept:
-        return Wanted(config, {f"{config.decode.query} {config.retrieval.kind}": config}, True, said)
+        return EvaluationPlan(
+            config, {f"{config.decode.query_policy} {config.retrieval.method}": config}, True, said
+        )
     if swept:
         said["swept"] = swept
     settings = {}
-    for name, more in cross(read_settings(config.compare) if config.compare else {"": []}, swept).items():
+    for name, more in expand_sweep(
+        parse_compared_settings(config.compare) if config.compare else {"": []}, swept
+    ).items():
         try:
             settings[name] = words.config_with(more)
         except ConfigError as error:
             raise ConfigError(f"'{name}': {error}") from None
-    return Wanted(config, settings, False, said)
+    return EvaluationPlan(config, settings, False, said)
 
 
-def of_result(words: CommandLine) -> Wanted:
+def plan_from_result(words: CommandLine) -> EvaluationPlan:
     """The settings of a stored result, with what the command line says on top. Raises `ConfigError`."""
-    from dlm_rag.evaluation.results import CONFIG, read_result
+    from dlm_rag.evaluation.stored_results import SAVED_CONFIG_FILE, read_result
 
     config, options = words.config, words.options
     named = {"--config": words.file, "--compare": config.compare, "--sweep": options["sweep"],
@@ -177,62 +188,66 @@ def of_result(words: CommandLine) -> Wanted:
     if given := [flag for flag, value in named.items() if value]:
         raise ConfigError(f"--reproduce runs the settings of its result: leave {given[0]} out")
     then = read_result(Path(options["reproduce"]))
-    folders = {name: then.folder_of(name) for name in then.settings}
+    folders = {name: then.find_setting_folder(name) for name in then.settings}
     for folder in (then.folder, *folders.values()):
-        if not (folder / CONFIG).is_file():
+        if not (folder / SAVED_CONFIG_FILE).is_file():
             raise ConfigError(
-                f"{folder} has no {CONFIG}: an older program made it, and did not say its settings"
+                f"{folder} has no {SAVED_CONFIG_FILE}: an older program made it, and did not say its "
+                "settings"
             )
     if os.path.realpath(str(config.out)) == os.path.realpath(then.folder):
         raise ConfigError("--reproduce and --out are the same folder: choose another --out")
     config, *settings = (
-        load_config(str(folder / CONFIG), words.settings) for folder in (then.folder, *folders.values())
+        load_config(str(folder / SAVED_CONFIG_FILE), words.settings, stored=True)
+        for folder in (then.folder, *folders.values())
     )
     said: dict[str, Any] = {key: then.record[key] for key in ("dataset", "swept") if key in then.record}
     alone = list(folders.values()) == [then.folder]
-    return Wanted(config, dict(zip(folders, settings, strict=True)), alone, said, then)
+    return EvaluationPlan(config, dict(zip(folders, settings, strict=True)), alone, said, then)
 
 
-def plan_all(wanted: Wanted, folders: dict[str, Path], questions: "list[Question]") -> dict[str, Job]:
+def plan_answer_jobs(
+    wanted: EvaluationPlan, folders: dict[str, Path], questions: "list[Question]"
+) -> dict[str, AnswerJob]:
     """A job for each setting, all checked before the first one runs. Raises `UserError`."""
-    once, jobs = Once(), {}
+    once, jobs = ResourceCache(), {}
     for name, folder in folders.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
-        config = with_shipped(wanted.settings[name], [])
+        config = apply_shipped_defaults(wanted.settings[name], [])
         config = replace(config, out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl"))
-        jobs[name] = plan(config, questions, once)
+        jobs[name] = plan_answer_job(config, questions, once)
     return jobs
 
 
-def run_all(jobs: dict[str, Job], workers: str | None) -> None:
+def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
     """Runs the jobs; those of the same weights one after another, so that these are read once.
 
     What one setting has kept of evidence is not passed on: the next would look faster than it is.
     """
-    from dlm_rag.commands.engines import answering
+    from dlm_rag.commands.executors import open_engines
 
     models = [job.prepared.config.model for job in jobs.values()]
     total = sum(len(job.questions) for job in jobs.values())
     left = sum(len(job.file.remaining(job.questions)) for job in jobs.values())
-    several = progress(f"answering under {len(jobs)} settings", total, done=total - left)
+    several = report_progress(f"answering under {len(jobs)} settings", total, done=total - left)
     with (
-        answering(workers, [job.prepared for job in jobs.values()]) as engines,
+        open_engines(workers, [job.prepared for job in jobs.values()]) as engines,
         several if len(jobs) > 1 else nullcontext(None) as advance,
     ):
         for name in sorted(jobs, key=lambda name: models.index(jobs[name].prepared.config.model)):
             job = jobs[name]
             if len(jobs) > 1:
-                note(f"{name}:")
+                print_note(f"{name}:")
             job.run(engines, advance)
             if job.failed:
-                note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
+                print_note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
 
 
-def hold_to_the_paper(
-    dataset: str, jobs: dict[str, Job], questions: "list[Question]", said: dict[str, Any]
+def compare_with_paper(
+    dataset: str, jobs: dict[str, AnswerJob], questions: "list[Question]", said: dict[str, Any]
 ) -> "list[Question]":
     """Warns of all in which the settings leave the paper's, and notes it in `said`.
 
@@ -240,24 +255,24 @@ def hold_to_the_paper(
     not of the corpus.
     """
     from dlm_rag.evaluation.published import (
-        DATASETS,
-        check_index,
-        column_of,
-        departures,
-        with_known_support,
+        PUBLISHED_DATASETS,
+        check_paper_index,
+        drop_incomplete_support,
+        find_paper_column,
+        list_paper_deviations,
     )
     from dlm_rag.retrieval.corpus import open_corpus
 
     said["columns"], said["departures"] = {}, {}
     retrieval = next(iter(jobs.values())).prepared.config.retrieval
-    corpus = open_corpus(str(retrieval.corpus), retrieval.index_folder)
-    common = check_index(corpus)
-    if (published := DATASETS[dataset].questions) != len(questions):
+    corpus = open_corpus(str(retrieval.corpus), retrieval.index_dir)
+    common = check_paper_index(corpus)
+    if (published := PUBLISHED_DATASETS[dataset].questions) != len(questions):
         common.append(f"{len(questions)} questions (paper: {published})")
     for name, job in jobs.items():
         config, dtype = job.prepared.config, str(job.prepared.dtype).removeprefix("torch.")
-        said["columns"][name] = column_of(config)
-        said["departures"][name] = departures(config, dtype) + common
+        said["columns"][name] = find_paper_column(config)
+        said["departures"][name] = list_paper_deviations(config, dtype) + common
         for line in said["departures"][name]:
-            note(f"warning: {name} is not as published: {line}")
-    return with_known_support(questions, corpus)
+            print_note(f"warning: {name} is not as published: {line}")
+    return drop_incomplete_support(questions, corpus)

@@ -1,40 +1,40 @@
 """Build the index of a corpus before it is searched, here or in a Milvus.
 
     dlm-rag index --corpus passages.jsonl                           # in ~/.cache/dlm_rag
-    dlm-rag index --corpus passages.jsonl retrieval.kind=hybrid
+    dlm-rag index --corpus passages.jsonl retrieval.method=hybrid
     dlm-rag index --corpus passages.jsonl --to milvus://HOST:19530/COLLECTION
 
 A collection is searched with retrieval.url=milvus://HOST:19530/COLLECTION. A build into one that was
 stopped goes on when the same command is given again; one that is finished is left alone.
 """
 
-from dlm_rag.commands.words import parse
+from dlm_rag.cli import print_note
+from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.config import Config, RetrievalConfig
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.program import note
-from dlm_rag.progress import status
+from dlm_rag.progress import show_status
 
-BUILD_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
+WRITE_TIMEOUT_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
 
 
 def main(argv: list[str]) -> None:
     target = "URL of the collection to build, milvus://HOST:PORT/COLLECTION; none: the index is kept here"
-    words = parse(__doc__ or "", argv, typed=False, options={"to": ("", target)})
+    words = parse_command_line(__doc__ or "", argv, typed=False, options={"to": ("", target)})
     config, url = words.config, words.options["to"]
-    _refuse_unread(config)
+    _check_index_settings(config)
     if url:
-        _into(url, config.retrieval)
+        _build_collection(url, config.retrieval)
         return
     from dlm_rag.retrieval import load_retriever
     from dlm_rag.retrieval.corpus import open_corpus
 
     assert config.retrieval.corpus is not None
-    corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
+    corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
     load_retriever(config.retrieval, corpus)
-    note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
+    print_note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
 
 
-def _refuse_unread(config: Config) -> None:
+def _check_index_settings(config: Config) -> None:
     """Raises `ConfigError` for what an index does not need, and where the corpus lacks."""
     unread = {"questions": config.questions, "out": config.out, "trace": config.trace}
     unread |= {"compare": config.compare, "model": config.model.path, "retrieval.url": config.retrieval.url}
@@ -43,14 +43,14 @@ def _refuse_unread(config: Config) -> None:
             raise ConfigError(f"an index has no use for {name}: leave it out")
     if config.retrieval.corpus is None:
         raise ConfigError("no corpus: give --corpus a file of passages")
-    if config.retrieval.kind == "none":
-        raise ConfigError("retrieval.kind=none has no index: choose bm25, dense or hybrid")
+    if config.retrieval.method == "none":
+        raise ConfigError("retrieval.method=none has no index: choose bm25, dense or hybrid")
 
 
-def _into(url: str, config: RetrievalConfig) -> None:
+def _build_collection(url: str, config: RetrievalConfig) -> None:
     """Builds the collection of a URL, or goes on with it."""
     from dlm_rag.retrieval.corpus import open_corpus
-    from dlm_rag.retrieval.link import SearchUnavailableError
+    from dlm_rag.retrieval.retry import SearchUnavailableError
 
     try:
         RetrievalConfig(url=url)
@@ -58,20 +58,20 @@ def _into(url: str, config: RetrievalConfig) -> None:
         raise ConfigError(str(error).replace("retrieval.url", "--to")) from None
     if not url.startswith("milvus://"):
         raise ConfigError(f"--to {url}: a collection is built at milvus://HOST:PORT/COLLECTION only")
-    from dlm_rag.retrieval.filling import fill
-    from dlm_rag.retrieval.milvus import Collection
+    from dlm_rag.retrieval.milvus_collection import MilvusCollection
+    from dlm_rag.retrieval.milvus_ingest import ingest_corpus
 
-    status(f"asking {url}")
-    collection = Collection(url, BUILD_SECONDS)
+    show_status(f"asking {url}")
+    collection = MilvusCollection(url, WRITE_TIMEOUT_SECONDS)
     try:
         collection.describe()  # what is there and no collection of ours is found before a long read
-        status("reading the corpus")
-        corpus = open_corpus(config.corpus or "", config.index_folder)
-        written = fill(collection, corpus, config)
+        show_status("reading the corpus")
+        corpus = open_corpus(config.corpus or "", config.index_dir)
+        written = ingest_corpus(collection, corpus, config)
     except SearchUnavailableError as error:
         raise RunError(f"{error}; the same command goes on from there") from None
     except KeyboardInterrupt:
-        note("the same command goes on from there")
+        print_note("the same command goes on from there")
         raise
     there = f"{len(corpus):,} passages are in {url}"
-    note(f"{there}, {written:,} of them new" if written else f"{there} already, and it is finished")
+    print_note(f"{there}, {written:,} of them new" if written else f"{there} already, and it is finished")

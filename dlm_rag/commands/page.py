@@ -8,31 +8,31 @@ A trace is what `dlm-rag sample --trace FILE` writes; `dlm-rag sample --html FIL
 
 from pathlib import Path
 
-from dlm_rag.commands.job import check_paths
+from dlm_rag.cli import CommandParser, print_note
+from dlm_rag.commands.answer_job import check_distinct_paths
 from dlm_rag.errors import ConfigError, TraceError
-from dlm_rag.files.records import expand
-from dlm_rag.page.record import read_runs
-from dlm_rag.page.write import check_page, write_page
-from dlm_rag.program import Parser, note
+from dlm_rag.files.record_readers import expand_path
+from dlm_rag.page.record import read_trace_runs
+from dlm_rag.page.write import check_page_target, write_page
 
-MOST_TRACES = 2
+MAX_TRACES = 2
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(__doc__ or "", prog="dlm-rag page")
+    parser = CommandParser(__doc__ or "", prog="dlm-rag page")
     parser.add_argument("traces", nargs="+", metavar="TRACE")
     parser.add_argument("--html", metavar="PATH", required=True, help="where the page goes")
     given = parser.parse_args(argv)
-    if len(given.traces) > MOST_TRACES:
+    if len(given.traces) > MAX_TRACES:
         raise ConfigError(
-            f"a page shows one trace or {MOST_TRACES}, not {len(given.traces)}: leave some out"
+            f"a page shows one trace or {MAX_TRACES}, not {len(given.traces)}: leave some out"
         )
-    traces = [expand(path, TraceError) for path in given.traces]
-    page = expand(given.html, ConfigError) if given.html.startswith("~") else given.html
+    traces = [expand_path(path, TraceError) for path in given.traces]
+    page = expand_path(given.html, ConfigError) if given.html.startswith("~") else given.html
     read = {f"trace {path}": str(path) for path in traces}
     if len(read) < len(traces):
         raise ConfigError(f"{traces[0]} is named twice: name the trace of another run beside it")
-    check_paths({"html": str(page)}, read)
-    check_page(str(page))
-    write_page(Path(page), read_runs(traces))
-    note(f"the page is in {page}")
+    check_distinct_paths({"html": str(page)}, read)
+    check_page_target(str(page))
+    write_page(Path(page), read_trace_runs(traces))
+    print_note(f"the page is in {page}")

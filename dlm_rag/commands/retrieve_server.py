@@ -1,33 +1,33 @@
 """Let others search a corpus over HTTP, in the protocol of Search-R1's retrieval server.
 
     dlm-rag retrieve-server --corpus passages.jsonl
-    dlm-rag retrieve-server --corpus passages.jsonl --port 8001 retrieval.kind=hybrid
+    dlm-rag retrieve-server --corpus passages.jsonl --port 8001 retrieval.method=hybrid
 
     curl http://127.0.0.1:8000/          # what is searched, and how
     curl http://127.0.0.1:8000/retrieve -d '{"queries": ["Who wrote Emma?"], "topk": 3}'
     dlm-rag sample "Who wrote Emma?" --model DIR_OR_HUB_ID retrieval.url=http://127.0.0.1:8000/retrieve
 
 Ctrl-C or SIGTERM ends it. Whoever reaches the port may search: by default that is this machine alone.
-`serving.connections` may be open. Needs pip install 'dlm_rag[serve]'.
+`serving.max_connections` may be open. Needs pip install 'dlm_rag[serve]'.
 """
 
-from dlm_rag.commands.serve import OPTIONS, taken, url_of
-from dlm_rag.commands.words import CommandLine, parse
+from dlm_rag.cli import print_note
+from dlm_rag.commands.cli_args import CommandLine, parse_command_line
+from dlm_rag.commands.serve import SERVE_OPTIONS, bind_socket, get_socket_url
 from dlm_rag.errors import ConfigError
-from dlm_rag.program import note
-from dlm_rag.progress import status
+from dlm_rag.progress import show_status
 
-NOT_READ = ("retrieval.url", "retrieval.url_seconds", "retrieval.oracle", "retrieval.search_memory_gib")
+UNREAD_SETTINGS = ("retrieval.url", "retrieval.timeout", "retrieval.oracle", "retrieval.bm25_cache_gib")
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, options=OPTIONS)
-    refuse_unread(words)
+    words = parse_command_line(__doc__ or "", argv, typed=False, options=SERVE_OPTIONS)
+    check_retrieve_server_settings(words)
     config = words.config.retrieval
     try:
-        from dlm_rag.serving.access import Access, is_loopback
-        from dlm_rag.serving.listen import listen
-        from dlm_rag.serving.search import PATH, SearchService
+        from dlm_rag.serving.http_server import run_server
+        from dlm_rag.serving.middleware import AccessControl, is_loopback
+        from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
     except ModuleNotFoundError as error:
         raise ConfigError(f"retrieve-server needs {error.name}: pip install 'dlm_rag[serve]'") from None
     from dlm_rag.retrieval import load_retriever
@@ -35,24 +35,27 @@ def main(argv: list[str]) -> None:
 
     if config.corpus is None:
         raise ConfigError("no corpus: give --corpus FILE")
-    with taken(words.options["host"], words.options["port"]) as sock:
-        corpus = open_corpus(config.corpus, config.index_folder)
+    with bind_socket(words.options["host"], words.options["port"]) as sock:
+        corpus = open_corpus(config.corpus, config.index_dir)
         # Whoever asks is not known, so nothing is kept of what was asked before.
-        retriever = load_retriever(config, corpus, search_memory_gib=0.0)
-        access = Access(is_loopback(words.options["host"]))
+        retriever = load_retriever(config, corpus, bm25_cache_gib=0.0)
+        access = AccessControl(is_loopback(words.options["host"]))
         service = SearchService(retriever, config, words.config.serving, access)
-        status()
-        searched = f"{len(corpus)} passages, by {config.kind}, are searched at {url_of(sock)}{PATH}"
-        listen(service, sock, lambda: note(f"{searched}; Ctrl-C ends it"))
-    note("ended")
+        show_status()
+        url = f"{get_socket_url(sock)}{SEARCH_PATH}"
+        searched = f"{len(corpus)} passages, by {config.method}, are searched at {url}"
+        run_server(service, sock, lambda: print_note(f"{searched}; Ctrl-C ends it"))
+    print_note("ended")
 
 
-def refuse_unread(words: CommandLine) -> None:
+def check_retrieve_server_settings(words: CommandLine) -> None:
     """Raises `ConfigError` for settings that a server does not read."""
     for setting in words.settings:
         key = setting.partition("=")[0]
-        if key != "serving.connections" and (not key.startswith("retrieval.") or key in NOT_READ):
+        if key != "serving.max_connections" and (
+            not key.startswith("retrieval.") or key in UNREAD_SETTINGS
+        ):
             raise ConfigError(f"a server reads settings of retrieval, and not {key}: leave it out")
     config = words.config.retrieval
-    if config.url is not None or config.oracle or config.kind == "none":
+    if config.url is not None or config.oracle or config.method == "none":
         raise ConfigError("a server searches a corpus: leave retrieval.url, oracle and kind=none out")

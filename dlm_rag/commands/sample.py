@@ -23,14 +23,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlm_rag.commands.job import check_files, plan
-from dlm_rag.commands.prepare import SHIPPED, gather_questions, prepare, with_shipped
-from dlm_rag.commands.words import parse
+from dlm_rag.cli import print_note
+from dlm_rag.commands.answer_job import check_output_files, plan_answer_job
+from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.startup import (
+    SHIPPED_FOLDER,
+    apply_shipped_defaults,
+    gather_questions,
+    prepare_decoder,
+)
 from dlm_rag.errors import ConfigError
-from dlm_rag.page.record import Run, read_runs
+from dlm_rag.page.record import TraceRun, read_trace_runs
 from dlm_rag.page.write import write_page
-from dlm_rag.program import note
-from dlm_rag.progress import status
+from dlm_rag.progress import show_status
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
@@ -39,51 +44,51 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, chosen=True, answers=True)
+    words = parse_command_line(__doc__ or "", argv, chosen=True, answers=True)
     if words.config.compare is not None:
         raise ConfigError("sample answers under one setting: leave compare out, or run evaluate")
     if words.config.workers is not None and words.config.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
-    config = with_shipped(words.config, words.questions)
-    status("reading questions")
+    config = apply_shipped_defaults(words.config, words.questions)
+    show_status("reading questions")
     questions = gather_questions(config, words.questions)
-    if words.config.model.path is None and leads_out_of_its_world(words.config, questions):
-        note(
+    if words.config.model.path is None and asks_beyond_shipped_world(words.config, questions):
+        print_note(
             "the shipped model knows only its invented world: what it says here is made up;\n"
             "for passages of your own give --corpus FILE alone, for any question --model DIR_OR_HUB_ID "
             "(GSAI-ML/LLaDA-8B-Instruct)"
         )
-    status("loading torch")
+    show_status("loading torch")
     if not (words.config.questions or words.questions or config.limit or config.quick):
-        questions = a_few(questions)
+        questions = select_few_per_hop(questions)
     if config.out is not None:
-        from dlm_rag.commands.engines import answering
+        from dlm_rag.commands.executors import open_engines
 
-        job = plan(config, questions)
-        words.tell()
-        with answering(config.workers, [job.prepared]) as engines:
+        job = plan_answer_job(config, questions)
+        words.announce_reader()
+        with open_engines(config.workers, [job.prepared]) as engines:
             job.run(engines)
         failed = job.failed
         traced = f", the traces in {config.trace}" if config.trace else ""
-        note(f"the answers are in {config.out}{traced}")
+        print_note(f"the answers are in {config.out}{traced}")
         if config.html is not None and config.trace is not None:
-            make_page(config.html, read_runs([Path(config.trace)]))
+            write_run_page(config.html, read_trace_runs([Path(config.trace)]))
     else:
-        failed = decode_to_screen(config, questions, words.tell)
+        failed = decode_to_screen(config, questions, words.announce_reader)
     if failed:
         raise SystemExit(1)
 
 
-def leads_out_of_its_world(given: "Config", questions: "list[Question]") -> bool:
+def asks_beyond_shipped_world(given: "Config", questions: "list[Question]") -> bool:
     """Whether the shipped model is asked about other passages, or for names that are not in its own."""
     if given.retrieval.corpus is not None:
         return True
-    world = SHIPPED / "world" / "corpus.jsonl"  # a service may well have these passages
+    world = SHIPPED_FOLDER / "world" / "corpus.jsonl"  # a service may well have these passages
     known = set(re.findall(r"\w+", world.read_text(encoding="utf-8")))
     return any(not known.issuperset(re.findall(r"(?<=\s)[A-Z]\w+", q.question)) for q in questions)
 
 
-def a_few(questions: "list[Question]", each: int = 2) -> "list[Question]":
+def select_few_per_hop(questions: "list[Question]", each: int = 2) -> "list[Question]":
     """The first questions of every number of hops."""
     seen: Counter[int | None] = Counter()
     kept = []
@@ -101,21 +106,21 @@ def decode_to_screen(
 
     ready: called once all has been checked. Returns how many questions failed.
     """
-    check_files(config)
+    check_output_files(config)
     if config.trace is not None and Path(config.trace).is_file() and Path(config.trace).stat().st_size:
         raise ConfigError(f"trace={config.trace} holds something already: choose another, or add --out")
-    prepared = prepare(config, questions)  # what is wrong is said before torch is imported
+    prepared = prepare_decoder(config, questions)  # what is wrong is said before torch is imported
     ready()
     from rich.console import Console
 
-    from dlm_rag.decode.answers import write_line
-    from dlm_rag.decode.trace import TraceWriter
-    from dlm_rag.decode.view import LiveView, Tally
+    from dlm_rag.decode.results_file import write_json_line
+    from dlm_rag.decode.terminal import LiveView, RunTotals
+    from dlm_rag.decode.trace_file import TraceWriter
     from dlm_rag.energy.meter import open_meter
 
     decoder = prepared.load()
-    status("taking the first step")
-    tally, console = Tally(decoder.tokenizer.end_ids), Console()
+    show_status("taking the first step")
+    tally, console = RunTotals(decoder.tokenizer.end_ids), Console()
     meter = open_meter(config.energy, decoder.denoiser.device)
     shown: list[Rollout] = []
     try:
@@ -135,25 +140,25 @@ def decode_to_screen(
                 if view:
                     view.finish(rollout)
                 else:
-                    status()
-                    write_line(sys.stdout, rollout.answer_record())
+                    show_status()
+                    write_json_line(sys.stdout, rollout.answer_record())
     except KeyboardInterrupt:
-        note(
+        print_note(
             f"{tally.answers} of {len(questions)} answered; with --out FILE a run that was stopped goes on"
         )
         raise
     finally:
         if config.html and shown:
-            make_page(config.html, [Run("", prepared.trace_header(), shown)])
-    figures = tally.line(time.perf_counter() - start, decoder.describe(), meter.reading)
+            write_run_page(config.html, [TraceRun("", prepared.trace_header(), shown)])
+    figures = tally.summary_line(time.perf_counter() - start, decoder.describe(), meter.reading)
     if view:
         console.print(figures, markup=False, highlight=False)
     else:
-        note(figures)
+        print_note(figures)
     return tally.failed
 
 
-def make_page(path: str, runs: list[Run]) -> None:
+def write_run_page(path: str, runs: list[TraceRun]) -> None:
     """Writes the page of a run, and says where it is."""
     write_page(Path(path), runs)
-    note(f"the page is in {path}")
+    print_note(f"the page is in {path}")

@@ -2,7 +2,7 @@
 
     dlm-rag serve                                    # the shipped model; then open http://127.0.0.1:8000/
     dlm-rag serve --model DIR_OR_HUB_ID --corpus passages.jsonl decode.batch_size=32
-    dlm-rag serve --host 0.0.0.0 serving.keys=keys.txt
+    dlm-rag serve --host 0.0.0.0 serving.api_keys_file=keys.txt
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "Who wrote Emma?"}]}'
@@ -15,80 +15,88 @@ import gc
 import socket
 from pathlib import Path
 
-from dlm_rag.commands.prepare import SHIPPED, prepare, with_shipped
-from dlm_rag.commands.words import CommandLine, parse
-from dlm_rag.errors import ConfigError, fold_message
-from dlm_rag.files.hub import SHIPS
-from dlm_rag.program import note
-from dlm_rag.progress import status
+from dlm_rag.cli import print_note
+from dlm_rag.commands.cli_args import CommandLine, parse_command_line
+from dlm_rag.commands.startup import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
+from dlm_rag.errors import ConfigError, summarize_error
+from dlm_rag.files.hub import SHIPPED_PREFIX
+from dlm_rag.progress import show_status
 
-OPTIONS: dict[str, tuple[str | int, str]] = {
+SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
     "host": ("127.0.0.1", "the address it listens at; 0.0.0.0 lets other machines in"),
 }
-READ = ("model", "retrieval", "decode", "engine", "serving", "energy")
+SERVE_SECTIONS = ("model", "retrieval", "decode", "engine", "serving", "energy")
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, answers=True, options=OPTIONS)
-    refuse_unread(words)
-    config = with_shipped(words.config, [""])
+    words = parse_command_line(__doc__ or "", argv, typed=False, answers=True, options=SERVE_OPTIONS)
+    check_serve_settings(words)
+    config = apply_shipped_defaults(words.config, [""])
     try:
-        from dlm_rag.serving.access import Access, is_loopback
-        from dlm_rag.serving.app import Service
-        from dlm_rag.serving.keys import Keys
-        from dlm_rag.serving.listen import listen
+        from dlm_rag.serving.api_keys import ApiKeys
+        from dlm_rag.serving.app import AnswerService
+        from dlm_rag.serving.http_server import run_server
+        from dlm_rag.serving.middleware import AccessControl, is_loopback
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'dlm_rag[serve]'") from None
-    keys = None if config.serving.keys is None else Keys.read(config.serving.keys)
-    access = Access(is_loopback(words.options["host"]), keys)
-    with taken(words.options["host"], words.options["port"]) as sock:
-        prepared = prepare(config, [])
-        words.tell()
+    keys = None if config.serving.api_keys_file is None else ApiKeys.from_file(config.serving.api_keys_file)
+    access = AccessControl(is_loopback(words.options["host"]), keys)
+    with bind_socket(words.options["host"], words.options["port"]) as sock:
+        prepared = prepare_decoder(config, [])
+        words.announce_reader()
         from dlm_rag.energy.meter import open_meter
 
-        canvas, most = prepared.config.decode.canvas_length, config.serving.tokens
+        canvas, most = prepared.config.decode.max_new_tokens, config.serving.max_tokens
         assert canvas is not None
         if most is not None and most < canvas:
             raise ConfigError(
-                f"serving.tokens={most} is less than the {canvas} of decode.canvas_length: set that too"
+                f"serving.max_tokens={most} is less than the {canvas} of decode.max_new_tokens: set that "
+                "too"
             )
         decoder = prepared.load()
         with open_meter(config.energy, prepared.device) as meter:
-            name, bounded = model_name(config.model.path or ""), config.engine.memory_gib is not None
-            service = Service(decoder, name, config.serving, meter, access, bounded)
-            status()
+            name, bounded = (
+                get_served_model_name(config.model.path or ""),
+                config.engine.memory_gib is not None,
+            )
+            service = AnswerService(decoder, name, config.serving, meter, access, bounded)
+            show_status()
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it again and again takes time
-            listen(service, sock, lambda: note(f"{name} answers at {url_of(sock)}/; Ctrl-C ends it"))
-        note(f"ended: {service.station.counts['answered']} answered")
+            run_server(
+                service,
+                sock,
+                lambda: print_note(f"{name} answers at {get_socket_url(sock)}/; Ctrl-C ends it"),
+            )
+        print_note(f"ended: {service.engine.counts['answered']} answered")
 
 
-def refuse_unread(words: CommandLine) -> None:
+def check_serve_settings(words: CommandLine) -> None:
     """Raises `ConfigError` for settings that a server does not read."""
     for setting in words.settings:
         key = setting.partition("=")[0]
-        if key.partition(".")[0] not in READ or key == "retrieval.oracle":
+        if key.partition(".")[0] not in SERVE_SECTIONS or key == "retrieval.oracle":
             raise ConfigError(f"serve does not read {key}: leave it out")
     if words.config.retrieval.oracle:
         raise ConfigError("retrieval.oracle needs supporting_ids, which typed questions do not have")
 
 
-def model_name(path: str) -> str:
+def get_served_model_name(path: str) -> str:
     """The name of a checkpoint for clients: a hub id, or the name of a folder without where it lies."""
-    if path == str(SHIPPED / "model"):
+    if path == str(SHIPPED_FOLDER / "model"):
         return "dlm-rag"
-    known = path.startswith(SHIPS) or Path(path).expanduser().exists()
+    known = path.startswith(SHIPPED_PREFIX) or Path(path).expanduser().exists()
     return Path(path).expanduser().resolve().name if known else path
 
 
-def url_of(sock: socket.socket) -> str:
+def get_socket_url(sock: socket.socket) -> str:
     """Where a bound socket is reached, without a path."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def taken(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket bound to an address, at which nobody is let in yet; raises `ConfigError`."""
     sock = None
     try:
@@ -99,6 +107,6 @@ def taken(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         if sock is not None:
             sock.close()
-        reason = getattr(error, "strerror", None) or fold_message(error)
+        reason = getattr(error, "strerror", None) or summarize_error(error)
         raise ConfigError(f"{host}:{port} cannot be listened at ({reason}): name another --port") from None
     return sock

@@ -2,9 +2,9 @@
 
     dlm-rag synthesize --questions questions.jsonl --model DIR_OR_HUB_ID --corpus passages.jsonl \\
         --out rows/traces                                        # traces that end in the known answer
-    dlm-rag synthesize ... synthesis.keep=evidence               # where no answer is known
-    dlm-rag synthesize synthesis.kind=corpus --corpus passages.jsonl --out rows/corpus     # no questions
-    dlm-rag synthesize synthesis.kind=writer synthesis.writer=http://localhost:8000/v1 \\
+    dlm-rag synthesize ... synthesis.filter=evidence               # where no answer is known
+    dlm-rag synthesize synthesis.method=corpus --corpus passages.jsonl --out rows/corpus     # no questions
+    dlm-rag synthesize synthesis.method=writer synthesis.writer_url=http://localhost:8000/v1 \\
         synthesis.writer_model=NAME --questions questions.jsonl --out rows/paraphrased
 
 The folder of --out gets Parquet files, a card and, where rows are held out, held_out/. A run that was
@@ -28,32 +28,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.commands.job import Asked
-from dlm_rag.commands.prepare import gather_questions, prepare, with_shipped
-from dlm_rag.commands.words import parse
+from dlm_rag.cli import print_note
+from dlm_rag.commands.answer_job import PreparedQuestions
+from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
 from dlm_rag.errors import ConfigError, CorpusError
-from dlm_rag.machine import commit_of_code
-from dlm_rag.program import note
-from dlm_rag.progress import progress, status
+from dlm_rag.machine import get_code_commit
+from dlm_rag.progress import report_progress, show_status
 from dlm_rag.questions import Question, read_questions
-from dlm_rag.text import visible
+from dlm_rag.text import replace_control_chars
 
 if TYPE_CHECKING:
     from dlm_rag.config import Config
     from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.synthesis.shards import Outcome, RowsFolder
+    from dlm_rag.synthesis.shards import RowsFolder, SourceOutcome
 
 # Settings of the section that rows depend on: of all, and of one kind.
-ALWAYS = ("kind", "near_duplicates", "form")
-OF_KIND = {
-    "traces": ("keep", "known_hops"),
-    "corpus": ("chain", "held_out"),
-    "writer": ("writer_model", "template", "each", "temperature", "most_tokens"),
+COMMON_ROW_SETTINGS = ("method", "dedup_threshold", "format")
+ROW_SETTINGS_BY_KIND = {
+    "traces": ("filter", "known_hops"),
+    "corpus": ("max_hops", "held_out"),
+    "writer": ("writer_model", "template", "n", "temperature", "max_tokens"),
 }
 
 
 @dataclass
-class Work:
+class SynthesisWork:
     """What is to be done: everything but the weights has been checked.
 
     outcomes: of the sources that are not among those given. failed: how many have come to nothing so far.
@@ -64,145 +64,154 @@ class Work:
     depends_on: dict[str, Any]
     model: str
     columns: dict[str, str]
-    outcomes: "Callable[[set[str]], Generator[Outcome]]"
+    outcomes: "Callable[[set[str]], Generator[SourceOutcome]]"
     failed: Callable[[], int] = lambda: 0
     energy: Callable[[], dict[str, Any] | None] = lambda: None
 
 
 def main(argv: list[str]) -> None:
-    words = parse(__doc__ or "", argv, typed=False, chosen=True, answers=True)
+    words = parse_command_line(__doc__ or "", argv, typed=False, chosen=True, answers=True)
     config = words.config
     if config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
-    unread = ("trace", "html", "guesses", "compare")
+    unread = ("trace", "html", "record_provisional", "compare")
     if other := [key for key in unread if getattr(config, key) not in (None, False)]:
         raise ConfigError(f"synthesis has no use for {other[0]}: leave it out")
-    if config.workers is not None and config.synthesis.kind != "traces":
+    if config.workers is not None and config.synthesis.method != "traces":
         raise ConfigError(
-            f"workers= decode traces, and synthesis.kind={config.synthesis.kind} decodes none: leave it out"
+            f"workers= decode traces, and synthesis.method={config.synthesis.method} decodes none: leave "
+            "it out"
         )
-    from dlm_rag.synthesis.duplicates import check_datasketch
-    from dlm_rag.synthesis.shards import RowsFolder, check_form
+    from dlm_rag.synthesis.dedup import check_datasketch
+    from dlm_rag.synthesis.shards import RowsFolder, check_file_format
 
     settings = config.synthesis
-    check_form(settings.form)
-    if settings.near_duplicates is not None:
+    check_file_format(settings.format)
+    if settings.dedup_threshold is not None:
         check_datasketch()
-    depends_on = settings_of(config)  # which reads evaluation sets: what is wrong is said before the work
-    refuse_unread(words.settings, settings.kind)
-    work = {"traces": traces, "corpus": corpus, "writer": written}[settings.kind](config)
-    words.tell()
+    depends_on = collect_row_settings(
+        config
+    )  # which reads evaluation sets: what is wrong is said before the work
+    check_synthesis_settings(words.settings, settings.method)
+    work = {"traces": plan_trace_rows, "corpus": plan_corpus_rows, "writer": plan_writer_rows}[
+        settings.method
+    ](config)
+    words.announce_reader()
     depends_on |= work.depends_on
-    failed = run(work, RowsFolder(Path(str(config.out)), depends_on, work.model), config)
+    failed = run_synthesis(work, RowsFolder(Path(str(config.out)), depends_on, work.model), config)
     if failed:
-        note(f"{failed} failed; the same command asks again")
+        print_note(f"{failed} failed; the same command asks again")
         raise SystemExit(1)
 
 
-def refuse_unread(given: list[str], kind: str) -> None:
+def check_synthesis_settings(given: list[str], kind: str) -> None:
     """Raises `ConfigError` for settings that rows of a kind do not depend on."""
-    others = {f"synthesis.{key}" for keys in OF_KIND.values() for key in keys}
-    others -= {f"synthesis.{key}" for key in OF_KIND[kind]}
+    others = {f"synthesis.{key}" for keys in ROW_SETTINGS_BY_KIND.values() for key in keys}
+    others -= {f"synthesis.{key}" for key in ROW_SETTINGS_BY_KIND[kind]}
     decoding = () if kind == "traces" else ("model.", "decode.", "engine.")
     for key in (word.partition("=")[0] for word in given):
         if key in others or key.startswith(decoding):
-            raise ConfigError(f"{key} has no effect with synthesis.kind={kind}: leave it out")
+            raise ConfigError(f"{key} has no effect with synthesis.method={kind}: leave it out")
 
 
-def run(work: Work, folder: "RowsFolder", config: "Config") -> int:
+def run_synthesis(work: SynthesisWork, folder: "RowsFolder", config: "Config") -> int:
     """Does what is left to do, and writes the files; returns how many sources failed."""
-    name, settings, rows, done = visible(str(folder.folder)), config.synthesis, 0, 0
+    name, settings, rows, done = replace_control_chars(str(folder.folder)), config.synthesis, 0, 0
     try:
-        folder.begin(stamp())
+        folder.begin(make_run_stamp())
         if folder.complete:
-            note(f"{name} is complete")
+            print_note(f"{name} is complete")
             return 0
         if folder.done:
-            note(f"{len(folder.done):,} of {work.sources:,} sources are done already")
+            print_note(f"{len(folder.done):,} of {work.sources:,} sources are done already")
         start = time.perf_counter()
-        bar = progress("synthesizing", work.sources, done=len(folder.done))
+        bar = report_progress("synthesizing", work.sources, done=len(folder.done))
         try:
             with bar as advance, closing(work.outcomes(folder.done)) as outcomes:
                 for outcome in outcomes:
-                    folder.add(outcome)
+                    folder.append_outcome(outcome)
                     done, rows = done + 1, rows + len(outcome.rows)
                     advance(1)
         finally:
-            folder.add_energy(work.energy())
+            folder.append_energy(work.energy())
         seconds = time.perf_counter() - start
         counts = folder.finish(settings, work.columns, complete=not work.failed())
     except KeyboardInterrupt:
-        note(f"{len(folder.done):,} of {work.sources:,} sources done; the same command goes on from here")
+        print_note(
+            f"{len(folder.done):,} of {work.sources:,} sources done; the same command goes on from here"
+        )
         raise
     finally:
         folder.close()
     of = f"{done:,} source{'s' * (done != 1)} in {seconds:.1f} s"
-    note(f"{rows:,} row{'s' * (rows != 1)} of {of}, {rows / seconds:,.1f} rows/s")
+    print_note(f"{rows:,} row{'s' * (rows != 1)} of {of}, {rows / seconds:,.1f} rows/s")
     read, wrote = (counts.get(f"spent: {what}_tokens", 0) for what in ("prompt", "response"))
     if price := (read * settings.prompt_price + wrote * settings.response_price) / 1e6:
-        note(f"{read:,} tokens read and {wrote:,} written by the writer: ${price:,.2f}")
+        print_note(f"{read:,} tokens read and {wrote:,} written by the writer: ${price:,.2f}")
     kept = sum(n for key, n in counts.items() if key.startswith(("rows: ", "held out: ")))
-    note(f"{kept:,} row{'s are' if kept != 1 else ' is'} in {name}, README.md says which")
+    print_note(f"{kept:,} row{'s are' if kept != 1 else ' is'} in {name}, README.md says which")
     return work.failed()
 
 
-def settings_of(config: "Config") -> dict[str, Any]:
+def collect_row_settings(config: "Config") -> dict[str, Any]:
     """What of the section rows depend on; of evaluation sets the digests."""
     settings = config.synthesis
-    keys = (*ALWAYS, *OF_KIND[settings.kind])
-    against = settings.against.split(",") if settings.against else []
+    keys = (*COMMON_ROW_SETTINGS, *ROW_SETTINGS_BY_KIND[settings.method])
+    against = settings.decontaminate_against.split(",") if settings.decontaminate_against else []
     return {f"synthesis.{key}": getattr(settings, key) for key in keys} | {
-        "synthesis.against": [digest_of(read_questions(path.strip())) for path in against]
+        "synthesis.decontaminate_against": [
+            digest_questions(read_questions(path.strip())) for path in against
+        ]
     }
 
 
-def stamp() -> dict[str, Any]:
+def make_run_stamp() -> dict[str, Any]:
     """What a card says of the run that began a folder."""
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"command": command, "date": now, "commit": commit_of_code()}
+    return {"command": command, "date": now, "commit": get_code_commit()}
 
 
-def traces(config: "Config") -> Work:
+def plan_trace_rows(config: "Config") -> SynthesisWork:
     """Questions to be decoded. Raises `UserError`."""
-    config = with_shipped(config, [])
+    config = apply_shipped_defaults(config, [])
     if config.questions is None:
         raise ConfigError("traces of a model or corpus of your own need --questions FILE")
     questions, settings = gather_questions(config, []), config.synthesis
     for question in questions:
-        if settings.keep == "answer" and not question.golden_answers:
+        if settings.filter == "answer" and not question.golden_answers:
             raise ConfigError(
-                f"question '{question.id}' has no golden_answers: set synthesis.keep=evidence, which "
+                f"question '{question.id}' has no golden_answers: set synthesis.filter=evidence, which "
                 "needs none"
             )
         if settings.known_hops and question.hops is None:
             raise ConfigError(f"synthesis.known_hops=true: question '{question.id}' has no hops")
     if config.workers is not None:
-        from dlm_rag.workers.places import check_installed
+        from dlm_rag.workers.placement import check_ray_installed
 
-        check_installed()
-    asked = Asked(config, questions, prepare(config, questions))
-    from dlm_rag.synthesis.shards import QUESTIONS
-    from dlm_rag.synthesis.traces import Traces
+        check_ray_installed()
+    asked = PreparedQuestions(config, questions, prepare_decoder(config, questions))
+    from dlm_rag.synthesis.rollout_rows import TraceRowGenerator
+    from dlm_rag.synthesis.shards import QUESTION_COLUMNS
 
     prepared = asked.prepared
-    work, decoding = Traces(questions, settings, prepared.tokenizer), Decoding(asked)
+    work, decoding = TraceRowGenerator(questions, settings, prepared.tokenizer), TraceDecoding(asked)
 
-    def outcomes(done: set[str]) -> "Generator[Outcome]":
+    def outcomes(done: set[str]) -> "Generator[SourceOutcome]":
         if remaining := work.remaining(done):
             yield from work.outcomes(decoding.rollouts(remaining))
 
-    depends_on = prepared.answers_depend_on() | {"questions": digest_of(questions)}
-    return Work(
-        len(work), depends_on, prepared.checkpoint.folder.name, QUESTIONS, outcomes,
+    depends_on = prepared.answers_depend_on() | {"questions": digest_questions(questions)}
+    return SynthesisWork(
+        len(work), depends_on, prepared.checkpoint.folder.name, QUESTION_COLUMNS, outcomes,
         lambda: work.failed, decoding.energy,
     )  # fmt: skip
 
 
-class Decoding:
+class TraceDecoding:
     """Questions decoded in this process or by workers, and what that has taken."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: PreparedQuestions) -> None:
         self._asked = asked
         self._energy: dict[str, Any] | None = None
 
@@ -212,12 +221,12 @@ class Decoding:
 
     def rollouts(self, questions: list[Question]) -> "Iterator[Rollout]":
         """Finished rollouts as they come; says what they took once they have ended."""
-        from dlm_rag.commands.engines import answering
-        from dlm_rag.decode.view import Tally
+        from dlm_rag.commands.executors import open_engines
+        from dlm_rag.decode.terminal import RunTotals
 
-        asked, tally = self._asked, Tally(self._asked.prepared.tokenizer.end_ids)
-        with answering(asked.config.workers, [asked.prepared]) as engines:
-            gauge, engine = engines.gauge(asked), engines.open(asked)
+        asked, tally = self._asked, RunTotals(self._asked.prepared.tokenizer.end_ids)
+        with open_engines(asked.config.workers, [asked.prepared]) as engines:
+            gauge, engine = engines.energy_gauge(asked), engines.open(asked)
             start = time.perf_counter()
             try:
                 with gauge:
@@ -225,45 +234,45 @@ class Decoding:
                         tally.add(rollout)
                         yield rollout
             finally:
-                self._energy = tally.energy(gauge.reading)
+                self._energy = tally.energy_record(gauge.reading)
                 seconds = time.perf_counter() - start
-                note(f"{tally.text_tokens / seconds:,.1f} tokens/s · "
-                     f"{tally.line(seconds, engine.describe(), gauge.reading)}")  # fmt: skip
+                print_note(f"{tally.text_tokens / seconds:,.1f} tokens/s · "
+                     f"{tally.summary_line(seconds, engine.describe(), gauge.reading)}")  # fmt: skip
 
 
-def digest_of(questions: list[Question]) -> str:
+def digest_questions(questions: list[Question]) -> str:
     """Of all that is known of the questions."""
     known = [{k: v for k, v in asdict(question).items() if k != "place"} for question in questions]
     text = json.dumps(known)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def corpus(config: "Config") -> Work:
+def plan_corpus_rows(config: "Config") -> SynthesisWork:
     """A corpus without questions. Raises `UserError`."""
     if config.retrieval.corpus is None:
-        raise ConfigError("synthesis.kind=corpus needs --corpus FILE")
+        raise ConfigError("synthesis.method=corpus needs --corpus FILE")
     if config.questions is not None or config.limit or config.quick:
-        raise ConfigError("synthesis.kind=corpus reads no questions: leave them out, or set another kind")
+        raise ConfigError("synthesis.method=corpus reads no questions: leave them out, or set another kind")
     from dlm_rag.retrieval.corpus import open_corpus
-    from dlm_rag.synthesis.corpus import CorpusRows
-    from dlm_rag.synthesis.shards import QUESTIONS
+    from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
+    from dlm_rag.synthesis.shards import QUESTION_COLUMNS
 
-    status("reading the corpus")
-    opened = open_corpus(config.retrieval.corpus, config.retrieval.index_folder)
-    work = CorpusRows(opened, config.synthesis.chain, config.synthesis.held_out)
+    show_status("reading the corpus")
+    opened = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
+    work = CorpusRowGenerator(opened, config.synthesis.max_hops, config.synthesis.held_out)
     if not work.names.count:
         raise CorpusError(f"{config.retrieval.corpus} has no titles that stand for one passage alone")
-    return Work(len(work), {"corpus": opened.fingerprint}, "", QUESTIONS, work.outcomes)
+    return SynthesisWork(len(work), {"corpus": opened.fingerprint}, "", QUESTION_COLUMNS, work.outcomes)
 
 
-def written(config: "Config") -> Work:
+def plan_writer_rows(config: "Config") -> SynthesisWork:
     """Texts by another model: of questions for the template paraphrase, of passages for the others.
 
     Raises `UserError`, also where the writer does not answer.
     """
     from dlm_rag.retrieval.corpus import open_corpus
-    from dlm_rag.synthesis.shards import QUESTIONS, TEXTS
-    from dlm_rag.synthesis.writer import PROMPTS, Writer
+    from dlm_rag.synthesis.llm_writer import WRITER_PROMPTS, LlmWriter
+    from dlm_rag.synthesis.shards import QUESTION_COLUMNS, TEXT_COLUMNS
 
     settings = config.synthesis
     of_questions = settings.template == "paraphrase"
@@ -271,16 +280,16 @@ def written(config: "Config") -> Work:
     wanted, other = list(given) if of_questions else list(given)[::-1]
     if given[wanted] is None or given[other] is not None:
         raise ConfigError(f"synthesis.template={settings.template} needs {wanted}, and not {other}")
-    depends_on: dict[str, Any] = {"prompt": PROMPTS[settings.template]}
+    depends_on: dict[str, Any] = {"prompt": WRITER_PROMPTS[settings.template]}
     if of_questions:
         questions = gather_questions(config, [])
-        writer, columns = Writer(questions, settings), QUESTIONS
-        depends_on["questions"] = digest_of(questions)
+        writer, columns = LlmWriter(questions, settings), QUESTION_COLUMNS
+        depends_on["questions"] = digest_questions(questions)
     else:
-        opened = open_corpus(str(config.retrieval.corpus), config.retrieval.index_folder)
-        writer, columns = Writer(opened, settings), TEXTS
+        opened = open_corpus(str(config.retrieval.corpus), config.retrieval.index_dir)
+        writer, columns = LlmWriter(opened, settings), TEXT_COLUMNS
         depends_on["corpus"] = opened.fingerprint
-    writer.client.check()
-    return Work(
+    writer.client.check_model()
+    return SynthesisWork(
         len(writer), depends_on, settings.writer_model, columns, writer.outcomes, lambda: writer.failed
     )

@@ -5,18 +5,18 @@ A field's metadata holds its help text and, where it has them, its choices or bo
 command line and the constructors check them. This room knows no other room of the package.
 """
 
-from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
+from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
 from dlm_rag.config.serving import ServingConfig
 from dlm_rag.config.synthesis import SynthesisConfig
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
 from dlm_rag.config.tree import (
     CONFIG_FOLDER,
     Config,
-    differing_keys,
     dump_config,
-    find_config,
-    is_there,
-    known_keys,
+    find_config_file,
+    is_existing_file,
+    list_changed_settings,
+    list_setting_fields,
     load_config,
 )
 
@@ -32,10 +32,10 @@ __all__ = [
     "ServingConfig",
     "SynthesisConfig",
     "TrainConfig",
-    "differing_keys",
     "dump_config",
-    "find_config",
-    "is_there",
-    "known_keys",
+    "find_config_file",
+    "is_existing_file",
+    "list_changed_settings",
+    "list_setting_fields",
     "load_config",
 ]

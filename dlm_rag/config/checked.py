@@ -4,9 +4,10 @@ import sys
 from dataclasses import field, fields, replace
 from typing import Any, TypeVar
 
-from dlm_rag.errors import ConfigError, nearest
+from dlm_rag.config.renamed import find_new_value
+from dlm_rag.errors import ConfigError, suggest_nearest
 
-LONGEST_SHOWN = 60  # characters of a value
+MAX_SHOWN_CHARS = 60  # characters of a value
 
 
 def setting(
@@ -24,7 +25,7 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-class Checked:
+class CheckedSettings:
     """Refuses field values outside the declared choices and bounds, when constructed."""
 
     def __post_init__(self) -> None:
@@ -42,15 +43,17 @@ class Checked:
                     remedy = f"set PYTHONUTF8=1, for the locale is {locale}"
                     if locale == "utf-8":
                         remedy = "write it in that, or rename"
-                    raise ConfigError(f"{item.name}={brief(part)} is not UTF-8: {remedy}")
+                    raise ConfigError(f"{item.name}={shorten_repr(part)} is not UTF-8: {remedy}")
                 if isinstance(part, int | float) and not -(2**63) < part < 2**63:  # nor NaN
                     raise ConfigError(
-                        f"{item.name}={brief(part)} is out of range: it must be a number below 2^63"
+                        f"{item.name}={shorten_repr(part)} is out of range: it must be a number below 2^63"
                     )
+            if (new := find_new_value(item.name, value)) and value not in rule["choices"]:
+                raise ConfigError(f"{item.name}={value} is now {item.name}={new}: write that")
             if rule["choices"] and value not in rule["choices"]:
                 raise ConfigError(
-                    f"{item.name}={brief(value)} is not one of {', '.join(rule['choices'])}"
-                    f"{nearest(str(value), rule['choices'])}"
+                    f"{item.name}={shorten_repr(value)} is not one of {', '.join(rule['choices'])}"
+                    f"{suggest_nearest(str(value), rule['choices'])}"
                 )
             low, high = rule["low"], rule["high"]
             if (low is not None and not value >= low) or (high is not None and not value <= high):
@@ -58,10 +61,10 @@ class Checked:
                 raise ConfigError(f"{item.name}={value} is out of range: it must be {bounds}")
 
 
-Settings = TypeVar("Settings", bound=Checked)
+Settings = TypeVar("Settings", bound=CheckedSettings)
 
 
-def with_values(settings: Settings, **values: Any) -> Settings:
+def replace_settings(settings: Settings, **values: Any) -> Settings:
     """`settings` with these values, checked; itself where it has them already, for checks take time.
 
     Raises `ConfigError`.
@@ -70,7 +73,7 @@ def with_values(settings: Settings, **values: Any) -> Settings:
     return replace(settings, **new) if new else settings  # type: ignore[type-var]
 
 
-def brief(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     """The beginning of a value, as errors show it."""
     text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

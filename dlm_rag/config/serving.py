@@ -2,25 +2,30 @@
 
 from dataclasses import dataclass
 
-from dlm_rag.config.checked import Checked, setting
+from dlm_rag.config.checked import CheckedSettings, setting
 
 
 @dataclass
-class ServingConfig(Checked):
+class ServingConfig(CheckedSettings):
     """Limits of the server; what is beyond one is refused, and nothing else suffers."""
 
-    keys: str | None = setting(
-        None, "file of API keys, one a line, of which every request needs one; unset: whoever comes may ask"
+    api_keys_file: str | None = setting(
+        None,
+        "file of API keys, one per line; every request then needs one of them; unset: no key is needed",
     )
-    waiting: int = setting(
-        64, "questions of a key that may wait for a place in the batch; more are answered 429", low=1,
+    max_queue_per_key: int = setting(
+        64, "maximum number of waiting questions per API key; further ones get status 429", low=1,
         high=2**20,
     )  # fmt: skip
-    seconds: float = setting(300.0, "that a question may take, waiting included", low=0.01, high=2**20)
-    tokens: int | None = setting(
+    timeout: float = setting(
+        300.0, "time limit of a question in seconds, waiting included", low=0.01, high=2**20
+    )
+    max_tokens: int | None = setting(
         None,
-        "response positions that a request may ask for; unset: those of decode.canvas_length",
+        "maximum response length that a request may ask for; unset: decode.max_new_tokens",
         low=1,
         high=2**20,
     )
-    connections: int = setting(512, "open at once; more are answered 503", low=1, high=2**16)
+    max_connections: int = setting(
+        512, "maximum number of open connections; further ones get status 503", low=1, high=2**16
+    )

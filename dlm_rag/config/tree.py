@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from dlm_rag.config.checked import LONGEST_SHOWN, Checked, brief, setting
-from dlm_rag.config.decoding import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
+from dlm_rag.config.checked import MAX_SHOWN_CHARS, CheckedSettings, setting, shorten_repr
+from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
+from dlm_rag.config.renamed import find_new_key, upgrade_tree
 from dlm_rag.config.serving import ServingConfig
 from dlm_rag.config.synthesis import SynthesisConfig
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
-from dlm_rag.errors import ConfigError, fold_message, nearest
+from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 
 # An interpolation that calls something, as ${oc.env:HOME} does; \${ stands for the characters.
 _RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^}]*(?::|\$\{)")
@@ -22,11 +23,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "configs"
 CONFIG_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
 
-LARGEST_FILE = 2**20  # bytes of a config file
+MAX_CONFIG_BYTES = 2**20  # bytes of a config file
 
 
 @dataclass
-class Config(Checked):
+class Config(CheckedSettings):
     """Everything a program of this project can be told."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -40,44 +41,47 @@ class Config(Checked):
     serving: ServingConfig = field(default_factory=ServingConfig)
     questions: str | None = setting(
         None,
-        "file of questions: JSON lines, JSON, CSV, TSV or Parquet, also gzipped; a folder of such files; "
-        "-: standard input",
+        "file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such files, "
+        "or - for standard input",
     )
     limit: int | None = setting(
         None,
-        "only so many questions of the file, drawn from all hops and labels alike; always the same ones, "
-        "to which a larger limit adds others",
+        "use only this many questions of the file, drawn evenly from all hops and labels; always the same "
+        "ones, and a larger limit adds to them",
         low=1,
     )
-    quick: bool = setting(False, "as limit=200")
-    out: str | None = setting(None, "where the results go: a file (sample) or a folder (evaluate, train)")
-    compare: str | None = setting(
-        None, "settings for evaluate: all, or a list such as interleaved,static,oracle+retrieval.kind=dense"
+    quick: bool = setting(False, "short for limit=200")
+    out: str | None = setting(
+        None, "where results are written: a file (sample) or a folder (evaluate, train)"
     )
-    f1: str = setting(
+    compare: str | None = setting(
+        None,
+        "settings to compare in evaluate: all, or a list such as "
+        "interleaved,static,oracle+retrieval.method=dense",
+    )
+    f1_rule: str = setting(
         "auto",
-        "rule by which evaluate scores F1: hotpotqa gives 0 where one side is yes, no or noanswer and the "
-        "other is not; auto takes it where the file or folder of the questions says hotpotqa or "
-        "2wikimultihopqa",
+        "how evaluate computes F1: hotpotqa gives 0 if exactly one side is yes, no or noanswer; auto "
+        "takes it if the file or folder of the questions says hotpotqa or 2wikimultihopqa",
         choices=("auto", "squad", "hotpotqa"),
     )
-    trace: str | None = setting(None, "file for the decoding traces, one JSON line per question")
-    guesses: bool = setting(
+    trace: str | None = setting(None, "file for decoding traces, one JSON line per question")
+    record_provisional: bool = setting(
         False,
-        "traces hold what is guessed at positions that stay masked, which the page shows; on with html",
+        "record in traces what is predicted at masked positions, which the page shows; always on with html",
     )
     workers: str | None = setting(
         None,
-        "processes that answer, each with a model of its own: a number, auto (one for each GPU, or else "
-        "core, as far as the memory goes), or a Ray cluster, ray://HOST:PORT; unset: this process",
+        "number of worker processes that each load the model, auto (one per GPU, or else per core, as "
+        "memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process",
     )
     energy: str = setting(
         "auto",
-        "joules by the machine's own sensors, where it has any: auto measures all that is drawn; idle "
-        "measures for 10 s before what is drawn with nothing to do, and tells both; none measures nothing",
+        "measure energy with the machine's own sensors: auto (all that is drawn), idle (also the idle "
+        "power, for 10 s beforehand) or none",
         choices=("auto", "idle", "none"),
     )
-    html: str | None = setting(None, "file for a page that plays the decoding, of sample")
+    html: str | None = setting(None, "file for an HTML page that replays the decoding (sample)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,37 +89,39 @@ class Config(Checked):
             raise ConfigError("quick and limit are two ways to choose questions: leave one out")
         if self.workers is not None and not _WORKERS.fullmatch(self.workers):
             raise ConfigError(
-                f"workers={brief(self.workers)} is neither a number from 1 to 999 nor auto nor a Ray "
+                f"workers={shorten_repr(self.workers)} is neither a number from 1 to 999 nor auto nor a "
+                "Ray "
                 "cluster, as ray://HOST:10001"
             )
 
 
-def known_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
+def list_setting_fields(node: type = Config, prefix: str = "") -> dict[str, Any]:
     """Every dotted key of the tree, in order, with its dataclass field."""
     keys: dict[str, Any] = {}
     for item in fields(node):
         if is_dataclass(item.type):
-            keys |= known_keys(item.type, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+            keys |= list_setting_fields(item.type, f"{prefix}{item.name}.")  # type: ignore[arg-type]
         else:
             keys[prefix + item.name] = item
     return keys
 
 
-def find_config(name: str) -> Path:
+def find_config_file(name: str) -> Path:
     """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
     for folder in (Path(), CONFIG_FOLDER):
         for path in (folder / name, folder / f"{name}.yaml"):
-            if is_there(path):
+            if is_existing_file(path):
                 return path
-    if is_there(name, of_any_kind=True):
+    if is_existing_file(name, of_any_kind=True):
         raise ConfigError(f"config '{name}' is a folder or a pipe: name a file of YAML")
     there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
     raise ConfigError(
-        f"config '{name}' was not found, neither here nor among those that ship{nearest(name, there)}"
+        f"config '{name}' was not found, neither here nor among those that "
+        f"ship{suggest_nearest(name, there)}"
     )
 
 
-def is_there(path: str | Path, of_any_kind: bool = False) -> bool:
+def is_existing_file(path: str | Path, of_any_kind: bool = False) -> bool:
     """Whether a path is that of a file, or of anything; False too for what can be no path."""
     try:
         return Path(path).exists() if of_any_kind else Path(path).is_file()
@@ -123,9 +129,12 @@ def is_there(path: str | Path, of_any_kind: bool = False) -> bool:
         return False
 
 
-def load_config(name: str | None = None, overrides: list[str] | None = None) -> Config:
+def load_config(
+    name: str | None = None, overrides: list[str] | None = None, stored: bool = False
+) -> Config:
     """The resolved tree: defaults, then the YAML file `name`, then `key=value` words.
 
+    stored: the file is one that a run has left, perhaps under the names of an older version.
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
     from omegaconf import OmegaConf
@@ -133,38 +142,42 @@ def load_config(name: str | None = None, overrides: list[str] | None = None) -> 
     tree = OmegaConf.structured(Config)
     sources = []
     if name is not None:
-        path = find_config(name)
-        if path.stat().st_size > LARGEST_FILE:
+        path = find_config_file(name)
+        if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is too large for a config: {path.stat().st_size >> 20} MiB")
-        with _told(f"{path} is not valid YAML"):
-            sources.append((str(path), OmegaConf.load(path)))
+        with _as_config_error(f"{path} is not valid YAML"):
+            tree_of_file = OmegaConf.load(path)
+            if stored and OmegaConf.is_dict(tree_of_file):
+                plain = OmegaConf.to_container(tree_of_file, resolve=False)
+                tree_of_file = OmegaConf.create(upgrade_tree(plain))  # type: ignore[arg-type]
+            sources.append((str(path), tree_of_file))
     for word in overrides or []:
         key, _, value = word.partition("=")
-        item = _known(key)
+        item = _find_setting_field(key)
         if item is None:
             raise _unknown_key(key, "the command line")
-        with _told(f"the value of {key}={brief(value)[1:-1]} cannot be read"):
+        with _as_config_error(f"the value of {key}={shorten_repr(value)[1:-1]} cannot be read"):
             if item.type in (str, str | None) and value not in ("null", "None"):
                 # Texts are taken as they are typed: no YAML, no interpolation.
                 parsed = OmegaConf.create()
-                OmegaConf.update(parsed, key, _literal(value))
+                OmegaConf.update(parsed, key, _escape_interpolation(value))
             else:
                 parsed = OmegaConf.from_dotlist([word])
         sources.append((word, parsed))
     for origin, source in sources:
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{origin} holds no settings: write `section: {{key: value}}`")
-        _refuse_unknown(OmegaConf.to_container(source, resolve=False), "", origin)
-        with _told(f"{origin} has the wrong type"):
+        _reject_unknown(OmegaConf.to_container(source, resolve=False), "", origin)
+        with _as_config_error(f"{origin} has the wrong type"):
             tree = OmegaConf.merge(tree, source)
-    with _told("the settings cannot be resolved"):
+    with _as_config_error("the settings cannot be resolved"):
         config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
     return config
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _as_config_error(what: str) -> Iterator[None]:
     """Raises what YAML and OmegaConf raise as `ConfigError`: the key where they know it, else `what`."""
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -177,18 +190,18 @@ def _told(what: str) -> Iterator[None]:
         key = getattr(error, "full_key", None)
         if key and what.endswith("has the wrong type"):
             what = f"{key} has the wrong type"
-        raise ConfigError(f"{what if not key or key in what else key}: {fold_message(error)}") from None
+        raise ConfigError(f"{what if not key or key in what else key}: {summarize_error(error)}") from None
     except RecursionError:
         raise ConfigError(f"{what}: a nesting beyond all measure") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{what}: it is not UTF-8: save it as that") from None
     except (YAMLError, OSError, TypeError, ValueError) as error:
         digits = type(error) is ValueError  # thousands of them
-        reason = "a number beyond all measure" if digits else fold_message(error)
+        reason = "a number beyond all measure" if digits else summarize_error(error)
         raise ConfigError(f"{what}: {reason}") from None
 
 
-def differing_keys(config: Config) -> dict[str, Any]:
+def list_changed_settings(config: Config) -> dict[str, Any]:
     """The dotted keys whose values are not the defaults, with the values."""
 
     def value_of(tree: Any, key: str) -> Any:
@@ -198,7 +211,9 @@ def differing_keys(config: Config) -> dict[str, Any]:
 
     plain = Config()
     return {
-        key: value_of(config, key) for key in known_keys() if value_of(config, key) != value_of(plain, key)
+        key: value_of(config, key)
+        for key in list_setting_fields()
+        if value_of(config, key) != value_of(plain, key)
     }
 
 
@@ -209,18 +224,18 @@ def dump_config(config: Config) -> str:
     def escaped(node: Any) -> Any:
         if isinstance(node, dict):
             return {key: escaped(value) for key, value in node.items()}
-        return _literal(node) if isinstance(node, str) else node
+        return _escape_interpolation(node) if isinstance(node, str) else node
 
     return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(config))))
 
 
-def _literal(text: str) -> str:
+def _escape_interpolation(text: str) -> str:
     """The text as OmegaConf reads back to it: `${` escaped, and backslashes before it doubled."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
-def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
-    keys = known_keys()
+def _reject_unknown(node: Any, prefix: str, origin: str) -> None:
+    keys = list_setting_fields()
     for name, value in node.items():
         key = f"{prefix}{name}"
         if any(known.startswith(f"{key}.") for known in keys):
@@ -228,7 +243,7 @@ def _refuse_unknown(node: Any, prefix: str, origin: str) -> None:
                 raise ConfigError(
                     f"{key} is a section, in {origin}: set one of its keys, as in `{key}: {{KEY: VALUE}}`"
                 )
-            _refuse_unknown(value, f"{key}.", origin)
+            _reject_unknown(value, f"{key}.", origin)
         elif key not in keys or "." in str(name):
             raise _unknown_key(key, origin)
         elif get_origin(keys[key].type) is dict and not isinstance(value, dict):
@@ -248,9 +263,9 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def _known(key: str) -> Any:
+def _find_setting_field(key: str) -> Any:
     """The field of a dotted key, or the mapping that the key is an entry of; None where there is none."""
-    keys = known_keys()
+    keys = list_setting_fields()
     if key in keys:
         return keys[key]
     mappings = (name for name, item in keys.items() if get_origin(item.type) is dict)
@@ -258,12 +273,14 @@ def _known(key: str) -> Any:
 
 
 def _unknown_key(key: str, origin: str) -> ConfigError:
-    if len(key) > LONGEST_SHOWN:  # as of a file that holds something else, which is not to be shown
+    if len(key) > MAX_SHOWN_CHARS:  # as of a file that holds something else, which is not to be shown
         return ConfigError(f"{origin} holds what is no setting: write `section: {{key: value}}`")
-    keys = list(known_keys())
+    if new := find_new_key(key):
+        return ConfigError(f"{key} in {origin} is now called {new}: write that")
+    keys = list(list_setting_fields())
     leaf = key.rpartition(".")[2]
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
-    hint = f" (nearest: '{same_leaf[0]}')" if same_leaf else nearest(key, keys)
+    hint = f" (nearest: '{same_leaf[0]}')" if same_leaf else suggest_nearest(key, keys)
     if key in keys:  # as a file cannot write it
         hint = f": write `{key.removesuffix(leaf)[:-1]}: {{{leaf}: VALUE}}`"
     return ConfigError(f"unknown key '{key}' in {origin}{hint}")

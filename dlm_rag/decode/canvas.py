@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from dlm_rag.diffusion.commit import Proposals
+from dlm_rag.diffusion.commit_rules import Proposals
 
 
 @dataclass
 class Canvas:
     """Token ids (n,) with `mask_id` where nothing is committed yet.
 
-    closed: positions in front that change no more; None: wherever no mask is, what is written stays.
+    frozen_length: positions in front that change no more; None: wherever no mask is, what is written stays.
 
     Invariant: a committed token changes only through `remask`, and a position at most once, or through
     `edit`, and only behind what is closed.
@@ -21,7 +21,7 @@ class Canvas:
 
     length: int
     mask_id: int
-    closed: int | None = None
+    frozen_length: int | None = None
     ids: NDArray[np.int64] = field(init=False)
     masked: NDArray[np.bool_] = field(init=False)
     revised: NDArray[np.bool_] = field(init=False)
@@ -37,11 +37,11 @@ class Canvas:
         return int(np.argmax(self.masked)) if self.masked.any() else self.length
 
     @property
-    def first_open(self) -> int:
+    def first_mutable(self) -> int:
         """The first position that may change; the length where none does."""
-        return self.first_masked if self.closed is None else self.closed
+        return self.first_masked if self.frozen_length is None else self.frozen_length
 
-    def commit_block(
+    def commit_range(
         self, block_length: int | None, begin: int = 0, end: int | None = None
     ) -> tuple[int, int]:
         """From where and up to where positions may be committed: the first block with a mask.
@@ -59,7 +59,7 @@ class Canvas:
         self, block_length: int | None, begin: int = 0, end: int | None = None
     ) -> NDArray[np.bool_]:
         """Mask (n,) of the positions that may be committed: masked, in the `commit_block`."""
-        begin, end = self.commit_block(block_length, begin, end)
+        begin, end = self.commit_range(block_length, begin, end)
         within = np.zeros(self.length, dtype=bool)
         within[max(0, begin) : end] = True
         return self.masked & within
@@ -77,7 +77,7 @@ class Canvas:
         Returns the positions masked again, ascending.
         """
         at = proposals.positions
-        fallen = at[~self.masked[at] & ~self.revised[at] & (proposals.written < bound)]
+        fallen = at[~self.masked[at] & ~self.revised[at] & (proposals.current_prob < bound)]
         self.ids[fallen] = self.mask_id
         self.masked[fallen] = self.revised[fallen] = True
         return fallen
@@ -86,37 +86,37 @@ class Canvas:
         """Puts another token where one is committed, for proposals of at least `bound`; returns these."""
         at = proposals.positions
         other = proposals.token_ids != self.ids[at]
-        edits = proposals.at(
-            other & ~self.masked[at] & (at >= self.first_open) & (proposals.confidence >= bound)
+        edits = proposals.subset(
+            other & ~self.masked[at] & (at >= self.first_mutable) & (proposals.confidence >= bound)
         )
         self.ids[edits.positions] = edits.token_ids
         return edits
 
     @property
-    def shown(self) -> NDArray[np.int64]:
+    def model_ids(self) -> NDArray[np.int64]:
         """The ids that a model sees."""
         return self.ids
 
-    def with_guesses(self, guesses: Proposals, least_confidence: float) -> list[int]:
+    def fill_provisional(self, guesses: Proposals, least_confidence: float) -> list[int]:
         """Ids with the guesses of at least that confidence in the masked positions they are for."""
         ids = self.ids.copy()
-        enter = guesses.at((guesses.confidence >= least_confidence) & self.masked[guesses.positions])
+        enter = guesses.subset((guesses.confidence >= least_confidence) & self.masked[guesses.positions])
         ids[enter.positions] = enter.token_ids
         return ids.tolist()
 
-    def finished(self, end_ids: Collection[int]) -> bool:
+    def is_finished(self, end_ids: Collection[int]) -> bool:
         """Whether the text is certain: nothing is open any more, or nothing before a committed end token.
 
         What stands behind the first end token is no part of the text.
         """
-        if self.first_open == self.length:
+        if self.first_mutable == self.length:
             return True
-        before = self.ids[: self.first_open]
+        before = self.ids[: self.first_mutable]
         return bool(np.isin(before, list(end_ids)).any())
 
 
 @dataclass
-class NoisyCanvas(Canvas):
+class UniformNoiseCanvas(Canvas):
     """A canvas of uniform noise, denoised block after block.
 
     `ids` hold what is accepted now; elsewhere the model sees `noise`. Invariant: what stands before
@@ -124,11 +124,13 @@ class NoisyCanvas(Canvas):
     """
 
     noise: NDArray[np.int64] = field(kw_only=True)  # (length,)
-    taken: int = 0  # steps of the block under work
-    seen: list[NDArray[np.int64]] = field(default_factory=list)  # its most probable tokens at these steps
+    block_steps: int = 0  # steps of the block under work
+    argmax_history: list[NDArray[np.int64]] = field(
+        default_factory=list
+    )  # its most probable tokens at these steps
 
     @property
-    def shown(self) -> NDArray[np.int64]:
+    def model_ids(self) -> NDArray[np.int64]:
         return np.where(self.masked, self.noise, self.ids)
 
     def accept(self, chosen: Proposals) -> tuple[Proposals, Proposals, NDArray[np.int64]]:
@@ -139,27 +141,27 @@ class NoisyCanvas(Canvas):
         """
         at, before = chosen.positions, self.masked.copy()
         new, other = before[at], ~before[at] & (self.ids[at] != chosen.token_ids)
-        self.masked[self.first_open :] = True
+        self.masked[self.first_mutable :] = True
         self.masked[at] = False
         taken_back = np.flatnonzero(self.masked & ~before)
         self.ids[at], self.ids[taken_back] = chosen.token_ids, self.mask_id
-        return chosen.at(new), chosen.at(other), taken_back
+        return chosen.subset(new), chosen.subset(other), taken_back
 
-    def next_step(self, best: NDArray[np.int64], noise: NDArray[np.int64]) -> None:
+    def renoise(self, best: NDArray[np.int64], noise: NDArray[np.int64]) -> None:
         """Goes on with other noise (length,); best: the most probable tokens of the block under work."""
-        self.taken, self.noise = self.taken + 1, noise
-        self.seen.append(best)
+        self.block_steps, self.noise = self.block_steps + 1, noise
+        self.argmax_history.append(best)
 
-    def close(self, end: int) -> None:
+    def finish_block(self, end: int) -> None:
         """Goes on behind `end`."""
-        self.closed, self.taken, self.seen = end, 0, []
+        self.frozen_length, self.block_steps, self.argmax_history = end, 0, []
 
-    def with_guesses(self, guesses: Proposals, least_confidence: float) -> list[int]:
+    def fill_provisional(self, guesses: Proposals, least_confidence: float) -> list[int]:
         """As of any canvas; a guess stands before an accepted token too, which is drawn and not the most
         probable one."""
         ids = self.ids.copy()
-        enter = guesses.at(
-            (guesses.confidence >= least_confidence) & (guesses.positions >= self.first_open)
+        enter = guesses.subset(
+            (guesses.confidence >= least_confidence) & (guesses.positions >= self.first_mutable)
         )
         ids[enter.positions] = enter.token_ids
         return ids.tolist()

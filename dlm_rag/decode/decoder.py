@@ -5,45 +5,47 @@ from dataclasses import astuple, dataclass
 from itertools import islice
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.budget import Budget
-from dlm_rag.decode.engine import Engine, with_checkpoints_own
-from dlm_rag.decode.noisy import NoiseProposer
-from dlm_rag.decode.proposer import DenoiserProposer
+from dlm_rag.decode.engine import Engine, with_checkpoint_defaults
+from dlm_rag.decode.memory_budget import DecodeBudget
+from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.uniform_runner import UniformModelRunner
 from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.pool import Reuse
+from dlm_rag.evidence.segment_kv_cache import CacheStats
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.gemma import NoiseDenoiser
-from dlm_rag.model.heads import copy_to_host
-from dlm_rag.questions import Question, typed_questions
+from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
+from dlm_rag.model.policy_heads import copy_heads_to_cpu
+from dlm_rag.questions import Question, parse_typed_questions
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import Tokenizer
 
-Weights = Denoiser | NoiseDenoiser
+AnyDenoiser = Denoiser | DiffusionGemmaDenoiser
 
 
 @dataclass(frozen=True)
-class Machinery:
+class DecoderStats:
     """What a decoder, or many of them, work with, in words; what they have reused and compiled."""
 
-    used: str
-    reuse: Reuse
-    graphs: int | None = None
+    runtime: str
+    cache_stats: CacheStats
+    compiled_graphs: int | None = None
 
-    def __add__(self, other: "Machinery") -> "Machinery":
+    def __add__(self, other: "DecoderStats") -> "DecoderStats":
         """Both together; `used` is the same for decoders of one job."""
-        counts = zip(astuple(self.reuse), astuple(other.reuse), strict=True)
-        graphs = None if self.graphs is None else self.graphs + (other.graphs or 0)
-        return Machinery(self.used, Reuse(*(one + more for one, more in counts)), graphs)
+        counts = zip(astuple(self.cache_stats), astuple(other.cache_stats), strict=True)
+        graphs = (
+            None if self.compiled_graphs is None else self.compiled_graphs + (other.compiled_graphs or 0)
+        )
+        return DecoderStats(self.runtime, CacheStats(*(one + more for one, more in counts)), graphs)
 
     def describe(self) -> str:
         """In words for a person."""
-        used, reuse = self.used, self.reuse
-        if reuse.wanted:
-            used += f", {reuse.share:.1%} of it reused"
-        if reuse.evicted:
-            used += f", {reuse.evicted:,} passages left the pool (engine.pool_gib)"
-        return used if self.graphs is None else f"{used}, {self.graphs} graphs compiled"
+        used, reuse = self.runtime, self.cache_stats
+        if reuse.requested_tokens:
+            used += f", {reuse.reused_share:.1%} of it reused"
+        if reuse.evicted_segments:
+            used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
+        return used if self.compiled_graphs is None else f"{used}, {self.compiled_graphs} graphs compiled"
 
 
 class Decoder:
@@ -56,7 +58,7 @@ class Decoder:
 
     def __init__(
         self,
-        denoiser: Weights,
+        denoiser: AnyDenoiser,
         retriever: Retriever,
         tokenizer: Tokenizer,
         config: DecodeConfig | None = None,
@@ -64,53 +66,53 @@ class Decoder:
         engine: EngineConfig | None = None,
     ) -> None:
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
-        self.config = with_checkpoints_own(config or DecodeConfig(), denoiser.config)
+        self.config = with_checkpoint_defaults(config or DecodeConfig(), denoiser.config)
         self.evidence_layout = evidence_layout or denoiser.config.evidence_layout
-        if self.evidence_layout == "independent" and tokenizer.template.numbered:
+        if self.evidence_layout == "independent" and tokenizer.template.numbers_facts:
             raise ConfigError(
                 "evidence_layout=independent needs a prompt whose facts have no number: make the tokenizer "
                 "with Tokenizer.from_pretrained(path, 'independent')"
             )
-        self.guesses = False  # whether steps record what is guessed at masked positions
+        self.record_provisional = False  # whether steps record what is guessed at masked positions
         self._engine = engine or EngineConfig()
         if self._engine.memory_gib is not None:
             raise ConfigError(
                 "engine.memory_gib is reckoned before weights are read, as sample and evaluate do it: "
-                "leave it out here, and call `keep_within`"
+                "leave it out here, and call `set_memory_budget`"
             )
-        self.proposer: DenoiserProposer | NoiseProposer
-        if isinstance(denoiser, NoiseDenoiser):
-            self.proposer = NoiseProposer(denoiser)
+        self.model_runner: MaskedModelRunner | UniformModelRunner
+        if isinstance(denoiser, DiffusionGemmaDenoiser):
+            self.model_runner = UniformModelRunner(denoiser)
             return
         if self._engine.compile:
             denoiser.compile_layers()
-        self.proposer = DenoiserProposer(denoiser, tokenizer.mask_id, self._engine)
+        self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, self._engine)
 
-    def keep_within(self, budget: Budget) -> None:
-        """Drops all keys and values, and takes no more for them than `budget.within` has found."""
-        assert isinstance(self.denoiser, Denoiser), "others refuse a budget: see `noisy.check_engine`"
-        self.proposer = DenoiserProposer(self.denoiser, self.tokenizer.mask_id, self._engine, budget)
+    def set_memory_budget(self, budget: DecodeBudget) -> None:
+        """Drops all keys and values, and takes no more for them than `plan_decode_budget` has found."""
+        assert isinstance(self.denoiser, Denoiser), "others refuse a budget"
+        self.model_runner = MaskedModelRunner(self.denoiser, self.tokenizer.mask_id, self._engine, budget)
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """Drops all keys and values; to be called when the denoiser's weights have changed."""
-        self.proposer.forget()
+        self.model_runner.reset_cache()
 
     def new_engine(self) -> Engine:
         """An engine to be stepped by hand; it shares what is kept with this decoder's others."""
-        parts = self.proposer, self.retriever, self.tokenizer
-        heads = None if self.denoiser.heads is None else copy_to_host(self.denoiser.heads)
+        parts = self.model_runner, self.retriever, self.tokenizer
+        heads = None if self.denoiser.heads is None else copy_heads_to_cpu(self.denoiser.heads)
         return Engine(*parts, self.config, self.evidence_layout, heads)
 
     @property
-    def machinery(self) -> "Machinery":
+    def stats(self) -> "DecoderStats":
         """What this decoder works with, and what came of it until now."""
         denoiser, dtype = self.denoiser, str(self.denoiser.dtype).removeprefix("torch.")
         used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
-        return Machinery(used, self.proposer.reuse, denoiser.compilations)
+        return DecoderStats(used, self.model_runner.cache_stats, denoiser.compilations)
 
     def describe(self) -> str:
         """Device, dtype, kernel and layout, in words for a person, and what was reused."""
-        return self.machinery.describe()
+        return self.stats.describe()
 
     def decode(self, questions: Sequence[str | Question]) -> list[Rollout]:
         """One finished rollout per question, in order.
@@ -134,7 +136,7 @@ class Decoder:
         with self.new_engine() as engine:
             while True:
                 for question in islice(source, engine.capacity):
-                    engine.submit(question, guesses=self.guesses)
+                    engine.submit(question, guesses=self.record_provisional)
                 if not engine.busy:
                     return
                 for event in engine.step():
@@ -148,7 +150,7 @@ def as_questions(questions: Sequence[str | Question]) -> list[Question]:
     """Questions as records; texts get the ids q1, q2, ... by their place."""
     if isinstance(questions, str):
         raise QuestionError("questions are a list: put the text into brackets, as in [question]")
-    numbered = typed_questions([q if isinstance(q, str) else q.question for q in questions])
+    numbered = parse_typed_questions([q if isinstance(q, str) else q.question for q in questions])
     asked = [
         given if isinstance(given, Question) else record
         for given, record in zip(questions, numbered, strict=True)

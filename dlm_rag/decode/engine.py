@@ -1,8 +1,8 @@
 """The engine: questions come and go, all of them take their steps together.
 
     step 0     retrieve with the question alone
-    step s     encode the evidence and denoise the canvas       (the model, behind `Proposer`)
-               commit what the commit rule chooses              (diffusion/commit.py)
+    step s     encode the evidence and denoise the canvas       (the model, behind `ModelRunner`)
+               commit what the commit rule chooses              (diffusion/commit_rules.py)
                build the query from what the canvas says now    (retrieval/query.py)
                retrieve; what was found is the evidence of step s + 1
 
@@ -24,36 +24,37 @@ from typing import Any
 import torch
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.checked import with_values
-from dlm_rag.config.decoding import ENTROPY_BOUND
-from dlm_rag.decode.canvas import Canvas, NoisyCanvas
-from dlm_rag.decode.guesses import Recorder
-from dlm_rag.decode.proposer import Proposer
+from dlm_rag.config.checked import replace_settings
+from dlm_rag.config.inference import DEFAULT_ENTROPY_BOUND_NATS
+from dlm_rag.decode.canvas import Canvas, UniformNoiseCanvas
+from dlm_rag.decode.model_runner import ModelRunner
+from dlm_rag.decode.overlap import OVERLAP_SCHEDULES
+from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.row import Group, Row, Ticket
-from dlm_rag.decode.schedules import SCHEDULES
-from dlm_rag.decode.steps import Steps
-from dlm_rag.diffusion.renoise import uniform_tokens
+from dlm_rag.decode.row import Row, RowGroup, Ticket
+from dlm_rag.decode.steps import StepExecutor
+from dlm_rag.diffusion.uniform_decoding import uniform_tokens
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.layout import check_order
-from dlm_rag.model.heads import Heads
-from dlm_rag.model.shape import EVIDENCE_LAYOUTS, DenoiserConfig, UniformNoise
+from dlm_rag.evidence.prompt_segments import check_finished_blocks
+from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig, UniformNoiseConfig
+from dlm_rag.model.policy_heads import PolicyHeads
+from dlm_rag.nvtx_ranges import mark_event, profile_step
 from dlm_rag.questions import Question
-from dlm_rag.randomness import keyed_generator, uniform_numbers
+from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.retrieval.base import Retriever
-from dlm_rag.stages import mark, step_range
 from dlm_rag.tokenizer import Tokenizer
 
-OF_NOISE = ("temperature_high", "temperature_low", "stable_steps", "confident_below")
-OF_MASKS = (
-    "commit_threshold", "gate_width", "head_cut", "tokens_per_step", "schedule", "revision_threshold",
-    "edit_threshold", "edit_rounds", "temperature", "copy_price",
+UNIFORM_ONLY_SETTINGS = ("temperature_high", "temperature_low", "convergence_steps", "stop_entropy")
+MASKED_ONLY_SETTINGS = (
+    "commit_threshold", "gate_temperature", "head_threshold", "tokens_per_step", "schedule",
+    "remask_threshold",
+    "edit_threshold", "max_edit_steps", "temperature", "copy_penalty",
 )  # fmt: skip
 _tickets = count(1)  # of all engines of the process: a retriever may serve several
 
 
 @dataclass(frozen=True)
-class Event:
+class StepEvent:
     """A question has taken a step; its rollout grows with the next one unless it is `finished`."""
 
     ticket: Ticket
@@ -74,22 +75,22 @@ class Engine:
 
     def __init__(
         self,
-        proposer: Proposer,
+        proposer: ModelRunner,
         retriever: Retriever,
         tokenizer: Tokenizer,
         settings: DecodeConfig | None = None,
         layout: str | None = None,
-        heads: Heads | None = None,
+        heads: PolicyHeads | None = None,
     ) -> None:
-        self.settings = with_checkpoints_own(settings or DecodeConfig(), proposer.shape)
+        self.settings = with_checkpoint_defaults(settings or DecodeConfig(), proposer.shape)
         layout = layout or proposer.shape.evidence_layout
         if layout not in EVIDENCE_LAYOUTS:
             raise ConfigError(f"evidence_layout={layout} is none of {', '.join(EVIDENCE_LAYOUTS)}")
-        self._steps = Steps(proposer, retriever, tokenizer, layout, heads)
-        self._schedule = SCHEDULES[self.settings.overlap]
+        self._steps = StepExecutor(proposer, retriever, tokenizer, layout, heads)
+        self._schedule = OVERLAP_SCHEDULES[self.settings.overlap]
         places = self.settings.batch_size
         halves = 2 if self.settings.overlap == "pipeline" and places > 1 else 1
-        self._groups = [Group() for _ in range(halves)]
+        self._groups = [RowGroup() for _ in range(halves)]
         self._free = list(range(places))
         self._turn = 0
 
@@ -118,16 +119,16 @@ class Engine:
         """
         if not self._free:
             raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
-        own, shape = self.settings, self._steps.proposer.shape
+        own, shape = self.settings, self._steps.model_runner.shape
         if settings is not None:
-            mine = with_values(settings, batch_size=own.batch_size, overlap=own.overlap)
-            own = with_checkpoints_own(mine, shape)
-        assert own.canvas_length is not None and own.finished_blocks is not None
-        check_order(shape, own.finished_blocks, self._steps.layout)
-        check_heads(own, self._steps.heads is not None)
+            mine = replace_settings(settings, batch_size=own.batch_size, overlap=own.overlap)
+            own = with_checkpoint_defaults(mine, shape)
+        assert own.max_new_tokens is not None and own.finished_block_context is not None
+        check_finished_blocks(shape, own.finished_block_context, self._steps.layout)
+        check_policy_heads(own, self._steps.heads is not None)
         # Revision may still change the text before an end token.
-        certain = own.stop_early and own.revision_threshold is None
-        generator = keyed_generator(own.seed, question.id)
+        certain = own.early_stopping and own.remask_threshold is None
+        generator = make_keyed_generator(own.seed, question.id)
         row = Row(
             ticket=Ticket(next(_tickets)),
             question=question,
@@ -136,11 +137,11 @@ class Engine:
             canvas=self._canvas(own, generator),
             generator=generator,
             rollout=Rollout(
-                question.id, question.question, self._steps.layout, own.canvas_length, settings=asdict(own)
+                question.id, question.question, self._steps.layout, own.max_new_tokens, settings=asdict(own)
             ),
-            stop_at=self._steps.tokenizer.end_ids if certain else frozenset(),
+            stop_ids=self._steps.tokenizer.end_ids if certain else frozenset(),
             end_ids=self._steps.tokenizer.end_ids,
-            recorder=Recorder(self._steps.tokenizer.token_text) if guesses else None,
+            provisional_recorder=ProvisionalRecorder(self._steps.tokenizer.token_text) if guesses else None,
         )
         min(self._groups, key=lambda group: len(group.rows)).rows.append(row)
         return row.ticket
@@ -148,15 +149,15 @@ class Engine:
     def _canvas(self, settings: DecodeConfig, generator: torch.Generator) -> Canvas:
         """A fresh canvas, all masked or all noise."""
         length, mask_id, shape = (
-            settings.canvas_length,
+            settings.max_new_tokens,
             self._steps.tokenizer.mask_id,
-            self._steps.proposer.shape,
+            self._steps.model_runner.shape,
         )
         assert length is not None
         if shape.noise is None:
-            return Canvas(length, mask_id, closed=None if settings.edit_threshold is None else 0)
-        noise = uniform_tokens(uniform_numbers(generator, 1, length)[0], shape.vocab_size)
-        return NoisyCanvas(length, mask_id, closed=0, noise=noise)
+            return Canvas(length, mask_id, frozen_length=None if settings.edit_threshold is None else 0)
+        noise = uniform_tokens(sample_uniform(generator, 1, length)[0], shape.vocab_size)
+        return UniformNoiseCanvas(length, mask_id, frozen_length=0, noise=noise)
 
     def cancel(self, ticket: Ticket) -> None:
         """Drops a question that is in flight, and all that is kept for it; others do not notice.
@@ -167,7 +168,7 @@ class Engine:
             for row in group.rows:
                 if row.ticket == ticket:
                     row.rollout.error = "cancelled"
-                    self._leave(group, row)
+                    self._remove_row(group, row)
                     return
         raise KeyError(f"ticket {ticket} is not in flight")
 
@@ -176,10 +177,10 @@ class Engine:
         for group in self._groups:
             for row in list(group.rows):
                 self.cancel(row.ticket)
-            self._steps.receive(group.search)
+            self._steps.apply_search(group.search)
         self._steps.close()
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[StepEvent]:
         """One step of all rows, or of one half of them in turn with `overlap=pipeline`.
 
         Returns an event for every question whose step is over, in the order in which they came. A question
@@ -189,7 +190,7 @@ class Engine:
         """
         group = self._groups[self._turn % len(self._groups)]
         try:
-            with self._steps.clock, step_range(self._turn, len(group.rows)):
+            with self._steps.clock, profile_step(self._turn, len(group.rows)):
                 closed = self._schedule(self._steps, group)
         except BaseException:
             for row in list(group.rows):  # half a step is no state to go on from
@@ -198,69 +199,76 @@ class Engine:
         self._turn += 1
         for row in closed:
             if row.rollout.finished:
-                mark(f"question {row.question.id}")
-                self._leave(group, row)
-        return [Event(row.ticket, row.rollout) for row in closed]
+                mark_event(f"question {row.question.id}")
+                self._remove_row(group, row)
+        return [StepEvent(row.ticket, row.rollout) for row in closed]
 
-    def _leave(self, group: Group, row: Row) -> None:
+    def _remove_row(self, group: RowGroup, row: Row) -> None:
         group.rows.remove(row)
         heappush(self._free, row.slot)
-        self._steps.proposer.release(row.slot)
+        self._steps.model_runner.release(row.slot)
         self._steps.retriever.forget(str(row.ticket))
 
 
-def check_heads(settings: DecodeConfig, there: bool) -> None:
+def check_policy_heads(settings: DecodeConfig, there: bool) -> None:
     """Raises `ConfigError` for settings that need heads where none are there."""
-    if there or (settings.commit_rule != "head" and settings.search != "head"):
+    if there or (settings.commit_rule != "policy_head" and settings.retrieval_gate != "policy_head"):
         return
-    asked = "commit_rule=head" if settings.commit_rule == "head" else "search=head"
+    asked = (
+        "commit_rule=policy_head" if settings.commit_rule == "policy_head" else "retrieval_gate=policy_head"
+    )
     raise ConfigError(
         f"{asked} needs heads beside the model, and this checkpoint has none: train them with "
-        "--config search_rl.yaml train.learn=heads"
+        "--config search_rl.yaml train.trainable=policy_heads"
     )
 
 
-def with_checkpoints_own(settings: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:
+def with_checkpoint_defaults(settings: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:
     """`settings` with what they leave to the checkpoint: lengths of canvas and blocks, who decides.
 
     Raises `ConfigError` for settings that the checkpoint cannot be decoded by.
     """
     if own.noise is not None:
-        return _of_noise(settings, own, own.noise)
-    for name in OF_NOISE:
+        return _with_uniform_defaults(settings, own, own.noise)
+    for name in UNIFORM_ONLY_SETTINGS:
         if getattr(settings, name) is not None:
             raise ConfigError(f"{name} has no effect on a model that denoises from masks: leave it out")
-    canvas, block = settings.canvas_length or own.canvas_length, settings.block_length
+    canvas, block = settings.max_new_tokens or own.canvas_length, settings.block_length
     if block is None:
         block = own.block_length or 0
         if block > canvas:  # blocks of attention may be longer than the canvas, and are written whole
-            block = canvas if own.attention_block is None else 0
-    if settings.edit_threshold is not None and own.attention_block is None:
+            block = canvas if own.block_size is None else 0
+    if settings.edit_threshold is not None and own.block_size is None:
         raise ConfigError(
             f"edit_threshold={settings.edit_threshold} is for checkpoints whose attention has blocks, and "
-            "this one's has none: leave it out, or set revision_threshold"
+            "this one's has none: leave it out, or set remask_threshold"
         )
-    return with_values(
+    return replace_settings(
         settings,
-        canvas_length=canvas,
+        max_new_tokens=canvas,
         block_length=block,
-        finished_blocks=settings.finished_blocks or own.finished_blocks,
+        finished_block_context=settings.finished_block_context or own.finished_block_context,
         commit_rule=settings.commit_rule or own.commit_rule,
-        search=settings.search or own.search,
-        entropy_bound=ENTROPY_BOUND if settings.entropy_bound is None else settings.entropy_bound,
+        retrieval_gate=settings.retrieval_gate or own.retrieval_gate,
+        entropy_bound=DEFAULT_ENTROPY_BOUND_NATS
+        if settings.entropy_bound is None
+        else settings.entropy_bound,
     )
 
 
-def _of_noise(settings: DecodeConfig, own: DenoiserConfig, noise: UniformNoise) -> DecodeConfig:
+def _with_uniform_defaults(
+    settings: DecodeConfig, own: DenoiserConfig, noise: UniformNoiseConfig
+) -> DecodeConfig:
     """`settings` with the checkpoint's own schedule, bound and stopping rule; a canvas of whole blocks."""
-    block = own.attention_block
+    block = own.block_size
     assert block is not None
     fixed: dict[str, Any] = {
-        "block_length": block, "finished_blocks": own.finished_blocks, "commit_rule": own.commit_rule,
-        "search": own.search, "lookahead": 0,
+        "block_length": block, "finished_block_context": own.finished_block_context,
+        "commit_rule": own.commit_rule,
+        "retrieval_gate": own.retrieval_gate, "query_window": 0,
     }  # fmt: skip
     usual = DecodeConfig()
-    for name in (*fixed, *OF_MASKS):
+    for name in (*fixed, *MASKED_ONLY_SETTINGS):
         value, default = getattr(settings, name), getattr(usual, name)
         if value not in (default, fixed.get(name, default)):
             raise ConfigError(
@@ -273,17 +281,17 @@ def _of_noise(settings: DecodeConfig, own: DenoiserConfig, noise: UniformNoise) 
         raise ConfigError(
             f"temperature_low={low} is above temperature_high={high}: a block of noise cools down"
         )
-    least = settings.canvas_length or own.canvas_length
-    stable, bound = settings.stable_steps, settings.entropy_bound
-    sure = settings.confident_below
-    return with_values(
+    least = settings.max_new_tokens or own.canvas_length
+    stable, bound = settings.convergence_steps, settings.entropy_bound
+    sure = settings.stop_entropy
+    return replace_settings(
         settings,
         **fixed,
-        canvas_length=-(-least // block) * block,
+        max_new_tokens=-(-least // block) * block,
         steps_per_block=settings.steps_per_block or noise.steps,
         entropy_bound=noise.entropy_bound if bound is None else bound,
         temperature_high=high,
         temperature_low=low,
-        stable_steps=noise.stable_steps if stable is None else stable,
-        confident_below=noise.confident_below if sure is None else sure,
+        convergence_steps=noise.convergence_steps if stable is None else stable,
+        stop_entropy=noise.stop_entropy if sure is None else sure,
     )

@@ -1,17 +1,17 @@
-"""The decoding trajectory as data: replayed and scored without the model, kept in files by `trace.py`."""
+"""The decoding trajectory as data: replayed and scored without the model, filed by `trace_file.py`."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from dlm_rag.decode.citations import Unit
-from dlm_rag.decode.guesses import Guess, Guesses, replay
-from dlm_rag.text import answer_span
+from dlm_rag.decode.citations import Citation
+from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
+from dlm_rag.text import find_answer_span
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedToken:
     """One token written down: its canvas position (from 0) and how sure the denoiser was of it.
 
     confidence: its probability at temperature 1; log_prob: the natural logarithm of that, finite where
@@ -27,12 +27,13 @@ class Committed:
 
 @dataclass(frozen=True)
 class Action:
-    """What was decided by lot at a step, and how likely it was (`diffusion/policy.py`, `actions.py`).
+    """What was decided by lot at a step, and how likely it was (`diffusion/policy.py`,
+    `policy_sampling.py`).
 
     candidates: canvas positions that might have been committed; those that were are the step's. forced:
     whether none would have been, so that one had to. log_prob: of commits and stays, in nats. features: of
     each candidate, where a head decided. search_features: where a head decided whether to search, which
-    `Step.retrieved` says; search_log_prob: of that, in nats.
+    `RolloutStep.retrieved` says; search_log_prob: of that, in nats.
     """
 
     candidates: tuple[int, ...] = ()
@@ -44,7 +45,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Step:
+class RolloutStep:
     """One step: what was committed, then what was asked and which passages are the evidence now.
 
     Step 0 asks with the question alone and commits nothing. The tokens of step s were committed
@@ -60,16 +61,16 @@ class Step:
     query: str | None
     passage_ids: tuple[str, ...]
     retrieved: bool
-    committed: tuple[Committed, ...] = ()
+    committed: tuple[CommittedToken, ...] = ()
     remasked: tuple[int, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
-    edited: tuple[Committed, ...] = ()
+    edited: tuple[CommittedToken, ...] = ()
     action: Action | None = None  # where a policy decided by lot
-    guesses: Guesses | None = None  # of positions that stay masked, where they are recorded
+    guesses: ProvisionalDelta | None = None  # of positions that stay masked, where they are recorded
 
     @property
-    def written(self) -> tuple[Committed, ...]:
+    def written_tokens(self) -> tuple[CommittedToken, ...]:
         """What the step put on the canvas."""
         return (*self.committed, *self.edited)
 
@@ -82,20 +83,20 @@ class Rollout:
     question: str
     prompt_layout: str
     canvas_length: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RolloutStep] = field(default_factory=list)
     response: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # it was decoded with; as in `DecodeConfig`
     passages: dict[str, str] = field(default_factory=dict)  # every passage ever found, by id, as found
     evidence_texts: dict[str, str] = field(default_factory=dict)  # what of them was in the prompt
-    citations: list[Unit] = field(default_factory=list)
+    citations: list[Citation] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)  # the largest cut of any step
     finished: bool = False
     error: str = ""  # why there is no answer
 
     @property
     def answer(self) -> str:
-        """The answer in the response (see `text.answer_span`), empty when there is none."""
-        start, stop = answer_span(self.response)
+        """The answer in the response (see `text.find_answer_span`), empty when there is none."""
+        start, stop = find_answer_span(self.response)
         return self.response[start:stop]
 
     @property
@@ -120,7 +121,7 @@ class Rollout:
 
     def tokens_before_end(self, end_ids: Collection[int]) -> int:
         """Of these, those before the first end token: the text, without what fills the canvas behind it."""
-        last = {token.position: token.token_id for step in self.steps for token in step.written}
+        last = {token.position: token.token_id for step in self.steps for token in step.written_tokens}
         held = self.commit_steps()
         end = min((n for n in held if last[n] in end_ids), default=self.canvas_length)
         return sum(position < end for position in held)
@@ -134,13 +135,13 @@ class Rollout:
                 total[name] = total.get(name, 0.0) + value
         return total
 
-    def replay(self) -> Iterator[dict[int, Committed]]:
+    def replay(self) -> Iterator[dict[int, CommittedToken]]:
         """The committed tokens by position after each step, from step 0 (none) to the last."""
-        canvas: dict[int, Committed] = {}
+        canvas: dict[int, CommittedToken] = {}
         for step in self.steps:
             for position in step.remasked:
                 canvas.pop(position, None)
-            canvas.update({token.position: token for token in step.written})
+            canvas.update({token.position: token for token in step.written_tokens})
             yield dict(canvas)
 
     def canvases(self, mask_id: int) -> Iterator[list[int]]:
@@ -148,9 +149,9 @@ class Rollout:
         for state in self.replay():
             yield [state[n].token_id if n in state else mask_id for n in range(self.canvas_length)]
 
-    def guesses(self) -> Iterator[dict[int, Guess]]:
+    def provisional_tokens(self) -> Iterator[dict[int, ProvisionalToken]]:
         """The guesses after each step, by position; none where they are not recorded."""
-        return replay(step.guesses for step in self.steps)
+        return replay_provisional(step.guesses for step in self.steps)
 
     def commit_steps(self) -> dict[int, int]:
         """For every position that holds a token after the last step, the step that wrote it."""
@@ -158,10 +159,10 @@ class Rollout:
         for step in self.steps:
             for position in step.remasked:
                 steps.pop(position, None)
-            steps.update({token.position: step.step for token in step.written})
+            steps.update({token.position: step.step for token in step.written_tokens})
         return steps
 
-    def steps_within(self, begin: int, end: int) -> int:
+    def count_steps_within(self, begin: int, end: int) -> int:
         """How many of the last steps in a row have committed, and only positions from `begin` to `end`."""
         last = takewhile(
             lambda step: step.committed and all(begin <= t.position < end for t in step.committed),

@@ -1,4 +1,5 @@
-"""Noise schedules, and the forward process of masked diffusion (that of uniform noise: `uniform.py`).
+"""Noise schedules, and the forward process of masked diffusion (that of uniform noise:
+`uniform_process.py`).
 
 alpha(t) is the probability that a token is still untouched at time t in [0, 1]; it falls from 1 to 0.
 Of masks the continuous-time NELBO weights a masked token at time t by -alpha'(t) / (1 - alpha(t)) (MDLM,
@@ -27,7 +28,7 @@ class NoiseSchedule:
 
 LOG_LINEAR_END = 1e-3  # alpha(1) of MDLM's schedule; its sigma(t) = -log(1 - (1 - 1e-3) t)
 
-SCHEDULES = {
+NOISE_SCHEDULES = {
     # LLaDA (arXiv 2502.09992): alpha = 1 - t.
     "linear": NoiseSchedule(lambda t: 1 - t, lambda t: torch.full_like(t, -1.0)),
     # MDLM's log-linear: alpha = exp(-sigma(t)), which is linear but ends at 1e-3.
@@ -41,7 +42,7 @@ SCHEDULES = {
 }
 
 
-def antithetic_times(count: int, generator: torch.Generator, lowest: float = 1e-3) -> Tensor:
+def sample_antithetic_times(count: int, generator: torch.Generator, lowest: float = 1e-3) -> Tensor:
     """`count` times (count,) in [lowest, 1], one in each of `count` equal parts of the interval.
 
     One uniform offset shifts them all (VDM, arXiv 2107.00630, appendix I.1): each is uniform, and

@@ -6,9 +6,9 @@ An action of a step is, at each of its candidate positions by themselves, to sta
     P(stay) = sum_y pi(y) (1 - g(y))    g(y) = sigmoid((logit c(y) - logit tau) / w),  c = softmax(z)
 
 If all stay, one position is drawn by softmax of logit c_max / w, and its token by pi: that is forced. For
-w, T -> 0 this is `commit.threshold`, ties aside. Everything is exact: outcomes sum to 1, so the mean of the
-score is 0 (REINFORCE, Williams 1992). Heads give the gates instead (`model/heads.py`): pi is then the
-most probable token, and what is forced the most confident position.
+w, T -> 0 this is `select_by_threshold`, ties aside. Everything is exact: outcomes sum to 1, so the mean
+of the score is 0 (REINFORCE, Williams 1992). Heads give the gates instead (`model/policy_heads.py`): pi is
+then the most probable token, and what is forced the most confident position.
 """
 
 import math
@@ -18,33 +18,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-SUREST = -1e-6  # log-probabilities above this are that of a token that is certain: 1 - c is rounding there
+MAX_LOG_CONFIDENCE = (
+    -1e-6
+)  # log-probabilities above this are that of a token that is certain: 1 - c is rounding there
 
 
 @dataclass(frozen=True)
-class Soft:
+class SoftThreshold:
     """The numbers of a soft threshold: floats, or (n,) one for each position."""
 
     temperature: Tensor | float  # T, above 0
     threshold: Tensor | float  # tau, between 0 and 1
     width: Tensor | float  # w, above 0, in units of the logit
 
-    def at(self, rows: Tensor) -> "Soft":
+    def subset(self, rows: Tensor) -> "SoftThreshold":
         """Those of some positions."""
         values = (self.temperature, self.threshold, self.width)
-        return Soft(*(v[rows] if isinstance(v, Tensor) else v for v in values))
+        return SoftThreshold(*(v[rows] if isinstance(v, Tensor) else v for v in values))
 
 
 @dataclass(frozen=True)
-class Outcomes:
+class ActionDistribution:
     """What may happen at n positions, in nats."""
 
     log_pi: Tensor  # (n, V) of the token alone: minus infinity for the mask
     log_commit: Tensor  # (n, V)
     log_stay: Tensor  # (n,)
-    urge: Tensor  # (n,) logit c_max / w: by its softmax the forced position is drawn
+    forced_logit: Tensor  # (n,) logit c_max / w: by its softmax the forced position is drawn
 
-    def divergence(self, other: "Outcomes") -> Tensor:
+    def kl_divergence(self, other: "ActionDistribution") -> Tensor:
         """KL (2, n) of these outcomes from others: of all V + 1 of each position, and of pi alone."""
 
         def of(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class Outcomes:
         return torch.special.entr(self.log_commit.exp()).sum(-1) + torch.special.entr(self.log_stay.exp())
 
 
-def outcomes(logits: Tensor, mask_id: Tensor, soft: Soft) -> Outcomes:
+def compute_action_distribution(logits: Tensor, mask_id: Tensor, soft: SoftThreshold) -> ActionDistribution:
     """The outcomes at positions with these logits (n, V), float32 or more; mask_id (1,) is never drawn."""
 
     def each(value: Tensor | float) -> Tensor:
@@ -68,10 +70,10 @@ def outcomes(logits: Tensor, mask_id: Tensor, soft: Soft) -> Outcomes:
 
     threshold, width = each(soft.threshold), each(soft.width)
     log_pi = (logits.index_fill(1, mask_id, -math.inf) / each(soft.temperature)).log_softmax(-1)
-    log_c = logits.log_softmax(-1).clamp(max=SUREST)
+    log_c = logits.log_softmax(-1).clamp(max=MAX_LOG_CONFIDENCE)
     odds = log_c - torch.log(-torch.expm1(log_c))  # logit c
     gate = (odds - torch.logit(threshold)) / width
-    return Outcomes(
+    return ActionDistribution(
         log_pi,
         log_pi + logsigmoid(gate),
         (log_pi + logsigmoid(-gate)).logsumexp(-1),
@@ -79,35 +81,37 @@ def outcomes(logits: Tensor, mask_id: Tensor, soft: Soft) -> Outcomes:
     )
 
 
-def picked(found: Outcomes, taken: Tensor) -> Tensor:
+def gather_action_log_probs(found: ActionDistribution, taken: Tensor) -> Tensor:
     """Of what was done at n positions (4, n): the log-probability of committing `taken`, of staying; the
     urge; the log-probability of `taken` under pi. taken (n,): a token, -1 where the position stayed.
     """
     n, token = torch.arange(len(taken), device=taken.device), taken.clamp(min=0)
-    return torch.stack([found.log_commit[n, token], found.log_stay, found.urge, found.log_pi[n, token]])
+    return torch.stack(
+        [found.log_commit[n, token], found.log_stay, found.forced_logit, found.log_pi[n, token]]
+    )
 
 
 def step_log_prob(parts: Tensor, step: Tensor, took: Tensor, forced: Tensor) -> Tensor:
     """The log-probability (S,) of the actions of S steps, in nats.
 
-    parts (4, n): `picked` at all candidates. step (n,): which step each is a candidate of, from 0. took
-    (n,): whether it committed a token. forced (S,): whether what the step took was forced.
+    parts (4, n): `gather_action_log_probs` at all candidates. step (n,): which step each is a candidate
+    of, from 0. took (n,): whether it committed a token. forced (S,): whether what the step took was forced.
     """
     commit, stay, urge, log_pi = parts
     must, steps = forced[step], len(forced)
-    drawn = urge - log_sum(urge, step, steps)[step] + log_pi
+    drawn = urge - segment_logsumexp(urge, step, steps)[step] + log_pi
     each = torch.where(took & ~must, commit, stay) + torch.where(took & must, drawn, 0.0)
     return stay.new_zeros(steps).index_add(0, step, each)
 
 
-def step_divergence(parts: Tensor, other: Tensor, step: Tensor, steps: int) -> Tensor:
+def step_kl_divergence(parts: Tensor, other: Tensor, step: Tensor, steps: int) -> Tensor:
     """KL (S,) of the actions of S steps from those of another policy, in nats, what is forced included.
 
-    parts (4, n): log-probability of staying, urge, and the two rows of `Outcomes.divergence`, at all
-    candidates; other (n,): the urge of the other policy. step (n,): as in `step_log_prob`.
+    parts (4, n): log-probability of staying, urge, and the two rows of `ActionDistribution.divergence`, at
+    all candidates; other (n,): the urge of the other policy. step (n,): as in `step_log_prob`.
     """
     stay, urge, free, token = parts
-    place, theirs = (x - log_sum(x, step, steps)[step] for x in (urge, other))
+    place, theirs = (x - segment_logsumexp(x, step, steps)[step] for x in (urge, other))
     forced = place.exp() * (place - theirs + token)
     none = stay.new_zeros(steps).index_add(0, step, stay).exp()
     return stay.new_zeros(steps).index_add(0, step, free + none[step] * forced)
@@ -118,7 +122,7 @@ def gate_log_prob(logit: Tensor, step: Tensor, opened: Tensor, steps: int) -> Te
     return logit.new_zeros(steps).index_add(0, step, logsigmoid(torch.where(opened, logit, -logit)))
 
 
-def log_sum(values: Tensor, step: Tensor, steps: int) -> Tensor:
+def segment_logsumexp(values: Tensor, step: Tensor, steps: int) -> Tensor:
     """logsumexp (S,) of the values (n,) of each step."""
     lowest = values.new_full((steps,), -math.inf)
     highest = lowest.scatter_reduce(0, step, values.detach(), "amax")
@@ -126,25 +130,27 @@ def log_sum(values: Tensor, step: Tensor, steps: int) -> Tensor:
     return highest + total.log()
 
 
-def drawn(logits: Tensor, mask_id: Tensor, soft: Soft, uniform: Tensor, forced: Tensor) -> Tensor:
+def draw_actions(
+    logits: Tensor, mask_id: Tensor, soft: SoftThreshold, uniform: Tensor, forced: Tensor
+) -> Tensor:
     """Draws (9, n) for positions with logits (n, V), at the quantiles `uniform` (n,) and `forced` (n,).
 
     The token, its log c, its gate, the log-probability of committing it; that of staying; the urge; the
     token to be forced, its log c and its log-probability under pi.
     """
-    found = outcomes(logits, mask_id, soft)
+    found = compute_action_distribution(logits, mask_id, soft)
     rows = torch.arange(len(logits), device=logits.device)
-    token, other = (quantile(found.log_pi, at) for at in (uniform, forced))
+    token, other = (sample_at_quantile(found.log_pi, at) for at in (uniform, forced))
     log_c = logits.log_softmax(-1)
     gate = (found.log_commit[rows, token] - found.log_pi[rows, token]).exp()
     return torch.stack([
         token.float(), log_c[rows, token].float(), gate.float(), found.log_commit[rows, token].float(),
-        found.log_stay.float(), found.urge.float(), other.float(), log_c[rows, other].float(),
+        found.log_stay.float(), found.forced_logit.float(), other.float(), log_c[rows, other].float(),
         found.log_pi[rows, other].float(),
     ])  # fmt: skip
 
 
-def quantile(log_prob: Tensor, uniform: Tensor) -> Tensor:
+def sample_at_quantile(log_prob: Tensor, uniform: Tensor) -> Tensor:
     """The tokens (n,) at the quantiles `uniform` (n,) of distributions (n, V), given up to a factor."""
     exact = torch.float32 if log_prob.device.type == "mps" else torch.float64  # which MPS does not have
     cumulative = log_prob.to(exact).softmax(-1).cumsum(-1)

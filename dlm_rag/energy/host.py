@@ -10,17 +10,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dlm_rag.energy.sensors import Counter, Power, Sensor, SensorError
+from dlm_rag.energy.sensors import EnergyCounter, PolledPower, Sensor, SensorError
 
-SYS = Path("/sys")
+SYSFS_FOLDER = Path("/sys")
 READ_EVERY, RAPL_STEP = 20.0, 0.001  # seconds; a counter of 65 kJ lasts for 131 s of 500 W
-MEAN_OF = 1.0  # seconds that a power meter takes the mean of, where it does not say
-LEAST_PERIOD = 0.1
+DEFAULT_AVERAGING_SECONDS = 1.0  # seconds that a power meter takes the mean of, where it does not say
+MIN_POLL_SECONDS = 0.1
 MICRO = 1e-6
-NOTHING = "no RAPL and no power meter in /sys"
+NO_HOST_SENSOR_MESSAGE = "no RAPL and no power meter in /sys"
 
 
-def host_sensors(root: Path = SYS, beside_gpu: bool = False) -> list[Sensor]:
+def find_host_sensors(root: Path = SYSFS_FOLDER, beside_gpu: bool = False) -> list[Sensor]:
     """A sensor for every CPU of the machine. root: stands for `/sys`. beside_gpu: whether GPUs are measured
     by themselves; a meter that may count them too is left out then.
 
@@ -28,7 +28,7 @@ def host_sensors(root: Path = SYS, beside_gpu: bool = False) -> list[Sensor]:
     """
     found = _rapl(root) or _meters(root, beside_gpu)
     if not found:
-        raise SensorError(NOTHING)
+        raise SensorError(NO_HOST_SENSOR_MESSAGE)
     return found
 
 
@@ -37,18 +37,22 @@ def _rapl(root: Path) -> list[Sensor]:
     # Some packages are there twice, by registers and by memory ("mmio").
     folders = sorted((root / "class/powercap").glob("*"), key=lambda path: ("mmio" in path.name, path.name))
     for folder in folders:
-        name = _text(folder / "name")
+        name = _read_text(folder / "name")
         if re.fullmatch(r"package-\d+(-die-\d+)?", name):
             packages.setdefault(name, folder)
     found: list[Sensor] = []
     for name, folder in packages.items():
         read = _reader(folder / "energy_uj", "sudo chmod a+r /sys/class/powercap/*/energy_uj")
-        wraps = _text(folder / "max_energy_range_uj")
+        wraps = _read_text(folder / "max_energy_range_uj")
         if not wraps.isdecimal():
             raise SensorError(f"{folder / 'max_energy_range_uj'} cannot be read")
         scope = f"CPU {name.replace('-', ' ')} without its memory"
         of = f"{platform.node()}:{name}"
-        found.append(Counter(of, scope, "RAPL", read, RAPL_STEP, READ_EVERY, wraps=MICRO * int(wraps)))
+        found.append(
+            EnergyCounter(
+                of, scope, "RAPL", read, RAPL_STEP, READ_EVERY, wraps_at_joules=MICRO * int(wraps)
+            )
+        )
     return found
 
 
@@ -57,9 +61,9 @@ def _meters(root: Path, beside_gpu: bool) -> list[Sensor]:
     meters: dict[str, Path] = {}
     for hwmon in sorted((root / "class/hwmon").glob("*")):
         for folder in (hwmon, hwmon / "device"):  # the driver of Linux before 6.18 has them in the second
-            named = "power_meter" in (_text(hwmon / "name"), _text(hwmon / "device/name"))
+            named = "power_meter" in (_read_text(hwmon / "name"), _read_text(hwmon / "device/name"))
             if named and (folder / "power1_average").exists():
-                meters.setdefault(_text(folder / "power1_oem_info"), folder)
+                meters.setdefault(_read_text(folder / "power1_oem_info"), folder)
     sockets = sorted({label.rpartition(" ")[2] for label in meters if " Power Socket " in label})
     labels = []
     for socket in sockets:
@@ -70,12 +74,12 @@ def _meters(root: Path, beside_gpu: bool) -> list[Sensor]:
     found: list[Sensor] = []
     for label in labels:
         folder = meters[label]
-        said = _text(folder / "power1_average_interval")
-        mean_of = int(said) / 1e3 if said.isdecimal() and int(said) else MEAN_OF
+        said = _read_text(folder / "power1_average_interval")
+        mean_of = int(said) / 1e3 if said.isdecimal() and int(said) else DEFAULT_AVERAGING_SECONDS
         scope = f"the power meter '{label}'" if label else "the machine's power meter"
         name, of = "ACPI power meter, polled", f"{platform.node()}:{label or 'power meter'}"
         read = _reader(folder / "power1_average", f"sudo chmod a+r {folder / 'power1_average'}")
-        found.append(Power(of, scope, name, read, mean_of, max(mean_of, LEAST_PERIOD)))
+        found.append(PolledPower(of, scope, name, read, mean_of, max(mean_of, MIN_POLL_SECONDS)))
     return found
 
 
@@ -95,7 +99,7 @@ def _millionths(path: Path) -> float:
     return MICRO * int(path.read_bytes())
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """What a file holds; nothing where it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()

@@ -2,7 +2,7 @@
 
 with open_meter("auto", device) as meter:
     ...
-meter.reading.joules  # None where it was not measured; `meter.reading.unmeasured` says why
+meter.reading.joules  # None where it was not measured; `meter.reading.unmeasured_reason` says why
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.energy.host import SYS, host_sensors
-from dlm_rag.energy.nvml import gpu_sensors
-from dlm_rag.energy.reading import SHORTEST, Part, Reading
+from dlm_rag.energy.host import SYSFS_FOLDER, find_host_sensors
+from dlm_rag.energy.nvml import find_gpu_sensors
+from dlm_rag.energy.reading import MIN_WINDOW_SECONDS, DeviceEnergy, EnergyReading
 from dlm_rag.energy.sensors import Sensor, SensorError
-from dlm_rag.errors import fold_message
-from dlm_rag.progress import status
+from dlm_rag.errors import summarize_error
+from dlm_rag.progress import show_status
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 10.0
 
 
-class Meter:
+class EnergyMeter:
     """Counts the joules of its sensors from `start` to `stop`, from lap to lap in between.
 
     A sensor that fails is told in the readings and raises nothing. Without sensors every reading says
@@ -49,12 +49,12 @@ class Meter:
         self._idle_seconds = idle_seconds
         self._idle_watts: list[float | None] = [None] * len(self.sensors)
         self._synchronize, self._clock, self._sleep = synchronize, clock, sleep
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._begun = self._lap = self._now = (0.0, (0.0,) * len(self.sensors))  # moment, joules of each
-        self.reading = Reading(0.0)  # of the last window, from start to stop
+        self.reading = EnergyReading(0.0)  # of the last window, from start to stop
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> EnergyMeter:
         self.start()
         return self
 
@@ -65,23 +65,23 @@ class Meter:
         """Begins a window; the first one, where that was asked for, after the idle power was measured."""
         if self._idle_seconds and self.sensors:
             seconds, self._idle_seconds = self._idle_seconds, 0.0
-            status(f"measuring the idle power for {seconds:.0f} s")
+            show_status(f"measuring the idle power for {seconds:.0f} s")
             self._open()
             self._sleep(seconds)
             idle = self.stop()
             self._idle_watts = [p.joules / idle.seconds if p.joules else None for p in idle.parts]
         self._open()
 
-    def lap(self) -> Reading:
+    def lap(self) -> EnergyReading:
         """The window since the last lap, or since the start; the next begins here."""
         reading = self._since(self._lap)
         self._lap = self._now
         return reading
 
-    def stop(self) -> Reading:
+    def stop(self) -> EnergyReading:
         """Ends the window; returns the whole of it, which is then `reading`."""
         self.reading = self._since(self._begun)
-        self._ended.set()
+        self._stopped.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -99,12 +99,12 @@ class Meter:
         """
         with self._lock:
             for number, sensor in enumerate(self.sensors):
-                if number in self._lost or (needed_only and sensor.period is None):
+                if number in self._lost or (needed_only and sensor.poll_seconds is None):
                     continue
                 try:
-                    self._totals[number] += sensor.more(self._clock())
+                    self._totals[number] += sensor.joules_since_last(self._clock())
                 except Exception as error:  # of any driver; the run goes on
-                    self._lost[number] = fold_message(error)
+                    self._lost[number] = summarize_error(error)
             return tuple(self._totals)
 
     def _open(self) -> None:
@@ -115,73 +115,77 @@ class Meter:
             begun = self._clock()
             for number, sensor in enumerate(self.sensors):
                 try:
-                    sensor.begin(self._clock())
+                    sensor.start(self._clock())
                 except Exception as error:
-                    self._lost[number] = fold_message(error)
+                    self._lost[number] = summarize_error(error)
         self._begun = self._lap = self._now = (begun, tuple(self._totals))
-        periods = [sensor.period for sensor in self.sensors if sensor.period is not None]
-        self._ended.clear()
+        periods = [sensor.poll_seconds for sensor in self.sensors if sensor.poll_seconds is not None]
+        self._stopped.clear()
         if periods:
             self._thread = threading.Thread(target=self._run, args=(min(periods),), daemon=True)
             self._thread.start()
 
     def _run(self, period: float) -> None:
-        while not self._ended.wait(period):
+        while not self._stopped.wait(period):
             self.read()
 
     def _wait(self) -> None:
         try:
             self._synchronize()
         except Exception as error:  # the device is gone: the run meets that by itself
-            self._lost |= dict.fromkeys(range(len(self.sensors)), fold_message(error))
+            self._lost |= dict.fromkeys(range(len(self.sensors)), summarize_error(error))
 
-    def _since(self, mark: tuple[float, tuple[float, ...]]) -> Reading:
+    def _since(self, mark: tuple[float, tuple[float, ...]]) -> EnergyReading:
         self._wait()
         now = self._clock()
         totals = self.read(needed_only=False)
         self._now = (now, totals)
         seconds = now - mark[0]
         if not self.sensors:
-            return Reading(seconds, (), self._reason)
-        if seconds < SHORTEST:
-            return Reading(seconds, (), f"{seconds:.1f} s are too short: {SHORTEST:.0f} s at least")
+            return EnergyReading(seconds, (), self._reason)
+        if seconds < MIN_WINDOW_SECONDS:
+            return EnergyReading(
+                seconds, (), f"{seconds:.1f} s are too short: {MIN_WINDOW_SECONDS:.0f} s at least"
+            )
         joules = [after - before for before, after in zip(mark[1], totals, strict=True)]
-        return Reading(seconds, tuple(self._part(n, value, seconds) for n, value in enumerate(joules)))
+        return EnergyReading(
+            seconds, tuple(self._part(n, value, seconds) for n, value in enumerate(joules))
+        )
 
-    def _part(self, number: int, joules: float, seconds: float) -> Part:
+    def _part(self, number: int, joules: float, seconds: float) -> DeviceEnergy:
         sensor, idle = self.sensors[number], self._idle_watts[number]
         lost = self._lost.get(number, "" if joules > 0 else "its sensor stands still")
         said = (sensor.device, sensor.scope, sensor.name)
         if lost:
-            return Part(*said, None, reason=lost)
-        error = sensor.step * joules / seconds
-        return Part(*said, joules, error, None if idle is None else idle * seconds)
+            return DeviceEnergy(*said, None, reason=lost)
+        error = sensor.time_uncertainty_seconds * joules / seconds
+        return DeviceEnergy(*said, joules, error, None if idle is None else idle * seconds)
 
 
 def open_meter(
-    choice: str, device: torch.device, host: bool = True, root: Path = SYS, nvml: Any = None
-) -> Meter:
+    choice: str, device: torch.device, host: bool = True, root: Path = SYSFS_FOLDER, nvml: Any = None
+) -> EnergyMeter:
     """A meter of what a program computes on: its GPU, the CPUs of the machine.
 
     choice: as in `Config.energy`. host: whether this process counts the CPUs, as one of a machine does.
     root, nvml: stand for /sys and pynvml.
     """
     if choice == "none" or (device.type == "cpu" and not host):
-        return Meter()
+        return EnergyMeter()
     try:
         sensors, _ = find_sensors(device, host, root, nvml)
     except SensorError as error:
-        return Meter(reason=str(error))
+        return EnergyMeter(reason=str(error))
     waits: Callable[[], object] = lambda: None  # noqa: E731
     if device.type == "cuda":
         import torch
 
         waits = lambda: torch.cuda.synchronize(device)  # noqa: E731
-    return Meter(sensors, idle_seconds=IDLE_SECONDS if choice == "idle" else 0.0, synchronize=waits)
+    return EnergyMeter(sensors, idle_seconds=IDLE_SECONDS if choice == "idle" else 0.0, synchronize=waits)
 
 
 def find_sensors(
-    device: torch.device, host: bool = True, root: Path = SYS, nvml: Any = None
+    device: torch.device, host: bool = True, root: Path = SYSFS_FOLDER, nvml: Any = None
 ) -> tuple[list[Sensor], SensorError | None]:
     """The sensors of a device and the CPUs beside it, and why these are not among them, if they are not.
 
@@ -189,22 +193,22 @@ def find_sensors(
     `SensorError` where the device itself has none.
     """
     if device.type == "cpu":
-        return host_sensors(root), None
+        return find_host_sensors(root), None
     if device.type != "cuda":
         raise SensorError(f"no sensor of {device.type} is known")
     import torch
 
     found = torch.cuda.get_device_properties(device)
-    sensors = gpu_sensors([(str(found.uuid), found.name)], nvml)
-    if not host or any(sensor.whole for sensor in sensors):
+    sensors = find_gpu_sensors([(str(found.uuid), found.name)], nvml)
+    if not host or any(sensor.may_include_cpu for sensor in sensors):
         return sensors, None
     try:
-        return sensors + host_sensors(root, beside_gpu=True), None
+        return sensors + find_host_sensors(root, beside_gpu=True), None
     except SensorError as error:
         return sensors, error
 
 
-def describe_sensors(device: torch.device, root: Path = SYS, nvml: Any = None) -> tuple[str, str]:
+def describe_sensors(device: torch.device, root: Path = SYSFS_FOLDER, nvml: Any = None) -> tuple[str, str]:
     """What would be measured on this device, in words, and a command that would make it more."""
     try:
         sensors, lacking = find_sensors(device, root=root, nvml=nvml)

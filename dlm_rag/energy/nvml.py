@@ -9,27 +9,27 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from dlm_rag.energy.sensors import Counter, Power, Sensor, SensorError
-from dlm_rag.errors import fold_message
+from dlm_rag.energy.sensors import EnergyCounter, PolledPower, Sensor, SensorError
+from dlm_rag.errors import summarize_error
 
 COUNTER, POLLED = "NVML energy counter", "NVML power, polled"
-STEP, MEAN_OF, POLL_EVERY = 0.1, 1.0, 0.1  # seconds
-MIG = "MIG: NVML counts no energy of an instance"
+COUNTER_STEP_SECONDS, MEAN_OF, POLL_EVERY = 0.1, 1.0, 0.1  # seconds
+MIG_UNSUPPORTED_MESSAGE = "MIG: NVML counts no energy of an instance"
 
 
-def gpu_sensors(gpus: Sequence[tuple[str, str]], nvml: Any = None) -> list[Sensor]:
+def find_gpu_sensors(gpus: Sequence[tuple[str, str]], nvml: Any = None) -> list[Sensor]:
     """A sensor for every GPU. gpus: UUID, with or without `GPU-`, and name, as CUDA tells them; so it does
     not matter how CUDA_VISIBLE_DEVICES numbers or names them. nvml: the module `pynvml`, or a fake.
 
     Raises `SensorError` where one of them has none.
     """
     if any(re.search(r"\bMIG\b", name) for _, name in gpus):
-        raise SensorError(MIG)
+        raise SensorError(MIG_UNSUPPORTED_MESSAGE)
     nvml = nvml or _pynvml()
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise SensorError(f"NVML does not start: {fold_message(error)}") from None
+        raise SensorError(f"NVML does not start: {summarize_error(error)}") from None
     return [_sensor(uuid, nvml) for uuid, _ in gpus]
 
 
@@ -48,22 +48,22 @@ def _sensor(uuid: str, nvml: Any) -> Sensor:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         index, name = nvml.nvmlDeviceGetIndex(handle), nvml.nvmlDeviceGetName(handle)
     except nvml.NVMLError as error:
-        raise SensorError(f"NVML does not know {uuid}: {fold_message(error)}") from None
-    if _mig(handle, nvml):
-        raise SensorError(MIG)
-    scope, whole = scope_of(name, index)
+        raise SensorError(f"NVML does not know {uuid}: {summarize_error(error)}") from None
+    if _is_mig_enabled(handle, nvml):
+        raise SensorError(MIG_UNSUPPORTED_MESSAGE)
+    scope, whole = describe_gpu_scope(name, index)
     counter: Callable[[], float] = partial(_scaled, nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
     power: Callable[[], float] = partial(_scaled, nvml.nvmlDeviceGetPowerUsage, handle)
     try:
         counter()
-        return Counter(uuid, scope, COUNTER, counter, STEP, whole=whole)
+        return EnergyCounter(uuid, scope, COUNTER, counter, COUNTER_STEP_SECONDS, may_include_cpu=whole)
     except nvml.NVMLError:
         pass
     try:
         power()
-        return Power(uuid, scope, POLLED, power, MEAN_OF, POLL_EVERY, whole)
+        return PolledPower(uuid, scope, POLLED, power, MEAN_OF, POLL_EVERY, whole)
     except nvml.NVMLError as error:
-        raise SensorError(f"GPU {index} ({name}) tells NVML no energy: {fold_message(error)}") from None
+        raise SensorError(f"GPU {index} ({name}) tells NVML no energy: {summarize_error(error)}") from None
 
 
 def _scaled(read: Callable[[Any], int], handle: Any) -> float:
@@ -71,7 +71,7 @@ def _scaled(read: Callable[[Any], int], handle: Any) -> float:
     return read(handle) / 1e3
 
 
-def _mig(handle: Any, nvml: Any) -> bool:
+def _is_mig_enabled(handle: Any, nvml: Any) -> bool:
     """Whether a GPU is cut into instances: a program then computes on one of them."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
@@ -79,7 +79,7 @@ def _mig(handle: Any, nvml: Any) -> bool:
         return False
 
 
-def scope_of(name: str, index: int) -> tuple[str, bool]:
+def describe_gpu_scope(name: str, index: int) -> tuple[str, bool]:
     """What the counter of a GPU counts, in words, and whether the CPU is or may be in it."""
     gpu = f"GPU {index} ({name})"
     if "GH200" in name:  # seen by zeus (#172)

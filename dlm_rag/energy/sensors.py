@@ -4,7 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-LONGEST_GAP = 60.0  # seconds between two readings of a counter that wraps: it might have done so twice
+MAX_WRAP_GAP_SECONDS = (
+    60.0  # seconds between two readings of a counter that wraps: it might have done so twice
+)
 
 
 class SensorError(Exception):
@@ -17,31 +19,31 @@ class SensorError(Exception):
 
 @dataclass
 class Sensor(ABC):
-    """Something to be read; `begin` once, then `more` as often as one likes.
+    """Something to be read: `start` once, then `joules_since_last` as often as one likes.
 
-    device, scope, name: as in `Part`. read: a value now. step: seconds by which a moment is uncertain.
-    period: seconds between the readings that it needs, None where both ends are enough. whole: whether the
-    CPU is, or may be, in what it counts.
+    device, scope, name: as in `DeviceEnergy`. read: a value now. time_uncertainty_seconds: by which a
+    moment is uncertain. poll_seconds: between the readings that it needs, None where both ends are enough.
+    may_include_cpu: whether the CPU is, or may be, in what it counts.
     """
 
     device: str
     scope: str
     name: str
     read: Callable[[], float]
-    step: float
-    period: float | None = None
-    whole: bool = False
+    time_uncertainty_seconds: float
+    poll_seconds: float | None = None
+    may_include_cpu: bool = False
     _last: float = field(default=0.0, init=False)
     _at: float = field(default=0.0, init=False)
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Starts at this moment, in seconds; raises what reading raises."""
         self._last, self._at = self.read(), now
 
-    def more(self, now: float) -> float:
+    def joules_since_last(self, now: float) -> float:
         """Joules since the last call; raises what reading raises, and `SensorError`."""
         before, then = self._last, self._at
-        self.begin(now)
+        self.start(now)
         return self.joules(before, self._last, now - then)
 
     @abstractmethod
@@ -50,23 +52,23 @@ class Sensor(ABC):
 
 
 @dataclass
-class Counter(Sensor):
-    """A counter in joules; wraps: joules at which it begins anew, None where it never does."""
+class EnergyCounter(Sensor):
+    """A counter in joules; wraps_at_joules: where it begins anew, None where it never does."""
 
-    wraps: float | None = None
+    wraps_at_joules: float | None = None
 
     def joules(self, before: float, now: float, seconds: float) -> float:
-        if self.wraps is not None and seconds > LONGEST_GAP:
+        if self.wraps_at_joules is not None and seconds > MAX_WRAP_GAP_SECONDS:
             raise SensorError(f"the counter, which wraps, was not read for {seconds:.0f} s")
         if now >= before:
             return now - before
-        if self.wraps is None:
+        if self.wraps_at_joules is None:
             raise SensorError("the counter went backwards: was the driver loaded anew?")
-        return now - before + self.wraps
+        return now - before + self.wraps_at_joules
 
 
 @dataclass
-class Power(Sensor):
+class PolledPower(Sensor):
     """Watts, integrated over time by trapezoids."""
 
     def joules(self, before: float, now: float, seconds: float) -> float:

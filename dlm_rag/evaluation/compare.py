@@ -1,8 +1,8 @@
 """Several settings on the same questions: means with intervals, and paired differences.
 
-A setting is a name from `PRESETS` or `KEY=VALUE`, joined by `+`: `static`, `oracle`,
-`interleaved+retrieval.kind=dense`, `decode.commit_rule=grounded+decode.commit_threshold=0.8`. A sweep makes
-such names: every combination of the values of some keys, under each setting there is.
+A setting is a name from `SETTING_PRESETS` or `KEY=VALUE`, joined by `+`: `static`, `oracle`,
+`interleaved+retrieval.method=dense`, `decode.commit_rule=grounded+decode.commit_threshold=0.8`. A sweep
+makes such names: every combination of the values of some keys, under each setting there is.
 """
 
 import re
@@ -14,26 +14,26 @@ from typing import Any
 
 import numpy as np
 
-from dlm_rag.config import known_keys
-from dlm_rag.errors import ConfigError, QuestionError, nearest
+from dlm_rag.config import list_setting_fields
+from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest
 from dlm_rag.evaluation.metrics import Score
 from dlm_rag.questions import Question
 
-PRESETS = {
-    "interleaved": ("decode.query=proxy",),
-    "committed": ("decode.query=committed", "decode.query_threshold=0"),
-    "static": ("decode.query=question",),
-    "two_rounds": ("decode.query=two_rounds",),
-    "feedback": ("decode.query=feedback",),
-    "none": ("retrieval.kind=none", "decode.query=question"),
-    "oracle": ("retrieval.oracle=true", "decode.query=question"),
+SETTING_PRESETS = {
+    "interleaved": ("decode.query_policy=proxy",),
+    "committed": ("decode.query_policy=committed", "decode.query_threshold=0"),
+    "static": ("decode.query_policy=question",),
+    "two_rounds": ("decode.query_policy=two_rounds",),
+    "feedback": ("decode.query_policy=feedback",),
+    "none": ("retrieval.method=none", "decode.query_policy=question"),
+    "oracle": ("retrieval.oracle=true", "decode.query_policy=question"),
 }
-SECTIONS = ("model.", "retrieval.", "decode.")  # what settings may differ in
-METRICS = tuple(field.name for field in fields(Score))
-SHARES = ("exact_match", "f1", "recall_first", "recall_last")  # between 0 and 1 for every question
-RESAMPLES = 4000
-Z = 1.959964  # standard deviations on either side of a normal mean that hold 95 %
-MOST_SETTINGS = 1000  # of a sweep; more are a slip of the hand
+COMPARED_SECTIONS = ("model.", "retrieval.", "decode.")  # what settings may differ in
+SCORE_METRICS = tuple(field.name for field in fields(Score))
+SHARE_METRICS = ("exact_match", "f1", "recall_first", "recall_last")  # between 0 and 1 for every question
+BOOTSTRAP_RESAMPLES = 4000
+Z_SCORE_95 = 1.959964  # standard deviations on either side of a normal mean that hold 95 %
+MAX_SWEEP_SETTINGS = 1000  # of a sweep; more are a slip of the hand
 
 
 @dataclass(frozen=True)
@@ -45,35 +45,35 @@ class Estimate:
     high: float
 
 
-Groups = dict[str, list[int]]  # name -> places in the list of questions
-Summary = dict[str, dict[str, Estimate | None]]  # group -> metric -> estimate
+QuestionGroups = dict[str, list[int]]  # name -> places in the list of questions
+GroupSummary = dict[str, dict[str, Estimate | None]]  # group -> metric -> estimate
 
 
-def read_settings(compare: str) -> dict[str, list[str]]:
+def parse_compared_settings(compare: str) -> dict[str, list[str]]:
     """`KEY=VALUE` words by the name of each setting; "all" is every preset. Raises `ConfigError`."""
-    names = list(PRESETS) if compare == "all" else [name.strip() for name in compare.split(",")]
+    names = list(SETTING_PRESETS) if compare == "all" else [name.strip() for name in compare.split(",")]
     if "all" in names:
         raise ConfigError("compare: 'all' stands alone; name the settings one by one to add others")
     settings: dict[str, list[str]] = {}
     for name in names:
         words: list[str] = []
         for part in name.split("+"):
-            if not part.startswith(SECTIONS) and part not in PRESETS:
+            if not part.startswith(COMPARED_SECTIONS) and part not in SETTING_PRESETS:
                 raise ConfigError(
-                    f"compare: '{part}' is neither KEY=VALUE of {', '.join(SECTIONS)} nor one of "
-                    f"{', '.join(PRESETS)}, all"
-                    f"{nearest(part, PRESETS)}"
+                    f"compare: '{part}' is neither KEY=VALUE of {', '.join(COMPARED_SECTIONS)} nor one of "
+                    f"{', '.join(SETTING_PRESETS)}, all"
+                    f"{suggest_nearest(part, SETTING_PRESETS)}"
                 )
-            words += PRESETS.get(part, (part,))
+            words += SETTING_PRESETS.get(part, (part,))
         if name in settings:
             raise ConfigError(f"compare: '{name}' is named twice")
         settings[name] = words
     return settings
 
 
-def read_sweep(words: Sequence[str]) -> dict[str, list[str]]:
+def parse_sweep(words: Sequence[str]) -> dict[str, list[str]]:
     """The values of each word `KEY=VALUE,VALUE` by its key. Raises `ConfigError`."""
-    keys = [key for key in known_keys() if key.startswith(SECTIONS)]
+    keys = [key for key in list_setting_fields() if key.startswith(COMPARED_SECTIONS)]
     swept: dict[str, list[str]] = {}
     for word in words:
         key, equals, said = word.partition("=")
@@ -82,20 +82,21 @@ def read_sweep(words: Sequence[str]) -> dict[str, list[str]]:
             raise ConfigError(f"sweep: '{word}' is not KEY=VALUE,VALUE")
         if key not in keys:
             raise ConfigError(
-                f"sweep: '{key}' is none of the keys of {', '.join(SECTIONS)} in which settings differ"
-                f"{nearest(key, keys)}"
+                f"sweep: '{key}' is none of the keys of {', '.join(COMPARED_SECTIONS)} in which settings "
+                "differ"
+                f"{suggest_nearest(key, keys)}"
             )
         if "" in values:
             raise ConfigError(f"sweep: a value of {word} is empty: write {key}=VALUE,VALUE")
         if key in swept or len({*values}) < len(values):
             raise ConfigError(f"sweep: {key if key in swept else f'a value of {word}'} is named twice")
         swept[key] = values
-    if (count := prod(map(len, swept.values()))) > MOST_SETTINGS:
-        raise ConfigError(f"sweep: {count} settings are more than {MOST_SETTINGS}: take values out")
+    if (count := prod(map(len, swept.values()))) > MAX_SWEEP_SETTINGS:
+        raise ConfigError(f"sweep: {count} settings are more than {MAX_SWEEP_SETTINGS}: take values out")
     return swept
 
 
-def cross(
+def expand_sweep(
     settings: Mapping[str, Sequence[str]], swept: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
     """Every setting with every combination of the values, in order; the last key changes fastest.
@@ -112,15 +113,15 @@ def cross(
     return found
 
 
-def group_questions(questions: Sequence[Question]) -> Groups:
+def group_questions(questions: Sequence[Question]) -> QuestionGroups:
     """All questions, those of each number of hops, of each label, and of each label and hops.
 
     Where some questions have labels, those without are `unlabelled`. Raises `QuestionError` for a label
     that is the name of another group.
     """
-    groups: Groups = {"all": list(range(len(questions)))}
+    groups: QuestionGroups = {"all": list(range(len(questions)))}
     for hops in sorted({q.hops for q in questions if q.hops is not None}):
-        groups[of_hops(hops)] = [n for n, q in enumerate(questions) if q.hops == hops]
+        groups[format_hops(hops)] = [n for n, q in enumerate(questions) if q.hops == hops]
     by_hops = {name: places for name, places in groups.items() if name != "all"}
     labels = [q.labels or ("unlabelled",) for q in questions]
     for label in [*sorted({label for of in labels for label in of} - {"unlabelled"}), "unlabelled"]:
@@ -135,7 +136,7 @@ def group_questions(questions: Sequence[Question]) -> Groups:
     return groups
 
 
-def of_hops(hops: int) -> str:
+def format_hops(hops: int) -> str:
     """The name of the group of questions with so many hops."""
     return f"{hops} hop" if hops == 1 else f"{hops} hops"
 
@@ -147,7 +148,7 @@ def estimate_share(values: Iterable[float | None]) -> Estimate | None:
     also holds near 0 and 1, where Wilson's, of the same centre, may hold 84 % of the time only (Brown, Cai
     and DasGupta 2001).
     """
-    return _adjusted_wald(values, 0.0, Z * Z / 2)
+    return _adjusted_wald(values, 0.0, Z_SCORE_95 * Z_SCORE_95 / 2)
 
 
 def estimate_difference(values: Iterable[float | None]) -> Estimate | None:
@@ -167,11 +168,11 @@ def _adjusted_wald(values: Iterable[float | None], low: float, added: float) -> 
     count = known.size + 2 * added
     centre = (known.sum() + added * (low + 1)) / count
     variance = (np.square(known).sum() + added * (low * low + 1)) / count - centre**2
-    half = Z * (variance / count) ** 0.5
+    half = Z_SCORE_95 * (variance / count) ** 0.5
     return Estimate(float(known.mean()), float(max(centre - half, low)), float(min(centre + half, 1.0)))
 
 
-def bootstrap(values: Sequence[float | None]) -> Estimate | None:
+def bootstrap_mean(values: Sequence[float | None]) -> Estimate | None:
     """The mean of what is known, with percentiles of resampled means (Efron 1979); seeded."""
     known = [float(value) for value in values if value is not None]
     return bootstrap_ratio(known, [1.0] * len(known))
@@ -194,13 +195,13 @@ def bootstrap_ratio(values: Sequence[float], counts: Sequence[float]) -> Estimat
         return found
 
     found = stats.bootstrap(
-        (above, below), ratios, n_resamples=RESAMPLES, batch=200, paired=True, vectorized=True,
+        (above, below), ratios, n_resamples=BOOTSTRAP_RESAMPLES, batch=200, paired=True, vectorized=True,
         method="percentile", rng=0,
     ).confidence_interval  # fmt: skip
     return Estimate(ratio, float(found.low), float(found.high))
 
 
-def summarise(scores: Sequence[Score], groups: Groups) -> Summary:
+def summarize_scores(scores: Sequence[Score], groups: QuestionGroups) -> GroupSummary:
     """Every metric of one setting in every group: means, and tokens per forward as a ratio of sums."""
 
     def of(places: list[int], metric: str) -> list[Any]:
@@ -208,15 +209,17 @@ def summarise(scores: Sequence[Score], groups: Groups) -> Summary:
 
     return {
         group: {
-            metric: (estimate_share if metric in SHARES else bootstrap)(of(places, metric))
-            for metric in METRICS
+            metric: (estimate_share if metric in SHARE_METRICS else bootstrap_mean)(of(places, metric))
+            for metric in SCORE_METRICS
         }
         | {"tokens_per_forward": bootstrap_ratio(of(places, "tokens"), of(places, "forwards"))}
         for group, places in groups.items()
     }
 
 
-def differences(one: Sequence[Score], other: Sequence[Score], groups: Groups) -> Summary:
+def compute_paired_differences(
+    one: Sequence[Score], other: Sequence[Score], groups: QuestionGroups
+) -> GroupSummary:
     """`one` minus `other`, question by question, in what it achieved and took."""
 
     def less(places: list[int], metric: str) -> list[float]:
@@ -224,18 +227,20 @@ def differences(one: Sequence[Score], other: Sequence[Score], groups: Groups) ->
 
     return {
         group: {metric: estimate_difference(less(places, metric)) for metric in ("exact_match", "f1")}
-        | {metric: bootstrap(less(places, metric)) for metric in ("forwards", "searches")}
+        | {metric: bootstrap_mean(less(places, metric)) for metric in ("forwards", "searches")}
         for group, places in groups.items()
     }
 
 
-def compare_to_first(scores: Mapping[str, Sequence[Score]], groups: Groups) -> dict[str, Summary]:
+def compare_to_first(
+    scores: Mapping[str, Sequence[Score]], groups: QuestionGroups
+) -> dict[str, GroupSummary]:
     """The first setting minus each of the others."""
     (_, first), *others = scores.items()
-    return {name: differences(first, theirs, groups) for name, theirs in others}
+    return {name: compute_paired_differences(first, theirs, groups) for name, theirs in others}
 
 
-def as_record(summary: Summary) -> dict[str, dict[str, dict[str, Any] | None]]:
+def serialize_summary(summary: GroupSummary) -> dict[str, dict[str, dict[str, Any] | None]]:
     """The summary as JSON has it."""
     return {
         group: {metric: asdict(e) if e else None for metric, e in metrics.items()}

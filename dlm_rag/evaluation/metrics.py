@@ -8,27 +8,29 @@ from statistics import fmean
 from typing import Any
 
 from dlm_rag.decode.rollout import Rollout
+from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
-from dlm_rag.stages import without_nested
 from dlm_rag.text import normalize_answer
 
-CLOSED = {"yes", "no", "noanswer"}  # answers that are right or wrong as a whole
+CLOSED_ANSWERS = {"yes", "no", "noanswer"}  # answers that are right or wrong as a whole
 
 
-def exact_match(prediction: str, golden_answers: Iterable[str]) -> float:
+def compute_exact_match(prediction: str, golden_answers: Iterable[str]) -> float:
     """1.0 if a golden answer equals the prediction as `_normalize` has them; empty never matches."""
     pairs = (_normalize(prediction, answer) for answer in golden_answers)
     return float(any(ours == theirs != "" for ours, theirs in pairs))
 
 
-def f1(prediction: str, golden_answers: Iterable[str], rule: str = "squad") -> float:
+def compute_f1(prediction: str, golden_answers: Iterable[str], rule: str = "squad") -> float:
     """The best word-level F1 over the golden answers, as `_normalize` has them.
 
     rule: "squad" (Rajpurkar et al. 2016), or "hotpotqa": 0 where one side is yes, no or noanswer and the
     other is not, as the official scripts of HotpotQA (Yang et al. 2018) and 2WikiMultiHopQA (Ho et al.
     2020) have it.
     """
-    return max((_f1(*_normalize(prediction, answer), rule) for answer in golden_answers), default=0.0)
+    return max(
+        (_compute_word_f1(*_normalize(prediction, answer), rule) for answer in golden_answers), default=0.0
+    )
 
 
 def _normalize(prediction: str, answer: str) -> tuple[str, str]:
@@ -40,15 +42,15 @@ def _normalize(prediction: str, answer: str) -> tuple[str, str]:
     return both if any(both) else (normalize_answer(prediction, True), normalize_answer(answer, True))
 
 
-def _f1(prediction: str, answer: str, rule: str) -> float:
-    if rule == "hotpotqa" and prediction != answer and {prediction, answer} & CLOSED:
+def _compute_word_f1(prediction: str, answer: str, rule: str) -> float:
+    if rule == "hotpotqa" and prediction != answer and {prediction, answer} & CLOSED_ANSWERS:
         return 0.0
     predicted, golden = prediction.split(), answer.split()
     shared = sum((Counter(predicted) & Counter(golden)).values())
     return 2 * shared / (len(predicted) + len(golden)) if shared else 0.0
 
 
-def choose_f1(setting: str, questions: str) -> str:
+def choose_f1_rule(setting: str, questions: str) -> str:
     """The rule of `f1` that a setting stands for; "auto" goes by the questions file and its folder."""
     if setting != "auto":
         return setting
@@ -57,7 +59,7 @@ def choose_f1(setting: str, questions: str) -> str:
     return "hotpotqa" if "hotpotqa" in said or "2wikimultihopqa" in said else "squad"
 
 
-def evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float | None:
+def compute_evidence_recall(evidence: Iterable[str], supporting_ids: Sequence[str]) -> float | None:
     """Share of the supporting passages that are in the evidence; None when none is known."""
     needed = set(supporting_ids)
     return len(needed & set(evidence)) / len(needed) if needed else None
@@ -82,23 +84,23 @@ class Score:
         return self.tokens / self.forwards if self.forwards else 0.0
 
 
-def score(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:
+def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:
     """Scores a finished rollout, fresh or read back from a trace; one that failed has no answer."""
     return Score(
-        exact_match=exact_match(rollout.answer, question.golden_answers),
-        f1=f1(rollout.answer, question.golden_answers, f1_rule),
-        recall_first=evidence_recall(
+        exact_match=compute_exact_match(rollout.answer, question.golden_answers),
+        f1=compute_f1(rollout.answer, question.golden_answers, f1_rule),
+        recall_first=compute_evidence_recall(
             rollout.steps[0].passage_ids if rollout.steps else (), question.supporting_ids
         ),
-        recall_last=evidence_recall(rollout.evidence, question.supporting_ids),
+        recall_last=compute_evidence_recall(rollout.evidence, question.supporting_ids),
         forwards=rollout.forwards,
         searches=rollout.retrievals,
         tokens=rollout.tokens_committed,
-        seconds=sum(without_nested(rollout.seconds).values()),
+        seconds=sum(drop_nested_stages(rollout.seconds).values()),
     )
 
 
-def mean_score(scores: Sequence[Score]) -> Score:
+def compute_mean_score(scores: Sequence[Score]) -> Score:
     """The mean of every field over the scores that have it."""
     means: dict[str, Any] = {}
     for name in Score.__dataclass_fields__:

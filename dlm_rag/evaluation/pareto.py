@@ -5,20 +5,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dlm_rag.evaluation.compare import Estimate
-from dlm_rag.evaluation.report import Grid, answers_per_second, percent, plain
-from dlm_rag.files.whole import new_file
-from dlm_rag.text import visible
+from dlm_rag.evaluation.report import (
+    ResultTable,
+    compute_answers_per_second,
+    format_estimate,
+    format_percent,
+)
+from dlm_rag.files.atomic import open_atomic_file
+from dlm_rag.text import replace_control_chars
 
-Metrics = Mapping[str, Estimate | None]  # of one setting in one group of questions
-MARKERS = "osD^vPX*<>"
+SettingMetrics = Mapping[str, Estimate | None]  # of one setting in one group of questions
+PLOT_MARKERS = "osD^vPX*<>"
 
 
-def costs(metrics: Metrics) -> dict[str, Estimate | None]:
+def compute_plot_costs(metrics: SettingMetrics) -> dict[str, Estimate | None]:
     """What the two pictures have along their lower edge."""
-    return {"answers/s": answers_per_second(metrics["seconds"]), "forwards": metrics["forwards"]}
+    return {"answers/s": compute_answers_per_second(metrics["seconds"]), "forwards": metrics["forwards"]}
 
 
-def front(summaries: Mapping[str, Metrics], cost: str) -> list[str]:
+def compute_pareto_front(summaries: Mapping[str, SettingMetrics], cost: str) -> list[str]:
     """The settings that no other beats, cheapest first; of settings that are equal all stay.
 
     To beat is to be more exact at no more cost, or cheaper and no less exact. cost: "answers/s", of which
@@ -26,7 +31,7 @@ def front(summaries: Mapping[str, Metrics], cost: str) -> list[str]:
     """
     points = {}
     for name, metrics in summaries.items():
-        match, price = metrics["exact_match"], costs(metrics)[cost]
+        match, price = metrics["exact_match"], compute_plot_costs(metrics)[cost]
         if match is not None and price is not None:
             points[name] = (-price.mean if cost == "forwards" else price.mean, match.mean)
 
@@ -37,79 +42,87 @@ def front(summaries: Mapping[str, Metrics], cost: str) -> list[str]:
     return sorted(kept, key=lambda name: -points[name][0])
 
 
-def short(name: str, swept: Iterable[str]) -> list[str]:
+def split_setting_name(name: str, swept: Iterable[str]) -> list[str]:
     """The parts of a setting's name, those of swept keys by their values: `["static", "0.9"]`."""
     keys = {*swept}
     return [part.partition("=")[2] if part.partition("=")[0] in keys else part for part in name.split("+")]
 
 
-def overview(
-    count: int, summaries: Mapping[str, Metrics], against: Mapping[str, Metrics], swept: Iterable[str] = ()
-) -> Grid:
+def build_overview_table(
+    count: int,
+    summaries: Mapping[str, SettingMetrics],
+    against: Mapping[str, SettingMetrics],
+    swept: Iterable[str] = (),
+) -> ResultTable:
     """All settings in one table, a row each.
 
     count: of the questions. against: the first minus each of the others, paired. swept: keys, of which the
     rows have the values alone.
     """
     swept = list(swept)
-    fronts = {cost: front(summaries, cost) for cost in ("answers/s", "forwards")}
+    fronts = {cost: compute_pareto_front(summaries, cost) for cost in ("answers/s", "forwards")}
     rows = []
     for name, metrics in summaries.items():
         less = against.get(name, {}).get("exact_match")
         rows.append(
             [
-                ", ".join(short(name, swept)),
-                percent(metrics["exact_match"]),
-                percent(less and Estimate(0 - less.mean, 0 - less.high, 0 - less.low), signed=True),
-                percent(metrics["f1"]),
-                percent(metrics["recall_last"]),
-                plain(metrics["forwards"]),
-                plain(metrics["searches"]),
-                plain(answers_per_second(metrics["seconds"])),
+                ", ".join(split_setting_name(name, swept)),
+                format_percent(metrics["exact_match"]),
+                format_percent(less and Estimate(0 - less.mean, 0 - less.high, 0 - less.low), signed=True),
+                format_percent(metrics["f1"]),
+                format_percent(metrics["recall_last"]),
+                format_estimate(metrics["forwards"]),
+                format_estimate(metrics["searches"]),
+                format_estimate(compute_answers_per_second(metrics["seconds"])),
                 ", ".join(cost for cost, names in fronts.items() if name in names) or "-",
             ]
         )
     headings = ["setting", "exact match %", "above the first", "F1 %", "evidence recall %", "forwards",
                 "searches", "answers/s", "Pareto front"]  # fmt: skip
-    return Grid(", ".join(["All settings", *swept]) + f": {count} questions", headings, rows)
+    return ResultTable(", ".join(["All settings", *swept]) + f": {count} questions", headings, rows)
 
 
-def plot(path: Path, summaries: Mapping[str, Metrics], swept: Iterable[str] = ()) -> None:
+def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iterable[str] = ()) -> None:
     """Exact match against answers a second and against forwards, with the fronts.
 
-    The first part of a setting's name is its colour, the rest its marker; swept: as in `overview`.
+    The first part of a setting's name is its colour, the rest its marker; swept: as in
+    `build_overview_table`.
     """
     import matplotlib
 
     matplotlib.use("agg")
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
-        _draw(path, summaries, list(swept))
+        _draw_pareto(path, summaries, list(swept))
 
 
-def _draw(path: Path, summaries: Mapping[str, Metrics], swept: list[str]) -> None:
+def _draw_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: list[str]) -> None:
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    parts = {name: [visible(part) for part in short(name, swept)] for name in summaries}
+    parts = {
+        name: [replace_control_chars(part) for part in split_setting_name(name, swept)]
+        for name in summaries
+    }
     halves = {name: (first, ", ".join(rest)) for name, (first, *rest) in parts.items()}
     firsts, rests = (list(dict.fromkeys(half)) for half in zip(*halves.values(), strict=True))
     palette = pyplot.get_cmap("viridis")
     colours = {first: palette(0.9 * n / max(1, len(firsts) - 1)) for n, first in enumerate(firsts)}
-    markers = {rest: MARKERS[n % len(MARKERS)] for n, rest in enumerate(rests)}
+    markers = {rest: PLOT_MARKERS[n % len(PLOT_MARKERS)] for n, rest in enumerate(rests)}
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
     for axis, cost in zip(axes, ("answers/s", "forwards"), strict=True):
         for name, metrics in summaries.items():
-            match, price = metrics["exact_match"], costs(metrics)[cost]
+            match, price = metrics["exact_match"], compute_plot_costs(metrics)[cost]
             if match is None or price is None:
                 continue
             axis.errorbar(
-                price.mean, 100 * match.mean, **_bars(price, "xerr"), **_bars(match, "yerr", 100),
+                price.mean, 100 * match.mean, **_make_error_bars(price, "xerr"), **_make_error_bars(match,
+                "yerr", 100),
                 color=colours[halves[name][0]], marker=markers[halves[name][1]], markersize=7,
                 linewidth=0, elinewidth=0.6, alpha=0.9,
             )  # fmt: skip
-        best = [(price, summaries[name]["exact_match"]) for name in front(summaries, cost)
-                if (price := costs(summaries[name])[cost])]  # fmt: skip
+        best = [(price, summaries[name]["exact_match"]) for name in compute_pareto_front(summaries, cost)
+                if (price := compute_plot_costs(summaries[name])[cost])]  # fmt: skip
         line = [(price.mean, 100 * match.mean) for price, match in best if match]
         axis.plot(*zip(*line, strict=True), color="0.6", linewidth=1.2, zorder=0)
         axis.set_xlabel(f"{cost}, {'more' if cost == 'answers/s' else 'fewer'} is better")
@@ -122,11 +135,13 @@ def _draw(path: Path, summaries: Mapping[str, Metrics], swept: list[str]) -> Non
                     for n, m in markers.items()]  # fmt: skip
     handles.append(Line2D([], [], color="0.6", label="Pareto front"))
     figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(swept))
-    with new_file(path) as scratch:
+    with open_atomic_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
     pyplot.close(figure)
 
 
-def _bars(estimate: Estimate, key: str, scale: float = 1) -> dict[str, Sequence[Sequence[float]]]:
+def _make_error_bars(
+    estimate: Estimate, key: str, scale: float = 1
+) -> dict[str, Sequence[Sequence[float]]]:
     below, above = estimate.mean - estimate.low, estimate.high - estimate.mean
     return {key: [[scale * below], [scale * above]]}

@@ -11,138 +11,161 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
-from dlm_rag.errors import ConfigError, nearest
+from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.evaluation.compare import Estimate
-from dlm_rag.evaluation.report import Grid, percent
-from dlm_rag.files.jsonl import read_note
+from dlm_rag.evaluation.report import ResultTable, format_percent
+from dlm_rag.files.jsonl import read_json_or_empty
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Corpus
 
-CHECKPOINT = "checkpoints/sardi-dream-7b"
-WEIGHTS = f"hf download pauljngr/sardi-dream-7b --local-dir {CHECKPOINT}"
-DATA = "hf download pauljngr/sardi-data --repo-type dataset --local-dir data"
-DTYPE = "bfloat16"
+PAPER_CHECKPOINT = "checkpoints/sardi-dream-7b"
+DOWNLOAD_WEIGHTS_COMMAND = f"hf download pauljngr/sardi-dream-7b --local-dir {PAPER_CHECKPOINT}"
+DOWNLOAD_DATA_COMMAND = "hf download pauljngr/sardi-data --repo-type dataset --local-dir data"
+PAPER_DTYPE = "bfloat16"
 # (query, commit_threshold) of each column of the table.
-COLUMNS = {"tau_c 0.9": ("proxy", 0.9), "tau_c 0.95": ("proxy", 0.95), "static": ("question", 0.9)}
-INDEX = {"k1": 1.5, "b": 0.75, "method": "lucene"}  # as BM25 scores here, and by bm25s's defaults
+PAPER_COLUMNS = {"tau_c 0.9": ("proxy", 0.9), "tau_c 0.95": ("proxy", 0.95), "static": ("question", 0.9)}
+PAPER_INDEX_SETTINGS = {
+    "k1": 1.5,
+    "b": 0.75,
+    "method": "lucene",
+}  # as BM25 scores here, and by bm25s's defaults
 # What answers do not depend on, and what stands for itself below.
-FREE = {"corpus", "index_folder", "dense_batch_size", "search_memory_gib", "query", "commit_threshold"}
+UNCOMPARED_SETTINGS = {
+    "corpus",
+    "index_dir",
+    "embedding_batch_size",
+    "bm25_cache_gib",
+    "query_policy",
+    "commit_threshold",
+}
 
 
 @dataclass(frozen=True)
-class Published:
-    """A data set: its folder below data/, its questions, exact match in percent as `COLUMNS` has it."""
+class PublishedDataset:
+    """A data set: its folder below data/, its questions, exact match in percent as `PAPER_COLUMNS` has
+    it.
+    """
 
     folder: str
     questions: int
     exact_match: tuple[float, float, float]
 
 
-DATASETS = {
-    "2wiki": Published("2wikimultihopqa", 6253, (57.8, 59.1, 43.7)),
-    "hotpotqa": Published("hotpotqa", 3701, (48.3, 48.7, 39.9)),
-    "cofca": Published("cofca", 900, (45.3, 44.9, 43.4)),
-    "musique": Published("musique", 2417, (20.5, 20.6, 11.1)),
-    "synthworlds": Published("synthworlds/sm", 1200, (21.1, 21.7, 14.4)),
+PUBLISHED_DATASETS = {
+    "2wiki": PublishedDataset("2wikimultihopqa", 6253, (57.8, 59.1, 43.7)),
+    "hotpotqa": PublishedDataset("hotpotqa", 3701, (48.3, 48.7, 39.9)),
+    "cofca": PublishedDataset("cofca", 900, (45.3, 44.9, 43.4)),
+    "musique": PublishedDataset("musique", 2417, (20.5, 20.6, 11.1)),
+    "synthworlds": PublishedDataset("synthworlds/sm", 1200, (21.1, 21.7, 14.4)),
 }
 
 
-def layout(dataset: str, settings: Sequence[str]) -> list[str]:
+def resolve_dataset_files(dataset: str, settings: Sequence[str]) -> list[str]:
     """`KEY=VALUE` of the files of a data set.
 
     settings: those of the command line, which may name another model. Raises `ConfigError` for an unknown
     data set, and for files that are not there.
     """
-    if dataset not in DATASETS:
-        known = ", ".join(DATASETS)
-        raise ConfigError(f"--dataset {dataset} is none of {known}{nearest(dataset, DATASETS)}")
+    if dataset not in PUBLISHED_DATASETS:
+        known = ", ".join(PUBLISHED_DATASETS)
+        raise ConfigError(
+            f"--dataset {dataset} is none of {known}{suggest_nearest(dataset, PUBLISHED_DATASETS)}"
+        )
     given = {word.partition("=")[0] for word in settings}
     if both := sorted(given & {"questions", "retrieval.corpus"}):
         raise ConfigError(f"--dataset names questions and corpus: leave {both[0]} out")
-    folder = Path("data") / DATASETS[dataset].folder
+    folder = Path("data") / PUBLISHED_DATASETS[dataset].folder
     files = {
         "questions": folder / "test.parquet",
         "retrieval.corpus": folder / "corpus" / "index_chunked" / "corpus.jsonl",
-        "model.path": Path(CHECKPOINT),
+        "model.path": Path(PAPER_CHECKPOINT),
     }
     files = {key: path for key, path in files.items() if key not in given}
     for key, path in files.items():
         if not path.exists():
-            command = WEIGHTS if key == "model.path" else DATA
+            command = DOWNLOAD_WEIGHTS_COMMAND if key == "model.path" else DOWNLOAD_DATA_COMMAND
             raise ConfigError(f"--dataset {dataset}: {path} is not there; `{command}` brings it")
     return [f"{key}={path}" for key, path in files.items()]
 
 
-def column_of(config: Config) -> str | None:
+def find_paper_column(config: Config) -> str | None:
     """The column of the table that a setting stands in; None for what is not published."""
-    said = (config.decode.query, config.decode.commit_threshold)
-    return next((name for name, column in COLUMNS.items() if column == said), None)
+    said = (config.decode.query_policy, config.decode.commit_threshold)
+    return next((name for name, column in PAPER_COLUMNS.items() if column == said), None)
 
 
-def departures(config: Config, dtype: str) -> list[str]:
+def list_paper_deviations(config: Config, dtype: str) -> list[str]:
     """In what a resolved setting leaves the paper's, which is `configs/sardi.yaml`, a text each."""
     paper = load_config(str(CONFIG_FOLDER / "sardi.yaml"))
-    ours = _flat(config) | {"model.dtype": dtype}
+    ours = _flatten_settings(config) | {"model.dtype": dtype}
     found = [
         f"{key}={ours[key]} (paper: {value})"
-        for key, value in (_flat(paper) | {"model.dtype": DTYPE}).items()
+        for key, value in (_flatten_settings(paper) | {"model.dtype": PAPER_DTYPE}).items()
         if value is not None and ours[key] != value
     ]
-    if column_of(config) is None:
-        columns = ", ".join(f"{query} {tau}" for query, tau in COLUMNS.values())
-        said = f"{config.decode.query} {config.decode.commit_threshold}"
-        found.append(f"decode.query and decode.commit_threshold={said} (paper: {columns})")
-    if Path(str(config.model.path)).name != Path(CHECKPOINT).name:
-        found.append(f"model.path={config.model.path} (paper: {CHECKPOINT})")
+    if find_paper_column(config) is None:
+        columns = ", ".join(f"{query} {tau}" for query, tau in PAPER_COLUMNS.values())
+        said = f"{config.decode.query_policy} {config.decode.commit_threshold}"
+        found.append(f"decode.query_policy and decode.commit_threshold={said} (paper: {columns})")
+    if Path(str(config.model.path)).name != Path(PAPER_CHECKPOINT).name:
+        found.append(f"model.path={config.model.path} (paper: {PAPER_CHECKPOINT})")
     return found
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flatten_settings(config: Config) -> dict[str, Any]:
     return {"model.evidence_layout": config.model.evidence_layout} | {
         f"{section}.{key}": value
         for section in ("retrieval", "decode")
         for key, value in asdict(getattr(config, section)).items()
-        if key not in FREE
+        if key not in UNCOMPARED_SETTINGS
     }
 
 
-def check_index(corpus: Corpus) -> list[str]:
+def check_paper_index(corpus: Corpus) -> list[str]:
     """In what the bm25s index beside a corpus scores otherwise than we do; nothing where there is none.
 
     Raises `ConfigError` for an index over another number of passages.
     """
     path = corpus.path.with_name("params.index.json")
-    said = read_note(path)
+    said = read_json_or_empty(path)
     if said.get("num_docs", len(corpus)) != len(corpus):
         raise ConfigError(
             f"{path} is of {said['num_docs']} passages, {corpus.path} has {len(corpus)}: one of them is of "
             "something else"
         )
-    return [f"BM25 {key}={value} (paper: {said[key]})" for key, value in INDEX.items()
+    return [f"BM25 {key}={value} (paper: {said[key]})" for key, value in PAPER_INDEX_SETTINGS.items()
             if said.get(key, value) != value]  # fmt: skip
 
 
-def with_known_support(questions: Sequence[Question], corpus: Corpus) -> list[Question]:
+def drop_incomplete_support(questions: Sequence[Question], corpus: Corpus) -> list[Question]:
     """The questions, without supporting ids of which the corpus, cut anew into passages, lacks some."""
     wanted = {i for question in questions for i in question.supporting_ids}
     there = {passage.id for passage in corpus if passage.id in wanted} if wanted else set()
     return [q if there.issuperset(q.supporting_ids) else replace(q, supporting_ids=()) for q in questions]
 
 
-def beside(
+def build_paper_table(
     dataset: str, matches: Mapping[str, Estimate | None], columns: Mapping[str, str | None], count: int
-) -> Grid:
+) -> ResultTable:
     """Our exact match beside the published one; count: of our questions."""
-    published = DATASETS[dataset]
-    figures = dict(zip(COLUMNS, published.exact_match, strict=True))
+    published = PUBLISHED_DATASETS[dataset]
+    figures = dict(zip(PAPER_COLUMNS, published.exact_match, strict=True))
     rows = []
     for name, match in matches.items():
         column = columns[name]
         if column is None or match is None:
-            rows.append([name, "-", percent(match), "-", "-"])
+            rows.append([name, "-", format_percent(match), "-", "-"])
             continue
         told = figures[column] / 100
         less = Estimate(match.mean - told, match.low - told, match.high - told)
-        rows.append([name, column, percent(match), f"{figures[column]:.1f}", percent(less, signed=True)])
+        rows.append(
+            [
+                name,
+                column,
+                format_percent(match),
+                f"{figures[column]:.1f}",
+                format_percent(less, signed=True),
+            ]
+        )
     title = f"{dataset}: exact match % of {count} questions, the paper's of {published.questions}"
-    return Grid(title, ["setting", "the paper's", "here", "published", "here above it"], rows)
+    return ResultTable(title, ["setting", "the paper's", "here", "published", "here above it"], rows)

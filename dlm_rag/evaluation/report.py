@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dlm_rag.energy.reading import short
-from dlm_rag.evaluation.compare import Estimate, Groups, Summary, of_hops
-from dlm_rag.files.whole import new_file
-from dlm_rag.text import visible
+from dlm_rag.energy.reading import format_three_digits
+from dlm_rag.evaluation.compare import Estimate, GroupSummary, QuestionGroups, format_hops
+from dlm_rag.files.atomic import open_atomic_file
+from dlm_rag.text import replace_control_chars
 
-COSTS = ("forwards", "searches")
-FRAME = 3  # characters that a table puts around a cell
+COST_METRICS = ("forwards", "searches")
+CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
 
 
 @dataclass(frozen=True)
-class Grid:
+class ResultTable:
     """A table: its title, the headings, and rows of as many cells, all without control characters."""
 
     title: str
@@ -31,23 +31,23 @@ class Grid:
 
     def __post_init__(self) -> None:
         for cells in (self.headings, *self.rows):
-            cells[:] = map(visible, cells)
+            cells[:] = map(replace_control_chars, cells)
 
-    def parts(self, width: int) -> Iterator["Grid"]:
+    def split_to_width(self, width: int) -> Iterator["ResultTable"]:
         """The grid cut between columns into grids that a terminal of so many characters shows unfolded."""
         columns = list(zip(self.headings, *self.rows, strict=True))
-        needed = [max(map(cell_len, column)) + FRAME for column in columns]
+        needed = [max(map(cell_len, column)) + CELL_FRAME_CHARS for column in columns]
         begin = 1
         while begin < len(columns):
             end = begin + 1
             while end < len(columns) and needed[0] + sum(needed[begin : end + 1]) <= width:
                 end += 1
             headings, *rows = zip(columns[0], *columns[begin:end], strict=True)
-            yield Grid(self.title, list(headings), [list(row) for row in rows])
+            yield ResultTable(self.title, list(headings), [list(row) for row in rows])
             begin = end
 
 
-def percent(estimate: Estimate | None, signed: bool = False) -> str:
+def format_percent(estimate: Estimate | None, signed: bool = False) -> str:
     """`85.0 [80, 89]`: a share in percent with its interval."""
     if estimate is None:
         return "-"
@@ -56,7 +56,7 @@ def percent(estimate: Estimate | None, signed: bool = False) -> str:
     return f"{mean:{sign}.1f} [{low:{sign}.0f}, {high:{sign}.0f}]"
 
 
-def plain(estimate: Estimate | None, signed: bool = False) -> str:
+def format_estimate(estimate: Estimate | None, signed: bool = False) -> str:
     """`2.41 [2.30, 2.52]`: a quantity with its interval."""
     if estimate is None:
         return "-"
@@ -64,40 +64,45 @@ def plain(estimate: Estimate | None, signed: bool = False) -> str:
     return f"{estimate.mean:{sign}.2f} [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
 
 
-def answers_per_second(seconds: Estimate | None) -> Estimate | None:
+def compute_answers_per_second(seconds: Estimate | None) -> Estimate | None:
     """The inverse of seconds an answer."""
     if seconds is None or min(seconds.mean, seconds.low, seconds.high) <= 0:
         return None
     return Estimate(1 / seconds.mean, 1 / seconds.high, 1 / seconds.low)
 
 
-def grids(
-    groups: Groups, summaries: Mapping[str, Summary], against: Mapping[str, Summary], f1_rule: str
-) -> list[Grid]:
+def build_comparison_tables(
+    groups: QuestionGroups,
+    summaries: Mapping[str, GroupSummary],
+    against: Mapping[str, GroupSummary],
+    f1_rule: str,
+) -> list[ResultTable]:
     """Exact match and recall by group, what it took, and the paired differences from the first."""
     counted = {group: f"{group} ({len(places)})" for group, places in groups.items()}
 
-    def by_group(title: str, of: Mapping[str, Summary], metric: str, signed: bool = False) -> Grid:
+    def by_group(
+        title: str, of: Mapping[str, GroupSummary], metric: str, signed: bool = False
+    ) -> ResultTable:
         rows = [
-            [label, *(percent(summary[group][metric], signed) for summary in of.values())]
+            [label, *(format_percent(summary[group][metric], signed) for summary in of.values())]
             for group, label in counted.items()
         ]
-        return Grid(title, ["questions", *of], rows)
+        return ResultTable(title, ["questions", *of], rows)
 
     costs = [
         [
             name,
-            percent(summary["all"]["f1"]),
-            *(plain(summary["all"][cost]) for cost in COSTS),
-            plain(summary["all"]["tokens_per_forward"]),
-            plain(answers_per_second(summary["all"]["seconds"])),
+            format_percent(summary["all"]["f1"]),
+            *(format_estimate(summary["all"][cost]) for cost in COST_METRICS),
+            format_estimate(summary["all"]["tokens_per_forward"]),
+            format_estimate(compute_answers_per_second(summary["all"]["seconds"])),
         ]
         for name, summary in summaries.items()
     ]
-    headings = ["setting", f"F1 ({f1_rule}) %", *COSTS, "tokens/forward", "answers/s"]
+    headings = ["setting", f"F1 ({f1_rule}) %", *COST_METRICS, "tokens/forward", "answers/s"]
     found = [
         by_group("Exact match %, with 95 % intervals", summaries, "exact_match"),
-        Grid("All questions", headings, costs),
+        ResultTable("All questions", headings, costs),
         by_group("Evidence recall after the search with the question, %", summaries, "recall_first"),
         by_group("Evidence recall after the last step, %", summaries, "recall_last"),
     ]
@@ -105,16 +110,16 @@ def grids(
         title = f"Exact match, points by which {next(iter(summaries))} is above (paired)"
         found.append(by_group(title, against, "exact_match", signed=True))
         took = [
-            [name, *(plain(less["all"][cost], signed=True) for cost in COSTS)]
+            [name, *(format_estimate(less["all"][cost], signed=True) for cost in COST_METRICS)]
             for name, less in against.items()
         ]
         title = f"All questions, by which {next(iter(summaries))} takes more (paired)"
-        found.append(Grid(title, ["setting", *COSTS], took))
+        found.append(ResultTable(title, ["setting", *COST_METRICS], took))
     return found
 
 
-def energy_grid(energy: Mapping[str, Mapping[str, Any] | None]) -> list[Grid]:
-    """What each setting has spent (`energy.reading.summary`), in a table; none where nothing was measured.
+def build_energy_table(energy: Mapping[str, Mapping[str, Any] | None]) -> list[ResultTable]:
+    """What each setting has spent (`summarise_energy`), in a table; none where nothing was measured.
 
     Of a run in parts only those that were measured count, with their own answers.
     """
@@ -129,14 +134,16 @@ def energy_grid(energy: Mapping[str, Mapping[str, Any] | None]) -> list[Grid]:
         joules, idle, each = found["joules"], found["idle_joules"], found["joules_per_answer"]
         above = None if idle is None else joules - idle
         values = (each, found["tokens_per_joule"], found["watts"], joules, found["error"], above)
-        cells = ["-" if value is None else short(value) for value in (*values, found["seconds"])]
+        cells = [
+            "-" if value is None else format_three_digits(value) for value in (*values, found["seconds"])
+        ]
         rows.append([name, *cells, f"{found['answers']:,.0f}", f"{found['sensor']}: {found['scope']}"])
-    return [Grid("Energy, measured (tokens: committed before the end)", headings, rows)]
+    return [ResultTable("Energy, measured (tokens: committed before the end)", headings, rows)]
 
 
-def show(console: Console, found: Sequence[Grid]) -> None:
+def print_tables(console: Console, found: Sequence[ResultTable]) -> None:
     """The tables on a terminal, the first at the end, where the eyes are; names are no markup."""
-    for grid in (part for whole in reversed(found) for part in whole.parts(console.width - 1)):
+    for grid in (part for whole in reversed(found) for part in whole.split_to_width(console.width - 1)):
         table = Table(title=Text(grid.title), title_justify="left")
         for number, heading in enumerate(grid.headings):
             table.add_column(Text(heading), justify="right" if number else "left")
@@ -145,21 +152,27 @@ def show(console: Console, found: Sequence[Grid]) -> None:
         console.print(table)
 
 
-def markdown(found: Sequence[Grid], stamp: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+def render_markdown_report(
+    found: Sequence[ResultTable], stamp: Mapping[str, Any], notes: Sequence[str] = ()
+) -> str:
     """The tables, notes and where they come from."""
-    listed = ["".join(f"- {escaped([visible(line)])[0]}\n" for line in notes)] if notes else []
-    return "\n".join([*map(table, found), *listed, origin(stamp)])
+    listed = (
+        ["".join(f"- {escape_markdown_cells([replace_control_chars(line)])[0]}\n" for line in notes)]
+        if notes
+        else []
+    )
+    return "\n".join([*map(render_markdown_table, found), *listed, format_provenance(stamp)])
 
 
-def table(grid: Grid) -> str:
+def render_markdown_table(grid: ResultTable) -> str:
     """The grid in Markdown, under its title."""
     rule = ["---", *["---:"] * (len(grid.headings) - 1)]
-    lines = [escaped(grid.headings), rule, *map(escaped, grid.rows)]
+    lines = [escape_markdown_cells(grid.headings), rule, *map(escape_markdown_cells, grid.rows)]
     rows = "\n".join(f"| {' | '.join(row)} |" for row in lines)
     return f"**{grid.title}**\n\n{rows}\n"
 
 
-def origin(stamp: Mapping[str, Any]) -> str:
+def format_provenance(stamp: Mapping[str, Any]) -> str:
     """A line that says where a result comes from."""
     keys = ("commit", "date", "device", "threads", "attention", "seed")
     said = {key: stamp.get(key, "unknown") for key in keys}  # another version may have begun the run
@@ -169,25 +182,25 @@ def origin(stamp: Mapping[str, Any]) -> str:
     )
 
 
-def escaped(cells: Sequence[str]) -> list[str]:
+def escape_markdown_cells(cells: Sequence[str]) -> list[str]:
     """Cells of Markdown that show their texts as they are."""
     return [re.sub(r"([\\`*<|])", r"\\\1", cell) for cell in cells]
 
 
-def plot(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
+def plot_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, GroupSummary]) -> None:
     """Exact match and last evidence recall of every setting, by hops where they are known."""
     import matplotlib
 
     matplotlib.use("agg")
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
-        _draw(path, groups, summaries)
+        _draw_by_hops(path, groups, summaries)
 
 
-def _draw(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
+def _draw_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, GroupSummary]) -> None:
     from matplotlib import pyplot
 
-    shown = [of_hops(n) for n in range(1, 100) if of_hops(n) in groups] or ["all"]
+    shown = [format_hops(n) for n in range(1, 100) if format_hops(n) in groups] or ["all"]
     below = max(map(len, summaries)) > 30  # names that would leave no room beside them
     size = (11, 4.2 + 0.25 * len(summaries) * below)
     figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
@@ -205,7 +218,7 @@ def _draw(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
                     [100 * (e.mean - e.low) for _, e in points],
                     [100 * (e.high - e.mean) for _, e in points],
                 ],
-                marker="o", markersize=5, linewidth=1.6, capsize=2, label=visible(name),
+                marker="o", markersize=5, linewidth=1.6, capsize=2, label=replace_control_chars(name),
             )  # fmt: skip
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xticks(range(len(shown)), shown)
@@ -218,6 +231,6 @@ def _draw(path: Path, groups: Groups, summaries: Mapping[str, Summary]) -> None:
         loc="outside lower left" if below else "outside right center",
         frameon=False,
     )
-    with new_file(path) as scratch:
+    with open_atomic_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
     pyplot.close(figure)

@@ -10,14 +10,16 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from dlm_rag.files.jsonl import read_note
-from dlm_rag.files.whole import default_index_folder, write_whole
-from dlm_rag.progress import progress
-from dlm_rag.text import visible
+from dlm_rag.files.atomic import get_cache_folder, write_text_atomic
+from dlm_rag.files.jsonl import read_json_or_empty
+from dlm_rag.progress import report_progress
+from dlm_rag.text import replace_control_chars
 
-BLOCK = 32 << 20  # bytes that are read at a time
-REMEMBERED_FROM = 16 << 20  # bytes; a smaller file is read sooner than what is remembered of it
-RACY = 2 * 10**9  # nanoseconds within which a file may change and keep its times (git calls it racy)
+READ_BLOCK_BYTES = 32 << 20  # bytes that are read at a time
+MIN_CACHED_FILE_BYTES = 16 << 20  # bytes; a smaller file is read sooner than what is remembered of it
+RACY_WINDOW_NS = (
+    2 * 10**9
+)  # nanoseconds within which a file may change and keep its times (git calls it racy)
 
 
 def digest_file(path: Path) -> str:
@@ -27,53 +29,53 @@ def digest_file(path: Path) -> str:
     changed is not read again. A cache that cannot be read or written costs only time.
     """
     with path.open("rb", buffering=0) as file:
-        return digest_open(file, path)
+        return digest_open_file(file, path)
 
 
-def digest_open(file: FileIO, path: Path) -> str:
+def digest_open_file(file: FileIO, path: Path) -> str:
     """As `digest_file`, of an open file, whatever has taken its name since; no other thread may read it."""
-    before = state_of(file.fileno())
-    record = default_index_folder() / "digests" / f"{_name(path)}.json"
-    large = before["size"] >= REMEMBERED_FROM
-    if large and (known := _remembered(record, before)):
+    before = read_file_state(file.fileno())
+    record = get_cache_folder() / "digests" / f"{_digest_cache_name(path)}.json"
+    large = before["size"] >= MIN_CACHED_FILE_BYTES
+    if large and (known := _load_cached_digest(record, before)):
         return known
-    found = read_digest(file, path)
-    after = state_of(file.fileno())
-    settled = time.time_ns() - max(after["mtime"], after["ctime"]) > RACY
+    found = compute_file_digest(file, path)
+    after = read_file_state(file.fileno())
+    settled = time.time_ns() - max(after["mtime"], after["ctime"]) > RACY_WINDOW_NS
     if large and settled and after == before:
         with suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(record, json.dumps({"digest": found, **after}))
+            write_text_atomic(record, json.dumps({"digest": found, **after}))
     return found
 
 
-def read_digest(file: FileIO, path: Path) -> str:
+def compute_file_digest(file: FileIO, path: Path) -> str:
     """The same of what the disk gives now: one that loses a bit changes no time of the file."""
-    size = state_of(file.fileno())["size"]
-    digest = begin_digest(size)
-    block = memoryview(bytearray(min(BLOCK, size + 1)))
+    size = read_file_state(file.fileno())["size"]
+    digest = create_hasher(size)
+    block = memoryview(bytearray(min(READ_BLOCK_BYTES, size + 1)))
     file.seek(0)
     # Read, not mapped: a file that is cut short meanwhile ends the mapping's process.
-    with progress(visible(f"reading {path.name}"), size, "bytes") as advance:
+    with report_progress(replace_control_chars(f"reading {path.name}"), size, "bytes") as advance:
         while count := file.readinto(block):
             digest.update(block[:count])
             advance(count)
     return digest.hexdigest()
 
 
-def begin_digest(size: int) -> blake3:
+def create_hasher(size: int) -> blake3:
     """BLAKE3 of so many bytes to come, on threads where they are many.
 
     A fork lacks the threads that its parent began, and waits for them: small files need none.
     """
-    return blake3(max_threads=blake3.AUTO if size >= REMEMBERED_FROM else 1)
+    return blake3(max_threads=blake3.AUTO if size >= MIN_CACHED_FILE_BYTES else 1)
 
 
-def _name(path: Path) -> str:
+def _digest_cache_name(path: Path) -> str:
     return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
 
 
-def state_of(file: Path | int) -> dict[str, int]:
+def read_file_state(file: Path | int) -> dict[str, int]:
     """What changes with the content of a file; of one that is open, whatever has taken its name since."""
     found = os.stat(file)  # noqa: PTH116 - a path cannot be a descriptor
     return {
@@ -82,8 +84,8 @@ def state_of(file: Path | int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _remembered(record: Path, state: dict[str, int]) -> str | None:
+def _load_cached_digest(record: Path, state: dict[str, int]) -> str | None:
     """The digest in a record, if it is of a file in this state."""
-    found = read_note(record)
+    found = read_json_or_empty(record)
     digest = found.pop("digest", None)
     return digest if found == state and isinstance(digest, str) else None

@@ -9,31 +9,38 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dlm_rag.errors import CheckpointError, fold_message
+from dlm_rag.errors import CheckpointError, summarize_error
 from dlm_rag.files.jsonl import parse_json
-from dlm_rag.files.records import expand
+from dlm_rag.files.record_readers import expand_path
 
 log = logging.getLogger(__name__)
 
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-MOST_BYTES = 256 << 20  # of a file that is read whole; the largest public tokenizers have 40 MiB
-LFS = b"version https://git-lfs.github.com/spec/"  # what git leaves of a file that it has not fetched
+HUB_FILE_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+MAX_METADATA_FILE_BYTES = (
+    256 << 20
+)  # of a file that is read whole; the largest public tokenizers have 40 MiB
+LFS_POINTER_PREFIX = (
+    b"version https://git-lfs.github.com/spec/"  # what git leaves of a file that it has not fetched
+)
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
-SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
-SHIPS = "dlm_rag/shipped/"
-FIRST_CONTACT = 3.0  # seconds that the hub has to take up a connection; a download may last
+SHIPPED_FOLDER = Path(__file__).resolve().parents[1] / "shipped"
+SHIPPED_PREFIX = "dlm_rag/shipped/"
+HUB_CONNECT_SECONDS = 3.0  # seconds that the hub has to take up a connection; a download may last
 
 
-def locate(name: str | Path, what: str) -> Path:
+def resolve_hub_folder(name: str | Path, what: str) -> Path:
     """The folder called `name`, or that of a hub id (OWNER/NAME): from the hub's cache, else fetched.
 
     What ships is dlm_rag/shipped/NAME from any folder. Of the hub only data is fetched, never code or
     pickles. what: the setting, for the error. Raises `CheckpointError`, soon where there is no network.
     """
-    folder, text = expand(name, CheckpointError), str(name)
+    folder, text = expand_path(name, CheckpointError), str(name)
     if folder.is_dir():
         return folder
-    if text.startswith(SHIPS) and (own := SHIPPED / text.removeprefix(SHIPS)).is_dir():
+    if (
+        text.startswith(SHIPPED_PREFIX)
+        and (own := SHIPPED_FOLDER / text.removeprefix(SHIPPED_PREFIX)).is_dir()
+    ):
         return own
     if folder.is_file():
         raise CheckpointError(f"{what} '{text}' is a file: name the folder that it is in")
@@ -43,26 +50,26 @@ def locate(name: str | Path, what: str) -> Path:
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     try:
-        return Path(snapshot_download(text, allow_patterns=HUB_FILES, local_files_only=True))
+        return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS, local_files_only=True))
     except Exception as error:  # the hub client raises a dozen unrelated types
         log.debug("'%s' is not in the hub's cache: %s", text, error)
     if HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
-    elif not _answers(ENDPOINT):
+    elif not _is_reachable(ENDPOINT):
         reason = f"{ENDPOINT} does not answer"
     else:
         log.info("fetching %s '%s' from %s", what, text, ENDPOINT)
         try:
-            return Path(snapshot_download(text, allow_patterns=HUB_FILES))
+            return Path(snapshot_download(text, allow_patterns=HUB_FILE_PATTERNS))
         except Exception as error:
-            reason = fold_message(error)
+            reason = summarize_error(error)
     raise CheckpointError(
         f"{what} '{text}' is no folder here and could not be fetched from the hub: {reason}; name "
         f"a folder, or run `hf download {text}` where there is a network"
     )
 
 
-def _answers(url: str) -> bool:
+def _is_reachable(url: str) -> bool:
     """Whether the server of a URL, or the proxy before it, takes up a connection in time."""
     from urllib.request import getproxies, proxy_bypass  # brings the client of the web along
 
@@ -75,7 +82,7 @@ def _answers(url: str) -> bool:
             if proxy and not proxy_bypass(parts.netloc):
                 parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
             port = parts.port or {"http": 80}.get(parts.scheme, 443)
-            socket.create_connection((parts.hostname, port), FIRST_CONTACT).close()
+            socket.create_connection((parts.hostname, port), HUB_CONNECT_SECONDS).close()
             met.append(True)
         except (OSError, ValueError):
             pass
@@ -83,11 +90,11 @@ def _answers(url: str) -> bool:
     # On a thread, for nothing bounds the time in which a name is looked up.
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
-    thread.join(FIRST_CONTACT)
+    thread.join(HUB_CONNECT_SECONDS)
     return bool(met)
 
 
-def check_files(folder: Path, patterns: Iterable[str]) -> None:
+def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:
     """Raises `CheckpointError` for what is no regular file, or is too large to be read whole.
 
     Opening a pipe waits for ever. Links are followed: the hub's cache consists of them.
@@ -97,10 +104,12 @@ def check_files(folder: Path, patterns: Iterable[str]) -> None:
             raise CheckpointError(f"{path} is a link that leads to nothing: fetch or copy the file again")
         if not path.is_file():
             raise CheckpointError(f"{path} is no regular file")
-        if path.stat().st_size < 1024 and path.read_bytes().startswith(LFS):
+        if path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER_PREFIX):
             raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` there")
-        if path.suffix != ".safetensors" and path.stat().st_size > MOST_BYTES:
-            raise CheckpointError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no such file is")
+        if path.suffix != ".safetensors" and path.stat().st_size > MAX_METADATA_FILE_BYTES:
+            raise CheckpointError(
+                f"{path} is larger than {MAX_METADATA_FILE_BYTES >> 20} MiB, which no such file is"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -115,7 +124,7 @@ def read_any_json(path: Path) -> Any:
     """What a JSON file holds; raises `CheckpointError` as `read_json` does."""
     if not path.exists():
         raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}")
-    check_files(path.parent, [path.name])
+    check_checkpoint_files(path.parent, [path.name])
     try:
         text = path.read_bytes()
     except OSError as error:

@@ -10,32 +10,32 @@ from typing import IO, Any
 
 from dlm_rag.errors import UserError
 
-LONGEST_LINE = 2**28  # bytes
-LARGEST_NOTE = 2**26  # bytes of what this program notes beside its files
+MAX_LINE_BYTES = 2**28  # bytes
+MAX_SIDECAR_BYTES = 2**26  # bytes of what this program notes beside its files
 
 
-def is_blank(line: bytes) -> bool:
+def is_blank_line(line: bytes) -> bool:
     """Whether a line holds nothing but what JSON takes for white space."""
     return not line.strip(b" \t\r\n")
 
 
-def lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[bytes]:
+def iter_lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[bytes]:
     """The lines of a file; raises `error` for one that would not fit into memory."""
-    for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
-        if len(line) == LONGEST_LINE:
-            raise error(f"{path}, line {number}: the line has more than {LONGEST_LINE >> 20} MiB")
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), start=1):
+        if len(line) == MAX_LINE_BYTES:
+            raise error(f"{path}, line {number}: the line has more than {MAX_LINE_BYTES >> 20} MiB")
         yield line
 
 
 def decode_line(line: bytes, place: str, error: type[UserError]) -> str:
     """A line of UTF-8 as text (a byte order mark is skipped); raises `error` that begins with `place`."""
     try:
-        return _text(line)
+        return _decode_utf8(line)
     except UnicodeDecodeError:
         raise error(f"{place}: the line is not UTF-8: save the file as UTF-8") from None
 
 
-def parse_object(line: bytes, place: str, error: type[UserError]) -> dict[str, Any]:
+def parse_json_object(line: bytes, place: str, error: type[UserError]) -> dict[str, Any]:
     """The JSON object in a line; raises `error` for anything else, and as `parse_json` does."""
     value = parse_json(line, place, error)
     if not isinstance(value, dict):
@@ -43,7 +43,7 @@ def parse_object(line: bytes, place: str, error: type[UserError]) -> dict[str, A
     return value
 
 
-def end_last_line(path: Path) -> None:
+def repair_last_line(path: Path) -> None:
     """Takes away a last line that a kill has cut short; one that lacks only its line break gets that."""
     with path.open("rb+") as file:
         (last,) = deque(file, maxlen=1) or [b"\n"]
@@ -56,14 +56,14 @@ def end_last_line(path: Path) -> None:
             file.truncate(file.tell() - len(last))
 
 
-def read_note(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path) -> dict[str, Any]:
     """The object in a JSON file that this program has written; empty where it is none that can be read.
 
     What is no regular file is not opened: a pipe would wait for ever, a device might not end.
     """
     try:
-        if path.is_file() and path.stat().st_size <= LARGEST_NOTE:
-            return parse_object(path.read_bytes(), str(path), UserError)
+        if path.is_file() and path.stat().st_size <= MAX_SIDECAR_BYTES:
+            return parse_json_object(path.read_bytes(), str(path), UserError)
     except (OSError, UserError):
         pass
     return {}
@@ -76,7 +76,7 @@ def parse_json(text: bytes, place: str, error: type[UserError], what: str = "lin
     one object, and for texts that no UTF-8 can hold (half of a surrogate pair, written as an escape).
     """
     try:
-        value = _DECODER.decode(_text(text))
+        value = _DECODER.decode(_decode_utf8(text))
     except UnicodeDecodeError:
         raise error(f"{place}: the {what} is not UTF-8: save the file as UTF-8") from None
     except (ValueError, RecursionError) as problem:
@@ -84,25 +84,25 @@ def parse_json(text: bytes, place: str, error: type[UserError], what: str = "lin
         at = f" in its line {problem.lineno}" if what != "line" and hasattr(problem, "lineno") else ""
         raise error(f"{place}: the {what} is not JSON ({reason}{at})") from None
     if b"\\ud" in text.lower():
-        _refuse_halves(value, place, error)
+        _reject_lone_surrogates(value, place, error)
     return value
 
 
-def _text(data: bytes) -> str:
+def _decode_utf8(data: bytes) -> str:
     return data.removeprefix(BOM_UTF8).decode()  # the codec utf-8-sig takes twice as long
 
 
-def _refuse_halves(value: Any, place: str, error: type[UserError]) -> None:
+def _reject_lone_surrogates(value: Any, place: str, error: type[UserError]) -> None:
     """Raises `error` for a value that holds half of a surrogate pair."""
     try:
-        whole = is_text(json.dumps(value, ensure_ascii=False))
+        whole = is_utf8_encodable(json.dumps(value, ensure_ascii=False))
     except RecursionError:
         raise error(f"{place}: a nesting beyond all measure") from None
     if not whole:
         raise error(f"{place}: a text holds half of a character (a lone surrogate)")
 
 
-def is_text(value: str) -> bool:
+def is_utf8_encodable(value: str) -> bool:
     """Whether a string can be written as UTF-8."""
     try:
         value.encode("utf-8")
@@ -111,7 +111,7 @@ def is_text(value: str) -> bool:
     return True
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -120,4 +120,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys)

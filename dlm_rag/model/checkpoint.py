@@ -19,47 +19,60 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dlm_rag.errors import CheckpointError, nearest
+from dlm_rag.config.renamed import upgrade_checkpoint
+from dlm_rag.errors import CheckpointError, suggest_nearest
 from dlm_rag.files.digest import digest_file
-from dlm_rag.files.hub import HUB_FILES, check_files, locate, read_json
-from dlm_rag.model.families import FAMILIES, family_of, gemma
-from dlm_rag.model.families.base import Family, Part
-from dlm_rag.model.families.mask import find_mask
-from dlm_rag.model.headers import WEIGHTS, match, match_names
-from dlm_rag.model.heads import HEADS, PREFIX, save_heads
-from dlm_rag.model.shape import DenoiserConfig, tensor_shapes
-from dlm_rag.progress import progress
+from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_json, resolve_hub_folder
+from dlm_rag.model.denoiser_config import DenoiserConfig, list_tensor_shapes
+from dlm_rag.model.families import FAMILIES, diffusion_gemma, get_family_name
+from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, TensorSource
+from dlm_rag.model.families.mask_token import find_mask_token_id
+from dlm_rag.model.headers import WEIGHTS_FILE, match_tensors, match_tensors_by_name
+from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
+from dlm_rag.progress import report_progress
 
-NOT_READ = ["training.json", "scores.json", "*.run.json"]  # of what our own programs write
+FINGERPRINT_EXCLUDED_GLOBS = [
+    "training.json",
+    "scores.json",
+    "*.run.json",
+]  # of what our own programs write
 SHARD_BYTES = 5 * 10**9
-SAMPLED = 256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
-# What no public architecture knows and a checkpoint trained here carries all the same.
-OWN_FIELDS = (
-    "evidence_layout", "passage_length", "canvas_length", "block_length", "attention_block", "block_grid",
-    "finished_blocks", "commit_rule", "search",
-)  # fmt: skip
+SAMPLED_VALUES_PER_TENSOR = (
+    256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
+)
+# By its key in config.json, what no public architecture knows and a checkpoint trained here carries all
+# the same.
+DLM_RAG_FIELDS = {
+    name: name
+    for name in (
+        "evidence_layout", "passage_length", "canvas_length", "block_length", "block_grid",
+        "finished_block_context", "commit_rule", "retrieval_gate",
+    )
+} | {BLOCK_SIZE_KEY: "block_size"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder whose config and tensor headers have been checked; weights are read by `tensors`."""
+    """A folder whose config and tensor headers have been checked; weights are read by `iterate_tensors`."""
 
     folder: Path
     family: Family
-    raw: dict[str, Any]  # config.json as it stands
+    raw_config: dict[str, Any]  # config.json as it stands
     config: DenoiserConfig
-    homes: dict[str, list[tuple[Path, Part]]]  # our tensor name -> what it is made of, with its files
+    tensor_sources: dict[
+        str, list[tuple[Path, TensorSource]]
+    ]  # our tensor name -> what it is made of, with its files
 
-    def tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def iterate_tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`."""
-        by_file: dict[Path, list[tuple[str, Part]]] = {}
-        for ours, parts in self.homes.items():
+        by_file: dict[Path, list[tuple[str, TensorSource]]] = {}
+        for ours, parts in self.tensor_sources.items():
             for path, part in parts:
                 by_file.setdefault(path, []).append((ours, part))
         size = sum(path.stat().st_size for path in by_file)
         begun: dict[str, Tensor] = {}  # those of which parts are there
-        lacking = {ours: len(parts) for ours, parts in self.homes.items()}
-        with progress("reading weights", size, "bytes") as advance:
+        lacking = {ours: len(parts) for ours, parts in self.tensor_sources.items()}
+        with report_progress("reading weights", size, "bytes") as advance:
             for path, names in by_file.items():
                 with safe_open(path, framework="pt", device=str(device)) as file:
                     for ours, part in names:
@@ -68,25 +81,27 @@ class Checkpoint:
                         value = value.to(device, dtype)  # nothing is held beside it
                         _check_sound(path, part.name, value, ours)
                         lacking[ours] -= 1
-                        if part.place:
+                        if part.target_index:
                             if ours not in begun:
                                 begun[ours] = torch.empty(self._shapes[ours], device=device, dtype=dtype)
-                            begun[ours][part.place] = value
+                            begun[ours][part.target_index] = value
                             if lacking[ours]:
                                 continue
                             value = begun.pop(ours)
                         yield ours, value
 
-    def rows(self, name: str, rows: slice) -> Tensor:
+    def read_tensor_rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
-        (path, part), *_ = parts = self.homes[name]
-        if not part.place:
+        (path, part), *_ = parts = self.tensor_sources[name]
+        if not part.target_index:
             with safe_open(path, framework="pt") as file:
-                found: Tensor = file.get_slice(part.name)[part.start + rows.start : part.start + rows.stop]
+                found: Tensor = file.get_slice(part.name)[
+                    part.first_source_row + rows.start : part.first_source_row + rows.stop
+                ]
             return found
         found = torch.empty(rows.stop - rows.start, *self._shapes[name][1:])
         for path, part in parts:
-            number, *place = part.place
+            number, *place = part.target_index
             if rows.start <= number < rows.stop:
                 with safe_open(path, framework="pt") as file:
                     found[(number - rows.start, *place)] = part.read(file)
@@ -94,20 +109,26 @@ class Checkpoint:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return tensor_shapes(self.config)
+        return list_tensor_shapes(self.config)
 
     @cached_property
     def fingerprint(self) -> str:
         """Digest of all that is or may be read of the folder: any other byte, another digest.
 
         That is the shards that hold the tensors and, of the rest, whatever a checkpoint consists of
-        (`HUB_FILES`), but for what our own programs write beside a model.
+        (`HUB_FILE_PATTERNS`), but for what our own programs write beside a model.
         """
-        parts = [path for pattern in (*HUB_FILES, "*/*.jinja") for path in self.folder.glob(pattern)]
+        parts = [
+            path for pattern in (*HUB_FILE_PATTERNS, "*/*.jinja") for path in self.folder.glob(pattern)
+        ]
         texts = {path for path in parts if path.is_file() and path.suffix != ".safetensors"}
-        texts -= {path for path in texts if path.name.startswith(".") or any(map(path.match, NOT_READ))}
-        shards = {path for parts in self.homes.values() for path, _ in parts}
-        shards |= {path for path in (self.folder / HEADS,) if path.is_file()}
+        texts -= {
+            path
+            for path in texts
+            if path.name.startswith(".") or any(map(path.match, FINGERPRINT_EXCLUDED_GLOBS))
+        }
+        shards = {path for parts in self.tensor_sources.values() for path, _ in parts}
+        shards |= {path for path in (self.folder / HEADS_FILE,) if path.is_file()}
         lines = [f"{path.relative_to(self.folder)} {digest_file(path)}" for path in sorted(shards | texts)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -121,7 +142,7 @@ class Checkpoint:
         if path.exists():
             found = read_json(path).get("eos_token_id")
         if found is None:
-            path, found = self.folder / "config.json", self.raw.get("eos_token_id")
+            path, found = self.folder / "config.json", self.raw_config.get("eos_token_id")
         ids = [] if found is None else found if isinstance(found, list) else [found]
         for token in ids:
             if type(token) is not int or not 0 <= token < self.config.vocab_size:
@@ -132,15 +153,15 @@ class Checkpoint:
         return tuple(ids)
 
 
-def open_checkpoint(path_or_hub_id: str | Path, attention_block: int | None = None) -> Checkpoint:
+def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -> Checkpoint:
     """Finds a folder or hub id and checks its config and tensor headers; reads no weights.
 
-    attention_block: instead of what the config says, or does not say; 0: whole.
+    block_size: instead of what the config says, or does not say; 0: whole.
     Raises `CheckpointError` in one sentence: no such folder, an architecture that only its own code
     can run, pickled weights only, a missing shard, a missing, extra or misshapen tensor.
     """
-    folder = locate(path_or_hub_id, "model")
-    check_files(folder, [*HUB_FILES, "additional_chat_templates/*.jinja"])
+    folder = resolve_hub_folder(path_or_hub_id, "model")
+    check_checkpoint_files(folder, [*HUB_FILE_PATTERNS, "additional_chat_templates/*.jinja"])
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{folder} holds an adapter: merge it into the weights of its model")
     if not (folder / "config.json").exists():
@@ -149,39 +170,39 @@ def open_checkpoint(path_or_hub_id: str | Path, attention_block: int | None = No
         )
         hint = f": did you mean {inner[0]}?" if inner else ""
         raise CheckpointError(f"{folder} is no checkpoint: it has no config.json{hint}")
-    raw = read_json(folder / "config.json")
+    raw = upgrade_checkpoint(read_json(folder / "config.json"))
     if raw.get("model_type") is None:
         raise CheckpointError(f"{folder / 'config.json'}: the key 'model_type' is missing")
-    kind = family_of(raw)
+    kind = get_family_name(raw)
     if kind not in FAMILIES:
         own_code = " and runs only through code of its own, which is never executed"
         raise CheckpointError(
             f"{folder} is a '{kind!s:.60}' model{own_code if 'auto_map' in raw else ''}; this denoiser "
-            f"holds {', '.join(FAMILIES)}{nearest(str(kind), FAMILIES)}"
+            f"holds {', '.join(FAMILIES)}{suggest_nearest(str(kind), FAMILIES)}"
         )
     family = FAMILIES[kind]
-    if attention_block is not None:
+    if block_size is not None:
         if kind == "diffusion_gemma":
-            raise CheckpointError(
-                f"attention_block={attention_block} has no effect on {folder}: leave it out"
-            )
-        raw["attention_block"] = attention_block
+            raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")
+        raw[BLOCK_SIZE_KEY] = block_size
     try:
-        own = {name: raw[name] for name in OWN_FIELDS if raw.get(name) is not None}
-        if own.get("attention_block") == 0:
-            own["attention_block"] = None
-        config = replace(family.read(raw), **own)
+        own = {name: raw[key] for key, name in DLM_RAG_FIELDS.items() if raw.get(key) is not None}
+        if own.get("block_size") == 0:
+            own["block_size"] = None
+        config = replace(family.read_config(raw), **own)
         if config.block_length is None:  # what sees itself whole is written as a whole
-            config = replace(config, block_length=config.attention_block)
-        if config.mask_token_id is None and family.mask is not None:
-            config = replace(config, mask_token_id=find_mask(folder, family.mask))
+            config = replace(config, block_length=config.block_size)
+        if config.mask_token_id is None and family.mask_token is not None:
+            config = replace(config, mask_token_id=find_mask_token_id(folder, family.mask_token))
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
     if kind == "diffusion_gemma":
-        config = gemma.with_noise(folder, config)
-        homes = match_names(folder, gemma.tensor_shapes(raw, folder / "config.json"))
+        config = diffusion_gemma.add_noise_config(folder, config)
+        homes = match_tensors_by_name(
+            folder, diffusion_gemma.list_text_tensor_shapes(raw, folder / "config.json")
+        )
     else:
-        homes = match(folder, config, family)
+        homes = match_tensors(folder, config, family)
     found = Checkpoint(folder, family, raw, config, homes)
     if config.rope_scaling is not None:
         _check_rope(found)
@@ -202,18 +223,19 @@ def save_tensors(
     """
     folder.mkdir(parents=True, exist_ok=True)
     named = {name: value.detach().contiguous() for name, value in tensors.items()}
-    save_heads({name: named.pop(name) for name in list(named) if name.startswith(PREFIX)}, folder)
+    save_heads({name: named.pop(name) for name in list(named) if name.startswith(HEADS_PREFIX)}, folder)
     if config.tie_word_embeddings:
         named.pop("lm_head.weight", None)
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
+    raw[BLOCK_SIZE_KEY] = raw.pop("block_size")
     if origin is not None and origin.config.noise is not None:  # names and config stay as they were
-        raw = {**origin.raw, "dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
-    elif origin is not None and origin.raw["model_type"] != "dlm_rag":
-        named = _named(named, config, origin.family)
-        raw = _rewritten(origin.raw, config)
+        raw = {**origin.raw_config, "dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
+    elif origin is not None and origin.raw_config["model_type"] != "dlm_rag":
+        named = _to_family_tensors(named, config, origin.family)
+        raw = _update_raw_config(origin.raw_config, config)
     raw |= {**extra, "torch_dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    for stale in (WEIGHTS, f"{WEIGHTS}.index.json"):  # of a model that was here before
+    for stale in (WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json"):  # of a model that was here before
         (folder / stale).unlink(missing_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     for name, value in named.items():
@@ -222,34 +244,36 @@ def save_tensors(
         shards[-1][name] = value
     homes: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS_FILE
         save_file(shard, folder / name, metadata={"format": "pt"})
         homes |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(value.nbytes for value in named.values())
         index = {"metadata": {"total_size": total}, "weight_map": homes}
         text = json.dumps(index, indent=2) + "\n"
-        (folder / f"{WEIGHTS}.index.json").write_text(text, encoding="utf-8")
+        (folder / f"{WEIGHTS_FILE}.index.json").write_text(text, encoding="utf-8")
     for path in folder.glob("*.safetensors"):  # which safetensors makes for their owner alone
         path.chmod((folder / "config.json").stat().st_mode)
 
 
-def _named(tensors: dict[str, Tensor], config: DenoiserConfig, family: Family) -> dict[str, Tensor]:
+def _to_family_tensors(
+    tensors: dict[str, Tensor], config: DenoiserConfig, family: Family
+) -> dict[str, Tensor]:
     """Tensors by our names as those of a family: what is one tensor there, or many, is so again."""
     pieces: dict[str, dict[int, Tensor]] = {}
     for ours, value in tensors.items():
-        for part in family.parts(ours, config):
-            pieces.setdefault(part.name, {})[part.start] = value[part.place]
+        for part in family.list_sources(ours, config):
+            pieces.setdefault(part.name, {})[part.first_source_row] = value[part.target_index]
     return {
         name: torch.cat([found[start] for start in sorted(found)]) if len(found) > 1 else found[0]
         for name, found in pieces.items()
     }
 
 
-def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
+def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
     """A public checkpoint's config with what training has changed."""
-    found = {**raw, **{name: getattr(config, name) for name in OWN_FIELDS}}
-    found["attention_block"] = config.attention_block or 0  # whatever the family says
+    found = {**raw, **{key: getattr(config, name) for key, name in DLM_RAG_FIELDS.items()}}
+    found[BLOCK_SIZE_KEY] = config.block_size or 0  # whatever the family says
     found["mask_token_id"] = config.mask_token_id
     for key in ("vocab_size", "embedding_size"):
         if key in raw:
@@ -266,11 +290,11 @@ def _rewritten(raw: dict[str, Any], config: DenoiserConfig) -> dict[str, Any]:
 
 def _check_rope(checkpoint: Checkpoint) -> None:
     """Raises `CheckpointError` for scaled rotary positions whose frequencies are no numbers."""
-    from dlm_rag.model.block import rope_frequencies
+    from dlm_rag.model.block import compute_rope_frequencies
 
     config = checkpoint.config
     try:
-        frequencies, gain = rope_frequencies(config)
+        frequencies, gain = compute_rope_frequencies(config)
         sound = frequencies.shape == (config.head_dim // 2,) and math.isfinite(gain)
         sound = sound and bool(frequencies.isfinite().all())
     except Exception:  # the library checks with many unrelated types
@@ -288,7 +312,7 @@ def _check_sound(path: Path, theirs: str, value: Tensor, ours: str) -> None:
     Of a matrix a sample is read, which finds a training that came to nothing; the decoder finds the rest.
     """
     sample = value.flatten()
-    sample = sample[:: max(1, len(sample) // SAMPLED)]
+    sample = sample[:: max(1, len(sample) // SAMPLED_VALUES_PER_TENSOR)]
     if not bool(sample.isfinite().all()):
         raise CheckpointError(f"{path}: {theirs} holds what is no finite number in {str(value.dtype)[6:]}")
     if ours.endswith(("norm.weight", "embed_tokens.weight")) and not (sample.any() or value.any()):

@@ -21,22 +21,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.model.block import AttentionProbe, Block, Call, Embedding, Norm, rope_frequencies
+from dlm_rag.model.attention_backends import FLASH_MODULE, choose_backend
+from dlm_rag.model.block import (
+    AttentionProbe,
+    Embedding,
+    ForwardContext,
+    RMSNorm,
+    TransformerLayer,
+    compute_rope_frequencies,
+)
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from dlm_rag.model.cost import Work, encode_work, head_work
-from dlm_rag.model.feedforward import Linear, MixtureOfExperts, arithmetic_dtype, is_autocast
-from dlm_rag.model.heads import Heads, read_heads
-from dlm_rag.model.kernels import FLASH_MODULE, choose_backend
-from dlm_rag.model.rows import Rows, rectangle
-from dlm_rag.model.shape import DenoiserConfig
-from dlm_rag.model.store import KeysValues
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.feedforward import Linear, MixtureOfExperts, get_compute_dtype, is_autocast
+from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
+from dlm_rag.model.kv_store import KeysValues
+from dlm_rag.model.packed_batch import PackedRows, pack_rectangle
+from dlm_rag.model.policy_heads import PolicyHeads, read_heads
 
 
 class Denoiser(nn.Module):
     """ids -> logits; `logits[:, i]` always predicts token `i`.
 
     `forward` is the plain rectangular call. The decoder uses its two halves: `encode` runs the
-    transformer over ragged rows, `read_out` gives logits at the positions that are asked for.
+    transformer over ragged rows, `compute_token_logits` gives logits at the positions that are asked for.
     """
 
     inverse_frequencies: Tensor
@@ -45,28 +52,30 @@ class Denoiser(nn.Module):
         super().__init__()
         self.config = config
         self.attention = "auto"
-        self.checkpointing = "none"  # while gradients are recorded: none, selective, full
+        self.activation_checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
-        self.work = Work()  # of all calls since
-        self.heads: Heads | None = None  # what decides when, where that was trained
+        self.flop_count = FlopCount()  # of all calls since
+        self.heads: PolicyHeads | None = None  # what decides when, where that was trained
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.tie()
-        self.set_rope(config.rope_theta)
+        self.tie_weights()
+        self.set_rope_theta(config.rope_theta)
         if not self.embed_tokens.weight.is_meta:
             self.initialise()
 
-    def tie(self) -> None:
+    def tie_weights(self) -> None:
         """Makes head and embedding one, where the config says so: after either was replaced."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def set_rope(self, theta: float) -> None:
+    def set_rope_theta(self, theta: float) -> None:
         """Gives the rotary positions another base, as before training on longer contexts."""
         self.config = replace(self.config, rope_theta=theta)
-        frequencies, self.rope_gain = rope_frequencies(self.config)
+        frequencies, self.rope_gain = compute_rope_frequencies(self.config)
         if not self.embed_tokens.weight.is_meta:
             frequencies = frequencies.to(self.device)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
@@ -75,7 +84,7 @@ class Denoiser(nn.Module):
         """As torch's, for `to` and its like; rotary frequencies stay in float32 whatever weights become."""
         found: Denoiser = super()._apply(fn, recurse)
         if self.inverse_frequencies.dtype != torch.float32:
-            self.set_rope(self.config.rope_theta)
+            self.set_rope_theta(self.config.rope_theta)
         return found
 
     @torch.no_grad()
@@ -111,9 +120,9 @@ class Denoiser(nn.Module):
 
     def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         """Takes the weights of a checkpoint, in `dtype` on `device`."""
-        values = {name: nn.Parameter(value) for name, value in checkpoint.tensors(device, dtype)}
+        values = {name: nn.Parameter(value) for name, value in checkpoint.iterate_tensors(device, dtype)}
         self.load_state_dict(values, strict=False, assign=True)
-        self.tie()
+        self.tie_weights()
         self.to(device)
 
     def save_pretrained(self, folder: str | Path, **extra: Any) -> None:
@@ -131,7 +140,7 @@ class Denoiser(nn.Module):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of keys and values: that of the weights, or of an autocast that is on."""
-        return arithmetic_dtype(self.embed_tokens.weight)
+        return get_compute_dtype(self.embed_tokens.weight)
 
     @property
     def backend(self) -> str:
@@ -144,43 +153,44 @@ class Denoiser(nn.Module):
         The first calls take half a minute; results change by rounding alone. `compilations` counts.
         """
         if self._compiled_before is None:
-            self._compiled_before = _graphs()
+            self._compiled_before = _count_compiled_graphs()
             for block in self.layers:
-                assert isinstance(block, Block)
+                assert isinstance(block, TransformerLayer)
                 if isinstance(block.mlp, MixtureOfExperts):  # of its products torch traces bfloat16 alone
                     block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
-                block.before = torch.compile(block.before, dynamic=True)  # type: ignore[method-assign]
-                block.after = torch.compile(block.after, dynamic=True)  # type: ignore[method-assign]
+                block.project_qkv = torch.compile(block.project_qkv, dynamic=True)  # type: ignore[method-assign]
+                block.apply_attention_output = torch.compile(block.apply_attention_output, dynamic=True)  # type: ignore[method-assign]
 
     @property
     def compilations(self) -> int | None:
         """Graphs compiled since `compile_layers`, or None where it was not called."""
-        return None if self._compiled_before is None else _graphs() - self._compiled_before
+        return None if self._compiled_before is None else _count_compiled_graphs() - self._compiled_before
 
     def forward(self, input_ids: Tensor, block: int | None = None) -> Tensor:
         """(B, L) ids -> (B, L, V) logits; positions see their own block and what is before.
 
         block: length of the blocks, counted from the first token; 1 is the attention of autoregressive
-        models. None: the config's `attention_block`, or where it has none, every position sees every other.
+        models. None: the config's `block_size`, or where it has none, every position sees every other.
         """
         rows, length = input_ids.shape
-        hidden, _ = self.encode(rectangle(input_ids, block or self.config.attention_block))
+        hidden, _ = self.encode(pack_rectangle(input_ids, block or self.config.block_size))
         hidden = hidden.view(rows, length, -1)
         if self.config.shifted:
             hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
-        return self.read_out(hidden.flatten(0, 1)).view(rows, length, -1)
+        return self.compute_token_logits(hidden.flatten(0, 1)).view(rows, length, -1)
 
     def encode(
-        self, rows: Rows, keep: bool = False, probe: AttentionProbe | None = None
+        self, rows: PackedRows, keep: bool = False, probe: AttentionProbe | None = None
     ) -> tuple[Tensor, KeysValues]:
         """Runs the layers over packed rows.
 
         Returns hidden states before the final norm, of all tokens (T, hidden) or of those that are read
         (n, hidden), and, with `keep`, the keys and values of all rows, for use in a
-        `store.Parts`, else an empty list. `probe` is filled with the queries and keys of its layer.
+        `kv_store.SharedContext`, else an empty list. `probe` is filled with the queries and keys of its
+        layer.
         """
         self._count(rows)
-        call = Call(rows, self.backend, probe)
+        call = ForwardContext(rows, self.backend, probe)
         angles = rows.positions.float()[:, None, None] * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)
@@ -190,44 +200,44 @@ class Denoiser(nn.Module):
             x = x.float()
         kept, top = [], len(self.layers) - 1
         for layer, block in enumerate(self.layers):
-            x, k, v = self._through(block, x, rope, call, layer, layer == top)
+            x, k, v = self._run_layer(block, x, rope, call, layer, layer == top)
             if keep:
                 kept.append((k, v))
-        if rows.read is not None and rows.last is rows.sight:
-            x = x[rows.read]
+        if rows.output_indices is not None and rows.last_layer_metadata is rows.attention_metadata:
+            x = x[rows.output_indices]
         return x, kept
 
-    def _count(self, rows: Rows) -> None:
-        sight, last, size = rows.sight, rows.last, self.compute_dtype.itemsize
-        pairs = sight.pairs, last.pairs
-        self.work += encode_work(
+    def _count(self, rows: PackedRows) -> None:
+        sight, last, size = rows.attention_metadata, rows.last_layer_metadata, self.compute_dtype.itemsize
+        pairs = sight.num_attention_pairs, last.num_attention_pairs
+        self.flop_count += count_encode_flops(
             self.config, rows.lengths, sight.keys.lengths, last.queries.lengths, size, pairs
         )
 
-    def _through(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _run_layer(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """One layer; with `checkpointing`, backward computes its activations again."""
-        if self.checkpointing == "none" or not torch.is_grad_enabled():
+        if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
             found: tuple[Tensor, Tensor, Tensor] = block(*inputs)
             return found
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
         options: dict[str, Any] = {}
-        if self.checkpointing == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _kept_products())
+        if self.activation_checkpointing == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _list_saved_ops())
         again: tuple[Tensor, Tensor, Tensor] = checkpoint(block, *inputs, use_reentrant=False, **options)
         return again
 
-    def read_out(self, hidden: Tensor) -> Tensor:
+    def compute_token_logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V) from hidden states (n, hidden), through norm and head.
 
         The caller un-shifts: in a shifted model the row before a position predicts it.
         """
-        self.work += head_work(self.config, len(hidden), self.compute_dtype.itemsize)
+        self.flop_count += count_head_flops(self.config, len(hidden), self.compute_dtype.itemsize)
         return self.lm_head(self.norm(hidden))
 
 
 @cache
-def _kept_products() -> list[Any]:
+def _list_saved_ops() -> list[Any]:
     """What selective checkpointing keeps: the results of matrix products and of attention."""
     aten = torch.ops.aten
     attention = [
@@ -252,7 +262,7 @@ def _imported(module: str) -> bool:
         return False
 
 
-def _graphs() -> int:
+def _count_compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]

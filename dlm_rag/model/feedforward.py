@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlm_rag.model.shape import DenoiserConfig, Experts
+from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
 
 
 def is_autocast(x: Tensor) -> bool:
@@ -15,7 +15,7 @@ def is_autocast(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
 
 
-def arithmetic_dtype(x: Tensor) -> torch.dtype:
+def get_compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which products of `x` are computed: that of autocast where it is on, else its own."""
     return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype
 
@@ -44,7 +44,7 @@ class FeedForward(nn.Module):
 class Router(nn.Module):
     """Which experts a token goes to, and how much each of them counts."""
 
-    def __init__(self, experts: Experts, width: int) -> None:
+    def __init__(self, experts: ExpertsConfig, width: int) -> None:
         super().__init__()
         self.experts = experts
         self.weight = nn.Parameter(torch.empty(experts.num_experts, width))
@@ -73,17 +73,17 @@ class Router(nn.Module):
         return counts * e.routed_scaling_factor, chosen
 
 
-def by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Each expert's rows of x (n, in), up to its entry in `ends` (E,), times its weights (E, out, in)."""
-    low = arithmetic_dtype(weights)  # of which autocast, for other products, takes care by itself
+    low = get_compute_dtype(weights)  # of which autocast, for other products, takes care by itself
     x, weights = x.to(low), weights.to(low)
     if (x.is_cuda and x.dtype != torch.bfloat16) or x.device.type not in ("cpu", "cuda"):
-        return _one_by_one(x, weights, ends)
+        return _looped_matmul(x, weights, ends)
     return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
 
 
-def _one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """As `by_expert`, where torch has no grouped product: the host waits for the numbers of tokens."""
+def _looped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """As `grouped_matmul`, where torch has no grouped product: the host waits for the numbers of tokens."""
     parts = x.tensor_split(ends[:-1].long().cpu())
     return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
 
@@ -91,9 +91,9 @@ def _one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 class ExpertStack(nn.Module):
     """The weights of all experts of a layer, one behind another."""
 
-    product = staticmethod(by_expert)
+    matmul_by_expert = staticmethod(grouped_matmul)
 
-    def __init__(self, experts: Experts, width: int) -> None:
+    def __init__(self, experts: ExpertsConfig, width: int) -> None:
         super().__init__()
         count, inner = experts.num_experts, experts.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
@@ -101,12 +101,12 @@ class ExpertStack(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x (n, W), sorted by expert, each expert's tokens up to its entry in `ends` (E,) -> the same."""
-        gate, up = self.product(x, self.gate_up_proj, ends).chunk(2, dim=-1)
-        return self.product(F.silu(gate) * up, self.down_proj, ends)
+        gate, up = self.matmul_by_expert(x, self.gate_up_proj, ends).chunk(2, dim=-1)
+        return self.matmul_by_expert(F.silu(gate) * up, self.down_proj, ends)
 
 
 class MixtureOfExperts(nn.Module):
-    def __init__(self, experts: Experts, width: int) -> None:
+    def __init__(self, experts: ExpertsConfig, width: int) -> None:
         super().__init__()
         self.gate = Router(experts, width)
         self.experts = ExpertStack(experts, width)
@@ -125,7 +125,7 @@ class MixtureOfExperts(nn.Module):
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
 
 
-def feed_forward(config: DenoiserConfig, layer: int) -> nn.Module:
+def build_feed_forward(config: DenoiserConfig, layer: int) -> nn.Module:
     """What that layer of a denoiser has."""
     if layer < config.dense_layers:
         return FeedForward(config.hidden_size, config.intermediate_size)

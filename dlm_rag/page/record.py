@@ -6,7 +6,7 @@
              "end": {...}}]}]}
 
 A side is one trace of the question; two of them are shown beside one another. `guesses`: whether it asks
-with guesses; `ghosts`: whether its steps have a record of them (`decode/guesses.py`).
+with guesses; `ghosts`: whether its steps have a record of them (`decode/provisional_log.py`).
 
 What a word is, and which passage stands behind it, is decided here (`text.py`, `citations.py`) and nowhere
 in the page's script.
@@ -18,29 +18,29 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.decode.citations import Span, cited_units, content_words, overlapping
-from dlm_rag.decode.guesses import Guesses, are_sound
-from dlm_rag.decode.rollout import Rollout, Step
-from dlm_rag.decode.trace import Header, read_header, read_trace, scan_trace
+from dlm_rag.decode.citations import Span, content_words, overlapping_spans, split_citable_spans
+from dlm_rag.decode.provisional_log import ProvisionalDelta, are_deltas_valid
+from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header, scan_trace
 from dlm_rag.errors import TraceError
-from dlm_rag.retrieval.query import takes_guesses
-from dlm_rag.text import title_line, title_name, words
+from dlm_rag.retrieval.query import query_uses_provisional_tokens
+from dlm_rag.text import get_title_line, split_words, strip_disambiguation
 
-EDITED, END = 1, 2  # of a written token: it took the place of another; it ends the text
-LONGEST_CANVAS = 1 << 17  # positions, each an element of the page; no public model sees as far
-MOST_UNSEEN = 8  # characters between two tokens of a text: blanks, a character that is several tokens
+EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
+MAX_CANVAS_TOKENS = 1 << 17  # positions, each an element of the page; no public model sees as far
+MAX_GAP_CHARS = 8  # characters between two tokens of a text: blanks, a character that is several tokens
 
 
 @dataclass(frozen=True)
-class Run:
+class TraceRun:
     """Rollouts of one setting; header: None for those of a trace of version 1."""
 
     name: str
-    header: Header | None
+    header: TraceHeader | None
     rollouts: Sequence[Rollout]
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_trace_runs(paths: Sequence[Path]) -> list[TraceRun]:
     """The traces of these files; raises `TraceError` for what is none, or holds no question."""
     runs = []
     for path, name in zip(paths, _names(paths), strict=True):
@@ -50,21 +50,21 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         for rollout in rollouts:
             if not _is_sound(rollout):
                 raise TraceError(f"{path}: the line of question '{rollout.id}' is none of a decode")
-        header = read_header(path) if scan_trace(path).header else None
-        runs.append(Run(name, header, rollouts))
+        header = read_trace_header(path) if scan_trace(path).header else None
+        runs.append(TraceRun(name, header, rollouts))
     return runs
 
 
 def _is_sound(rollout: Rollout) -> bool:
     """Whether steps and positions of a line, which others may have written, are those of a decode."""
     steps, length = rollout.steps, rollout.canvas_length
-    places = [token.position for step in steps for token in step.written]
+    places = [token.position for step in steps for token in step.written_tokens]
     places += [place for step in steps for place in step.remasked]
     return (
-        0 <= length <= LONGEST_CANVAS
+        0 <= length <= MAX_CANVAS_TOKENS
         and [step.step for step in steps] == [*range(len(steps))]
         and all(0 <= place < length for place in places)
-        and are_sound((step.guesses for step in steps), length)
+        and are_deltas_valid((step.guesses for step in steps), length)
     )
 
 
@@ -76,7 +76,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def page_record(runs: Sequence[Run]) -> dict[str, Any]:
+def build_page_record(runs: Sequence[TraceRun]) -> dict[str, Any]:
     """The data of a page; of several runs, the questions that all of them have, by id and text.
 
     Raises `TraceError` where there is none.
@@ -105,39 +105,41 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _question(rollouts: Sequence[Rollout], ends: Sequence[Collection[int]]) -> dict[str, Any]:
-    crossed = bridges(rollouts)
+    crossed = find_bridge_entities(rollouts)
     return {
         "id": rollouts[0].id,
         "question": rollouts[0].question,
         "sides": [
             {
                 "canvas": rollout.canvas_length,
-                "guesses": asks_with_guesses(rollout.settings),
+                "guesses": uses_guesses_in_query(rollout.settings),
                 "ghosts": any(step.guesses for step in rollout.steps),
                 "settings": [f"decode.{key}={value}" for key, value in rollout.settings.items()],
-                "steps": list(step_records(rollout, end_ids)),
-                "end": end_record(rollout, passed),
+                "steps": list(iter_step_records(rollout, end_ids)),
+                "end": build_end_record(rollout, passed),
             }
             for rollout, end_ids, passed in zip(rollouts, ends, crossed, strict=True)
         ],
     }
 
 
-def asks_with_guesses(settings: Mapping[str, Any]) -> bool:
-    known = "query" in settings and "query_threshold" in settings
-    return known and takes_guesses(settings["query"], settings["query_threshold"])
+def uses_guesses_in_query(settings: Mapping[str, Any]) -> bool:
+    known = "query_policy" in settings and "query_threshold" in settings
+    return known and query_uses_provisional_tokens(settings["query_policy"], settings["query_threshold"])
 
 
-def step_records(rollout: Rollout, end_ids: Collection[int]) -> Iterator[dict[str, Any]]:
+def iter_step_records(rollout: Rollout, end_ids: Collection[int]) -> Iterator[dict[str, Any]]:
     """The steps of a rollout, each with the texts of the passages that it is the first to find."""
     seen: set[str] = set()
     for step in rollout.steps:
         new = [name for name in (*step.passage_ids, *step.dropped) if name not in seen]
         seen.update(new)
-        yield step_record(step, {name: rollout.passages.get(name, "") for name in new}, end_ids)
+        yield build_step_record(step, {name: rollout.passages.get(name, "") for name in new}, end_ids)
 
 
-def step_record(step: Step, texts: Mapping[str, str], end_ids: Collection[int]) -> dict[str, Any]:
+def build_step_record(
+    step: RolloutStep, texts: Mapping[str, str], end_ids: Collection[int]
+) -> dict[str, Any]:
     """One step; texts: of the passages that no step before has found, "" where they are not known."""
     edited = {token.position for token in step.edited}
     return {
@@ -151,36 +153,40 @@ def step_record(step: Step, texts: Mapping[str, str], end_ids: Collection[int]) 
                 token.position,
                 token.token,
                 round(token.confidence, 4),
-                (token.position in edited) * EDITED | (token.token_id in end_ids) * END,
+                (token.position in edited) * EDITED_FLAG | (token.token_id in end_ids) * END_FLAG,
             )
-            for token in step.written
+            for token in step.written_tokens
         ],
-        "ghosts": ghosts(step.guesses, end_ids) if step.guesses else None,
+        "ghosts": build_guess_record(step.guesses, end_ids) if step.guesses else None,
         "texts": {
             name: {
-                "title": pieces(title_line(text) or name),
-                "body": pieces(text.strip().partition("\n")[2]),
+                "title": split_content_words(get_title_line(text) or name),
+                "body": split_content_words(text.strip().partition("\n")[2]),
             }
             for name, text in texts.items()
         },
     }
 
 
-def ghosts(guesses: Guesses, end_ids: Collection[int]) -> dict[str, Any]:
+def build_guess_record(guesses: ProvisionalDelta, end_ids: Collection[int]) -> dict[str, Any]:
     """What is guessed after a step: as it is recorded, and which of the new tokens end the text."""
-    texts = [(token, text, (token in end_ids) * END) for token, text in guesses.texts]
+    texts = [(token, text, (token in end_ids) * END_FLAG) for token, text in guesses.texts]
     return {"confidence": guesses.confidence, "changed": guesses.changed, "texts": texts}
 
 
-def end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def build_end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What is known when the rollout is finished."""
     return {
         "response": rollout.response,
         "answer": rollout.answer,
         "error": rollout.error,
-        "words": attributed_words(rollout),
+        "words": attribute_words(rollout),
         "sources": [
-            {"kind": unit["kind"], "text": pieces(unit["text"]), "unsupported": unit["unsupported"]}
+            {
+                "kind": unit["kind"],
+                "text": split_content_words(unit["text"]),
+                "unsupported": unit["unsupported"],
+            }
             | {"passages": [(p["id"], p["step"]) for p in unit["passages"]]}
             for unit in rollout.citations
         ],
@@ -188,7 +194,7 @@ def end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
-def pieces(text: str) -> list[str | list[str]]:
+def split_content_words(text: str) -> list[str | list[str]]:
     """A text cut up: [word], or [word, how it is compared], for content words, and what is between."""
     cut: list[str | list[str]] = []
     at = 0
@@ -199,27 +205,27 @@ def pieces(text: str) -> list[str | list[str]]:
     return [piece for piece in (*cut, text[at:]) if piece]
 
 
-def attributed_words(rollout: Rollout) -> list[dict[str, Any]]:
+def attribute_words(rollout: Rollout) -> list[dict[str, Any]]:
     """The content words of the response, each with its positions, last step, and the passage cited for it.
 
     The passage is None for a word that no passage in context held. Words that only passages hold which are
     not cited, as the fewest are, are left out. Nothing for a trace without citations.
     """
     (last,) = [*rollout.replay()][-1:] or ({},)
-    spans = token_spans((last[n].token for n in takewhile(last.__contains__, count())), rollout.response)
+    spans = align_tokens((last[n].token for n in takewhile(last.__contains__, count())), rollout.response)
     steps = rollout.commit_steps()
     found = []
-    for (unit, _), cited in zip(cited_units(rollout.response), rollout.citations, strict=False):
+    for (unit, _), cited in zip(split_citable_spans(rollout.response), rollout.citations, strict=False):
         for word, span in content_words(rollout.response, *unit):
             source = next((p["id"] for p in cited["passages"] if word in p["words"]), None)
-            at = overlapping(spans, *span)
+            at = overlapping_spans(spans, *span)
             if at and (source is not None or word in cited["unsupported"]):
                 step = max(steps[position] for position in at)
                 found.append({"word": word, "at": at, "step": step, "passage": source})
     return found
 
 
-def token_spans(tokens: Iterable[str], text: str) -> list[Span]:
+def align_tokens(tokens: Iterable[str], text: str) -> list[Span]:
     """Where each token stands in a text that was made of them; without a tokenizer, so by their own texts.
 
     Blanks around a token are left out. Empty, where the token before ends, for a token that is not seen in
@@ -228,13 +234,13 @@ def token_spans(tokens: Iterable[str], text: str) -> list[Span]:
     spans, at = [], 0
     for token in tokens:
         shown = token.strip()
-        start = text.find(shown, at, at + len(shown) + MOST_UNSEEN) if shown else -1
+        start = text.find(shown, at, at + len(shown) + MAX_GAP_CHARS) if shown else -1
         spans.append((start, start + len(shown)) if start >= 0 else (at, at))
         at = spans[-1][1]
     return spans
 
 
-def bridges(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
+def find_bridge_entities(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
     """The entities over which the answer is reached, with the steps at which each rollout gets to them.
 
     rollouts: of one question. A bridge is the title of a passage that one of them cites and that its
@@ -246,9 +252,9 @@ def bridges(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
     for rollout in rollouts:
         first = [name for step in rollout.steps[:1] for name in (*step.passage_ids, *step.dropped)]
         for name in (p["id"] for unit in rollout.citations for p in unit["passages"]):
-            entity = title_name(title_line(rollout.passages.get(name, "")))
-            new = not {*words(entity)} <= {*words(rollout.question)}
-            if name not in first and new and _first_asked(rollout, entity) is not None:
+            entity = strip_disambiguation(get_title_line(rollout.passages.get(name, "")))
+            new = not {*split_words(entity)} <= {*split_words(rollout.question)}
+            if name not in first and new and _first_step_querying(rollout, entity) is not None:
                 crossed[name] = entity
     return [
         sorted(
@@ -256,7 +262,7 @@ def bridges(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
                 {
                     "passage": name,
                     "entity": entity,
-                    "asked": _first_asked(rollout, entity),
+                    "asked": _first_step_querying(rollout, entity),
                     "found": next((s.step for s in rollout.steps if name in s.passage_ids), None),
                 }
                 for name, entity in crossed.items()
@@ -267,6 +273,6 @@ def bridges(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any]]]:
     ]
 
 
-def _first_asked(rollout: Rollout, entity: str) -> int | None:
-    sought = {*words(entity)}
-    return next((s.step for s in rollout.steps if s.query and sought <= {*words(s.query)}), None)
+def _first_step_querying(rollout: Rollout, entity: str) -> int | None:
+    sought = {*split_words(entity)}
+    return next((s.step for s in rollout.steps if s.query and sought <= {*split_words(s.query)}), None)

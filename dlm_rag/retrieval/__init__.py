@@ -31,7 +31,7 @@ def load_retriever(
     """The retriever that a config describes, building its index where there is none yet.
 
     `config` may be just the path of a corpus; `settings` are fields of `RetrievalConfig`, as in
-    `load_retriever("corpus.jsonl", kind="hybrid", top_k=5)` and `load_retriever(url="http://...")`.
+    `load_retriever("corpus.jsonl", method="hybrid", top_k=5)` and `load_retriever(url="http://...")`.
     `corpus` is the opened corpus where the caller has it. Raises `UserError` for what is wrong with
     corpus, index, dense model or service; a service is asked once.
     """
@@ -39,50 +39,50 @@ def load_retriever(
         config = RetrievalConfig(corpus=None if config is None else str(config))
     config = replace(config, **settings)
     if config.url is not None:
-        return _by_url(config)
+        return _load_remote(config)
     if corpus is None:
         from dlm_rag.retrieval.corpus import open_corpus
 
         if config.corpus is None:
             raise ConfigError("no corpus: give --corpus FILE, or retrieval.url=URL")
-        corpus = open_corpus(config.corpus, config.index_folder)
+        corpus = open_corpus(config.corpus, config.index_dir)
     if config.top_k > len(corpus):
         log.warning("top_k=%d, but the corpus has %d passages: all are used", config.top_k, len(corpus))
-    if config.kind == "bm25":
-        return _bm25(config, corpus)
-    if config.kind == "dense":
-        return _dense(config, corpus)
-    if config.kind == "none":
-        from dlm_rag.retrieval.fixed import NoRetriever
+    if config.method == "bm25":
+        return _load_bm25(config, corpus)
+    if config.method == "dense":
+        return _load_dense(config, corpus)
+    if config.method == "none":
+        from dlm_rag.retrieval.oracle import NoRetriever
 
         return NoRetriever(corpus, config.top_k)
     from dlm_rag.retrieval.hybrid import HybridRetriever
 
-    parts = [_bm25(config, corpus), _dense(config, corpus)]
+    parts = [_load_bm25(config, corpus), _load_dense(config, corpus)]
     return HybridRetriever(parts, config.top_k, config.fusion_depth)
 
 
-def _by_url(config: RetrievalConfig) -> "Retriever":
+def _load_remote(config: RetrievalConfig) -> "Retriever":
     assert config.url is not None
     if config.url.startswith("milvus://"):
-        from dlm_rag.retrieval.remote import open_milvus
+        from dlm_rag.retrieval.milvus_retriever import open_milvus_retriever
 
-        return open_milvus(config)
-    from dlm_rag.retrieval.http import open_service
+        return open_milvus_retriever(config)
+    from dlm_rag.retrieval.http_retriever import open_http_retriever
 
-    return open_service(config.url, config.top_k, config.url_seconds)
+    return open_http_retriever(config.url, config.top_k, config.timeout)
 
 
-def _bm25(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
+def _load_bm25(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
     from dlm_rag.retrieval.bm25 import BM25Retriever
-    from dlm_rag.retrieval.parts import PartsRetriever
+    from dlm_rag.retrieval.multi_query import MultiQueryRetriever
 
-    if config.words_of == "parts":
-        return PartsRetriever(BM25Retriever(corpus, config.top_k))
-    return BM25Retriever(corpus, config.top_k, int(config.search_memory_gib * 2**30))
+    if config.bm25_query == "sentences":
+        return MultiQueryRetriever(BM25Retriever(corpus, config.top_k))
+    return BM25Retriever(corpus, config.top_k, int(config.bm25_cache_gib * 2**30))
 
 
-def _dense(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
-    from dlm_rag.retrieval.dense import open_dense, open_encoder
+def _load_dense(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
+    from dlm_rag.retrieval.dense import load_text_encoder, open_dense_retriever
 
-    return open_dense(corpus, config.top_k, open_encoder(config))
+    return open_dense_retriever(corpus, config.top_k, load_text_encoder(config))

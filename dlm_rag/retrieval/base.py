@@ -8,8 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from dlm_rag.errors import UserError
 from dlm_rag.retrieval.corpus import Corpus, Passage
-from dlm_rag.retrieval.link import SearchUnavailableError
 from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.retry import SearchUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +19,8 @@ Ranked = TypeVar("Ranked", bound=Hashable)  # a row or a passage
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 # Digits after the point in which equal scores agree, in whatever order an engine adds them up.
-DIGITS = {"sparse": 4, "dense": 6}
-REMEMBERED = 65536  # vectors and rankings of query parts: a sentence recurs from step to step
+SCORE_TIE_DECIMALS = {"sparse": 4, "dense": 6}
+MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence recurs from step to step
 
 
 class Retriever(Protocol):
@@ -53,12 +53,12 @@ class Retriever(Protocol):
 
 
 class PartialSearchError(RuntimeError):
-    """Some queries of a batch failed; `found` has the passages of each query, or its error."""
+    """Some queries of a batch failed; `results` has the passages of each query, or its error."""
 
     def __init__(self, found: list[list[Passage] | Exception]) -> None:
         errors = [error for error in found if isinstance(error, Exception)]
         super().__init__(f"{len(errors)} of {len(found)} queries failed, the first with: {errors[0]}")
-        self.found = found
+        self.results = found
 
 
 class CorpusRetriever(ABC):
@@ -75,7 +75,7 @@ class CorpusRetriever(ABC):
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         """For each query the best `depth` rows or fewer, best first; ties in corpus order."""
 
-    def scores(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
+    def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
         """The rows of `rank` in that order, with what each scores: 1 / rank where nothing else is known."""
         return [
             {row: 1 / rank for rank, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)
@@ -94,26 +94,29 @@ class CorpusRetriever(ABC):
         Where the whole corpus fits into `top_k` there is nothing to choose: once a query finds
         anything, the passages it did not find follow in corpus order.
         """
-        return search_each(self._search, queries)
+        return search_with_fallback(self._search, queries)
 
     def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         rankings = self.rank(queries, self.top_k)
-        return [self.corpus.rows(with_the_rest(rows, self.top_k, len(self.corpus))) for rows in rankings]
+        return [
+            self.corpus.read_passages(append_unranked_rows(rows, self.top_k, len(self.corpus)))
+            for rows in rankings
+        ]
 
     def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:
         """As `search` with `depth` for `top_k`, each passage with its score, 0 where it was not found."""
         depth, results = min(depth, len(self.corpus)), []
-        for scores in self.scores(queries, depth):
-            rows = with_the_rest(scores, depth, len(self.corpus))
+        for scores in self.rank_scored(queries, depth):
+            rows = append_unranked_rows(scores, depth, len(self.corpus))
             scored = (scores.get(row, 0.0) for row in rows)
-            results.append(list(zip(self.corpus.rows(rows), scored, strict=True)))
+            results.append(list(zip(self.corpus.read_passages(rows), scored, strict=True)))
         return results
 
 
-Search = Callable[[Sequence[Query]], list[list[Passage]]]
+SearchFunction = Callable[[Sequence[Query]], list[list[Passage]]]
 
 
-def search_each(search: Search, queries: Sequence[Query]) -> list[list[Passage]]:
+def search_with_fallback(search: SearchFunction, queries: Sequence[Query]) -> list[list[Passage]]:
     """What `search` finds; a batch that fails is searched query by query.
 
     One bad query must not cost the others theirs. What is wrong with all, a corpus that has changed or an
@@ -138,19 +141,21 @@ def search_each(search: Search, queries: Sequence[Query]) -> list[list[Passage]]
     return [passages for passages in found if not isinstance(passages, Exception)]
 
 
-def with_the_rest(rows: Iterable[int], depth: int, passages: int) -> Ranking:
+def append_unranked_rows(rows: Iterable[int], depth: int, passages: int) -> Ranking:
     """The rows that a query found, and all others behind them where there is room for the corpus."""
     found = list(rows)
     whole = found and depth == passages
     return list(dict.fromkeys((*found, *range(passages)))) if whole else found
 
 
-def best(hits: Hits, depth: int, digits: int) -> Hits:
+def select_top_hits(hits: Hits, depth: int, digits: int) -> Hits:
     """The `depth` best hits, best first; those whose scores agree in so many digits in corpus order."""
     return sorted(hits, key=lambda hit: (-round(hit[0], digits), hit[1]))[:depth]
 
 
-def fuse(rankings: Sequence[Ranking], depth: int, fusion_depth: int, constant: int = 60) -> Ranking:
+def fuse_rankings(
+    rankings: Sequence[Ranking], depth: int, fusion_depth: int, constant: int = 60
+) -> Ranking:
     """Reciprocal rank fusion (Cormack et al. 2009): the first ranks each give 1 / (constant + rank).
 
     Rank counts from 1. Ties go to the row that came first in the earliest ranking. The rows of the last
@@ -165,13 +170,13 @@ def fuse(rankings: Sequence[Ranking], depth: int, fusion_depth: int, constant: i
     return list(dict.fromkeys((*fused, *rankings[-1])))[:depth]
 
 
-class Remembered(Generic[K, V]):
+class MemoizedBatchFunction(Generic[K, V]):
     """Computes a value for each key, and remembers it; any number of threads may ask.
 
     `compute` gets several keys at once, and is never called by two threads at a time.
     """
 
-    def __init__(self, compute: Callable[[list[K]], Iterable[V]], most: int = REMEMBERED) -> None:
+    def __init__(self, compute: Callable[[list[K]], Iterable[V]], most: int = MAX_CACHED_RESULTS) -> None:
         """most: values that are kept from one call to the next."""
         self._compute, self._most = compute, most
         self._known: dict[K, V] = {}
@@ -189,7 +194,7 @@ class Remembered(Generic[K, V]):
             return [self._known[key] for key in keys]
 
 
-def take_turns(rankings: Sequence[Sequence[Ranked]], depth: int) -> list[Ranked]:
+def interleave_rankings(rankings: Sequence[Sequence[Ranked]], depth: int) -> list[Ranked]:
     """The best of each ranking in turn, then the second of each, and so on; each row once."""
     longest = max(map(len, rankings), default=0)
     turns = [ranking[rank] for rank in range(longest) for ranking in rankings if rank < len(ranking)]

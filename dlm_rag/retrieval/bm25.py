@@ -12,35 +12,53 @@ import numpy as np
 from bm25s.numba import retrieve_utils
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.files.foreign import read_as
-from dlm_rag.files.jsonl import parse_object, read_note
-from dlm_rag.machine import memory
-from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress, status
+from dlm_rag.files.jsonl import parse_json_object, read_json_or_empty
+from dlm_rag.files.untrusted import validate_json_value
+from dlm_rag.machine import read_host_memory
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.progress import (
+    ANNOUNCE_FROM_SECONDS,
+    format_bytes,
+    format_duration,
+    report_progress,
+    show_status,
+)
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
-from dlm_rag.retrieval.compiled import keep_compiled
+from dlm_rag.retrieval.build_once import (
+    build_once,
+    is_ascending,
+    load_array,
+    make_folder_name,
+    make_foreign_file_error,
+)
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.incremental import SuccessiveSearch
-from dlm_rag.retrieval.index import build_once, load_array, not_of_this, rises, slug
+from dlm_rag.retrieval.incremental_bm25 import IncrementalSearch
+from dlm_rag.retrieval.numba_cache import enable_numba_cache
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.scores import terms
-from dlm_rag.stages import stage
+from dlm_rag.retrieval.sparse_vectors import extract_terms
 
 log = logging.getLogger(__name__)
 
-SUCCESSIVE_FROM = 50_000  # passages
-SAMPLE = 10_000  # passages, from which the costs of a build are told
+MIN_INCREMENTAL_PASSAGES = 50_000  # passages
+BUILD_ESTIMATE_PASSAGES = 10_000  # passages, from which the costs of a build are told
 # Of a build, measured as in `profiling/bench_bm25.py`: peak of memory and disk for each term of a passage,
 # and the time of all by that of finding the terms.
-MEMORY_A_TERM, DISK_A_TERM, TIMES_TOKENISING = 45, 8, 2  # bytes, bytes
-FACTS, WORDS = "columns.json", "vocab.index.json"
-COLUMNS = ("data", "indices", "indptr")  # scores, their rows, where each word's begin; as bm25s has them
+BUILD_MEMORY_BYTES_PER_TERM, INDEX_DISK_BYTES_PER_TERM, BUILD_TO_TOKENIZE_RATIO = 45, 8, 2  # bytes, bytes
+COLUMN_INFO_FILE, VOCABULARY_FILE = "columns.json", "vocab.index.json"
+BM25S_ARRAY_NAMES = (
+    "data",
+    "indices",
+    "indptr",
+)  # scores, their rows, where each word's begin; as bm25s has them
 
-keep_compiled(retrieve_utils._retrieve_internal_jitted_serial)
+enable_numba_cache(retrieve_utils._retrieve_internal_jitted_serial)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What `SuccessiveSearch` needs to know about the columns: their largest score, whether rows ascend."""
+class ScoreColumnInfo:
+    """What `IncrementalSearch` needs to know about the columns: their largest score, whether rows
+    ascend.
+    """
 
     largest: float
     ascending: bool
@@ -57,24 +75,27 @@ class BM25Retriever(CorpusRetriever):
         """memory: bytes of scores that may be kept between the queries of one asker; no result changes."""
         super().__init__(corpus, top_k)
         folder = build_once(
-            corpus.folder / slug("bm25", bm25s.__version__, FACTS), lambda scratch: _build(corpus, scratch)
+            corpus.folder / make_folder_name("bm25", bm25s.__version__, COLUMN_INFO_FILE),
+            lambda scratch: _build_bm25_index(corpus, scratch),
         )
-        self._index, self._facts = _open(folder, len(corpus))
-        self._successive = self._keep_scores(memory) if len(corpus) >= SUCCESSIVE_FROM else None
+        self._index, self._facts = _open_bm25_index(folder, len(corpus))
+        self._successive = (
+            self._create_incremental_search(memory) if len(corpus) >= MIN_INCREMENTAL_PASSAGES else None
+        )
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def key(self, query: Query) -> Hashable:
         return query.text
 
-    def _keep_scores(self, memory: int) -> SuccessiveSearch | None:
-        """For a corpus of fewer than `SUCCESSIVE_FROM` passages a fresh search is cheaper."""
+    def _create_incremental_search(self, memory: int) -> IncrementalSearch | None:
+        """For a corpus of fewer than `MIN_INCREMENTAL_PASSAGES` passages a fresh search is cheaper."""
         if not memory:
             return None
         if not self._facts.ascending:
             log.warning("the columns of this BM25 index are not in order: every search is a fresh one")
             return None
         found = self._index.scores
-        kept = SuccessiveSearch(
+        kept = IncrementalSearch(
             found["data"], found["indices"], found["indptr"], len(self.corpus),
             self._facts.largest, memory,
         )  # fmt: skip
@@ -88,8 +109,8 @@ class BM25Retriever(CorpusRetriever):
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         depth = min(depth, len(self.corpus))
-        with stage("retrieve/search"):
-            asked = [self._index.get_tokens_ids(terms(query.text)) for query in queries]
+        with profile_stage("retrieve/search"):
+            asked = [self._index.get_tokens_ids(extract_terms(query.text)) for query in queries]
             found: list[Ranking | None] = [[] if not ids else None for ids in asked]
             successive = self._successive
             if successive is not None:
@@ -100,9 +121,9 @@ class BM25Retriever(CorpusRetriever):
             rest = iter(self._search_ids(fresh, depth))
             return [list(next(rest)) if ranking is None else ranking for ranking in found]
 
-    def scores(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
+    def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
         """As in `CorpusRetriever`; every search is a fresh one."""
-        asked = [self._index.get_tokens_ids(terms(query.text)) for query in queries]
+        asked = [self._index.get_tokens_ids(extract_terms(query.text)) for query in queries]
         found = iter(self._search_ids([ids for ids in asked if ids], min(depth, len(self.corpus))))
         return [next(found) if ids else {} for ids in asked]
 
@@ -118,67 +139,72 @@ class BM25Retriever(CorpusRetriever):
         ]
 
 
-def _open(folder: Path, passages: int) -> tuple[bm25s.BM25, Facts]:
+def _open_bm25_index(folder: Path, passages: int) -> tuple[bm25s.BM25, ScoreColumnInfo]:
     """The index in a folder. Raises `CorpusError` for one that somebody else made, and not of this corpus.
 
     Every number is checked: the compiled search would follow it out of its own memory.
     """
-    data_path, rows_path, starts_path = (folder / f"{name}.csc.index.npy" for name in COLUMNS)
+    data_path, rows_path, starts_path = (folder / f"{name}.csc.index.npy" for name in BM25S_ARRAY_NAMES)
     data = load_array(data_path, np.float32, (None,))
     rows = load_array(rows_path, np.int32, data.shape)
     starts = load_array(starts_path, np.int64, (None,))
-    if not len(starts) or not rises(starts, 0) or starts[-1] > len(rows):
-        raise not_of_this(starts_path)
+    if not len(starts) or not is_ascending(starts, 0) or starts[-1] > len(rows):
+        raise make_foreign_file_error(starts_path)
     if rows.view(np.uint32).max(initial=0) >= passages:  # which rows below 0 are too, without their sign
-        raise not_of_this(rows_path)
+        raise make_foreign_file_error(rows_path)
     try:
-        words = parse_object((folder / WORDS).read_bytes(), WORDS, CorpusError)
-        facts = read_as(Facts, read_note(folder / FACTS), FACTS, CorpusError)
+        words = parse_json_object((folder / VOCABULARY_FILE).read_bytes(), VOCABULARY_FILE, CorpusError)
+        facts = validate_json_value(
+            ScoreColumnInfo, read_json_or_empty(folder / COLUMN_INFO_FILE), COLUMN_INFO_FILE, CorpusError
+        )
     except CorpusError:
-        raise not_of_this(folder / WORDS) from None
+        raise make_foreign_file_error(folder / VOCABULARY_FILE) from None
     if {*map(type, words.values())} != {int} or sorted(words.values()) != [*range(len(starts) - 1)]:
-        raise not_of_this(folder / WORDS)
+        raise make_foreign_file_error(folder / VOCABULARY_FILE)
     # Not by its own loader, which takes settings from the folder as well.
     index = bm25s.BM25(backend="numba")
-    index.scores = dict(zip(COLUMNS, (data, rows, starts), strict=True)) | {"num_docs": passages}
+    index.scores = dict(zip(BM25S_ARRAY_NAMES, (data, rows, starts), strict=True)) | {"num_docs": passages}
     index.vocab_dict, index.unique_token_ids_set = words, {*words.values()}
     index.nonoccurrence_array = None
     return index, facts
 
 
-def _build(corpus: Corpus, scratch: Path) -> None:
+def _build_bm25_index(corpus: Corpus, scratch: Path) -> None:
     vocabulary: dict[str, int] = {}
     documents: list[list[int]] = []
     start = perf_counter()
-    with progress("finding terms", len(corpus)) as advance:
+    with report_progress("finding terms", len(corpus)) as advance:
         for passage in corpus:
-            documents.append([vocabulary.setdefault(term, len(vocabulary)) for term in terms(passage.text)])
+            documents.append(
+                [vocabulary.setdefault(term, len(vocabulary)) for term in extract_terms(passage.text)]
+            )
             advance(1)
-            if len(documents) == SAMPLE:
-                share = len(corpus) / SAMPLE
-                _announce(share * (perf_counter() - start), share * sum(map(len, documents)))
-    status("computing the scores of terms")
+            if len(documents) == BUILD_ESTIMATE_PASSAGES:
+                share = len(corpus) / BUILD_ESTIMATE_PASSAGES
+                _log_build_estimate(share * (perf_counter() - start), share * sum(map(len, documents)))
+    show_status("computing the scores of terms")
     if not vocabulary:  # a corpus of stop words alone; bm25s wants a term, which no query has
         vocabulary, documents = {"": 0}, [[0] for _ in documents]
     index = bm25s.BM25()
     index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
     index.save(scratch, show_progress=False)
-    data, indices, indptr = (index.scores[name] for name in COLUMNS)
+    data, indices, indptr = (index.scores[name] for name in BM25S_ARRAY_NAMES)
     rising = np.diff(indices, prepend=-1) > 0
     rising[indptr[:-1][indptr[:-1] < len(indices)]] = True  # where a column begins
-    facts = Facts(float(data.max(initial=0.0)), bool(rising.all() and (data > 0).all()))
-    (scratch / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
-    status()
+    facts = ScoreColumnInfo(float(data.max(initial=0.0)), bool(rising.all() and (data > 0).all()))
+    (scratch / COLUMN_INFO_FILE).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+    show_status()
 
 
-def _announce(tokenising: float, found: float) -> None:
+def _log_build_estimate(tokenising: float, found: float) -> None:
     """Says what a long build takes; `tokenising`: its seconds, found: terms of all passages."""
-    if TIMES_TOKENISING * tokenising < SAY_FROM:
+    if BUILD_TO_TOKENIZE_RATIO * tokenising < ANNOUNCE_FROM_SECONDS:
         return
-    wanted, free = MEMORY_A_TERM * found, memory().get("available", 0)
+    wanted, free = BUILD_MEMORY_BYTES_PER_TERM * found, read_host_memory().get("available", 0)
     log.info(
         "building this BM25 index takes about %s, %s of memory and %s on disk",
-        duration(TIMES_TOKENISING * tokenising), in_bytes(wanted), in_bytes(DISK_A_TERM * found),
+        format_duration(BUILD_TO_TOKENIZE_RATIO * tokenising), format_bytes(wanted),
+        format_bytes(INDEX_DISK_BYTES_PER_TERM * found),
     )  # fmt: skip
     if 0 < free < wanted:
-        log.warning("only %s of memory are free here", in_bytes(free))
+        log.warning("only %s of memory are free here", format_bytes(free))

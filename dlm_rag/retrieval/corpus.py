@@ -15,20 +15,34 @@ from typing import Any, overload
 import numpy as np
 from blake3 import blake3
 
-from dlm_rag.errors import CorpusError, nearest
-from dlm_rag.files.digest import digest_file, digest_open, state_of
-from dlm_rag.files.jsonl import is_blank, lines, parse_object, read_note
-from dlm_rag.files.records import Record, expand, field_of, find_file, id_of, is_json_lines, read_records
-from dlm_rag.files.whole import default_index_folder, write_whole
-from dlm_rag.progress import progress
-from dlm_rag.retrieval.index import build_once, load_array, not_of_this, rises, slug
-from dlm_rag.retrieval.texts import fingerprint_texts, read_texts, texts_in
+from dlm_rag.errors import CorpusError, suggest_nearest
+from dlm_rag.files.atomic import get_cache_folder, write_text_atomic
+from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
+from dlm_rag.files.jsonl import is_blank_line, iter_lines, parse_json_object, read_json_or_empty
+from dlm_rag.files.record_readers import (
+    Record,
+    expand_path,
+    get_field,
+    get_record_id,
+    is_json_lines,
+    read_records,
+    resolve_regular_file,
+)
+from dlm_rag.progress import report_progress
+from dlm_rag.retrieval.build_once import (
+    build_once,
+    is_ascending,
+    load_array,
+    make_folder_name,
+    make_foreign_file_error,
+)
+from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files, read_text_passages
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "corpus.json"
-SAY_FROM = 10_000_000  # bytes of a corpus that takes a while to read
-FORM_VERSION = 1  # raise it when other forms become other JSON lines
+MANIFEST_FILE = "corpus.json"
+LOG_SCAN_MIN_BYTES = 10_000_000  # bytes of a corpus that takes a while to read
+CONVERTED_CORPUS_VERSION = 1  # raise it when other forms become other JSON lines
 
 
 @dataclass(frozen=True)
@@ -53,15 +67,15 @@ class Passage:
 
 def parse_passage(record: dict[str, Any], place: str) -> Passage:
     """The passage in a record; raises `CorpusError` that begins with `place`."""
-    name, contents = field_of(record, "contents")
+    name, contents = get_field(record, "contents")
     if contents is None:
-        raise CorpusError(f"{place}: the passage has no 'contents'{nearest('contents', record)}")
+        raise CorpusError(f"{place}: the passage has no 'contents'{suggest_nearest('contents', record)}")
     if not isinstance(contents, str) or not contents.strip():
         raise CorpusError(f"{place}: '{name}' must be a text that is not empty")
     title = record.get("title")
     if not isinstance(title, str | None):
         raise CorpusError(f"{place}: 'title' must be a text")
-    return Passage(id_of(record, "passage", place, CorpusError), title or "", contents)
+    return Passage(get_record_id(record, "passage", place, CorpusError), title or "", contents)
 
 
 class Corpus(Sequence[Passage]):
@@ -76,8 +90,8 @@ class Corpus(Sequence[Passage]):
         offsets = folder / "offsets" / "offsets.npy"
         self._offsets = load_array(offsets, np.int64, (None,))  # of each passage, and the end
         count = len(self._offsets) - 1
-        if count < 1 or self._offsets[-1] != state["size"] or not rises(self._offsets, 0):
-            raise not_of_this(offsets)
+        if count < 1 or self._offsets[-1] != state["size"] or not is_ascending(self._offsets, 0):
+            raise make_foreign_file_error(offsets)
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._descriptor = self._file.fileno()
@@ -88,7 +102,7 @@ class Corpus(Sequence[Passage]):
         return len(self._offsets) - 1
 
     @property
-    def longest(self) -> int:
+    def longest_line_bytes(self) -> int:
         """Bytes of the longest line of the file."""
         return int(np.diff(self._offsets).max())
 
@@ -98,19 +112,19 @@ class Corpus(Sequence[Passage]):
     def __getitem__(self, row: slice) -> list[Passage]: ...
     def __getitem__(self, row: int | slice) -> Passage | list[Passage]:
         if isinstance(row, slice):
-            return self.rows(range(*row.indices(len(self))))
+            return self.read_passages(range(*row.indices(len(self))))
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a corpus of {len(self)}")
         start, stop = self._offsets[row % len(self) :][:2].tolist()
         place = f"{self.path}, row {row}"
         try:
             line = os.pread(self._descriptor, stop - start, start)
-            return parse_passage(parse_object(line, place, CorpusError), place)
+            return parse_passage(parse_json_object(line, place, CorpusError), place)
         except CorpusError:
             self.check_unchanged()
             raise
 
-    def rows(self, numbers: Iterable[int]) -> list[Passage]:
+    def read_passages(self, numbers: Iterable[int]) -> list[Passage]:
         """The passages of some rows; raises `CorpusError` as `check_unchanged` does."""
         found = [self[number] for number in numbers]
         self.check_unchanged()  # once: it costs as much as a passage
@@ -118,12 +132,12 @@ class Corpus(Sequence[Passage]):
 
     def check_unchanged(self) -> None:
         """Raises `CorpusError` where the file holds other bytes than it did; new times alone do no harm."""
-        if state_of(self._descriptor) == self._hashed:
+        if read_file_state(self._descriptor) == self._hashed:
             return
         with self._lock:
-            if (state := state_of(self._descriptor)) == self._hashed:
+            if (state := read_file_state(self._descriptor)) == self._hashed:
                 return
-            if digest_open(self._file, self.path) != self.fingerprint:
+            if digest_open_file(self._file, self.path) != self.fingerprint:
                 raise CorpusError(
                     f"{self.path} has changed while it was in use: answers so far are of the file as it "
                     "was; begin again with the file as it is"
@@ -135,25 +149,27 @@ class Corpus(Sequence[Passage]):
         self.check_unchanged()
 
 
-def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Corpus:
+def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus:
     """The corpus in a file or a folder of texts, or behind an index folder that was built from one.
 
-    Files are in any form of `records.read_records`; what is not JSON lines yet is written as such once,
+    Files are in any form of `readers.read_records`; what is not JSON lines yet is written as such once,
     beside the indexes. The file is hashed at every start, so an index over other bytes is never used.
     The first start also reads every line. Raises `CorpusError` naming file and line.
     """
-    path, folder, expected = expand(path, CorpusError), None, None
-    key = "retrieval.index_folder"
-    root = expand(index_folder, CorpusError, key) if index_folder else default_index_folder()
+    path, folder, expected = expand_path(path, CorpusError), None, None
+    key = "retrieval.index_dir"
+    root = expand_path(index_dir, CorpusError, key) if index_dir else get_cache_folder()
     if path.is_dir():
-        if (path / MANIFEST).is_file() or not texts_in(path):
+        if (path / MANIFEST_FILE).is_file() or not list_text_files(path):
             folder = path
             path, expected = _read_manifest(folder)
         else:
-            path = _as_lines(path, fingerprint_texts(path), partial(read_texts, path), root)
-    path = find_file(path, "corpus", CorpusError)
+            path = _convert_to_jsonl(
+                path, fingerprint_text_folder(path), partial(read_text_passages, path), root
+            )
+    path = resolve_regular_file(path, "corpus", CorpusError)
     try:
-        state, fingerprint = state_of(path), digest_file(path)
+        state, fingerprint = read_file_state(path), digest_file(path)
     except OSError as error:
         raise CorpusError(f"corpus '{path}' cannot be read ({error.strerror})") from None
     if expected not in (None, fingerprint):
@@ -162,13 +178,13 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
             "index is built anew"
         )
     if not is_json_lines(path, CorpusError):
-        path = _as_lines(path, fingerprint, partial(read_records, path, CorpusError), root)
-        state, fingerprint = state_of(path), digest_file(path)
+        path = _convert_to_jsonl(path, fingerprint, partial(read_records, path, CorpusError), root)
+        state, fingerprint = read_file_state(path), digest_file(path)
     if folder is None:
-        folder = root / slug(path.stem, fingerprint)
+        folder = root / make_folder_name(path.stem, fingerprint)
 
     def build(scratch: Path) -> None:
-        offsets = _scan(path)
+        offsets = _scan_offsets(path)
         np.save(scratch / "offsets.npy", np.frombuffer(offsets, dtype=np.int64))
 
     build_once(folder / "offsets", build)
@@ -176,13 +192,15 @@ def open_corpus(path: str | Path, index_folder: str | Path | None = None) -> Cor
     return Corpus(path, folder, fingerprint, state)
 
 
-def _as_lines(path: Path, fingerprint: str, read: Callable[[], Iterator[Record]], root: Path) -> Path:
+def _convert_to_jsonl(
+    path: Path, fingerprint: str, read: Callable[[], Iterator[Record]], root: Path
+) -> Path:
     """The file of JSON lines with the passages of a corpus in another form, written at the first use."""
     name = f"{path.name.partition('.')[0]}.jsonl"
 
     def build(scratch: Path) -> None:
         log.info("reading %s into JSON lines", path)
-        passages = _all_different(
+        passages = _check_unique_ids(
             lambda: ((place, parse_passage(record, place)) for place, record in read())
         )
         with (scratch / name).open("w", encoding="utf-8") as file:
@@ -192,7 +210,11 @@ def _as_lines(path: Path, fingerprint: str, read: Callable[[], Iterator[Record]]
                 raise CorpusError(f"{path} holds no passages")
 
     return (
-        build_once(root / slug(Path(name).stem, "lines", FORM_VERSION, path.name, fingerprint), build)
+        build_once(
+            root
+            / make_folder_name(Path(name).stem, "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint),
+            build,
+        )
         / name
     )
 
@@ -200,33 +222,34 @@ def _as_lines(path: Path, fingerprint: str, read: Callable[[], Iterator[Record]]
 def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
     """Notes which file the folder was last used for, so that the folder can stand for the file."""
     text = json.dumps(manifest) + "\n"
-    path = folder / MANIFEST
+    path = folder / MANIFEST_FILE
     if path.is_file() and path.read_bytes() == text.encode():
         return
     try:
-        write_whole(path, text)
+        write_text_atomic(path, text)
     except OSError as error:  # a shared index that may only be read serves all the same
         log.info("%s cannot be written (%s)", path, error.strerror)
 
 
 def _read_manifest(folder: Path) -> tuple[Path, str]:
-    manifest = read_note(folder / MANIFEST)
+    manifest = read_json_or_empty(folder / MANIFEST_FILE)
     path, fingerprint = manifest.get("corpus"), manifest.get("fingerprint")
     if not isinstance(path, str) or not isinstance(fingerprint, str):
         raise CorpusError(
-            f"{folder} is no index folder (it has no readable {MANIFEST}), and holds no .txt or .md files: "
+            f"{folder} is no index folder (it has no readable {MANIFEST_FILE}), and holds no .txt or .md "
+            "files: "
             "name a file"
         )
-    return expand(path, CorpusError), fingerprint
+    return expand_path(path, CorpusError), fingerprint
 
 
-def _scan(path: Path) -> "array[int]":
+def _scan_offsets(path: Path) -> "array[int]":
     """Where each passage begins, and the end of the file, after checking every line.
 
     Blank lines belong to the passage before them, as white space that JSON ignores.
     """
     size = path.stat().st_size
-    if size > SAY_FROM:
+    if size > LOG_SCAN_MIN_BYTES:
         log.info("reading corpus %s", path)
     offsets, start = array("q"), 0
 
@@ -235,16 +258,16 @@ def _scan(path: Path) -> "array[int]":
         start = 0
         del offsets[:]
         with path.open("rb") as file:
-            for number, line in enumerate(lines(file, str(path), CorpusError), start=1):
-                if not is_blank(line):
+            for number, line in enumerate(iter_lines(file, str(path), CorpusError), start=1):
+                if not is_blank_line(line):
                     place = f"{path}, line {number}"
-                    yield place, parse_passage(parse_object(line, place, CorpusError), place)
+                    yield place, parse_passage(parse_json_object(line, place, CorpusError), place)
                     offsets.append(start)
                 start += len(line)
                 advance(len(line))
 
-    with progress(f"reading {path.name}", size, "bytes") as advance:
-        for _ in _all_different(passages):
+    with report_progress(f"reading {path.name}", size, "bytes") as advance:
+        for _ in _check_unique_ids(passages):
             pass
     if not offsets:
         raise CorpusError(f"{path} holds no passages")
@@ -252,7 +275,7 @@ def _scan(path: Path) -> "array[int]":
     return offsets
 
 
-def _all_different(read: Callable[[], Iterator[tuple[str, Passage]]]) -> Iterator[Passage]:
+def _check_unique_ids(read: Callable[[], Iterator[tuple[str, Passage]]]) -> Iterator[Passage]:
     """The passages; raises `CorpusError` with the place of an id that occurs a second time.
 
     Of an id 8 bytes are kept: where two agree in these, the passages are read again to see.

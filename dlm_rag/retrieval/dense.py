@@ -15,26 +15,34 @@ from torch import Tensor
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import RunError
-from dlm_rag.progress import SAY_FROM, duration, in_bytes, progress
-from dlm_rag.retrieval.base import DIGITS, CorpusRetriever, Hits, Ranking, Remembered, best, take_turns
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration, report_progress
+from dlm_rag.retrieval.base import (
+    SCORE_TIE_DECIMALS,
+    CorpusRetriever,
+    Hits,
+    MemoizedBatchFunction,
+    Ranking,
+    interleave_rankings,
+    select_top_hits,
+)
+from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.encoder import load_encoder
-from dlm_rag.retrieval.index import build_once, slug
+from dlm_rag.retrieval.load_encoder import load_sentence_transformer
 from dlm_rag.retrieval.query import Query
-from dlm_rag.stages import stage
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 log = logging.getLogger(__name__)
 
-Embed = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
+EmbedFunction = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
 
-VECTORS = "vectors.npy"
-FINISHED = "finished"  # beside the vectors of a build: how many passages have theirs
-KEEP_EVERY = 10.0  # seconds of embedding that a kill costs at most, and a block
-BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
-_AT_ONCE = 1 << 14  # passages whose exact similarity is computed at once
+VECTORS_FILE = "vectors.npy"
+EMBEDDED_COUNT_FILE = "finished"  # beside the vectors of a build: how many passages have theirs
+FLUSH_INTERVAL_SECONDS = 10.0  # seconds of embedding that a kill costs at most, and a block
+SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
+_RESCORE_BATCH_PASSAGES = 1 << 14  # passages whose exact similarity is computed at once
 
 
 class DenseRetriever(CorpusRetriever):
@@ -50,15 +58,15 @@ class DenseRetriever(CorpusRetriever):
         self,
         corpus: Corpus,
         top_k: int,
-        embed_query: Embed,
+        embed_query: EmbedFunction,
         vectors: np.ndarray,
         device: torch.device,
     ) -> None:
         super().__init__(corpus, top_k)
-        self._embed = Remembered(embed_query)
+        self._embed = MemoizedBatchFunction(embed_query)
         # On the CPU this is a view of the mapped file: the system reads and drops its pages.
         mapped = torch.from_numpy(vectors)
-        self._vectors = mapped.to(device) if _fits(vectors.nbytes, device) else mapped
+        self._vectors = mapped.to(device) if _fits_device_memory(vectors.nbytes, device) else mapped
         self._device = device
 
     def key(self, query: Query) -> Hashable:
@@ -68,11 +76,13 @@ class DenseRetriever(CorpusRetriever):
         parts = list(dict.fromkeys(part for query in queries for part in query.parts))
         if not parts:
             return [[] for _ in queries]
-        with stage("retrieve/embed"):
+        with profile_stage("retrieve/embed"):
             vectors = torch.stack(self._embed(parts))
-        with stage("retrieve/search"):
+        with profile_stage("retrieve/search"):
             rankings = dict(zip(parts, self._nearest(vectors, depth), strict=True))
-            return [take_turns([rankings[part] for part in query.parts], depth) for query in queries]
+            return [
+                interleave_rankings([rankings[part] for part in query.parts], depth) for query in queries
+            ]
 
     @torch.inference_mode()
     def _nearest(self, vectors: Tensor, depth: int) -> list[Ranking]:
@@ -82,9 +92,9 @@ class DenseRetriever(CorpusRetriever):
         that may be among the best, block by block; their order is that of similarities in float64.
         """
         depth, width = min(depth, len(self.corpus)), vectors.shape[1]
-        block = max(depth, BLOCK_BYTES // (4 * width))
+        block = max(depth, SEARCH_BLOCK_BYTES // (4 * width))
         # Each of two float32 sums of unit vectors may be off by width * 2^-24 (Higham 2002, section 3.1).
-        slack = 2 * width * 2.0**-24 + 10.0 ** -DIGITS["dense"]
+        slack = 2 * width * 2.0**-24 + 10.0 ** -SCORE_TIE_DECIMALS["dense"]
         asked, exact = vectors.to(self._device), vectors.cpu().double()
         worst = asked.new_full((len(asked), 1), -torch.inf)  # of the `depth` best so far
         hits: list[Hits] = [[] for _ in vectors]
@@ -94,11 +104,15 @@ class DenseRetriever(CorpusRetriever):
             if len(part) >= depth:
                 worst = worst.maximum(scores.topk(depth).values[:, -1:])
             places, rows = (scores >= worst - slack).nonzero(as_tuple=True)
-            for some, near in zip(places.cpu().split(_AT_ONCE), rows.split(_AT_ONCE), strict=True):
+            for some, near in zip(
+                places.cpu().split(_RESCORE_BATCH_PASSAGES),
+                rows.split(_RESCORE_BATCH_PASSAGES),
+                strict=True,
+            ):
                 found = (exact[some] * part[near].cpu().double()).sum(1)
                 for n, row, score in zip(some.tolist(), near.tolist(), found.tolist(), strict=True):
                     hits[n].append((score, start + row))
-            hits = [best(found, depth, DIGITS["dense"]) for found in hits]
+            hits = [select_top_hits(found, depth, SCORE_TIE_DECIMALS["dense"]) for found in hits]
         return [[row for _, row in found] for found in hits]
 
 
@@ -117,17 +131,19 @@ class TextEncoder:
         passage_prompt: str = "",
         device: str | None = None,
     ) -> None:
-        self._encoder = load_encoder(model, device)
+        self._encoder = load_sentence_transformer(model, device)
         self.model, self.batch_size = model, batch_size
         self._query_prompt, self._passage_prompt = query_prompt, passage_prompt
         self.device = self._encoder.device
-        self.folder = slug("dense", Path(model).name, _fingerprint(self._encoder), passage_prompt)
+        self.index_folder_name = make_folder_name(
+            "dense", Path(model).name, _fingerprint_encoder(self._encoder), passage_prompt
+        )
 
-    def queries(self, texts: list[str]) -> Tensor:
+    def encode_queries(self, texts: list[str]) -> Tensor:
         """(n, width) float32 unit vectors."""
         return self._embed(texts, self._query_prompt)
 
-    def passages(self, texts: list[str]) -> Tensor:
+    def encode_passages(self, texts: list[str]) -> Tensor:
         """(n, width) float32 unit vectors."""
         return self._embed(texts, self._passage_prompt)
 
@@ -138,36 +154,36 @@ class TextEncoder:
         ).float()  # fmt: skip
         if not torch.isfinite(found).all():
             raise RunError(
-                f"dense_model '{self.model}' makes no numbers of some text: its weights are damaged"
+                f"embedding_model '{self.model}' makes no numbers of some text: its weights are damaged"
             )
         return found
 
 
-def open_encoder(config: RetrievalConfig) -> TextEncoder:
+def load_text_encoder(config: RetrievalConfig) -> TextEncoder:
     """The encoder that a config names; raises `CheckpointError` when it cannot be loaded."""
     return TextEncoder(
-        config.dense_model,
-        batch_size=config.dense_batch_size,
+        config.embedding_model,
+        batch_size=config.embedding_batch_size,
         query_prompt=config.query_prompt,
         passage_prompt=config.passage_prompt,
     )
 
 
-def open_dense(corpus: Corpus, top_k: int, encoder: TextEncoder) -> DenseRetriever:
+def open_dense_retriever(corpus: Corpus, top_k: int, encoder: TextEncoder) -> DenseRetriever:
     """Dense retrieval; the passage vectors are computed once for these passages and weights, and kept."""
 
     def build(scratch: Path) -> None:
         log.info("embedding %s passages with %s", f"{len(corpus):,}", encoder.model)
         # Many batches at a time, for the encoder sorts texts by length to waste less padding.
-        _embed_all(corpus, scratch, encoder.passages, 64 * encoder.batch_size)
+        _embed_corpus(corpus, scratch, encoder.encode_passages, 64 * encoder.batch_size)
 
-    folder = build_once(corpus.folder / encoder.folder, build, goes_on=True)
+    folder = build_once(corpus.folder / encoder.index_folder_name, build, goes_on=True)
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
-    vectors = np.load(folder / VECTORS, mmap_mode="c")
-    return DenseRetriever(corpus, top_k, encoder.queries, vectors, encoder.device)
+    vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
+    return DenseRetriever(corpus, top_k, encoder.encode_queries, vectors, encoder.device)
 
 
-def _embed_all(corpus: Corpus, scratch: Path, embed: Embed, block: int) -> None:
+def _embed_corpus(corpus: Corpus, scratch: Path, embed: EmbedFunction, block: int) -> None:
     """The vectors of all passages, `block` at a time; goes on with what a build that was stopped has left.
 
     The name of the folder tells encoders and corpora apart, so what lies there is of these. Vectors are
@@ -178,7 +194,7 @@ def _embed_all(corpus: Corpus, scratch: Path, embed: Embed, block: int) -> None:
         log.info("%s of them are there from before", f"{begun:,}")
     start = kept = perf_counter()
     try:
-        with progress("embedding passages", len(corpus), done=begun) as advance:
+        with report_progress("embedding passages", len(corpus), done=begun) as advance:
             while finished < len(corpus):
                 texts = [passage.text for passage in corpus[finished : finished + block]]
                 vectors[finished : finished + len(texts)] = embed(texts).cpu().numpy()
@@ -186,24 +202,25 @@ def _embed_all(corpus: Corpus, scratch: Path, embed: Embed, block: int) -> None:
                 advance(len(texts))
                 now = perf_counter()
                 left = (now - start) / (finished - begun) * (len(corpus) - finished)
-                if finished - begun == len(texts) and left > SAY_FROM:
+                if finished - begun == len(texts) and left > ANNOUNCE_FROM_SECONDS:
                     log.info(
                         "embedding takes about %s, and %s on disk; a search reads all of it, from memory "
-                        "where it fits. Stopped, it goes on", duration(left), in_bytes(vectors.nbytes)
+                        "where it fits. Stopped, it goes on", format_duration(left),
+                        format_bytes(vectors.nbytes)
                     )  # fmt: skip
-                if now - kept > KEEP_EVERY:
-                    _keep(vectors, scratch, finished)
+                if now - kept > FLUSH_INTERVAL_SECONDS:
+                    _flush_vectors(vectors, scratch, finished)
                     kept = now
     except KeyboardInterrupt:
         log.info("%s passages are embedded: the same command goes on from there", f"{finished:,}")
         raise
     finally:
-        _keep(vectors, scratch, finished)
+        _flush_vectors(vectors, scratch, finished)
 
 
 def _open_vectors(scratch: Path, shape: tuple[int, int]) -> tuple[np.memmap, int]:
     """The file of the vectors, mapped, and how many passages have theirs."""
-    path, count = scratch / VECTORS, scratch / FINISHED
+    path, count = scratch / VECTORS_FILE, scratch / EMBEDDED_COUNT_FILE
     with suppress(OSError, ValueError):  # what was left is none of it, or damaged: begin anew
         found, finished = np.lib.format.open_memmap(path, mode="r+"), int(count.read_text())
         if (found.shape, found.dtype) == (shape, np.float32) and 0 <= finished <= shape[0]:
@@ -219,17 +236,17 @@ def _open_vectors(scratch: Path, shape: tuple[int, int]) -> tuple[np.memmap, int
     return vectors, 0
 
 
-def _keep(vectors: np.memmap, scratch: Path, finished: int) -> None:
+def _flush_vectors(vectors: np.memmap, scratch: Path, finished: int) -> None:
     vectors.flush()
-    part = scratch / f"{FINISHED}.part"
+    part = scratch / f"{EMBEDDED_COUNT_FILE}.part"
     with part.open("w") as file:
         file.write(str(finished))
         file.flush()
         os.fsync(file.fileno())
-    part.replace(scratch / FINISHED)
+    part.replace(scratch / EMBEDDED_COUNT_FILE)
 
 
-def _fingerprint(encoder: "SentenceTransformer") -> str:
+def _fingerprint_encoder(encoder: "SentenceTransformer") -> str:
     """Digest of weights, modules and tokenizer: vectors of another encoder of that name are not used."""
     digest = hashlib.sha256(str(encoder).encode())  # lists the modules with their settings
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
@@ -240,7 +257,7 @@ def _fingerprint(encoder: "SentenceTransformer") -> str:
     return digest.hexdigest()
 
 
-def _fits(size: int, device: torch.device) -> bool:
+def _fits_device_memory(size: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     free, _ = torch.cuda.mem_get_info(device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
-from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse_rankings
 from dlm_rag.retrieval.query import Query
 
 
@@ -24,4 +24,4 @@ class HybridRetriever(CorpusRetriever):
         *others, last = self._retrievers
         found = [retriever.rank(queries, self._fusion_depth) for retriever in others]
         found.append(last.rank(queries, max(depth, self._fusion_depth)))
-        return [fuse(rankings, depth, self._fusion_depth) for rankings in zip(*found, strict=True)]
+        return [fuse_rankings(rankings, depth, self._fusion_depth) for rankings in zip(*found, strict=True)]

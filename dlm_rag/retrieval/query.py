@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dlm_rag.text import drop_repeated_words, fold, sentences
+from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_whitespace
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,24 @@ def build_query(
     folded and repeated words are dropped, as SARDI does.
     """
     added = {"question": "", "feedback": top_passage, "two_rounds": top_passage}.get(policy, response)
-    asked = "" if policy == "response" and fold(added) else fold(question)
-    text = fold(f"{asked} {drop_repeated_words(added)}")
-    parts = [fold(part) for part in (asked, *sentences(added)) if part]
+    asked = "" if policy == "response" and normalize_whitespace(added) else normalize_whitespace(question)
+    text = normalize_whitespace(f"{asked} {drop_repeated_words(added)}")
+    parts = [normalize_whitespace(part) for part in (asked, *extract_sentences(added)) if part]
     return Query(text, tuple(dict.fromkeys(parts)), asker)
 
 
-def may_enter(policy: str, query_threshold: float) -> float:
+def resolve_query_threshold(policy: str, query_threshold: float) -> float:
     """The confidence from which a guess enters the query; above 1 for committed tokens only."""
     committed_only = policy == "committed" or query_threshold >= 1.0
     return 2.0 if committed_only else query_threshold
 
 
-def takes_guesses(policy: str, query_threshold: float) -> bool:
+def query_uses_provisional_tokens(policy: str, query_threshold: float) -> bool:
     """Whether a query may hold what is not committed yet."""
-    return policy in ("proxy", "response") and may_enter(policy, query_threshold) <= 1
+    return policy in ("proxy", "response") and resolve_query_threshold(policy, query_threshold) <= 1
 
 
-def retrieval_due(step: int, every: int, below: float | None, lowest_confidence: float | None) -> bool:
+def is_retrieval_due(step: int, every: int, below: float | None, lowest_confidence: float | None) -> bool:
     """Whether the evidence is refreshed after step `step` (from 1).
 
     Every `every` steps; with `below`, only when the lowest confidence among the masked positions

@@ -17,7 +17,7 @@ _ABBREVIATIONS = frozenset(
 )
 # After an abbreviation these begin a sentence, and hardly anything else does.
 _STARTERS = frozenset("The It He She They This These In His Her Its Their There After At On As".split())
-LONGEST_BRACKET = 200  # characters after which a bracket counts as never closed
+MAX_BRACKET_CHARS = 200  # characters after which a bracket counts as never closed
 
 
 def split_sentences(text: str) -> list[str]:
@@ -30,19 +30,19 @@ def split_sentences(text: str) -> list[str]:
     for line in text.splitlines():
         line, start = " ".join(line.split()), 0
         for end in _END.finditer(line):
-            if not _goes_on(line, start, end.end()):
+            if not _continues_sentence(line, start, end.end()):
                 found.append(line[start : end.end()].rstrip())
                 start = end.end()
         found.append(line[start:])
     return [sentence for sentence in found if _WORD.search(sentence)]
 
 
-def _goes_on(line: str, start: int, stop: int) -> bool:
+def _continues_sentence(line: str, start: int, stop: int) -> bool:
     """Whether a sentence that begins at `start` goes on at `stop`, after a mark and a blank.
 
     Only its last characters are looked at, so that a line without a single end takes linear time.
     """
-    stands = line[max(start, stop - LONGEST_BRACKET) : stop].rstrip()
+    stands = line[max(start, stop - MAX_BRACKET_CHARS) : stop].rstrip()
     if stands.rfind("(") > stands.rfind(")"):
         return True
     if stands[-1] != ".":

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import TypedDict
 
 from dlm_rag.config import SynthesisConfig
+from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.foreign import read_as, resolve_name
-from dlm_rag.files.jsonl import end_last_line, parse_object, read_note
-from dlm_rag.files.whole import GrowingFile, give_back, take_lock, write_whole
-from dlm_rag.progress import progress
-from dlm_rag.synthesis.card import card
-from dlm_rag.synthesis.duplicates import Duplicates
+from dlm_rag.files.atomic import AppendOnlyFile, acquire_file_lock, release_file_lock, write_text_atomic
+from dlm_rag.files.jsonl import parse_json_object, read_json_or_empty, repair_last_line
+from dlm_rag.files.untrusted import resolve_path_inside, validate_json_value
+from dlm_rag.progress import report_progress
+from dlm_rag.synthesis.dataset_card import render_dataset_card
+from dlm_rag.synthesis.dedup import DuplicateFilter
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -41,28 +42,28 @@ JOURNAL, NOTE, CARD, PARTS, HELD_OUT, LOCK = (
     ".journal.jsonl", "rows.json", "README.md", ".parts", "held_out", "synthesis.lock",
 )  # fmt: skip
 # Columns of questions, and of texts, in the words of Arrow.
-QUESTIONS = {
+QUESTION_COLUMNS = {
     "id": "string", "question": "string", "golden_answers": "list", "supporting_ids": "list",
     "hops": "int64", "response": "string", "source_ids": "list", "template": "string", "filters": "list",
     "model": "string", "settings": "string", "finish_reason": "string", "prompt_tokens": "int64",
     "response_tokens": "int64",
 }  # fmt: skip
-TEXTS = {
+TEXT_COLUMNS = {
     "id": "string", "title": "string", "text": "string", "source_ids": "list", "template": "string",
     "filters": "list", "model": "string", "settings": "string", "finish_reason": "string",
     "prompt_tokens": "int64", "response_tokens": "int64",
 }  # fmt: skip
-BUFFER = 10_000  # rows in memory
+FLUSH_BLOCK_ROWS = 10_000  # rows in memory
 _KINDS: dict[str, Any] = {"string": str | None, "int64": int | None, "list": list[str] | None}
 _Row: Any = TypedDict(  # type: ignore[misc]  # as a line of the journal has it
     "_Row",
-    {name: _KINDS[kind] for name, kind in (QUESTIONS | TEXTS).items()} | {"held_out": bool},
+    {name: _KINDS[kind] for name, kind in (QUESTION_COLUMNS | TEXT_COLUMNS).items()} | {"held_out": bool},
     total=False,
 )
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SourceOutcome:
     """What became of a source: its place among all of them, its rows, what was left out and what it took.
 
     Rows have `held_out` beside their columns where they are none to train on.
@@ -76,7 +77,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Note:
+class RowsManifest:
     """What rows.json says; `complete` once every source is decided and its rows are in `files`."""
 
     depends_on: dict[str, Any]
@@ -100,12 +101,12 @@ class RowsFolder:
         self._common = {"model": model, "settings": digest}
         self._journal, self._note = folder / JOURNAL, folder / NOTE
         self._lock: FileLock | None = None
-        self._file = GrowingFile(self._journal)
+        self._file = AppendOnlyFile(self._journal)
         self.done: set[str] = set()
         self._check()
 
     def _check(self) -> None:
-        note = read_note(self._note)
+        note = read_json_or_empty(self._note)
         try:
             names = [path.name for path in self.folder.iterdir()] if self.folder.exists() else []
         except OSError as error:
@@ -116,8 +117,10 @@ class RowsFolder:
             raise ConfigError(
                 f"{self.folder} holds '{foreign[0]}', which is of no rows: name a new or empty folder"
             )
-        found = read_as(Note, {"depends_on": self._depends_on} | note, str(self._note), ConfigError)
-        then = found.depends_on
+        found = validate_json_value(
+            RowsManifest, {"depends_on": self._depends_on} | note, str(self._note), ConfigError
+        )
+        then = upgrade_settings(found.depends_on)
         for key in sorted({*then, *self._depends_on}):
             if then.get(key) != self._depends_on.get(key):
                 raise ConfigError(
@@ -131,7 +134,7 @@ class RowsFolder:
         self._written = {self._path(name) for name in found.files}
 
     def _path(self, name: str) -> Path:
-        return resolve_name(self.folder, name, str(self._note), ConfigError)
+        return resolve_path_inside(self.folder, name, str(self._note), ConfigError)
 
     def begin(self, stamp: dict[str, Any]) -> None:
         """Takes the folder for this process; `done` then names the sources that are decided."""
@@ -139,7 +142,7 @@ class RowsFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out={self.folder} cannot be a folder: {error.strerror}") from None
-        self._lock = take_lock(self.folder / LOCK, f"out={self.folder}")
+        self._lock = acquire_file_lock(self.folder / LOCK, f"out={self.folder}")
         try:
             self._check()
             if self.complete:
@@ -148,22 +151,24 @@ class RowsFolder:
             if not self._note.exists():
                 self._write_note({"stamp": stamp})
             self._journal.touch()
-            self.done = {line.source for _, line in self._lines()}  # before: what is not ours is not cut
+            self.done = {
+                line.source for _, line in self._read_journal()
+            }  # before: what is not ours is not cut
             size = self._journal.stat().st_size
-            end_last_line(self._journal)
+            repair_last_line(self._journal)
             if self._journal.stat().st_size > size:  # the last line only needed its end
-                self.done = {line.source for _, line in self._lines()}
-            self._file.hold()
+                self.done = {line.source for _, line in self._read_journal()}
+            self._file.open_existing()
         except BaseException:
             self.close()
             raise
 
     def _write_note(self, more: dict[str, Any]) -> dict[str, Any]:
-        note = read_note(self._note) | {"depends_on": self._depends_on} | more
-        write_whole(self._note, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
+        note = read_json_or_empty(self._note) | {"depends_on": self._depends_on} | more
+        write_text_atomic(self._note, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
         return note
 
-    def add(self, outcome: Outcome) -> None:
+    def append_outcome(self, outcome: SourceOutcome) -> None:
         """One line of the journal, out at once. Raises `RunError` where the disk is full."""
         assert outcome.source not in self.done
         line = (json.dumps(asdict(outcome), ensure_ascii=False) + "\n").encode()
@@ -176,12 +181,12 @@ class RowsFolder:
             ) from error
         self.done.add(outcome.source)
 
-    def add_energy(self, part: dict[str, Any] | None) -> None:
+    def append_energy(self, part: dict[str, Any] | None) -> None:
         """Adds to the note what a part of the run has drawn; None: nobody asked."""
         if part is None:
             return
         try:
-            self._write_note({"energy": [*read_note(self._note).get("energy", []), part]})
+            self._write_note({"energy": [*read_json_or_empty(self._note).get("energy", []), part]})
         except OSError as error:  # the rows are there
             log.warning("%s does not get the joules of this part: %s", self._note, error.strerror)
 
@@ -199,18 +204,19 @@ class RowsFolder:
         shutil.rmtree(parts, ignore_errors=True)
         (parts / HELD_OUT).mkdir(parents=True)
         shards = {
-            side: Shards(parts / name, config, columns) for side, name in ((False, ""), (True, HELD_OUT))
+            side: ShardWriter(parts / name, config, columns)
+            for side, name in ((False, ""), (True, HELD_OUT))
         }
-        duplicates = Duplicates(config.near_duplicates, config.against)
-        with progress("writing rows", len(self.done)) as advance:
-            for rows in self._blocks(counts, advance):
-                for row, reason in duplicates.sort(rows):
+        duplicates = DuplicateFilter(config.dedup_threshold, config.decontaminate_against)
+        with report_progress("writing rows", len(self.done)) as advance:
+            for rows in self._iterate_row_blocks(counts, advance):
+                for row, reason in duplicates.filter_rows(rows):
                     if reason:
                         counts[f"left out: {reason}"] += 1
                         continue
                     held_out = row.get("held_out", False)
                     counts[f"{'held out' if held_out else 'rows'}: {row.get('template')}"] += 1
-                    shards[held_out].add(self._common | row)
+                    shards[held_out].write_row(self._common | row)
         files = [path for side in shards.values() for path in side.close()]
         names = [str(path.relative_to(parts)) for path in files]
         homes = [self._path(name) for name in names]
@@ -221,7 +227,7 @@ class RowsFolder:
             path.replace(home)
         told = dict(sorted(counts.items()))
         note = self._write_note({"counts": told, "files": names})
-        write_whole(self.folder / CARD, card(self.folder, told, note))
+        write_text_atomic(self.folder / CARD, render_dataset_card(self.folder, told, note))
         if complete:
             self._write_note({"complete": True})
             self._clear()
@@ -234,7 +240,7 @@ class RowsFolder:
             path.unlink()
         self._journal.unlink(missing_ok=True)
 
-    def _lines(self) -> Iterator[tuple[int, Outcome]]:
+    def _read_journal(self) -> Iterator[tuple[int, SourceOutcome]]:
         """Where each line of the journal begins, and what it says; the last only where it has an end."""
         start = 0
         with self._journal.open("rb") as file:
@@ -242,15 +248,17 @@ class RowsFolder:
                 if not line.endswith(b"\n"):
                     return
                 place = f"{self._journal}, line {number}"
-                found = read_as(Outcome, parse_object(line, place, ConfigError), place, ConfigError)
+                found = validate_json_value(
+                    SourceOutcome, parse_json_object(line, place, ConfigError), place, ConfigError
+                )
                 for row in found.rows:
-                    read_as(_Row, row, f"{place}: a row", ConfigError)
+                    validate_json_value(_Row, row, f"{place}: a row", ConfigError)
                 yield start, found
                 start += len(line)
 
-    def _blocks(self, counts: "Counter[str]", advance: Any) -> Iterator[list[dict[str, Any]]]:
+    def _iterate_row_blocks(self, counts: "Counter[str]", advance: Any) -> Iterator[list[dict[str, Any]]]:
         """The rows in the order of their sources, some thousand at a time."""
-        starts = [start for _, start in sorted((line.place, start) for start, line in self._lines())]
+        starts = [start for _, start in sorted((line.place, start) for start, line in self._read_journal())]
         block: list[dict[str, Any]] = []
         with self._journal.open("rb") as file:
             for start in starts:
@@ -259,7 +267,7 @@ class RowsFolder:
                 counts.update({f"left out: {reason}": n for reason, n in line.get("dropped", {}).items()})
                 counts.update({f"spent: {what}": n for what, n in line.get("spent", {}).items()})
                 block += line["rows"]
-                if len(block) >= BUFFER:
+                if len(block) >= FLUSH_BLOCK_ROWS:
                     yield block
                     block = []
                 advance(1)
@@ -269,20 +277,20 @@ class RowsFolder:
         """Gives the folder back."""
         self._file.close()
         if self._lock is not None:
-            give_back(self._lock)
+            release_file_lock(self._lock)
             self._lock = None
 
 
-class Shards:
+class ShardWriter:
     """Files of `shard_rows` rows each, `rows-00000` and so on, all with the same columns."""
 
     def __init__(self, folder: Path, config: SynthesisConfig, columns: dict[str, str]) -> None:
         self._folder, self._columns = folder, columns
-        self._form, self._most = config.form, config.shard_rows
+        self._form, self._most = config.format, config.shard_rows
         self._rows: list[dict[str, Any]] = []
         self._paths: list[Path] = []
 
-    def add(self, row: dict[str, Any]) -> None:
+    def write_row(self, row: dict[str, Any]) -> None:
         """Adds a row; columns that it does not have are empty, fields that are no columns left out."""
         self._rows.append({name: row.get(name) for name in self._columns})
         if len(self._rows) == self._most:
@@ -312,7 +320,7 @@ class Shards:
         self._rows = []
 
 
-def check_form(form: str) -> None:
+def check_file_format(form: str) -> None:
     """Raises `ConfigError` where the package that writes the files is not installed."""
     if form == "parquet":
         try:
@@ -320,5 +328,5 @@ def check_form(form: str) -> None:
         except ImportError:
             raise ConfigError(
                 "parquet needs pyarrow: install it with `pip install 'dlm_rag[synthesis]'`, or set "
-                "synthesis.form=jsonl"
+                "synthesis.format=jsonl"
             ) from None

@@ -17,10 +17,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.errors import CheckpointError, QuestionError, fold_message, is_failure
+from dlm_rag.errors import CheckpointError, QuestionError, is_failure, summarize_error
 from dlm_rag.files.hub import read_json
-from dlm_rag.tokenizer.chat import render
-from dlm_rag.tokenizer.plain import PlainEncoder
+from dlm_rag.tokenizer.chat_template import render_chat_template
+from dlm_rag.tokenizer.safe_encode import PlainTextEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # Stands for the user's message: what a template changes in it, it would change in every message.
 _CONTENT = 'Who said: "Ünder  <b> & 1\\2"?\n\nit\'s {me}.'
 _MARK = re.compile(r"\W?(<(?!0x)[^<>]{2,}>|\[[^][]{2,}\])")  # <|turn|>, [INST]; <0x0A> is a byte
-REMEMBERED_TEXTS = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
-REMEMBERED_HEADS = 1024  # of questions: each is asked about again while it is answered
+TEXT_CACHE_SIZE = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
+QUESTION_CACHE_SIZE = 1024  # of questions: each is asked about again while it is answered
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class PromptTemplate:
     tail: str = ""
 
     @property
-    def numbered(self) -> bool:
+    def numbers_facts(self) -> bool:
         return "{number}" in self.fact
 
     @classmethod
-    def read(cls, raw: dict[str, Any] | None, layout: str) -> PromptTemplate:
+    def from_checkpoint(cls, raw: dict[str, Any] | None, layout: str) -> PromptTemplate:
         """The template of a checkpoint, or the default one for its evidence layout.
 
         In `independent` a passage must not depend on its rank, so its facts carry no number. Raises
@@ -70,7 +70,7 @@ class PromptTemplate:
         template = cls(**raw)
         if "{question}" not in template.head or "{passage}" not in template.fact:
             raise CheckpointError("the prompt template needs {question} in head, {passage} in fact")
-        if layout == "independent" and template.numbered:
+        if layout == "independent" and template.numbers_facts:
             raise CheckpointError(
                 "the checkpoint's prompt numbers its facts, which evidence_layout=independent cannot "
                 "do (a passage must not depend on its rank): use joint or prefix"
@@ -98,7 +98,7 @@ class Tokenizer:
     """A Hugging Face tokenizer with a prompt template and the ids the decoder needs to know.
 
     Text of users and corpora is always plain text: a passage that holds "<|im_end|>" cannot end a
-    turn, and one that holds the mask's name holds no mask (`plain.py`). vocabulary: how many ids the
+    turn, and one that holds the mask's name holds no mask (`safe_encode.py`). vocabulary: how many ids the
     denoiser has; a text that has others is refused, None for no such bound. Raises `CheckpointError`.
     """
 
@@ -119,11 +119,11 @@ class Tokenizer:
             raise CheckpointError(f"mask_token_id={mask_id} is no token of the tokenizer")
         if getattr(backend.model, "dropout", None):
             raise CheckpointError("the tokenizer drops merges at random: set its dropout to null")
-        prefix, suffix = self._chat()
+        prefix, suffix = self._render_chat_affixes()
         try:
-            self._prefix = self._checked(partial(inner.encode, prefix, add_special_tokens=False))
+            self._prefix = self._encode_checked(partial(inner.encode, prefix, add_special_tokens=False))
             tail = suffix + self.template.tail
-            self._suffix = self._checked(partial(inner.encode, tail, add_special_tokens=False))
+            self._suffix = self._encode_checked(partial(inner.encode, tail, add_special_tokens=False))
         except QuestionError as error:
             raise CheckpointError(f"around the user's message: {error}") from None
         added = backend.get_added_tokens_decoder().items()
@@ -141,13 +141,13 @@ class Tokenizer:
         # Pieces of the vocabulary that nobody declares, and by which the chat template marks turns.
         chat = {*self._prefix, *self._suffix}
         marks = {token for token in chat if _MARK.fullmatch(backend.id_to_token(token) or "")}
-        self._plain = PlainEncoder(backend, self.end_ids | {mask_id}, frozenset(marks))
+        self._plain = PlainTextEncoder(backend, self.end_ids | {mask_id}, frozenset(marks))
         # With which training fills the canvas behind a response.
         self.end_id = eos[0] if eos else min(self.end_ids, default=None)
         texts = (self._decode([token]) for token in sorted(self.special_ids))
         self._special_texts = [text for text in texts if text]
-        self.encode = lru_cache(maxsize=REMEMBERED_TEXTS)(self.encode_once)
-        self._head = lru_cache(maxsize=REMEMBERED_HEADS)(self.encode_once)
+        self.encode = lru_cache(maxsize=TEXT_CACHE_SIZE)(self.encode_uncached)
+        self._head = lru_cache(maxsize=QUESTION_CACHE_SIZE)(self.encode_uncached)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     @classmethod
@@ -170,13 +170,13 @@ class Tokenizer:
                 f"{checkpoint.folder} has no mask_token_id: it is an autoregressive model, to be "
                 "adapted by training before it can denoise"
             )
-        template = PromptTemplate.read(
-            checkpoint.raw.get("prompt"), evidence_layout or config.evidence_layout
+        template = PromptTemplate.from_checkpoint(
+            checkpoint.raw_config.get("prompt"), evidence_layout or config.evidence_layout
         )
-        inner = read_tokenizer(checkpoint.folder)
+        inner = load_tokenizer(checkpoint.folder)
         return cls(inner, config.mask_token_id, template, checkpoint.end_token_ids, config.vocab_size)
 
-    def _chat(self) -> tuple[str, str]:
+    def _render_chat_affixes(self) -> tuple[str, str]:
         """What the chat template writes before and behind the user's message."""
         template = self.inner.chat_template
         if not template:
@@ -193,7 +193,7 @@ class Tokenizer:
             "add_generation_prompt": True,
         }
         try:
-            text = render(template, json.dumps(values, default=str))
+            text = render_chat_template(template, json.dumps(values, default=str))
         except ValueError as error:
             raise CheckpointError(f"the chat template cannot be rendered: {error}") from None
         prefix, found, suffix = text.partition(_CONTENT)
@@ -206,21 +206,21 @@ class Tokenizer:
     def _decode(self, ids: list[int]) -> str:
         return str(self.inner.decode(ids, clean_up_tokenization_spaces=False))
 
-    def encode_once(self, text: str) -> tuple[int, ...]:
+    def encode_uncached(self, text: str) -> tuple[int, ...]:
         """Ids of plain text; the names of tokens in it are ordinary characters. `encode` remembers them.
 
         Raises `QuestionError` for a text that the tokenizer fails at, or makes ids of that the denoiser
         does not have.
         """
-        return self._checked(partial(self._plain.encode, text))
+        return self._encode_checked(partial(self._plain.encode, text))
 
-    def _checked(self, encode: Callable[[], list[int]]) -> tuple[int, ...]:
+    def _encode_checked(self, encode: Callable[[], list[int]]) -> tuple[int, ...]:
         try:
             ids = tuple(encode())
         except BaseException as error:
             if not is_failure(error):
                 raise
-            raise QuestionError(f"the tokenizer fails: {fold_message(error)}") from None
+            raise QuestionError(f"the tokenizer fails: {summarize_error(error)}") from None
         if self._vocabulary is not None and ids and max(ids) >= self._vocabulary:
             raise QuestionError(
                 f"the tokenizer gives the id {max(ids)}, but the model has {self._vocabulary}: it "
@@ -228,7 +228,7 @@ class Tokenizer:
             )
         return ids
 
-    def prompt(self, question: str, passages: list[str]) -> Prompt:
+    def build_prompt(self, question: str, passages: list[str]) -> Prompt:
         """The prompt for a question and its evidence, passages in rank order, each stripped.
 
         A line break stands between numbered facts. Facts without a number all end with one, the
@@ -244,7 +244,7 @@ class Tokenizer:
         return Prompt(
             head=self._prefix + head,
             facts=tuple(
-                self.encode(fact if number == len(facts) and self.template.numbered else f"{fact}\n")
+                self.encode(fact if number == len(facts) and self.template.numbers_facts else f"{fact}\n")
                 for number, fact in enumerate(facts, start=1)
             ),
             tail=self._suffix,
@@ -257,7 +257,7 @@ class Tokenizer:
             text = text.replace(special, " ")
         return text
 
-    def spans(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
+    def decode_with_offsets(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
         """Text of ids, special tokens left out, not stripped; and the character range of each id.
 
         A character made of several tokens belongs to the last of them.
@@ -269,10 +269,10 @@ class Tokenizer:
             ends = list(accumulate(map(len, pieces)))
         else:
             prefixes = [[t for t in ids[: n + 1] if t not in self.special_ids] for n in range(len(ids))]
-            ends = [len(self._whole(prefix)) for prefix in prefixes]
+            ends = [len(self._decode_complete_characters(prefix)) for prefix in prefixes]
         return text, list(pairwise([0, *ends]))
 
-    def _whole(self, ids: list[int]) -> str:
+    def _decode_complete_characters(self, ids: list[int]) -> str:
         """Text of ids without the character that is still incomplete at its end."""
         return self._decode(ids).rstrip("\ufffd")
 
@@ -281,7 +281,7 @@ class Tokenizer:
         return self._decode([token])
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint's folder; raises `CheckpointError`."""
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
@@ -296,5 +296,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except BaseException as error:  # the loader raises many unrelated types, some of them bare
         if not is_failure(error):
             raise
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {fold_message(error)}") from None
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be read: {summarize_error(error)}"
+        ) from None
     raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")

@@ -42,7 +42,7 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
     found: list[torch.optim.Optimizer] = []
     if matrices:
         kind = torch.optim.Muon if matrices[0].device.type != "cpu" else MuonInFloat32
-        found.append(kind(matrices, lr=train.matrix_learning_rate, weight_decay=decay))
+        found.append(kind(matrices, lr=train.muon_learning_rate, weight_decay=decay))
     if groups := [group for group in groups if group["params"]]:  # adapters are matrices of the layers only
         fused = not any(value.is_meta for value in (*rest, *gains, *decayed))
         found.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused))
@@ -68,24 +68,24 @@ class _WithoutBFloat16(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Rates:
+class LearningRateSchedule:
     """The learning rates of optimizers: they rise over the warm-up, stay, and fall at the end."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], train: TrainConfig) -> None:
         self._train, self._optimizers = train, optimizers
         self._full = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
 
-    def set(self, step: int) -> float:
+    def set_rates(self, step: int) -> float:
         """Sets those of a step of the phase; returns their share of the full ones."""
         train = self._train
         rising = (step + 1) / (train.warmup_steps + 1)
-        share = min(share_left(step, train.steps, train.decay_share), rising)
+        share = min(compute_decay_factor(step, train.max_steps, train.decay_fraction), rising)
         for optimizer, rates in zip(self._optimizers, self._full, strict=True):
             for group, full in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = full * share
         return share
 
 
-def share_left(step: int, steps: int, decay_share: float) -> float:
-    """What is left of the full rate: 1, then a linear fall to 0 over the last `decay_share` of steps."""
-    return min(1.0, (steps - step) / max(1.0, decay_share * steps))
+def compute_decay_factor(step: int, steps: int, decay_fraction: float) -> float:
+    """What is left of the full rate: 1, then a linear fall to 0 over the last `decay_fraction` of steps."""
+    return min(1.0, (steps - step) / max(1.0, decay_fraction * steps))

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.evidence.encode import encode_canvases
-from dlm_rag.evidence.layout import State
+from dlm_rag.evidence.encode_segments import encode_canvases
+from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.rows import Segment
-from dlm_rag.training.processes import Processes
+from dlm_rag.model.packed_batch import Segment
+from dlm_rag.training.distributed import DistributedContext
 
 
-def in_copies(objective: nn.Module) -> nn.Module:
+def wrap_in_ddp(objective: nn.Module) -> nn.Module:
     """The objective whose gradients DDP sums over whole copies, all with the first process's weights."""
     copies: Any = nn.parallel.DistributedDataParallel
     names = ("forward_sync_buffers", "broadcast_buffers")  # torch's new name and its old one
@@ -26,7 +26,7 @@ def in_copies(objective: nn.Module) -> nn.Module:
     return wrapped
 
 
-def shard(
+def apply_fsdp(
     objective: nn.Module, denoiser: Denoiser, count: int, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Shards the objective in place, over `count` processes, before its weights have contents.
@@ -52,11 +52,11 @@ def shard(
             for block in module.layers:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(objective, mesh=mesh, mp_policy=policy)
-    root.small_call = partial(_small_call, denoiser)
+    root.small_call = partial(_dummy_forward, denoiser)
     register_fsdp_forward_method(root, "small_call")  # as the root's own: it may be the first call of all
 
 
-def without_sum(root: nn.Module) -> AbstractContextManager[Any]:
+def skip_gradient_sync(root: nn.Module) -> AbstractContextManager[Any]:
     """While it is open, backward sums no gradients of whole copies: for all parts but the last.
 
     Shards sum theirs in every part: kept until the last, they would be as large as all weights.
@@ -65,7 +65,9 @@ def without_sum(root: nn.Module) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def called_alone(root: nn.Module, denoiser: Denoiser, processes: Processes) -> Iterator[None]:
+def allow_independent_forwards(
+    root: nn.Module, denoiser: Denoiser, processes: DistributedContext
+) -> Iterator[None]:
     """While it is open every process may call the denoiser by itself, each as often as it needs.
 
     Layers in shards are gathered by all processes together. So before each call the processes agree
@@ -81,22 +83,22 @@ def called_alone(root: nn.Module, denoiser: Denoiser, processes: Processes) -> I
     module.small_call()
     module.unshard()
     agree = denoiser.layers[0].register_forward_pre_hook(
-        lambda *_: processes.any(True) and None, prepend=True
+        lambda *_: processes.any_rank(True) and None, prepend=True
     )
     try:
         yield
     finally:
         agree.remove()
-    while processes.any(False):
-        _small_call(denoiser)
+    while processes.any_rank(False):
+        _dummy_forward(denoiser)
     module.reshard()
 
 
-def _small_call(denoiser: Denoiser) -> None:
+def _dummy_forward(denoiser: Denoiser) -> None:
     """One token through all layers."""
-    encode_canvases(denoiser, [State((), Segment((0, 0), 0), 0)], None, [[0]])
+    encode_canvases(denoiser, [LaidOutRow((), Segment((0, 0), 0), 0)], None, [[0]])
 
 
-def whole(value: Tensor) -> Tensor:
+def gather_full_tensor(value: Tensor) -> Tensor:
     """A tensor gathered from its shards, where it has any."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -19,27 +19,33 @@ from torch import Tensor
 
 from dlm_rag.config import Config
 from dlm_rag.errors import RunError
-from dlm_rag.machine import choose_dtype, peak_memory
-from dlm_rag.model.cost import head_work
+from dlm_rag.machine import choose_dtype, get_peak_memory_bytes
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.transfer import to_host
-from dlm_rag.stages import StageClock, stage, step_range
+from dlm_rag.model.device_io import to_host
+from dlm_rag.model.flops import count_head_flops
+from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
+from dlm_rag.training.checkpoints import Checkpoints, find_latest_checkpoint, gather_full_state_dict
+from dlm_rag.training.distributed import DistributedContext, check_parallelism
 from dlm_rag.training.fingerprint import (
+    check_resume_settings,
+    collect_phase_settings,
+    collect_run_settings,
     fingerprint_files,
-    phase_settings,
-    refuse_others,
-    run_settings,
 )
-from dlm_rag.training.machines import this_machine
-from dlm_rag.training.objective import arithmetic
-from dlm_rag.training.optimizers import Rates, make_optimizers
-from dlm_rag.training.origin import Origin
-from dlm_rag.training.processes import Processes, check_sharing
-from dlm_rag.training.saving import Checkpoints, newest, whole_state
-from dlm_rag.training.sharding import called_alone, in_copies, shard, whole, without_sum
-from dlm_rag.training.state import Record, TrainState
-from dlm_rag.training.task import State, Task
-from dlm_rag.training.weights import copy_weights, place
+from dlm_rag.training.initial_weights import allocate_denoiser, copy_weights
+from dlm_rag.training.model_init import InitialModel
+from dlm_rag.training.objective import make_autocast
+from dlm_rag.training.optimizers import LearningRateSchedule, make_optimizers
+from dlm_rag.training.planning.gpu_specs import find_gpu_spec
+from dlm_rag.training.sharding import (
+    allow_independent_forwards,
+    apply_fsdp,
+    gather_full_tensor,
+    skip_gradient_sync,
+    wrap_in_ddp,
+)
+from dlm_rag.training.task import Task, TaskState
+from dlm_rag.training.train_state import CheckpointRecord, TrainState
 
 
 class Trainer:
@@ -48,10 +54,10 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        origin: Origin,
+        origin: InitialModel,
         task: Task,
         folder: Path,
-        processes: Processes,
+        processes: DistributedContext,
         phase: str = "",
     ) -> None:
         """The phase's own settings are taken from the config; weights are read.
@@ -60,54 +66,54 @@ class Trainer:
         with other settings, or other contents of what they name.
         """
         self.config, self.origin, self.task, self.folder = config, origin, task, folder
-        self.train = train = config.train.in_phases()[phase]
-        check_sharing(train, task.items, processes.count)
-        found = newest(folder)
-        self._fingerprints = fingerprint_files(config, origin) if processes.first else {}
+        self.train = train = config.train.get_phase_configs()[phase]
+        check_parallelism(train, task.items, processes.world_size)
+        found = find_latest_checkpoint(folder)
+        self._fingerprints = fingerprint_files(config, origin) if processes.is_main else {}
         if found is not None:
             record, held = found[1], self._fingerprints
-            processes.check_first(lambda: refuse_others(record, config, phase, held))
-        self.processes, share = processes.sharing_sequences(train.context_parallel)
-        self.device = device = processes.device(config.model.device)
+            processes.check_on_main(lambda: check_resume_settings(record, config, phase, held))
+        self.processes, share = processes.with_context_parallel(train.context_parallel)
+        self.device = device = processes.local_device(config.model.device)
         self.dtype = choose_dtype(train.dtype, device)
         self.state = TrainState(0, phase, 0, {})
-        self.denoiser = origin.empty(self.dtype)
+        self.denoiser = origin.build_on_meta(self.dtype)
         self.root = task.objective(self.denoiser, share)
         self._reference: Denoiser | None = getattr(self.root, "reference", None)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
-            shard(self.root, self.denoiser, processes.count, device, self.dtype)
-        origin.fill(self.denoiser, device, trained=found is None or self._reference is not None)
+            apply_fsdp(self.root, self.denoiser, processes.world_size, device, self.dtype)
+        origin.materialize(self.denoiser, device, trained=found is None or self._reference is not None)
         if self._reference is not None:
-            place(self._reference, device)
+            allocate_denoiser(self._reference, device)
             copy_weights(self.denoiser, self._reference)
-        if processes.count > 1 and not sharded:
-            self.root = in_copies(self.root)
+        if processes.world_size > 1 and not sharded:
+            self.root = wrap_in_ddp(self.root)
         for denoiser in (self.denoiser, self._reference):
             if denoiser is not None:
-                denoiser.attention = config.model.attention
+                denoiser.attention = config.model.attn_implementation
                 if train.rope_theta is not None:
-                    denoiser.set_rope(train.rope_theta)
-        self.denoiser.checkpointing = train.checkpointing
+                    denoiser.set_rope_theta(train.rope_theta)
+        self.denoiser.activation_checkpointing = train.activation_checkpointing
         if train.compile:
             self.denoiser.compile_layers()
         self.stage_seconds: dict[str, float] = {}  # of the last step
         self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
-        machine = this_machine(device)
+        machine = find_gpu_spec(device)
         self._peak = None if machine is None else machine.flops.get(self.dtype)
         self.optimizers = make_optimizers(self.denoiser, train)
-        self._rates = Rates(self.optimizers, train)
+        self._rates = LearningRateSchedule(self.optimizers, train)
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         self._checkpoints = Checkpoints(folder, processes)
-        self._loader = Loader(self._make_parts)
+        self._loader = MicrobatchPrefetcher(self._make_microbatches)
 
     @property
     def finished(self) -> bool:
         """Whether the phase has made its steps."""
-        return self.state.phase_step >= self.train.steps
+        return self.state.phase_step >= self.train.max_steps
 
     @property
-    def task_state(self) -> State:
+    def task_state(self) -> TaskState:
         """Where the task stands."""
         return self.state.tasks.get(self.task.name, {})
 
@@ -117,20 +123,20 @@ class Trainer:
         Raises `RunError` where the loss is not a number.
         """
         state, task = self.state, self.task
-        with step_range(state.step, task.rows), StageClock() as clock:
-            with stage("data"):
-                parts, terms = self._parts(), task.terms(state.phase_step)
-                mine = added([task.counts(part, terms) for part in parts])
-                counts = self._summed(mine, self.processes.sharing)
-            before = replace(self.denoiser.work)
-            share = self._rates.set(state.phase_step)
+        with profile_step(state.step, task.rows), StageClock() as clock:
+            with profile_stage("data"):
+                parts, terms = self._microbatches(), task.loss_weights(state.phase_step)
+                mine = sum_counts([task.count_microbatch(part, terms) for part in parts])
+                counts = self._all_reduce(mine, self.processes.context_parallel_size)
+            before = replace(self.denoiser.flop_count)
+            share = self._rates.set_rates(state.phase_step)
             for _ in range(task.updates):
-                found = self._gradients(parts, counts, terms)
-                with stage("optimizer"):
-                    norm, own = self._norm_and_sums(found)
-                    sums = self._summed(own)
+                found = self._run_backward(parts, counts, terms)
+                with profile_stage("optimizer"):
+                    norm, own = self._clip_gradients(found)
+                    sums = self._all_reduce(own)
                     told = task.metrics(sums, counts, self.task_state)
-                    self._finite(told["loss"], "loss")
+                    self._check_finite(told["loss"], "loss")
                     self._update(norm)
             self.flops = self._flops(before, mine["supervised"] * task.updates)
         metrics = {
@@ -143,45 +149,47 @@ class Trainer:
             "tokens": round(counts["tokens"]),
             "supervised_tokens": round(counts["supervised"]),
         }
-        self.stage_seconds = clock.take()
+        self.stage_seconds = clock.pop_seconds()
         state.tasks[task.name] = task.advance(self.task_state, metrics, counts)
         state.step, state.phase_step = state.step + 1, state.phase_step + 1
         return metrics
 
-    def _parts(self) -> list[Any]:
+    def _microbatches(self) -> list[Any]:
         """This process's parts of the step; begins on those of the next, where the task allows it."""
         step, conditions = self.state.phase_step, self.task.conditions(self.task_state)
-        if not self.task.ahead_of_time:
-            with self.evaluating():
-                return self._make_parts(step, conditions)
+        if not self.task.can_prefetch:
+            with self.evaluation_mode():
+                return self._make_microbatches(step, conditions)
         parts = self._loader.take(step, conditions)
-        self._loader.begin(step + 1, conditions)
+        self._loader.prefetch(step + 1, conditions)
         return parts
 
-    def _make_parts(self, step: int, conditions: Any) -> list[Any]:
+    def _make_microbatches(self, step: int, conditions: Any) -> list[Any]:
         """This process's items, in as many parts as its gradients are accumulated from."""
-        mine, count = self.processes.share(self.task.items), self.train.accumulate
-        return [self.task.part(step, mine[n::count], conditions) for n in range(count)]
+        mine, count = self.processes.local_items(self.task.items), self.train.gradient_accumulation_steps
+        return [self.task.make_microbatch(step, mine[n::count], conditions) for n in range(count)]
 
-    def _summed(self, own: dict[str, float], shared_by: int = 1) -> dict[str, float]:
+    def _all_reduce(self, own: dict[str, float], shared_by: int = 1) -> dict[str, float]:
         """Each value summed over all processes, of which `shared_by` have the same."""
-        values = self.processes.sum(list(own.values()))
+        values = self.processes.all_reduce_sum(list(own.values()))
         return {name: value / shared_by for name, value in zip(own, values, strict=True)}
 
-    def _gradients(self, parts: list[Any], counts: dict[str, float], terms: Any) -> list[dict[str, Tensor]]:
+    def _run_backward(
+        self, parts: list[Any], counts: dict[str, float], terms: Any
+    ) -> list[dict[str, Tensor]]:
         """Adds up the gradients of all parts and, with the last, of all processes; returns their sums."""
         sums = []
         for number, part in enumerate(parts, start=1):
-            with nullcontext() if number == len(parts) else without_sum(self.root):
-                with stage("forward"), self.arithmetic():
+            with nullcontext() if number == len(parts) else skip_gradient_sync(self.root):
+                with profile_stage("forward"), self.autocast():
                     loss, found = self.root(part, counts, terms)
-                with stage("backward"):
+                with profile_stage("backward"):
                     # DDP and FSDP take means over the processes.
-                    self._scaler.scale(loss * self.processes.count).backward()
+                    self._scaler.scale(loss * self.processes.world_size).backward()
             sums.append(found)
         return sums
 
-    def _norm_and_sums(self, found: list[dict[str, Tensor]]) -> tuple[float, dict[str, float]]:
+    def _clip_gradients(self, found: list[dict[str, Tensor]]) -> tuple[float, dict[str, float]]:
         """Clips the gradients to a norm of 1; their norm from before, and the sums of this process's parts.
 
         The one wait for the device in a step.
@@ -189,7 +197,7 @@ class Trainer:
         for optimizer in self.optimizers:
             self._scaler.unscale_(optimizer)
         trained = [p for p in self.denoiser.parameters() if p.requires_grad]
-        norm = whole(torch.nn.utils.clip_grad_norm_(trained, 1.0))
+        norm = gather_full_tensor(torch.nn.utils.clip_grad_norm_(trained, 1.0))
         sums = torch.stack([torch.stack(list(part.values())).double() for part in found]).sum(0)
         first, *rest = to_host(torch.cat((norm.double()[None], sums))).tolist()
         return first, dict(zip(found[0], rest, strict=True))
@@ -201,14 +209,14 @@ class Trainer:
         what `GradScaler.step` would ask the device for, optimizer by optimizer.
         """
         if not self._scaler.is_enabled():
-            self._finite(norm, "gradient")
+            self._check_finite(norm, "gradient")
         for optimizer in self.optimizers:
             if math.isfinite(norm):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self._scaler.update()
 
-    def _finite(self, value: float, what: str) -> None:
+    def _check_finite(self, value: float, what: str) -> None:
         if not math.isfinite(value):
             raise RunError(
                 f"the {what} of step {self.state.step} is not a number; the last checkpoint is as it was: "
@@ -217,10 +225,10 @@ class Trainer:
 
     def _flops(self, before: Any, supervised: float) -> float:
         """What forward and backward took since `before`, with logits of so many tokens."""
-        head = head_work(self.denoiser.config, supervised / self.processes.sharing, 4)
-        return (self.denoiser.work - before + head).with_backward(self.train.frozen)
+        head = count_head_flops(self.denoiser.config, supervised / self.processes.context_parallel_size, 4)
+        return (self.denoiser.flop_count - before + head).flops_with_backward(self.train.is_denoiser_frozen)
 
-    def speed(self, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def speed_metrics(self, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Seconds of each stage; tokens a second, all and supervised; peak memory; FLOP/s of this process
         and, on a known machine, MFU.
         """
@@ -230,36 +238,37 @@ class Trainer:
         if self.device.type == "cuda":
             found["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         else:
-            found["memory_gib"] = peak_memory() / 2**30
+            found["memory_gib"] = get_peak_memory_bytes() / 2**30
         found["tflops_per_second"] = self.flops / seconds / 1e12
         if self._peak is not None:
             found["mfu"] = self.flops / seconds / self._peak
         return found
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """While it is open every process may call the denoiser by itself, as often as it needs."""
         self._loader.pause()  # searches of two threads at once would not do
         self.denoiser.eval()
         try:
             with (
                 torch.no_grad(),
-                self.arithmetic(),
-                called_alone(self.root, self.denoiser, self.processes),
+                self.autocast(),
+                allow_independent_forwards(self.root, self.denoiser, self.processes),
             ):
                 yield
         finally:
             self.denoiser.train()
 
-    def arithmetic(self) -> Any:
+    def autocast(self) -> Any:
         """The context in which the denoiser runs: autocast below float32."""
-        return arithmetic(self.device.type, self.dtype)
+        return make_autocast(self.device.type, self.dtype)
 
     def save(self) -> Path:
         """Writes a checkpoint that is whole or not there; every process takes part."""
-        with stage("checkpoint"):
-            record = Record(
-                self.state, run_settings(self.config), phase_settings(self.config, self.train),
+        with profile_stage("checkpoint"):
+            record = CheckpointRecord(
+                self.state, collect_run_settings(self.config), collect_phase_settings(self.config,
+                self.train),
                 self._fingerprints, self._scaler.state_dict(),
             )  # fmt: skip
             start = None if self._reference is None else self.state.step - self.state.phase_step
@@ -270,7 +279,7 @@ class Trainer:
 
         Raises `CheckpointError` where it is broken.
         """
-        found = newest(self.folder)
+        found = find_latest_checkpoint(self.folder)
         if found is None:
             return False
         path, record = found
@@ -279,7 +288,7 @@ class Trainer:
         kept = same or record.phase.get("train.optimizer") == self.train.optimizer
         start = state.step - state.phase_step if same else state.step
         if self._reference is not None and start:
-            self._checkpoints.load_start(start, self.root)
+            self._checkpoints.load_phase_start(start, self.root)
             copy_weights(self.denoiser, self._reference)
         self._checkpoints.load(path, self.root, self.optimizers if kept else [])
         if self._scaler.is_enabled() and record.scaler:
@@ -289,13 +298,13 @@ class Trainer:
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """A folder that `sample.py --model` reads; every process takes part."""
-        tensors = whole_state(self.denoiser)
-        if self.processes.first:
+        tensors = gather_full_state_dict(self.denoiser)
+        if self.processes.is_main:
             self.origin.export(folder, tensors, self.denoiser.config.rope_theta, dtype)
-        self.processes.wait()
+        self.processes.barrier()
 
 
-def added(parts: list[dict[str, float]]) -> dict[str, float]:
+def sum_counts(parts: list[dict[str, float]]) -> dict[str, float]:
     """The counts of several parts together."""
     return {name: sum(part[name] for part in parts) for name in parts[0]}
 
@@ -307,7 +316,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class Loader:
+class MicrobatchPrefetcher:
     """Prepares the parts of the next step on a thread of its own."""
 
     def __init__(self, make: Callable[[int, Hashable], list[Any]]) -> None:
@@ -315,7 +324,7 @@ class Loader:
         self._asked: tuple[int, Hashable] | None = None
         self._found: Future[list[Any]] | None = None
 
-    def begin(self, step: int, conditions: Hashable) -> None:
+    def prefetch(self, step: int, conditions: Hashable) -> None:
         """Starts on a step."""
         self._asked, self._found = (step, conditions), self._worker.submit(self._make, step, conditions)
 

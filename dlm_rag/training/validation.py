@@ -10,32 +10,32 @@ from torch import Tensor
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
-from dlm_rag.diffusion.noise import SCHEDULES, antithetic_times, mask_tokens
-from dlm_rag.diffusion.uniform import from_others, redraw_tokens, uniform_nelbo
-from dlm_rag.evaluation.metrics import score
-from dlm_rag.evidence.fitting import Room, fit
+from dlm_rag.diffusion.noise import NOISE_SCHEDULES, mask_tokens, sample_antithetic_times
+from dlm_rag.diffusion.uniform_process import add_uniform_noise, leave_one_out_logits, uniform_nelbo
+from dlm_rag.evaluation.metrics import score_rollout
+from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.transfer import to_device, to_host
+from dlm_rag.model.device_io import to_device, to_host
+from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
-from dlm_rag.randomness import keyed_generator
+from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import build_query
-from dlm_rag.stages import stage
 from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.gemma import TrainedGemma
-from dlm_rag.training.objective import Terms, counts_of, encode
-from dlm_rag.training.rows.documents import Documents
-from dlm_rag.training.rows.example import Example
-from dlm_rag.training.trainer import Trainer, added
+from dlm_rag.training.data.documents import PackedDocuments
+from dlm_rag.training.data.example import Example
+from dlm_rag.training.objective import LossWeights, count_examples, encode_batch
+from dlm_rag.training.trainable_gemma import TrainableGemma
+from dlm_rag.training.trainer import Trainer, sum_counts
 
-NELBO_TIMES = 4  # for each question
-LINEAR = SCHEDULES["linear"]
+NELBO_TIMES_PER_QUESTION = 4  # for each question
+LINEAR = NOISE_SCHEDULES["linear"]
 
 
 class Validation(Protocol):
     """Says how good a denoiser is."""
 
-    def scores(self, trainer: Trainer) -> dict[str, float]:
+    def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """Figures by name, the same on every process; all take part."""
         ...
 
@@ -50,41 +50,45 @@ class QuestionValidation:
         self._questions, self._truths, self._seed = questions, truths, seed
         self._retriever, self._config, self._engine = retriever, decode, engine
 
-    def scores(self, trainer: Trainer) -> dict[str, float]:
+    def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """Exact match and forwards for all questions, exact match by hops, and the NELBO.
 
         Each process answers its share of the questions.
         """
         if not self._questions:
             return {}
-        mine = trainer.processes.share(len(self._questions))
-        with stage("evaluate"), trainer.evaluating():
-            sums = self.sums(trainer.denoiser, trainer.origin.tokenizer, mine)
-        whole = trainer.processes.sum(list(sums.values()))
-        return self.means(dict(zip(sums, whole, strict=True)))
+        mine = trainer.processes.local_items(len(self._questions))
+        with profile_stage("evaluate"), trainer.evaluation_mode():
+            sums = self.sum_scores(trainer.denoiser, trainer.origin.tokenizer, mine)
+        whole = trainer.processes.all_reduce_sum(list(sums.values()))
+        return self.average_scores(dict(zip(sums, whole, strict=True)))
 
-    def scores_of(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
+    def score_denoiser(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
         """As `scores`, for a denoiser by itself."""
-        return self.means(self.sums(denoiser, tokenizer, range(len(self._questions))))
+        return self.average_scores(self.sum_scores(denoiser, tokenizer, range(len(self._questions))))
 
-    def sums(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> dict[str, float]:
+    def sum_scores(
+        self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]
+    ) -> dict[str, float]:
         """Over some of the questions, under names that do not depend on which."""
         asked = [self._questions[number] for number in which]
-        weights = denoiser.decoding() if isinstance(denoiser, TrainedGemma) else denoiser
+        weights = denoiser.as_noise_denoiser() if isinstance(denoiser, TrainableGemma) else denoiser
         decoder = Decoder(weights, self._retriever, tokenizer, self._config, engine=self._engine)
-        found = dict.fromkeys(["exact_match", *map(_by_hops, self._hops()), "forwards_per_answer"], 0.0)
+        found = dict.fromkeys(
+            ["exact_match", *map(_hop_metric_name, self._hops()), "forwards_per_answer"], 0.0
+        )
         for rollout, question in zip(decoder.decode(asked), asked, strict=True):
-            scored = score(rollout, question)
+            scored = score_rollout(rollout, question)
             found["exact_match"] += scored.exact_match
             found["forwards_per_answer"] += scored.forwards
             if question.hops:
-                found[_by_hops(question.hops)] += scored.exact_match
+                found[_hop_metric_name(question.hops)] += scored.exact_match
         found["nelbo"], found["tokens"] = self.nelbo(denoiser, tokenizer, which)
         return found
 
-    def means(self, sums: dict[str, float]) -> dict[str, float]:
+    def average_scores(self, sums: dict[str, float]) -> dict[str, float]:
         """Per question and per token, from the sums over all questions."""
-        counts = {_by_hops(n): sum(q.hops == n for q in self._questions) for n in self._hops()}
+        counts = {_hop_metric_name(n): sum(q.hops == n for q in self._questions) for n in self._hops()}
         found = {
             name: value / counts.get(name, len(self._questions))
             for name, value in sums.items()
@@ -107,12 +111,12 @@ class QuestionValidation:
         total = tokens = 0.0
         for number in which:
             question, truth = self._questions[number], self._truths[number]
-            generator = keyed_generator("nelbo", self._seed, number)
-            times = antithetic_times(NELBO_TIMES, generator)
+            generator = make_keyed_generator("nelbo", self._seed, number)
+            times = sample_antithetic_times(NELBO_TIMES_PER_QUESTION, generator)
             assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
-            found = tokenizer.prompt(question.question, self._evidence(question, truth))
-            prompt = fit(found, Room.of(denoiser.config))[0]
+            found = tokenizer.build_prompt(question.question, self._evidence(question, truth))
+            prompt = truncate_evidence(found, ContextBudget.from_config(denoiser.config))[0]
             tokens += len(target)
             bounds = _masked_bounds if denoiser.config.noise is None else _uniform_bounds
             total += float(bounds(denoiser, prompt, target, times, generator).sum()) / len(times)
@@ -141,15 +145,17 @@ def _masked_bounds(
     examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
     losses = torch.zeros(hidden.shape, dtype=torch.float64)
     if examples:
-        losses[hidden] = _losses(denoiser, examples, ids[hidden])
+        losses[hidden] = _masked_token_losses(denoiser, examples, ids[hidden])
     return nelbo(losses, times, LINEAR)
 
 
-def _losses(denoiser: Denoiser, examples: list[Example], targets: Tensor) -> Tensor:
+def _masked_token_losses(denoiser: Denoiser, examples: list[Example], targets: Tensor) -> Tensor:
     """Cross-entropies (n,) of all hidden tokens, on the host."""
-    seen = encode(denoiser, examples, denoiser.config.evidence_layout)
+    seen = encode_batch(denoiser, examples, denoiser.config.evidence_layout)
     (there,) = to_device([targets.numpy()], seen.hidden.device)
-    return torch.from_numpy(to_host(token_losses(denoiser.read_out(seen.hidden), there).double()))
+    return torch.from_numpy(
+        to_host(token_losses(denoiser.compute_token_logits(seen.hidden), there).double())
+    )
 
 
 def _uniform_bounds(
@@ -158,42 +164,42 @@ def _uniform_bounds(
     """The same under uniform noise: canvas after canvas, those before it in the prompt."""
     shape, device, total = denoiser.config, denoiser.device, torch.zeros_like(times)
     alone = torch.zeros(len(times), dtype=torch.bool, device=device)
-    for start in range(0, len(target), shape.attention_block):
-        canvas = target[start : start + shape.attention_block]
-        ids = torch.tensor((*canvas, *target[-1:] * (shape.attention_block - len(canvas))))
+    for start in range(0, len(target), shape.block_size):
+        canvas = target[start : start + shape.block_size]
+        ids = torch.tensor((*canvas, *target[-1:] * (shape.block_size - len(canvas))))
         ids = ids.expand(len(times), -1)
-        noisy = redraw_tokens(ids, LINEAR.alpha(times), shape.vocab_size, generator)
+        noisy = add_uniform_noise(ids, LINEAR.alpha(times), shape.vocab_size, generator)
         logits = denoiser([[*prompt.ids, *target[:start]]] * len(times), noisy.to(device), alone).cpu()
         at = times[:, None].expand(ids.shape)
         if not denoiser.from_others:
-            logits = from_others(logits, noisy, at, LINEAR)
+            logits = leave_one_out_logits(logits, noisy, at, LINEAR)
         total += uniform_nelbo(logits, noisy, ids, at, LINEAR).sum(1)
     return total
 
 
-def _by_hops(hops: int) -> str:
+def _hop_metric_name(hops: int) -> str:
     return f"exact_match_{hops}_hops"
 
 
 class DocumentValidation:
     """The last sequences of every source, which no step trains on."""
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: PackedDocuments) -> None:
         self._documents = documents
 
-    def scores(self, trainer: Trainer) -> dict[str, float]:
+    def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """The NELBO per token in nats, of all sources together."""
-        held, processes = self._documents.held_out(), trainer.processes
+        held, processes = self._documents.held_out_examples(), trainer.processes
         if not held:
             return {}
         # One sequence at a time, as a step needs at least; shards are gathered by all as often.
-        mine = [held[n] for n in processes.share(len(held))]
-        calls = -(-len(held) * processes.sharing // processes.count)
+        mine = [held[n] for n in processes.local_items(len(held))]
+        calls = -(-len(held) * processes.context_parallel_size // processes.world_size)
         ends = trainer.origin.tokenizer.end_ids
-        counts = added([counts_of(rows, ends, 1.0) for rows in held])
-        with stage("evaluate"), torch.no_grad(), trainer.arithmetic():
-            found = [trainer.root(rows, counts, Terms())[1]["tokens"] for rows in mine]
+        counts = sum_counts([count_examples(rows, ends, 1.0) for rows in held])
+        with profile_stage("evaluate"), torch.no_grad(), trainer.autocast():
+            found = [trainer.root(rows, counts, LossWeights())[1]["tokens"] for rows in mine]
             for _ in range(calls - len(mine)):
-                trainer.root(held[-1], counts, Terms())
+                trainer.root(held[-1], counts, LossWeights())
             own = float(to_host(torch.stack(found).double().sum())) if found else 0.0
-        return {"nelbo_per_token": processes.sum([own])[0] / counts["divisor"]}
+        return {"nelbo_per_token": processes.all_reduce_sum([own])[0] / counts["divisor"]}

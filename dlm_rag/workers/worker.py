@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Protocol
 from dlm_rag.errors import UserError
 
 if TYPE_CHECKING:
-    from dlm_rag.decode.decoder import Decoder, Machinery, Weights
+    from dlm_rag.decode.decoder import AnyDenoiser, Decoder, DecoderStats
     from dlm_rag.decode.engine import Engine
     from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.energy.reading import Reading
+    from dlm_rag.energy.reading import EnergyReading
     from dlm_rag.questions import Question
 
-TURN_SECONDS = 0.25  # of `advance`, where a step does not take longer
+ADVANCE_SECONDS = 0.25  # of `advance`, where a step does not take longer
 
 
-class Opening(Protocol):
+class DecoderFactory(Protocol):
     """How a worker gets ready for a job; pickled, so of a module that workers can import."""
 
     @property
@@ -39,7 +39,7 @@ class Opening(Protocol):
         """As in `Config.energy`."""
         ...
 
-    def __call__(self, denoiser: Weights | None, sharing: int) -> tuple[Decoder, dict[str, str | int]]:
+    def __call__(self, denoiser: AnyDenoiser | None, sharing: int) -> tuple[Decoder, dict[str, str | int]]:
         """The decoder, with this denoiser where there is one, and `describe_machine` of here.
 
         sharing: how many workers share the memory.
@@ -48,12 +48,12 @@ class Opening(Protocol):
 
 
 @dataclass(frozen=True)
-class Turn:
+class AdvanceResult:
     """What came of an `advance`."""
 
     rollouts: list[Rollout]
-    machinery: Machinery
-    said: list[tuple[int, str]]  # warnings of the package: level and text
+    machinery: DecoderStats
+    warning_records: list[tuple[int, str]]  # warnings of the package: level and text
 
 
 class Worker:
@@ -67,10 +67,10 @@ class Worker:
         self._engine: Engine | None = None
         self._model: object = None
         self._waiting: deque[Question] = deque()
-        self._said = _Said()
+        self._said = _WarningBuffer()
         logging.getLogger("dlm_rag").addHandler(self._said)
 
-    def open(self, opening: Opening) -> dict[str, str | int]:
+    def open(self, opening: DecoderFactory) -> dict[str, str | int]:
         """Gets ready for a job; describes the machine. Raises `UserError` that names the machine."""
         if self._engine is not None:
             self._engine.close()
@@ -83,9 +83,9 @@ class Worker:
             raise type(error)(f"on {platform.node()}: {error}") from None
         self._engine, self._model = self._decoder.new_engine(), opening.model
         self._said.take()  # whoever asked has said the same
-        from dlm_rag.energy.meter import Meter
+        from dlm_rag.energy.meter import EnergyMeter
 
-        self._meter = Meter()  # until `measure`
+        self._meter = EnergyMeter()  # until `measure`
         self._meter.start()
         return machine
 
@@ -97,30 +97,30 @@ class Worker:
         self._meter = open_meter(energy, self._decoder.denoiser.device)
         self._meter.start()
 
-    def measured(self) -> Reading:
+    def measured(self) -> EnergyReading:
         """What was drawn since `measure`."""
         return self._meter.stop()
 
-    def advance(self, questions: list[Question]) -> Turn:
+    def advance(self, questions: list[Question]) -> AdvanceResult:
         """Takes questions in, and steps for a moment or until nothing is left.
 
         Raises what the model raises (no memory, say), and `UserError` for what is wrong with them all.
         """
         assert self._decoder is not None and self._engine is not None, "opened first"
         self._waiting.extend(questions)
-        rollouts, end = [], perf_counter() + TURN_SECONDS
+        rollouts, end = [], perf_counter() + ADVANCE_SECONDS
         while True:
             while self._waiting and self._engine.capacity:
-                self._engine.submit(self._waiting.popleft(), guesses=self._decoder.guesses)
+                self._engine.submit(self._waiting.popleft(), guesses=self._decoder.record_provisional)
             if not self._engine.busy:
                 break
             rollouts += [event.rollout for event in self._engine.step() if event.finished]
             if perf_counter() > end:
                 break
-        return Turn(rollouts, self._decoder.machinery, self._said.take())
+        return AdvanceResult(rollouts, self._decoder.stats, self._said.take())
 
 
-class _Said(logging.Handler):
+class _WarningBuffer(logging.Handler):
     """Keeps warnings for the process that has a person before it."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """Bad inputs, a line each, and what a program says to them; `test_bad_inputs.py` runs every line.
 
-To add one, write a `Case` into the table of its room: a name, the command as it is typed behind
+To add one, write a `BadInputCase` into the table of its room: a name, the command as it is typed behind
 `dlm-rag`, words that the error must hold, and the files that make the input bad. The working folder
 has `model/` (a tiny checkpoint), `corpus.jsonl` and `questions.jsonl` already. A command may also begin
-with a module (`dlm_rag.training.card`) or a program of the checkout (`profiling/nsys.py`).
+with a module (`dlm_rag.training.model_card`) or a program of the checkout (`profiling/nsys.py`).
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ASK = "sample 'Who wrote Emma?' --model model --corpus corpus.jsonl decode.canvas_length=8"
+SAMPLE_COMMAND = "sample 'Who wrote Emma?' --model model --corpus corpus.jsonl decode.max_new_tokens=8"
 # The same without the flag that the case is about.
-ASK_MODEL = "sample 'Who wrote Emma?' --model model decode.canvas_length=8"
-ASK_CORPUS = "sample 'Who wrote Emma?' --corpus corpus.jsonl decode.canvas_length=8"
-ASK_FILE = "sample --model model --corpus corpus.jsonl decode.canvas_length=8"
+SAMPLE_WITH_MODEL = "sample 'Who wrote Emma?' --model model decode.max_new_tokens=8"
+SAMPLE_WITH_CORPUS = "sample 'Who wrote Emma?' --corpus corpus.jsonl decode.max_new_tokens=8"
+SAMPLE_WITHOUT_QUESTION = "sample --model model --corpus corpus.jsonl decode.max_new_tokens=8"
 
 
 @dataclass(frozen=True)
-class Case:
+class BadInputCase:
     """One bad input.
 
     files: what to put into the working folder first, by path: a text or bytes; a dict, whose keys join the
@@ -43,6 +43,6 @@ class Case:
     slow: bool = False
 
     @property
-    def alone(self) -> bool:
+    def needs_own_process(self) -> bool:
         """Whether it needs a process of its own."""
         return bool(self.env) or self.command.split()[0].endswith(".py")

@@ -6,16 +6,16 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tiny_gemma import TEXT, write_gemma
+from tiny_diffusion_gemma import TEXT, write_tiny_gemma
 
-from bad_inputs import ASK, ASK_CORPUS, Case
+from bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_CORPUS, BadInputCase
 
 CONFIG, WEIGHTS, TOKENIZER = "model/config.json", "model/model.safetensors", "model/tokenizer.json"
 TOKENIZER_CONFIG, GENERATION = "model/tokenizer_config.json", "model/generation_config.json"
 INDEX = "model/model.safetensors.index.json"
 TRAIN = "train --out run --model model"
 GEMMA, ASK_GEMMA = "gemma/config.json", "sample 'Who wrote Emma?' --model gemma --corpus corpus.jsonl"
-DENSE = f"{ASK} retrieval.kind=dense retrieval.dense_model=dense"
+DENSE = f"{SAMPLE_COMMAND} retrieval.method=dense retrieval.embedding_model=dense"
 
 
 def pipe(path: Path) -> None:
@@ -90,7 +90,7 @@ def gemma(**text: Any) -> dict[str, Any]:
 
 
 def whole_gemma(path: Path) -> None:
-    write_gemma(path.parent)
+    write_tiny_gemma(path.parent)
 
 
 def link(target: str):
@@ -135,40 +135,40 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "u
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4920\n"
 
 CASES = [
-    Case("a model type of nobody", ASK, "'secret' model", {CONFIG: {"model_type": "secret"}}),
-    Case("a model type that is a list", ASK, "is a '['llama']' model", {CONFIG: {"model_type": ["llama"]}}),
-    Case("a config of a number with 5,000 digits", ASK, "the file is not JSON", {CONFIG: "9" * 5000}),
-    Case("a config nested 100,000 deep", ASK, "config.json: the file is not JSON", {CONFIG: "[" * 100_000}),
-    Case("a config that has a key twice", ASK, "the key 'a' occurs a second time", {CONFIG: '{"a": 1, "a": 2}'}),
-    Case("a config that is no UTF-8", ASK, "config.json: the file is not UTF-8", {CONFIG: b"\xff\xfe{}"}),
-    Case("a config that is a pipe", ASK, "config.json is no regular file", {CONFIG: pipe}),
-    Case("a config that is a folder", ASK, "config.json is no regular file", {CONFIG: folder}),
-    Case("a config of 300 MB", ASK, "config.json is larger than", {CONFIG: huge}),
-    Case("weights that are a pipe", ASK, "model.safetensors is no regular file", {WEIGHTS: pipe}),
-    Case("a tokenizer that is a pipe", ASK, "tokenizer.json is no regular file", {TOKENIZER: pipe}),
-    Case("a chat template that is a pipe", ASK, "is no regular file", {"model/chat_template.jinja": pipe}),
-    Case("ten million layers", ASK, "for the 10000000 layers", {CONFIG: {"num_hidden_layers": 10**7}}),
-    Case("heads as a text", ASK, "num_attention_heads='4' must be a whole", {
+    BadInputCase("a model type of nobody", SAMPLE_COMMAND, "'secret' model", {CONFIG: {"model_type": "secret"}}),
+    BadInputCase("a model type that is a list", SAMPLE_COMMAND, "is a '['llama']' model", {CONFIG: {"model_type": ["llama"]}}),
+    BadInputCase("a config of a number with 5,000 digits", SAMPLE_COMMAND, "the file is not JSON", {CONFIG: "9" * 5000}),
+    BadInputCase("a config nested 100,000 deep", SAMPLE_COMMAND, "config.json: the file is not JSON", {CONFIG: "[" * 100_000}),
+    BadInputCase("a config that has a key twice", SAMPLE_COMMAND, "the key 'a' occurs a second time", {CONFIG: '{"a": 1, "a": 2}'}),
+    BadInputCase("a config that is no UTF-8", SAMPLE_COMMAND, "config.json: the file is not UTF-8", {CONFIG: b"\xff\xfe{}"}),
+    BadInputCase("a config that is a pipe", SAMPLE_COMMAND, "config.json is no regular file", {CONFIG: pipe}),
+    BadInputCase("a config that is a folder", SAMPLE_COMMAND, "config.json is no regular file", {CONFIG: folder}),
+    BadInputCase("a config of 300 MB", SAMPLE_COMMAND, "config.json is larger than", {CONFIG: huge}),
+    BadInputCase("weights that are a pipe", SAMPLE_COMMAND, "model.safetensors is no regular file", {WEIGHTS: pipe}),
+    BadInputCase("a tokenizer that is a pipe", SAMPLE_COMMAND, "tokenizer.json is no regular file", {TOKENIZER: pipe}),
+    BadInputCase("a chat template that is a pipe", SAMPLE_COMMAND, "is no regular file", {"model/chat_template.jinja": pipe}),
+    BadInputCase("ten million layers", SAMPLE_COMMAND, "for the 10000000 layers", {CONFIG: {"num_hidden_layers": 10**7}}),
+    BadInputCase("heads as a text", SAMPLE_COMMAND, "num_attention_heads='4' must be a whole", {
         CONFIG: llama(num_attention_heads="4")
     }),
-    Case("a width of true", ASK, "hidden_size=True must be", {CONFIG: {"hidden_size": True}}),
-    Case("a mask of true", ASK, "mask_token_id=True must be", {CONFIG: {"mask_token_id": True}}),
-    Case("a mask below 0", ASK, "mask_token_id=-1 must be", {CONFIG: {"mask_token_id": -1}}),
-    Case("a mask that is no token", ASK, "mask_token_id=258 is no token", {
+    BadInputCase("a width of true", SAMPLE_COMMAND, "hidden_size=True must be", {CONFIG: {"hidden_size": True}}),
+    BadInputCase("a mask of true", SAMPLE_COMMAND, "mask_token_id=True must be", {CONFIG: {"mask_token_id": True}}),
+    BadInputCase("a mask below 0", SAMPLE_COMMAND, "mask_token_id=-1 must be", {CONFIG: {"mask_token_id": -1}}),
+    BadInputCase("a mask that is no token", SAMPLE_COMMAND, "mask_token_id=258 is no token", {
         CONFIG: {"mask_token_id": 258, "vocab_size": 259},
         WEIGHTS: tensors(lambda found: found.update(
             {name: found[name][[*range(258), 0]] for name in ("embed_tokens.weight", "lm_head.weight")}
         )),
     }),
     *(
-        Case(f"an end of {value!r}", ASK, "must be ids of the voc", {CONFIG: {"eos_token_id": value}})
+        BadInputCase(f"an end of {value!r}", SAMPLE_COMMAND, "must be ids of the voc", {CONFIG: {"eos_token_id": value}})
         for value in (1.5, "257", [[1]], -1, 258, True, {"id": 1})
     ),
-    Case("an end in the settings of generation", ASK, "generation_config.json: eos_token_id=999", {
+    BadInputCase("an end in the settings of generation", SAMPLE_COMMAND, "generation_config.json: eos_token_id=999", {
         GENERATION: '{"eos_token_id": 999}'
     }),
     *(
-        Case(f"{key} of {value}", ASK, f"{key}={shown} must be a number", {
+        BadInputCase(f"{key} of {value}", SAMPLE_COMMAND, f"{key}={shown} must be a number", {
             CONFIG: f'{{"model_type": "dlm_rag", "vocab_size": 258, "{key}": {value}}}'
         })
         for key, value, shown in (
@@ -176,218 +176,218 @@ CASES = [
             ("rope_theta", "1e999", "inf"), ("rope_theta", '"x"', "'x'"),
         )
     ),
-    Case("scaled positions as a text", ASK, "rope_scaling='yarn' must be", {
+    BadInputCase("scaled positions as a text", SAMPLE_COMMAND, "rope_scaling='yarn' must be", {
         CONFIG: llama(rope_scaling="yarn")
     }),
-    Case("scaled positions that depend on the length", ASK, "type 'dynamic' is none", {
+    BadInputCase("scaled positions that depend on the length", SAMPLE_COMMAND, "type 'dynamic' is none", {
         CONFIG: {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     }),
-    Case("scaled positions without their factor", ASK, "needs a number above 0 as factor, not None", {
+    BadInputCase("scaled positions without their factor", SAMPLE_COMMAND, "needs a number above 0 as factor, not None", {
         CONFIG: {"rope_scaling": {"rope_type": "yarn"}}
     }),
-    Case("scaled positions without their bounds", ASK, "needs a number above 0 as low_freq_factor", {
+    BadInputCase("scaled positions without their bounds", SAMPLE_COMMAND, "needs a number above 0 as low_freq_factor", {
         CONFIG: llama(rope_scaling={"rope_type": "llama3", "factor": 8.0})
     }),
-    Case("scaled positions that are no numbers", ASK, "gives no rotary positions", {
+    BadInputCase("scaled positions that are no numbers", SAMPLE_COMMAND, "gives no rotary positions", {
         CONFIG: {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}
     }),
     *(
-        Case(f"a tie of {name} that is a word", ASK, "tie_word_embeddings='no' must be true", {
+        BadInputCase(f"a tie of {name} that is a word", SAMPLE_COMMAND, "tie_word_embeddings='no' must be true", {
             CONFIG: more | {"tie_word_embeddings": "no"}
         })
         for name, more in (("ours", {}), ("Llama", llama()))
     ),
-    Case("a canvas of half a token", ASK, "canvas_length=0.5 must be", {CONFIG: {"canvas_length": 0.5}}),
-    Case("a prompt of numbers", ASK, "must hold texts", {CONFIG: {"prompt": {"head": 3}}}),
-    Case("weights of whole numbers", ASK, "norm.weight holds I16, not F64", {
+    BadInputCase("a canvas of half a token", SAMPLE_COMMAND, "canvas_length=0.5 must be", {CONFIG: {"canvas_length": 0.5}}),
+    BadInputCase("a prompt of numbers", SAMPLE_COMMAND, "must hold texts", {CONFIG: {"prompt": {"head": 3}}}),
+    BadInputCase("weights of whole numbers", SAMPLE_COMMAND, "norm.weight holds I16, not F64", {
         WEIGHTS: one("norm.weight", lambda old: old.short())
     }),
-    Case("gains of zeros", ASK, "norm.weight holds nothing but zeros", {
+    BadInputCase("gains of zeros", SAMPLE_COMMAND, "norm.weight holds nothing but zeros", {
         WEIGHTS: one("norm.weight", lambda old: old * 0)
     }),
-    Case("embeddings of zeros", ASK, "embed_tokens.weight holds nothing but zeros", {
+    BadInputCase("embeddings of zeros", SAMPLE_COMMAND, "embed_tokens.weight holds nothing but zeros", {
         WEIGHTS: one("embed_tokens.weight", lambda old: old * 0)
     }),
-    Case("weights that are no numbers", ASK, "up_proj.weight holds what is no finite number in float32", {
+    BadInputCase("weights that are no numbers", SAMPLE_COMMAND, "up_proj.weight holds what is no finite number in float32", {
         WEIGHTS: one("layers.1.mlp.up_proj.weight", lambda old: old / 0)
     }),
-    Case("weights too large for the dtype", f"{ASK} model.dtype=float16", "no finite number in float16", {
+    BadInputCase("weights too large for the dtype", f"{SAMPLE_COMMAND} model.dtype=float16", "no finite number in float16", {
         WEIGHTS: one("layers.0.mlp.up_proj.weight", lambda old: old * 1e9)
     }),
-    Case("a header that is not JSON", ASK, "not a whole safetensors file", {WEIGHTS: header(b"{oops")}),
-    Case("a header of 2**60 bytes", ASK, "not a whole safetensors file", {WEIGHTS: header(b"{}", 2**60)}),
-    Case("an empty file of weights", ASK, "not a whole safetensors file", {WEIGHTS: b""}),
-    Case("tensors that overlap", ASK, "not a whole safetensors file", {
+    BadInputCase("a header that is not JSON", SAMPLE_COMMAND, "not a whole safetensors file", {WEIGHTS: header(b"{oops")}),
+    BadInputCase("a header of 2**60 bytes", SAMPLE_COMMAND, "not a whole safetensors file", {WEIGHTS: header(b"{}", 2**60)}),
+    BadInputCase("an empty file of weights", SAMPLE_COMMAND, "not a whole safetensors file", {WEIGHTS: b""}),
+    BadInputCase("tensors that overlap", SAMPLE_COMMAND, "not a whole safetensors file", {
         WEIGHTS: header(json.dumps({
             name: {"dtype": "F32", "shape": [2], "data_offsets": [start, start + 8]}
             for name, start in (("a", 0), ("b", 4))
         }).encode()) + bytes(12)
     }),
-    Case("a shard outside of the folder", ASK, "index.json names '../corpus.jsonl'", {
+    BadInputCase("a shard outside of the folder", SAMPLE_COMMAND, "index.json names '../corpus.jsonl'", {
         INDEX: '{"weight_map": {"norm.weight": "../corpus.jsonl"}}'
     }),
-    Case("a shard at the root of all", ASK, "index.json names '/dev/zero'", {
+    BadInputCase("a shard at the root of all", SAMPLE_COMMAND, "index.json names '/dev/zero'", {
         INDEX: '{"weight_map": {"norm.weight": "/dev/zero"}}'
     }),
-    Case("an index that is a list", ASK, "index.json must hold a JSON object", {INDEX: "[]"}),
-    Case("a tokenizer of garbage", ASK, "tokenizer in model cannot be read", {TOKENIZER: b"\x00garbage"}),
-    Case("a tokenizer of nothing", ASK, "tokenizer in model cannot be read", {TOKENIZER: "{}"}),
-    Case("a tokenizer of no tokens", ASK, "makes no tokens of the question", {
+    BadInputCase("an index that is a list", SAMPLE_COMMAND, "index.json must hold a JSON object", {INDEX: "[]"}),
+    BadInputCase("a tokenizer of garbage", SAMPLE_COMMAND, "tokenizer in model cannot be read", {TOKENIZER: b"\x00garbage"}),
+    BadInputCase("a tokenizer of nothing", SAMPLE_COMMAND, "tokenizer in model cannot be read", {TOKENIZER: "{}"}),
+    BadInputCase("a tokenizer of no tokens", SAMPLE_COMMAND, "makes no tokens of the question", {
         TOKENIZER: backend(vocab={f"unused{n}": n for n in range(256)})
     }),
-    Case("a tokenizer of another model", ASK, "gives the id 9087, but the model has 258", {
+    BadInputCase("a tokenizer of another model", SAMPLE_COMMAND, "gives the id 9087, but the model has 258", {
         TOKENIZER: lambda path: path.write_text(path.read_text().replace('"W": 87', '"W": 9087'))
     }),
-    Case("a template that fails", ASK, "chat template cannot be rendered: no", {
+    BadInputCase("a template that fails", SAMPLE_COMMAND, "chat template cannot be rendered: no", {
         TOKENIZER_CONFIG: {"chat_template": "{{ raise_exception('no') }}"}
     }),
-    Case("a template without end", ASK, "chat template cannot be rendered: it takes more than", {
+    BadInputCase("a template without end", SAMPLE_COMMAND, "chat template cannot be rendered: it takes more than", {
         TOKENIZER_CONFIG: {"chat_template": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3}
     }),
-    Case("a template that is a number", ASK, "is no text", {TOKENIZER_CONFIG: {"chat_template": 7}}),
-    Case("a template that shows nothing", ASK, "does not show the user's message", {
+    BadInputCase("a template that is a number", SAMPLE_COMMAND, "is no text", {TOKENIZER_CONFIG: {"chat_template": 7}}),
+    BadInputCase("a template that shows nothing", SAMPLE_COMMAND, "does not show the user's message", {
         "model/chat_template.jinja": "hello"
     }),
-    Case("a hub id without a network", f"{ASK_CORPUS} --model some/body", "run `hf download some/body`"),
-    Case("a model that is no name", f"{ASK_CORPUS} --model ../../x", "neither a folder nor a hub id"),
-    Case("an encoder without a network", f"{DENSE}-to/no-where", "run `hf download"),
-    Case("an encoder with code of its own", DENSE, ("dense_model 'dense'", "names the class 'evil.Evil'"), {
+    BadInputCase("a hub id without a network", f"{SAMPLE_WITH_CORPUS} --model some/body", "run `hf download some/body`"),
+    BadInputCase("a model that is no name", f"{SAMPLE_WITH_CORPUS} --model ../../x", "neither a folder nor a hub id"),
+    BadInputCase("an encoder without a network", f"{DENSE}-to/no-where", "run `hf download"),
+    BadInputCase("an encoder with code of its own", DENSE, ("embedding_model 'dense'", "names the class 'evil.Evil'"), {
         "dense/modules.json": '[{"name": "0", "path": "", "type": "evil.Evil"}]',
         "dense/evil.py": "open('was-run', 'w')",
         "dense/config.json": "{}",
     }),
-    Case("an encoder of nothing", DENSE, "'dense' could not be loaded", {"dense/config.json": "{}"}),
-    Case("an encoder that is a pipe", DENSE, "no regular file", {
+    BadInputCase("an encoder of nothing", DENSE, "'dense' could not be loaded", {"dense/config.json": "{}"}),
+    BadInputCase("an encoder that is a pipe", DENSE, "no regular file", {
         "dense/config.json": "{}", "dense/tokenizer.json": pipe,
     }),
-    Case("a model type in other letters", ASK, "nearest: 'llada'", {CONFIG: {"model_type": "LLaDA"}}),
-    Case("a config without its model type", ASK, "config.json: the key 'model_type' is missing", {
+    BadInputCase("a model type in other letters", SAMPLE_COMMAND, "nearest: 'llada'", {CONFIG: {"model_type": "LLaDA"}}),
+    BadInputCase("a config without its model type", SAMPLE_COMMAND, "config.json: the key 'model_type' is missing", {
         CONFIG: without("model_type")
     }),
-    Case("a config without its vocabulary", ASK, "the key 'vocab_size' is missing", {
+    BadInputCase("a config without its vocabulary", SAMPLE_COMMAND, "the key 'vocab_size' is missing", {
         CONFIG: without("vocab_size")
     }),
     *(
-        Case(f"{key} of {shown}", ASK, f"{key}={shown}", {CONFIG: {key: value}})
+        BadInputCase(f"{key} of {shown}", SAMPLE_COMMAND, f"{key}={shown}", {CONFIG: {key: value}})
         for key, value, shown in (
             ("rope_theta", 10**400, "1000"), ("rope_theta", 5e-324, "5e-324"), ("rms_norm_eps", 1e300, "1e+300"),
             ("num_key_value_heads", 3, "3 must divide num_attention_heads=4"), ("head_dim", 7, "7 must be even"),
         )
     ),
-    Case("a scaling by a number of 400 digits", ASK, "needs a number above 0 as factor", {
+    BadInputCase("a scaling by a number of 400 digits", SAMPLE_COMMAND, "needs a number above 0 as factor", {
         CONFIG: llama(rope_scaling={"rope_type": "linear", "factor": 10**400})
     }),
-    Case("rotary positions as a text", ASK, "rope_parameters='x' must be", {CONFIG: llama(rope_parameters="x")}),
-    Case("positions of half a head", ASK, "partial_rotary_factor=0.5", {CONFIG: llama(partial_rotary_factor=0.5)}),
-    Case("positions of half a head, as newer folders say it", ASK, "partial_rotary_factor=0.5", {
+    BadInputCase("rotary positions as a text", SAMPLE_COMMAND, "rope_parameters='x' must be", {CONFIG: llama(rope_parameters="x")}),
+    BadInputCase("positions of half a head", SAMPLE_COMMAND, "partial_rotary_factor=0.5", {CONFIG: llama(partial_rotary_factor=0.5)}),
+    BadInputCase("positions of half a head, as newer folders say it", SAMPLE_COMMAND, "partial_rotary_factor=0.5", {
         CONFIG: llama(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5})
     }),
-    Case("layers that see a window", ASK, "layer_types may be", {
+    BadInputCase("layers that see a window", SAMPLE_COMMAND, "layer_types may be", {
         CONFIG: llama(layer_types=["full_attention", "sliding_attention"])
     }),
-    Case("a canvas of a billion", "sample Who? --model model --corpus corpus.jsonl", "canvas_length=1000000000", {
+    BadInputCase("a canvas of a billion", "sample Who? --model model --corpus corpus.jsonl", "max_new_tokens=1000000000", {
         CONFIG: {"canvas_length": 10**9, "max_position_embeddings": 10**12}
     }),
-    Case("a mask that ends texts", ASK, "mask_token_id=257 is a token that ends", {CONFIG: {"mask_token_id": 257}}),
+    BadInputCase("a mask that ends texts", SAMPLE_COMMAND, "mask_token_id=257 is a token that ends", {CONFIG: {"mask_token_id": 257}}),
     *(
-        Case(f"{path} that git has not fetched", ASK, f"{path} is a pointer of Git LFS", {path: POINTER})
+        BadInputCase(f"{path} that git has not fetched", SAMPLE_COMMAND, f"{path} is a pointer of Git LFS", {path: POINTER})
         for path in (CONFIG, WEIGHTS, TOKENIZER, INDEX)
     ),
     *(
-        Case(f"{path} as a link to nothing", ASK, f"{path} is a link that leads to nothing", {path: link("gone")})
+        BadInputCase(f"{path} as a link to nothing", SAMPLE_COMMAND, f"{path} is a link that leads to nothing", {path: link("gone")})
         for path in (CONFIG, WEIGHTS)
     ),
-    Case("shards without their index", ASK, "but no model.safetensors.index.json", {
+    BadInputCase("shards without their index", SAMPLE_COMMAND, "but no model.safetensors.index.json", {
         WEIGHTS: None, "model/model-00001-of-00002.safetensors": header(b"{}")
     }),
-    Case("weights of another program", ASK, "is missing (there is model.gguf)", {
+    BadInputCase("weights of another program", SAMPLE_COMMAND, "is missing (there is model.gguf)", {
         WEIGHTS: None, "model/model.gguf": b"GGUF"
     }),
-    Case("an index of shards that were here before", ASK, "take away what is older", {
+    BadInputCase("an index of shards that were here before", SAMPLE_COMMAND, "take away what is older", {
         INDEX: '{"weight_map": {"norm.weight": "old.safetensors"}}', "model/old.safetensors": header(b"{}")
     }),
-    Case("a shard with a name of 5,000 letters", ASK, "lacks the shard aaa", {
+    BadInputCase("a shard with a name of 5,000 letters", SAMPLE_COMMAND, "lacks the shard aaa", {
         INDEX: json.dumps({"weight_map": {"norm.weight": "a" * 5000}})
     }),
-    Case("an adapter beside weights", ASK, "model holds an adapter: merge it", {"model/adapter_config.json": "{}"}),
+    BadInputCase("an adapter beside weights", SAMPLE_COMMAND, "model holds an adapter: merge it", {"model/adapter_config.json": "{}"}),
     *(
-        Case(f"{name} that is {what}", ASK, f"model/{name}", {f"model/{name}": text})
+        BadInputCase(f"{name} that is {what}", SAMPLE_COMMAND, f"model/{name}", {f"model/{name}": text})
         for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
         for what, text in (("a list", "[]"), ("no JSON", "{"))
     ),
-    Case("a normalizer that doubles a letter 32 times", ASK, "normalizer makes texts more than 1000 times", {
+    BadInputCase("a normalizer that doubles a letter 32 times", SAMPLE_COMMAND, "normalizer makes texts more than 1000 times", {
         TOKENIZER: replacements("normalizer", *[replace("o", "oo")] * 32)
     }),
-    Case("a normalizer that puts a book before texts", ASK, "normalizer makes texts more than 1000 times", {
+    BadInputCase("a normalizer that puts a book before texts", SAMPLE_COMMAND, "normalizer makes texts more than 1000 times", {
         TOKENIZER: replacements("normalizer", {"type": "Prepend", "prepend": "x" * 10**6})
     }),
-    Case("a decoder that writes books", ASK, "decoder makes texts more than 1000 times", {
+    BadInputCase("a decoder that writes books", SAMPLE_COMMAND, "decoder makes texts more than 1000 times", {
         TOKENIZER: replacements("decoder", BYTES, replace("a", "x" * 10**6))
     }),
-    Case("a mask far behind the vocabulary", f"{TRAIN} train.objective=adapt", "has the id 3000000000", {
+    BadInputCase("a mask far behind the vocabulary", f"{TRAIN} train.objective=adapt", "has the id 3000000000", {
         CONFIG: without("mask_token_id"),
         TOKENIZER_CONFIG: {"mask_token": "far"},
         TOKENIZER: lambda path: path.write_text(path.read_text().replace('"W": 87', '"far": 3000000000, "W": 87')),
     }),
-    Case("an encoder that is the root of all", f"{ASK} retrieval.kind=dense retrieval.dense_model=/", (
+    BadInputCase("an encoder that is the root of all", f"{SAMPLE_COMMAND} retrieval.method=dense retrieval.embedding_model=/", (
         "/ is no sentence-transformers model"
     )),
-    Case("the folder around the model", f"{ASK_CORPUS} --model .", "no config.json: did you mean model?"),
-    Case("a file of the model", f"{ASK_CORPUS} --model {CONFIG}", "is a file: name the folder that it is in"),
+    BadInputCase("the folder around the model", f"{SAMPLE_WITH_CORPUS} --model .", "no config.json: did you mean model?"),
+    BadInputCase("a file of the model", f"{SAMPLE_WITH_CORPUS} --model {CONFIG}", "is a file: name the folder that it is in"),
     *(
-        Case(f"the hub id {name}", f"{ASK_CORPUS} --model '{name}'", "neither a folder nor a hub id")
+        BadInputCase(f"the hub id {name}", f"{SAMPLE_WITH_CORPUS} --model '{name}'", "neither a folder nor a hub id")
         for name in ("some/body else", "$(touch was-run)/y", "some/body@main", "a/..", "some--body/x", "a/b.")
     ),
     *(
-        Case(f"the device {name}", f"{ASK} model.device={name}", f"device={name} is not available here")
+        BadInputCase(f"the device {name}", f"{SAMPLE_COMMAND} model.device={name}", f"device={name} is not available here")
         for name in ("meta", "mps", "xla", "cpu:3", "cuda:-1", "hpu")
     ),
-    Case("blocks of a length that nobody says", ASK, "'block_size' is missing: set model.attention_block", {
+    BadInputCase("blocks of a length that nobody says", SAMPLE_COMMAND, "'block_size' is missing: set model.block_size", {
         CONFIG: blocks("sdar", block_size=None)
     }),
-    Case("blocks of Fast-dLLM without their length", ASK, "the key 'bd_size' is missing", {
+    BadInputCase("blocks of Fast-dLLM without their length", SAMPLE_COMMAND, "the key 'bd_size' is missing", {
         CONFIG: blocks("Fast_dLLM_Qwen", bd_size=None)
     }),
     *(
-        Case(f"a block of {value!r}", ASK, f"attention_block={value!r} must be", {
+        BadInputCase(f"a block of {value!r}", SAMPLE_COMMAND, f"block_size={value!r} must be", {
             CONFIG: blocks("sdar", block_size=value)
         })
         for value in (-4, "4", True, 2.5)
     ),
-    Case("a block of less than nothing", f"{ASK} model.attention_block=-1", "attention_block=-1 is out of range"),
-    Case("blocks from nowhere", ASK, "block_grid='middle' is none of prompt, canvas", {
+    BadInputCase("a block of less than nothing", f"{SAMPLE_COMMAND} model.block_size=-1", "block_size=-1 is out of range"),
+    BadInputCase("blocks from nowhere", SAMPLE_COMMAND, "block_grid='middle' is none of prompt, canvas", {
         CONFIG: {"block_grid": "middle"}
     }),
-    Case("biases that SDAR has not", ASK, "attention_bias=True is not supported", {
+    BadInputCase("biases that SDAR has not", SAMPLE_COMMAND, "attention_bias=True is not supported", {
         CONFIG: blocks("sdar", attention_bias=True)
     }),
-    Case("a prompt that SDAR reads causally", ASK, "use_regular_causal=True is not supported", {
+    BadInputCase("a prompt that SDAR reads causally", SAMPLE_COMMAND, "use_regular_causal=True is not supported", {
         CONFIG: blocks("sdar", use_regular_causal=True)
     }),
-    Case("a WeDLM of unknown ancestry", ASK, "the key 'attention_bias' is missing", {CONFIG: blocks("wedlm")}),
-    Case("a mask that neither config nor tokenizer knows", ASK, "has not added '<|MASK|>': add the key", {
+    BadInputCase("a WeDLM of unknown ancestry", SAMPLE_COMMAND, "the key 'attention_bias' is missing", {CONFIG: blocks("wedlm")}),
+    BadInputCase("a mask that neither config nor tokenizer knows", SAMPLE_COMMAND, "has not added '<|MASK|>': add the key", {
         CONFIG: blocks("sdar", mask_token_id=None),
         TOKENIZER_CONFIG: lambda path: path.write_text("{}"),
     }),
-    Case("a mask that the tokenizer declares and lacks", ASK, "has not added '<hole>', which it declares", {
+    BadInputCase("a mask that the tokenizer declares and lacks", SAMPLE_COMMAND, "has not added '<hole>', which it declares", {
         CONFIG: blocks("sdar", mask_token_id=None), TOKENIZER_CONFIG: {"mask_token": "<hole>"},
     }),
-    Case("LLaDA2 without a tensor", ASK, "lacks the tensor model.word_embeddings.weight", {CONFIG: llada2()}),
+    BadInputCase("LLaDA2 without a tensor", SAMPLE_COMMAND, "lacks the tensor model.word_embeddings.weight", {CONFIG: llada2()}),
     *(
-        Case(f"LLaDA2.2, as {key} says", ASK, f"{key}=7 is of LLaDA2.2, which inserts and deletes", {
+        BadInputCase(f"LLaDA2.2, as {key} says", SAMPLE_COMMAND, f"{key}=7 is of LLaDA2.2, which inserts and deletes", {
             CONFIG: llada2(**{key: 7})
         })
         for key in ("delete_token_id", "split_token_id", "expert_capacity")
     ),
     *(
-        Case(f"LLaDA2 without {key}", ASK, f"the key '{key}' is missing", {CONFIG: llada2(**{key: None})})
+        BadInputCase(f"LLaDA2 without {key}", SAMPLE_COMMAND, f"the key '{key}' is missing", {CONFIG: llada2(**{key: None})})
         for key in (
             "num_experts", "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "n_group",
             "topk_group", "routed_scaling_factor", "partial_rotary_factor",
         )
     ),
     *(
-        Case(f"{family} with {key} of {value}", ASK, f"{key}={value!r} is not supported", {
+        BadInputCase(f"{family} with {key} of {value}", SAMPLE_COMMAND, f"{key}={value!r} is not supported", {
             CONFIG: make(**{key: value})
         })
         for family, make, key, value in (
@@ -403,13 +403,13 @@ CASES = [
         )
     ),
     *(
-        Case(f"SDAR-MoE with {key} of {value}", ASK, f"{key}={value!r} is not supported", {
+        BadInputCase(f"SDAR-MoE with {key} of {value}", SAMPLE_COMMAND, f"{key}={value!r} is not supported", {
             CONFIG: blocks("sdar_moe", **{key: value})
         })
         for key, value in (("decoder_sparse_step", 2), ("mlp_only_layers", [0]))
     ),
     *(
-        Case(f"LLaDA2 with {key} of {value!r}", ASK, says, {CONFIG: llada2(**{key: value})})
+        BadInputCase(f"LLaDA2 with {key} of {value!r}", SAMPLE_COMMAND, says, {CONFIG: llada2(**{key: value})})
         for key, value, says in (
             ("num_experts", "8", "num_experts='8' must be"),
             ("num_experts", 9, "n_group=4 must divide num_experts=9"),
@@ -425,7 +425,7 @@ CASES = [
         )
     ),
     *(
-        Case(f"LLaDA-MoE with layers {freq}", ASK, says, {CONFIG: llada_moe(moe_layer_freq=freq)})
+        BadInputCase(f"LLaDA-MoE with layers {freq}", SAMPLE_COMMAND, says, {CONFIG: llada_moe(moe_layer_freq=freq)})
         for freq, says in (
             ([1, 0], "moe_layer_freq may be 0 for layers at the bottom"),
             (["x", 1], "moe_layer_freq may be 0"), ([0, 2], "moe_layer_freq may be 0"), (3, "moe_layer_freq may be 0"),
@@ -434,16 +434,16 @@ CASES = [
         )
     ),
     *(
-        Case(f"experts of our own that are {value!r}", ASK, says, {CONFIG: {"experts": value}})
+        BadInputCase(f"experts of our own that are {value!r}", SAMPLE_COMMAND, says, {CONFIG: {"experts": value}})
         for value, says in (
             ("many", "experts='many' must be"), ({"num_experts": 8}, "the key 'num_experts_per_tok' of experts"),
             ({"number": 8}, "experts has no key 'number' (nearest: 'num_experts')"),
         )
     ),
-    Case("DiffusionGemma without its generation config", ASK_GEMMA, "has no generation_config.json, which says how its noise", {GEMMA: gemma()}),
-    Case("DiffusionGemma without a canvas", ASK_GEMMA, "the key 'canvas_length' is missing", {GEMMA: gemma() | {"canvas_length": None}}),
+    BadInputCase("DiffusionGemma without its generation config", ASK_GEMMA, "has no generation_config.json, which says how its noise", {GEMMA: gemma()}),
+    BadInputCase("DiffusionGemma without a canvas", ASK_GEMMA, "the key 'canvas_length' is missing", {GEMMA: gemma() | {"canvas_length": None}}),
     *(
-        Case(f"DiffusionGemma with {text}", ASK_GEMMA, says, {GEMMA: gemma(**text)})
+        BadInputCase(f"DiffusionGemma with {text}", ASK_GEMMA, says, {GEMMA: gemma(**text)})
         for text, says in (
             ({"layer_types": ["full_atention"] * 3}, "layer_types has a layer of the kind 'full_atention', known are sliding_attention, full_attention (nearest: 'full_attention')"),
             ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' lets a prompt see"),
@@ -452,33 +452,33 @@ CASES = [
         )
     ),
     *(
-        Case(f"DiffusionGemma whose generation config says {said}", ASK_GEMMA, says, {GEMMA: gemma(), "gemma/generation_config.json": said})
+        BadInputCase(f"DiffusionGemma whose generation config says {said}", ASK_GEMMA, says, {GEMMA: gemma(), "gemma/generation_config.json": said})
         for said, says in (
             ({"t_min": 2.0, "t_max": 1.0}, ("gemma/generation_config.json: `t_max` must be >=",)),
             ({"temperature": 1.0}, ("gemma/generation_config.json: Unexpected kwargs",)),
             ({"max_denoising_steps": 0}, ("`max_denoising_steps` must be a positive integer",)),
         )
     ),
-    Case("DiffusionGemma without experts", ASK_GEMMA, "config.json: the model cannot be built", {GEMMA: gemma(num_experts=None), "gemma/generation_config.json": {}}),
+    BadInputCase("DiffusionGemma without experts", ASK_GEMMA, "config.json: the model cannot be built", {GEMMA: gemma(num_experts=None), "gemma/generation_config.json": {}}),
     *(
-        Case(f"DiffusionGemma and {words}", f"{ASK_GEMMA} {words}", says, {GEMMA: whole_gemma})
+        BadInputCase(f"DiffusionGemma and {words}", f"{ASK_GEMMA} {words}", says, {GEMMA: whole_gemma})
         for words, says in (
             ("decode.block_length=4", "block_length=4 has no effect on a model that denoises from uniform noise"),
-            ("decode.copy_price=4", "copy_price=4.0 has no effect on a model that denoises from uniform noise"),
-            ("decode.finished_blocks=kept", "finished_blocks=kept has no effect on a model that"),
+            ("decode.copy_penalty=4", "copy_penalty=4.0 has no effect on a model that denoises from uniform noise"),
+            ("decode.finished_block_context=frozen", "finished_block_context=frozen has no effect on a model that"),
             ("decode.commit_rule=threshold", "commit_rule=threshold has no effect on a model that"),
-            ("decode.lookahead=4", "lookahead=4 has no effect"),
+            ("decode.query_window=4", "query_window=4 has no effect"),
             ("decode.temperature=0.5", "temperature=0.5 has no effect"),
             ("decode.temperature_low=3", "temperature_low=3.0 is above temperature_high=0.8"),
-            ("model.attention=varlen", "attention=varlen cannot be had for a model that denoises from uniform noise"),
+            ("model.attn_implementation=varlen", "attention=varlen cannot be had for a model that denoises from uniform noise"),
             ("model.evidence_layout=joint", "evidence_layout=joint cannot be had for a model"),
-            ("model.attention_block=4", "attention_block=4 has no effect on"),
-            ("engine.pool_gib=1", "engine.pool_gib has no effect"),
+            ("model.block_size=4", "block_size=4 has no effect on"),
+            ("engine.prefix_cache_gib=1", "engine.prefix_cache_gib has no effect"),
         )
     ),
     *(
-        Case(f"a masked model and {name}", f"{ASK} decode.{name}=1", f"{name} has no effect on a model that denoises from masks")
-        for name in ("temperature_high", "temperature_low", "stable_steps", "confident_below")
+        BadInputCase(f"a masked model and {name}", f"{SAMPLE_COMMAND} decode.{name}=1", f"{name} has no effect on a model that denoises from masks")
+        for name in ("temperature_high", "temperature_low", "convergence_steps", "stop_entropy")
     ),
-    Case("a question that is an image", "sample --model model --corpus corpus.jsonl --questions asked.jsonl", "asked.jsonl, line 1: the question comes with an 'image', and only texts are answered", {"asked.jsonl": '{"id": "1", "image": "cat.png"}\n'}),
+    BadInputCase("a question that is an image", "sample --model model --corpus corpus.jsonl --questions asked.jsonl", "asked.jsonl, line 1: the question comes with an 'image', and only texts are answered", {"asked.jsonl": '{"id": "1", "image": "cat.png"}\n'}),
 ]  # fmt: skip

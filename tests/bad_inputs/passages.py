@@ -6,28 +6,30 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bad_inputs import ASK, ASK_FILE, ASK_MODEL, Case
+from bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_MODEL, SAMPLE_WITHOUT_QUESTION, BadInputCase
 
 GOOD = '{"id": "a", "question": "Who?", "contents": "text"}\n'
-ASKED = f"{ASK_FILE} --questions"
+ASKED = f"{SAMPLE_WITHOUT_QUESTION} --questions"
 DEEP = "[" * 50_000
 
 
-def corpus(what: str, text: str | bytes, says: str | tuple[str, ...]) -> Case:
+def corpus(what: str, text: str | bytes, says: str | tuple[str, ...]) -> BadInputCase:
     """A corpus of JSON lines."""
-    return Case(f"a passage: {what}", ASK, says, {"corpus.jsonl": text})
+    return BadInputCase(f"a passage: {what}", SAMPLE_COMMAND, says, {"corpus.jsonl": text})
 
 
-def asked(what: str, text: str | bytes, says: str | tuple[str, ...]) -> Case:
+def asked(what: str, text: str | bytes, says: str | tuple[str, ...]) -> BadInputCase:
     """Questions in JSON lines."""
-    return Case(f"a question: {what}", f"{ASKED} questions.jsonl", says, {"questions.jsonl": text})
+    return BadInputCase(f"a question: {what}", f"{ASKED} questions.jsonl", says, {"questions.jsonl": text})
 
 
-def form(name: str, text: Any, says: str | tuple[str, ...], what: str = "") -> list[Case]:
+def form(name: str, text: Any, says: str | tuple[str, ...], what: str = "") -> list[BadInputCase]:
     """A file in another form, as questions and as a corpus."""
     return [
-        Case(f"questions in {name} {what}", f"{ASKED} {name}", says, {name: text}),
-        Case(f"a corpus in {name} {what}", f"{ASK_MODEL} --corpus {name}", says, {name: text}),
+        BadInputCase(f"questions in {name} {what}", f"{ASKED} {name}", says, {name: text}),
+        BadInputCase(
+            f"a corpus in {name} {what}", f"{SAMPLE_WITH_MODEL} --corpus {name}", says, {name: text}
+        ),
     ]
 
 
@@ -85,7 +87,7 @@ CASES = [
         for what, (line, says) in BAD_LINES.items()
         for text in [GOOD]
     ),
-    Case("a passage that is not JSON", ASK, "corpus.jsonl, line 1", {"corpus.jsonl": "{oops\n"}),
+    BadInputCase("a passage that is not JSON", SAMPLE_COMMAND, "corpus.jsonl, line 1", {"corpus.jsonl": "{oops\n"}),
     corpus("1 and '1' are one id", '{"id": 1, "text": "x"}\n{"id": "1", "text": "x"}', "the id '1' occurs"),
     asked("1 and '1' are one id", '{"id": 1, "text": "x"}\n{"id": "1", "text": "x"}', "the id '1' occurs"),
     corpus("no contents", '{"id": "b", "content": "x"}', "has no 'contents' (nearest: 'content')"),
@@ -113,38 +115,38 @@ CASES = [
     ),
     asked("an empty file", "", "questions.jsonl holds no questions"),
     # What is no file, or in no form that is read.
-    Case("questions that are not there", f"{ASKED} nope.jsonl", "questions file 'nope.jsonl' was not found"),
-    Case("questions that are a folder", f"{ASKED} model", "the folder 'model' has no file of rows (.jsonl,"),
-    Case("a folder of questions with a bad line", f"{ASKED} q", "q/b.jsonl, line 1: there is no 'question'", {
+    BadInputCase("questions that are not there", f"{ASKED} nope.jsonl", "questions file 'nope.jsonl' was not found"),
+    BadInputCase("questions that are a folder", f"{ASKED} model", "the folder 'model' has no file of rows (.jsonl,"),
+    BadInputCase("a folder of questions with a bad line", f"{ASKED} q", "q/b.jsonl, line 1: there is no 'question'", {
         "q/a.jsonl": '{"id": "1", "question": "Who?"}', "q/b.jsonl": '{"id": "2"}'
     }),
-    Case("a folder that has an id twice", f"{ASKED} q", "q/b.jsonl, line 1: the id '1' occurs a second", {
+    BadInputCase("a folder that has an id twice", f"{ASKED} q", "q/b.jsonl, line 1: the id '1' occurs a second", {
         "q/a.jsonl": '{"id": "1", "question": "Who?"}', "q/b.jsonl": '{"id": "1", "question": "Who?"}'
     }),
-    Case("a corpus that is a pipe", f"{ASK_MODEL} --corpus pipe", "is a pipe or a device", {"pipe": os.mkfifo}),
-    Case("a corpus that is a device", f"{ASK_MODEL} --corpus /dev/null", "is a pipe or a device"),
-    Case("questions that are a device", f"{ASKED} /dev/null", "/dev/null holds no questions"),
-    Case("a folder without texts", f"{ASK_MODEL} --corpus model", "model is no index folder", {
+    BadInputCase("a corpus that is a pipe", f"{SAMPLE_WITH_MODEL} --corpus pipe", "is a pipe or a device", {"pipe": os.mkfifo}),
+    BadInputCase("a corpus that is a device", f"{SAMPLE_WITH_MODEL} --corpus /dev/null", "is a pipe or a device"),
+    BadInputCase("questions that are a device", f"{ASKED} /dev/null", "/dev/null holds no questions"),
+    BadInputCase("a folder without texts", f"{SAMPLE_WITH_MODEL} --corpus model", "model is no index folder", {
         "model/README.md": lambda path: path.unlink(missing_ok=True)}),
-    Case("a folder with blank texts", f"{ASK_MODEL} --corpus d", "d holds no passages", {"d/a.md": "\n# A\n"}),
-    Case("a folder with a text that is not UTF-8", f"{ASK_MODEL} --corpus d", "d/b.txt is not UTF-8",
+    BadInputCase("a folder with blank texts", f"{SAMPLE_WITH_MODEL} --corpus d", "d holds no passages", {"d/a.md": "\n# A\n"}),
+    BadInputCase("a folder with a text that is not UTF-8", f"{SAMPLE_WITH_MODEL} --corpus d", "d/b.txt is not UTF-8",
          {"d/a.md": "x", "d/b.txt": b"\xff"}),
     *(
-        Case(f"a manifest: {what}", f"{ASK_MODEL} --corpus index", "is no index folder", broken_manifest(text))
+        BadInputCase(f"a manifest: {what}", f"{SAMPLE_WITH_MODEL} --corpus index", "is no index folder", broken_manifest(text))
         for what, text in {"empty": "", "a list": "[]", "a number": "{\"corpus\": 3}", "null": "null"}.items()
     ),
     *(
-        Case(f"a manifest: {what}", f"{ASK_MODEL} --corpus index", "is no index folder", {"index/corpus.json": made})
+        BadInputCase(f"a manifest: {what}", f"{SAMPLE_WITH_MODEL} --corpus index", "is no index folder", {"index/corpus.json": made})
         for what, made in {
             "a pipe": os.mkfifo, "nested beyond measure": DEEP,
             "without a fingerprint": '{"corpus": "corpus.jsonl", "fingerprint": null}',
         }.items()
     ),
-    Case("a manifest of no corpus", f"{ASK_MODEL} --corpus index", "the name of a file is empty",
+    BadInputCase("a manifest of no corpus", f"{SAMPLE_WITH_MODEL} --corpus index", "the name of a file is empty",
          broken_manifest('{"corpus": "", "fingerprint": ""}')),
-    Case("a manifest of a corpus that went away", f"{ASK_MODEL} --corpus index", "'gone.jsonl' was not found",
+    BadInputCase("a manifest of a corpus that went away", f"{SAMPLE_WITH_MODEL} --corpus index", "'gone.jsonl' was not found",
          broken_manifest('{"corpus": "gone.jsonl", "fingerprint": ""}')),
-    Case("a manifest of another corpus", f"{ASK_MODEL} --corpus index", "has changed since that index",
+    BadInputCase("a manifest of another corpus", f"{SAMPLE_WITH_MODEL} --corpus index", "has changed since that index",
          broken_manifest('{"corpus": "corpus.jsonl", "fingerprint": ""}')),
     *form("a.xlsx", b"PK\x03\x04", "is in no form that is read"),
     *form("a.zst", b"\x28\xb5\x2f\xfd", "is in no form that is read"),
@@ -181,27 +183,27 @@ CASES = [
     *form("a.csv", "id,text\r1,x\r2,y\r", "a.csv, line 1: a line ends as on old Macs", "of an old Mac"),
     *form("a.csv", "id,text\n1,x\n".encode("utf-16"), "is not UTF-8: save the file as UTF-8", "of UTF-16"),
     # Standard input, and what is typed beside a file.
-    Case("nothing on standard input", f"{ASKED} -", "standard input holds no questions"),
-    Case("JSON on standard input that is none", f"{ASKED} -", "standard input, line 2: the line is not JSON",
+    BadInputCase("nothing on standard input", f"{ASKED} -", "standard input holds no questions"),
+    BadInputCase("JSON on standard input that is none", f"{ASKED} -", "standard input, line 2: the line is not JSON",
          stdin=(GOOD + "{oops").encode()),
-    Case("text on standard input that is not UTF-8", f"{ASKED} -", "standard input, line 1: the line is not UTF-8",
+    BadInputCase("text on standard input that is not UTF-8", f"{ASKED} -", "standard input, line 1: the line is not UTF-8",
          stdin=b"Who?\xff\n"),
-    Case("questions twice on standard input", f"{ASKED} -", "standard input, line 2: the id 'a' occurs",
+    BadInputCase("questions twice on standard input", f"{ASKED} -", "standard input, line 2: the id 'a' occurs",
          stdin=GOOD.encode() * 2),
-    Case("plain questions on standard input", f"{ASKED} -", ('"id": "q1"', '"id": "q2"', "Where?"), exit=0,
+    BadInputCase("plain questions on standard input", f"{ASKED} -", ('"id": "q1"', '"id": "q2"', "Where?"), exit=0,
          stdin=b"Who?\n\n Where? \r\n"),
-    Case("questions in a pipe", f"{ASKED} /dev/stdin", '"id": "a"', exit=0, stdin=GOOD.encode(),
+    BadInputCase("questions in a pipe", f"{ASKED} /dev/stdin", '"id": "a"', exit=0, stdin=GOOD.encode(),
          env={"CASE": "alone"}, slow=True),
-    Case("a typed question with a taken id", f"{ASK} --questions q.jsonl", "the id 'q1' of a typed question",
+    BadInputCase("a typed question with a taken id", f"{SAMPLE_COMMAND} --questions q.jsonl", "the id 'q1' of a typed question",
          {"q.jsonl": '{"id": "q1", "question": "x"}'}),
     *(
-        Case(f"a label {label!r}", "evaluate --model model --corpus corpus.jsonl --questions q.jsonl --out run",
+        BadInputCase(f"a label {label!r}", "evaluate --model model --corpus corpus.jsonl --questions q.jsonl --out run",
              f"the label '{label}' is the name of another group", {"q.jsonl": json.dumps(
                  {"id": "1", "question": "x", "answer": "y", "hops": 1, label: True})})
         for label in ("all", "1 hop", "3 hops", "a, b")
     ),
     *(
-        Case(f"the answer {answer!r}, to be scored", "evaluate --model model --corpus corpus.jsonl --questions"
+        BadInputCase(f"the answer {answer!r}, to be scored", "evaluate --model model --corpus corpus.jsonl --questions"
              " q.jsonl --out run", says, {"q.jsonl": json.dumps({"id": "1", "question": "x", "answer": answer})})
         for answer, says in {
             "": "without golden_answers, '1' for one", " ": "'1' for one", "[\" \"]": "'1' for one",
@@ -210,14 +212,14 @@ CASES = [
     ),
     asked("an answer in an object of another form", '{"id": "b", "question": "x", "answer": {"value": "y"}}',
           "must be a list of texts"),
-    Case("questions without answers, to be scored", "evaluate --model model --corpus corpus.jsonl --questions"
+    BadInputCase("questions without answers, to be scored", "evaluate --model model --corpus corpus.jsonl --questions"
          " q.jsonl --out run", "q.jsonl has questions without golden_answers", {"q.jsonl": GOOD}),
     # Odd, and good.
     corpus("an id of 10,000 characters twice", f'{{"id": "{"x" * 10_000}", "text": "y"}}\n' * 2, "occurs a second"),
-    Case("a corpus of odd but good lines", ASK, '"evidence": [', exit=0, files={
+    BadInputCase("a corpus of odd but good lines", SAMPLE_COMMAND, '"evidence": [', exit=0, files={
         "corpus.jsonl": b'\xef\xbb\xbf{"id": "' + b"x" * 10_000 + b'", "text": "Emma", "n": NaN, "d": 1e999}\r\n\r\n'
         b'{"id": "\\u0000\\u001b[31m", "contents": "Emma\\u0000", "title": null, "deep": ' + b"[" * 90 + b"]" * 90
         + b"}"}),
-    Case("questions with odd labels", f"{ASKED} questions.jsonl", '"id": "[/b]"', exit=0, files={
+    BadInputCase("questions with odd labels", f"{ASKED} questions.jsonl", '"id": "[/b]"', exit=0, files={
         "questions.jsonl": json.dumps({"id": "[/b]", "question": "[/nope] $x$", "[/a]": True, "\x1b[2J": True})}),
 ]  # fmt: skip

@@ -2,114 +2,126 @@
 
 import json
 
-from bad_inputs import Case
+from bad_inputs import BadInputCase
 
-TRACES = "synthesize --model model --corpus corpus.jsonl --questions questions.jsonl decode.canvas_length=8"
-CORPUS = "synthesize synthesis.kind=corpus --corpus corpus.jsonl"
-WRITER = "synthesize synthesis.kind=writer synthesis.writer=http://127.0.0.1:1/v1 synthesis.writer_model=m"
-NOTE = json.dumps({"depends_on": {"synthesis.kind": "traces"}})
+TRACES = (
+    "synthesize --model model --corpus corpus.jsonl --questions questions.jsonl decode.max_new_tokens=8"
+)
+CORPUS = "synthesize synthesis.method=corpus --corpus corpus.jsonl"
+WRITER = (
+    "synthesize synthesis.method=writer synthesis.writer_url=http://127.0.0.1:1/v1 synthesis.writer_model=m"
+)
+NOTE = json.dumps({"depends_on": {"synthesis.method": "traces"}})
 UNTITLED = '{"id": "a", "contents": "x"}\n'
 
 CASES = [
-    Case("no folder for rows", TRACES, "synthesis needs --out FOLDER"),
-    Case("rows to standard output", f"{TRACES} --out -", "synthesis needs --out FOLDER"),
-    Case("rows with a trace", f"{TRACES} --out rows --trace t.jsonl", "synthesis has no use for trace"),
-    Case("a kind of rows that is none", f"{TRACES} --out rows synthesis.kind=trace", "nearest: 'traces'"),
-    Case(
+    BadInputCase("no folder for rows", TRACES, "synthesis needs --out FOLDER"),
+    BadInputCase("rows to standard output", f"{TRACES} --out -", "synthesis needs --out FOLDER"),
+    BadInputCase(
+        "rows with a trace", f"{TRACES} --out rows --trace t.jsonl", "synthesis has no use for trace"
+    ),
+    BadInputCase(
+        "a kind of rows that is none", f"{TRACES} --out rows synthesis.method=trace", "nearest: 'traces'"
+    ),
+    BadInputCase(
         "traces without questions",
         "synthesize --model model --corpus corpus.jsonl --out rows",
         "need --questions",
     ),
-    Case(
+    BadInputCase(
         "traces by an answer that is not known",
         f"{TRACES} --out rows",
-        "'n0' has no golden_answers: set synthesis.keep=evidence",
+        "'n0' has no golden_answers: set synthesis.filter=evidence",
         {"questions.jsonl": '{"id": "n0", "question": "Who?"}'},
     ),
-    Case(
+    BadInputCase(
         "traces by hops that are not known",
         f"{TRACES} --out rows synthesis.known_hops=true",
         "question 'n0' has no hops",
     ),
-    Case(
+    BadInputCase(
         "a model for rows of a corpus",
         f"{CORPUS} --out rows --model model",
-        "model.path has no effect with synthesis.kind=corpus",
+        "model.path has no effect with synthesis.method=corpus",
     ),
-    Case(
+    BadInputCase(
         "a filter for rows of a corpus",
-        f"{CORPUS} --out rows synthesis.keep=evidence",
-        "synthesis.keep has no effect with",
+        f"{CORPUS} --out rows synthesis.filter=evidence",
+        "synthesis.filter has no effect with",
     ),
-    Case("rows of no corpus", "synthesize synthesis.kind=corpus --out rows", "needs --corpus FILE"),
-    Case(
+    BadInputCase(
+        "rows of no corpus", "synthesize synthesis.method=corpus --out rows", "needs --corpus FILE"
+    ),
+    BadInputCase(
         "rows of a corpus and questions",
         f"{CORPUS} --out rows --questions questions.jsonl",
         "reads no questions",
     ),
-    Case(
+    BadInputCase(
         "workers where nothing is decoded",
         f"{CORPUS} --out rows workers=2",
-        "workers= decode traces, and synthesis.kind=corpus decodes none",
+        "workers= decode traces, and synthesis.method=corpus decodes none",
     ),
-    Case(
+    BadInputCase(
         "rows of a corpus without titles",
         f"{CORPUS} --out rows",
         "has no titles that stand for one",
         {"corpus.jsonl": UNTITLED},
     ),
-    Case("a share beyond 1", f"{CORPUS} --out rows synthesis.held_out=1.5", "held_out=1.5 is out of range"),
-    Case(
+    BadInputCase(
+        "a share beyond 1", f"{CORPUS} --out rows synthesis.held_out=1.5", "held_out=1.5 is out of range"
+    ),
+    BadInputCase(
         "a writer without a name",
-        "synthesize synthesis.kind=writer synthesis.writer=http://x/v1 --out rows",
+        "synthesize synthesis.method=writer synthesis.writer_url=http://x/v1 --out rows",
         "kind=writer needs writer=URL and writer_model=NAME",
     ),
-    Case(
+    BadInputCase(
         "a writer that is no URL",
-        f"{WRITER} --out rows synthesis.writer=localhost",
+        f"{WRITER} --out rows synthesis.writer_url=localhost",
         "writer=localhost is no URL",
     ),
-    Case(
+    BadInputCase(
         "a writer of another kind",
-        f"{CORPUS} --out rows synthesis.writer=http://x/v1",
+        f"{CORPUS} --out rows synthesis.writer_url=http://x/v1",
         "has no effect with kind=corpus",
     ),
-    Case(
+    BadInputCase(
         "a writer that does not answer",
         f"{WRITER} --questions questions.jsonl --out rows",
-        "synthesis.writer=http://127.0.0.1:1/v1 does not list its models",
+        "synthesis.writer_url=http://127.0.0.1:1/v1 does not list its models",
     ),
-    Case(
+    BadInputCase(
         "paraphrases of a corpus",
         f"{WRITER} --corpus corpus.jsonl --out rows",
         "template=paraphrase needs --questions",
     ),
-    Case(
+    BadInputCase(
         "a table of questions",
         f"{WRITER} --questions questions.jsonl --out rows synthesis.template=table",
         "template=table needs --corpus, and not --questions",
     ),
-    Case(
+    BadInputCase(
         "a folder of somebody else's",
         f"{CORPUS} --out mine",
         "mine holds 'thesis.tex', which is of no rows",
         {"mine/thesis.tex": "x"},
     ),
-    Case(
+    BadInputCase(
         "a folder of other rows",
         f"{CORPUS} --out rows",
         ("out=rows holds rows with", "choose another --out"),
         {"rows/rows.json": NOTE},
     ),
-    Case("rows into a file", f"{CORPUS} --out corpus.jsonl", "out=corpus.jsonl cannot be a folder"),
-    Case(
+    BadInputCase("rows into a file", f"{CORPUS} --out corpus.jsonl", "out=corpus.jsonl cannot be a folder"),
+    BadInputCase(
         "an evaluation set that is not there",
-        f"{CORPUS} --out rows synthesis.against=nope.jsonl",
+        f"{CORPUS} --out rows synthesis.decontaminate_against=nope.jsonl",
         "nope.jsonl",
     ),
-    Case(
+    BadInputCase(
         "an evaluation set with a bad line",
-        f"{CORPUS} --out rows synthesis.against=questions.jsonl,bad.jsonl",
+        f"{CORPUS} --out rows synthesis.decontaminate_against=questions.jsonl,bad.jsonl",
         "bad.jsonl, line 1: there is no 'question'",
         {"bad.jsonl": '{"id": "a"}'},
     ),

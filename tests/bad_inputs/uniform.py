@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from tiny_gemma import write_gemma
+from tiny_diffusion_gemma import write_tiny_gemma
 
-from bad_inputs import Case
+from bad_inputs import BadInputCase
 
 TRAIN = "train --out run --model noisy"
 
@@ -18,7 +18,7 @@ def _once() -> Path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return write_gemma(Path(tempfile.mkdtemp()) / "noisy")
+    return write_tiny_gemma(Path(tempfile.mkdtemp()) / "noisy")
 
 
 def noisy(folder: Path) -> None:
@@ -32,33 +32,33 @@ def lacking(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
 
 
-def train(what: str, words: str, says: str, files: Callable[[Path], None] = noisy) -> Case:
+def train(what: str, words: str, says: str, files: Callable[[Path], None] = noisy) -> BadInputCase:
     """A run that begins with it."""
-    return Case(what, f"{TRAIN} {words}", says, {"noisy": files})
+    return BadInputCase(what, f"{TRAIN} {words}", says, {"noisy": files})
 
 
 CASES = [
     train("adapters beside noise", "train.lora_rank=4", "noisy is trained with all its weights: leave lora_rank"),
-    train("heads beside noise", "train.learn=heads train.objective=rl", "objective=rl is for denoisers of masks"),
+    train("heads beside noise", "train.trainable=policy_heads train.objective=rl", "objective=rl is for denoisers of masks"),
     train("a reward for noise", "--config search_rl.yaml", "objective=rl is for denoisers of masks"),
     train("noise adapted to masks", "train.objective=adapt", "objective=adapt is for denoisers of masks"),
-    train("a later phase for noise", "'train.phases={a: {steps: 1}, b: {objective: pretrain, steps: 1}}'",
+    train("a later phase for noise", "'train.phases={a: {max_steps: 1}, b: {objective: pretrain, max_steps: 1}}'",
           "objective=pretrain is for denoisers of masks"),
     train("documents for noise", "train.objective=pretrain", "objective=pretrain is for denoisers of masks"),
     train("a layout for noise", "model.evidence_layout=joint", "evidence_layout=joint does not go with"),
-    train("a kernel for noise", "model.attention=varlen", "attention=varlen does not go with"),
-    train("blocks for noise", "model.attention_block=8", "attention_block=8 has no effect on"),
+    train("a kernel for noise", "model.attn_implementation=varlen", "attention=varlen does not go with"),
+    train("blocks for noise", "model.block_size=8", "block_size=8 has no effect on"),
     train("shards of noise", "train.parallel=fsdp", "parallel=fsdp does not go with"),
-    train("half of the layers again", "train.checkpointing=selective", "set checkpointing=full"),
+    train("half of the layers again", "train.activation_checkpointing=selective", "set checkpointing=full"),
     train("compiled noise", "train.compile=true", "compile=True is for denoisers of masks"),
     train("other positions for noise", "train.rope_theta=1e6", "rope_theta=1000000.0 is for denoisers of masks"),
-    train("pointers for noise", "train.pointer_weight=0.3", "pointer_weight=0.3 is for denoisers of masks"),
+    train("pointers for noise", "train.pointer_loss_weight=0.3", "pointer_loss_weight=0.3 is for denoisers of masks"),
     train("a commit rule of masks", "decode.commit_threshold=0.5", "commit_threshold=0.5 has no effect"),
     train("a plan for noise", "--plan", "a plan is made for denoisers of masks"),
     train("a share above one", "train.self_conditioning=2", "self_conditioning=2.0 is out of range"),
-    Case("layers of noise", "train --out run train.layers=noisy", "is a model of uniform noise: give it as model.path",
+    BadInputCase("layers of noise", "train --out run train.init_layers_from=noisy", "is a model of uniform noise: give it as model.path",
          {"noisy": noisy}),
     train("noise without its generation config", "", "has no generation_config.json", lacking),
-    Case("noise for masks", "train --out run --model model train.uniform_loss=nelbo",
+    BadInputCase("noise for masks", "train --out run --model model train.uniform_loss=nelbo",
          "uniform_loss=nelbo is for models of uniform noise"),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 import torch.nn.attention.varlen as of_torch
 from fake_cuda.device import CUDA
 
-from dlm_rag.model import attention, kernels
+from dlm_rag.model import attention_backends, attention_kernels
 
 PAGE = 256  # a page of keys is a multiple of so many tokens
 
@@ -53,18 +53,21 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         check(sights[-1], (q, k, v), ends, window_size, block_table)
         return q + 0 * (k.mean() + v.mean())
 
-    module = ModuleType(kernels.FLASH_MODULE)
-    module.__spec__ = ModuleSpec(kernels.FLASH_MODULE, None)
+    module = ModuleType(attention_backends.FLASH_MODULE)
+    module.__spec__ = ModuleSpec(attention_backends.FLASH_MODULE, None)
     module.flash_attn_varlen_func = of_flash
-    package = {kernels.FLASH_MODULE: module, "flash_attn": SimpleNamespace(flash_attn_interface=module)}
-    spied = {name: known(name, kernel) for name, kernel in attention._KERNELS.items()}
+    package = {
+        attention_backends.FLASH_MODULE: module,
+        "flash_attn": SimpleNamespace(flash_attn_interface=module),
+    }
+    spied = {name: known(name, kernel) for name, kernel in attention_kernels._KERNELS.items()}
     with (
-        mock.patch.dict(attention._KERNELS, spied),
+        mock.patch.dict(attention_kernels._KERNELS, spied),
         mock.patch.object(of_torch, "varlen_attn", of_varlen),
         mock.patch("torch.nn.attention.current_flash_attention_impl", lambda: implementation),
         mock.patch.dict(sys.modules, package if flash else {}),
-        mock.patch.object(kernels, "version", lambda package: "2.8.3"),
-        mock.patch.object(kernels, "_flash_missing", lambda: "" if flash else "it is not there"),
+        mock.patch.object(attention_backends, "version", lambda package: "2.8.3"),
+        mock.patch.object(attention_backends, "_flash_missing", lambda: "" if flash else "it is not there"),
     ):
         yield calls
 

@@ -10,25 +10,25 @@ import pytest
 import torch
 from conftest import tiny_denoiser
 from fake_cuda.checked_kernels import checked_kernels
-from fake_cuda.device import ALIKE, CUDA, PACKAGE, fake_cuda
+from fake_cuda.device import CUDA, PACKAGE, SAME_DTYPE_OPS, fake_cuda
+from setup_matrix import DECODING_SETUPS, EXPERTS, make_setup_decoder
 from test_decoder import LAYOUTS, QUESTIONS
-from tiny_gemma import write_gemma
-from ways import DECODING, EXPERTS, make_decoder
+from tiny_diffusion_gemma import write_tiny_gemma
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.prepare import prepare, with_shipped
+from dlm_rag.commands.startup import apply_shipped_defaults, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
-from dlm_rag.decode.proposer import DenoiserProposer, View
-from dlm_rag.evidence.layout import arrange
-from dlm_rag.evidence.pool import EvidencePool
+from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.gemma import NoiseDenoiser
-from dlm_rag.model.rows import Segment
+from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
+from dlm_rag.model.packed_batch import Segment
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
 
-STEP = [("in", "to_device"), ("out", "to_host"), ("wait", "to_host")]
+STEP_TRAFFIC = [("in", "to_device"), ("out", "to_host"), ("wait", "to_host")]
 FACTS = [((10, 11), (20, 21, 22)), ((20, 21, 22),), ((30,), (10, 11), (40, 41))]
 
 
@@ -121,7 +121,9 @@ OF_TWO_DTYPES = {
 
 @pytest.mark.parametrize("name", OF_TWO_DTYPES)
 def test_what_is_refused_of_two_dtypes_is_refused_by_torch(name):
-    assert {operator._schema.name.removeprefix("aten::") for operator in ALIKE} == set(OF_TWO_DTYPES)
+    assert {operator._schema.name.removeprefix("aten::") for operator in SAME_DTYPE_OPS} == set(
+        OF_TWO_DTYPES
+    )
     a, b, at = torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.bfloat16), torch.arange(8)
     with pytest.raises(RuntimeError):
         OF_TWO_DTYPES[name](a, b, at)
@@ -136,27 +138,29 @@ def views_of(shape, layout, temperature=0.0, spread=False, soft=None):
     """Three rows of other lengths, each at another point of its canvas; the last has one position left."""
     found = []
     for slot, facts in enumerate(FACTS):
-        laid = arrange(Prompt((1, 2, 3), facts, (4,)), shape, layout)
+        laid = lay_out_prompt(Prompt((1, 2, 3), facts, (4,)), shape, layout)
         canvas = np.full(8 + slot, 256)
         positions = np.arange(len(canvas)) if slot < 2 else np.array([5])
         rng = np.random.default_rng(slot)
         draws = rng.random(len(positions)) if temperature else None
         lots = rng.random((2, len(positions))) if soft else None
-        found.append(View(slot, laid, canvas, positions, temperature, draws, spread, soft, lots))
+        found.append(ModelInput(slot, laid, canvas, positions, temperature, draws, spread, soft, lots))
     return found
 
 
 def steps(denoiser, layout, engine, **asked):
     """What three steps send, one after another; before the third another passage comes into one row."""
-    proposer = DenoiserProposer(denoiser, 256, engine)
+    proposer = MaskedModelRunner(denoiser, 256, engine)
     views = views_of(denoiser.config, layout, **asked)
     for again in range(3):
         if again == 2:
-            laid = arrange(Prompt((1, 2, 3), ((50, 51), (20, 21, 22)), (4,)), denoiser.config, layout)
-            views[1] = replace(views[1], arrangement=laid)
-        calls = denoiser.work.calls
+            laid = lay_out_prompt(
+                Prompt((1, 2, 3), ((50, 51), (20, 21, 22)), (4,)), denoiser.config, layout
+            )
+            views[1] = replace(views[1], laid_out_prompt=laid)
+        calls = denoiser.flop_count.calls
         proposals = proposer.propose(views)
-        assert denoiser.work.calls == calls + 1, "new passages run in the same call"
+        assert denoiser.flop_count.calls == calls + 1, "new passages run in the same call"
         assert [len(found.token_ids) for found in proposals] == [8, 9, 1]
         yield
 
@@ -178,47 +182,49 @@ POOLS = {"no pool": (0.0, False), "pool, shifted": (1.0, True)}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize(("pool_gib", "shifted"), POOLS.values(), ids=POOLS)
-def test_a_decode_step_is_one_call_one_copy_in_and_one_out(layout, shifted, asked, pool_gib):
+@pytest.mark.parametrize(("prefix_cache_gib", "shifted"), POOLS.values(), ids=POOLS)
+def test_a_decode_step_is_one_call_one_copy_in_and_one_out(layout, shifted, asked, prefix_cache_gib):
     with fake_cuda() as seen:
         denoiser = denoiser_on_gpu(shifted=shifted)
         seen.clear()
-        for _ in steps(denoiser, layout, EngineConfig(pool_gib=pool_gib), **ASKED[asked]):
-            assert seen == STEP
+        for _ in steps(denoiser, layout, EngineConfig(prefix_cache_gib=prefix_cache_gib), **ASKED[asked]):
+            assert seen == STEP_TRAFFIC
             seen.clear()
 
 
-@pytest.mark.parametrize("order", ["reread", "text", "append", "kept"])
+@pytest.mark.parametrize("order", ["recompute", "no_evidence", "append", "frozen"])
 @pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash"])
 def test_blocks_that_are_finished_cost_no_call_and_no_copy_of_their_own(order, kernel):
     """A step is one call, whatever was finished, found or moved before it."""
     with fake_cuda() as seen, checked_kernels(flash=True) as calls:
         denoiser = denoiser_on_gpu(
-            attention=kernel, attention_block=4, evidence_layout="independent", finished_blocks=order
+            attention=kernel, block_size=4, evidence_layout="independent", finished_block_context=order
         )
-        proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=1.0))
+        proposer = MaskedModelRunner(denoiser, 256, EngineConfig(prefix_cache_gib=1.0))
         for step, finished in enumerate((0, 4, 4, 8)):
             views = []
             for slot, facts in enumerate(FACTS):
-                laid = arrange(Prompt((1, 2, 3), facts[step % 2 :], (4,)), denoiser.config)
+                laid = lay_out_prompt(Prompt((1, 2, 3), facts[step % 2 :], (4,)), denoiser.config)
                 positions = np.arange(finished, finished + 8)
-                views.append(View(slot, laid, np.full(finished + 8, 256), positions, finished=finished))
-            before = denoiser.work.calls
+                views.append(
+                    ModelInput(slot, laid, np.full(finished + 8, 256), positions, finished_length=finished)
+                )
+            before = denoiser.flop_count.calls
             seen.clear()
             proposer.propose(views)
-            assert denoiser.work.calls == before + 1 and seen == STEP
+            assert denoiser.flop_count.calls == before + 1 and seen == STEP_TRAFFIC
         assert {call.split(",")[0] for call in calls} == {kernel}
 
 
 def test_logits_that_are_read_out_in_parts_come_out_in_one_copy():
     with fake_cuda() as seen:
         denoiser = denoiser_on_gpu()
-        proposer = DenoiserProposer(denoiser, 256, EngineConfig(pool_gib=0.0))
-        laid = arrange(Prompt((1,), (), ()), denoiser.config, "joint")
-        whole = View(0, laid, np.full(2000, 256), np.arange(2000))
+        proposer = MaskedModelRunner(denoiser, 256, EngineConfig(prefix_cache_gib=0.0))
+        laid = lay_out_prompt(Prompt((1,), (), ()), denoiser.config, "joint")
+        whole = ModelInput(0, laid, np.full(2000, 256), np.arange(2000))
         seen.clear()
-        proposer.propose([whole, View(1, laid, np.full(3, 7), np.arange(0))])
-        assert seen == STEP
+        proposer.propose([whole, ModelInput(1, laid, np.full(3, 7), np.arange(0))])
+        assert seen == STEP_TRAFFIC
 
 
 KERNELS = {  # what is there -> capability, flash-attn, torch's active kernel -> what is called
@@ -243,8 +249,8 @@ def test_the_kernel_and_the_dtype_follow_the_generation(there, layout, heads):
         assert dtype == (torch.float16 if capability < (8, 0) else torch.bfloat16)
         denoiser = denoiser_on_gpu(dtype, num_key_value_heads=heads, qkv_bias=True, qk_norm=True)
         seen.clear()
-        for _ in steps(denoiser, layout, EngineConfig(pool_gib=1.0)):
-            assert seen == STEP
+        for _ in steps(denoiser, layout, EngineConfig(prefix_cache_gib=1.0)):
+            assert seen == STEP_TRAFFIC
             seen.clear()
     # Without a context there is nothing in slots, so no pages.
     assert set(calls) == {called.split(",")[0] if layout == "joint" else called}
@@ -255,10 +261,10 @@ def test_experts_wait_in_bfloat16_not_at_all_and_else_where_it_says_so(dtype):
     with fake_cuda() as seen:
         denoiser = denoiser_on_gpu(dtype, experts=EXPERTS)
         seen.clear()
-        for _ in steps(denoiser, "independent", EngineConfig(pool_gib=1.0)):
+        for _ in steps(denoiser, "independent", EngineConfig(prefix_cache_gib=1.0)):
             # Two products a layer: what goes in, what comes out.
-            waits = [] if dtype == torch.bfloat16 else [("out, waiting", "_one_by_one")] * 4
-            assert seen == [STEP[0], *waits, *STEP[1:]]
+            waits = [] if dtype == torch.bfloat16 else [("out, waiting", "_looped_matmul")] * 4
+            assert seen == [STEP_TRAFFIC[0], *waits, *STEP_TRAFFIC[1:]]
             seen.clear()
 
 
@@ -266,10 +272,10 @@ def test_experts_wait_in_bfloat16_not_at_all_and_else_where_it_says_so(dtype):
 
 
 def decoder_on_gpu(corpus_file, way, dtype=torch.bfloat16):
-    return make_decoder(corpus_file, way, lambda denoiser: denoiser.to(CUDA, dtype))
+    return make_setup_decoder(corpus_file, way, lambda denoiser: denoiser.to(CUDA, dtype))
 
 
-@pytest.mark.parametrize("way", DECODING)
+@pytest.mark.parametrize("way", DECODING_SETUPS)
 def test_answers_come_out_in_one_copy_a_step(corpus_file, way):
     with fake_cuda() as seen:
         decoder = decoder_on_gpu(corpus_file, way)
@@ -277,8 +283,8 @@ def test_answers_come_out_in_one_copy_a_step(corpus_file, way):
         rollouts = decoder.decode(QUESTIONS)
         assert [rollout.error for rollout in rollouts] == [""] * len(QUESTIONS)
         between_tiers = {("in", "_copy"), ("out", "_copy")}
-        assert set(STEP) <= set(seen) <= {*STEP, *between_tiers}
-        assert Counter(seen)[STEP[2]] == decoder.denoiser.work.calls
+        assert set(STEP_TRAFFIC) <= set(seen) <= {*STEP_TRAFFIC, *between_tiers}
+        assert Counter(seen)[STEP_TRAFFIC[2]] == decoder.denoiser.flop_count.calls
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (9, 0)])
@@ -286,12 +292,14 @@ def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capa
     # Which waits for the contents of weights.
     monkeypatch.setattr("dlm_rag.model.checkpoint._check_sound", lambda *_: None)
     with fake_cuda(capability) as seen:
-        config = with_shipped(load_config(None, ["model.device=cuda", "decode.canvas_length=4"]), [])
+        config = apply_shipped_defaults(
+            load_config(None, ["model.device=cuda", "decode.max_new_tokens=4"]), []
+        )
         asked = read_questions(config.questions)[:2]
-        decoder = prepare(config, asked).load()
+        decoder = prepare_decoder(config, asked).load()
         seen.clear()
         assert not any(rollout.error for rollout in decoder.decode(asked))
-        assert decoder.denoiser.device.type == "cuda" and set(seen) == set(STEP)
+        assert decoder.denoiser.device.type == "cuda" and set(seen) == set(STEP_TRAFFIC)
 
 
 # Streams.
@@ -301,8 +309,8 @@ def test_passages_that_leave_and_come_back_are_waited_for(corpus_file):
     with fake_cuda() as seen:
         decoder = decoder_on_gpu(corpus_file, "independent", torch.float32)
         decoder.decode(QUESTIONS * 2)
-        reuse = decoder.proposer.reuse
-    assert reuse.evicted > 5 and reuse.from_host > 50
+        reuse = decoder.model_runner.cache_stats
+    assert reuse.evicted_segments > 5 and reuse.host_tokens > 50
     assert ("in", "_copy") in seen and ("out", "_copy") in seen
 
 
@@ -340,23 +348,23 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch, fault):
 
 @pytest.mark.parametrize("canvas_length", [12, 24])
 def test_a_model_of_uniform_noise_answers(tmp_path, corpus_file, canvas_length):
-    checkpoint = open_checkpoint(write_gemma(tmp_path))
+    checkpoint = open_checkpoint(write_tiny_gemma(tmp_path))
     with fake_cuda() as seen:
-        denoiser = NoiseDenoiser.from_pretrained(checkpoint, CUDA, torch.bfloat16)
-        settings = DecodeConfig(canvas_length=canvas_length, batch_size=2)
+        denoiser = DiffusionGemmaDenoiser.from_pretrained(checkpoint, CUDA, torch.bfloat16)
+        settings = DecodeConfig(max_new_tokens=canvas_length, batch_size=2)
         retriever = load_retriever(corpus_file, top_k=2)
         decoder = Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), settings)
         seen.clear()
         rollouts = decoder.decode(QUESTIONS)
     assert [rollout.error for rollout in rollouts] == [""] * len(QUESTIONS)
     # transformers begins every cache with an empty tensor that it sends.
-    assert {note for note in seen if note[0] != "in, waiting"} == set(STEP)
+    assert {note for note in seen if note[0] != "in, waiting"} == set(STEP_TRAFFIC)
 
 
 # Faults that are planted.
 
 
-def place_of(error: BaseException, test: str = __file__) -> tuple[str, str]:
+def source_location(error: BaseException, test: str = __file__) -> tuple[str, str]:
     """The file and the line of the package, or of a test, in which it came up."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if frame.filename.startswith((PACKAGE, test))]
@@ -369,21 +377,21 @@ def test_a_tensor_that_was_left_on_the_host_is_found():
         denoiser.inverse_frequencies = torch.zeros(4)
         with pytest.raises(RuntimeError, match="two devices, c") as found:
             next(steps(denoiser, "independent", EngineConfig()))
-    file, line = place_of(found.value)
+    file, line = source_location(found.value)
     assert file == "denoiser.py" and "self.inverse_frequencies" in line
 
 
 def test_a_value_that_the_host_waits_for_is_found(monkeypatch):
-    read_out = Denoiser.read_out
+    read_out = Denoiser.compute_token_logits
 
     def waits(self, hidden):
         assert hidden.sum().item() == 0
         return read_out(self, hidden)
 
-    monkeypatch.setattr(Denoiser, "read_out", waits)
+    monkeypatch.setattr(Denoiser, "compute_token_logits", waits)
     with fake_cuda(), pytest.raises(RuntimeError, match="_local_scalar_dense.default waits") as found:
         next(steps(denoiser_on_gpu(), "independent", EngineConfig()))
-    assert place_of(found.value) == ("decode.py", "assert hidden.sum().item() == 0")
+    assert source_location(found.value) == ("decode.py", "assert hidden.sum().item() == 0")
 
 
 def test_weights_of_another_dtype_are_found():
@@ -392,5 +400,5 @@ def test_weights_of_another_dtype_are_found():
         denoiser.lm_head.to(torch.float32)
         with pytest.raises(RuntimeError, match="aten.mm.default got numbers of") as found:
             next(steps(denoiser, "independent", EngineConfig()))
-    file, line = place_of(found.value)
+    file, line = source_location(found.value)
     assert file == "denoiser.py" and "self.lm_head" in line

@@ -32,19 +32,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dlm_rag
-from dlm_rag.model import kernels
+from dlm_rag.model import attention_backends
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = str(Path(dlm_rag.__file__).parent)
 GIB = 2**30
 aten = torch.ops.aten
-Seen = list[tuple[str, str]]
-PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-COPIES = (aten._to_copy.default, aten.copy_.default)
-WRITING_AT = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+TrafficLog = list[tuple[str, str]]
+PLAIN_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+COPY_OPS = (aten._to_copy.default, aten.copy_.default)
+INDEXED_WRITE_OPS = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 ALLOCATING = re.compile(r"aten\.(empty|new_|\w+_like)")  # which do not read the tensors that they are given
 # These refuse floating-point numbers of two dtypes, which fake tensors do not see.
-ALIKE = {
+SAME_DTYPE_OPS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
     aten.index_put.default, aten.index_put_.default, aten.index_add.default, aten.index_copy.default,
     aten.index_copy_.default, aten.scatter.src, aten.scatter_add.default, aten.scatter_add_.default,
@@ -52,19 +52,19 @@ ALIKE = {
 
 
 @contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0), count: int = 1) -> Iterator[Seen]:
+def fake_cuda(capability: tuple[int, int] = (9, 0), count: int = 1) -> Iterator[TrafficLog]:
     """While it is open there are `count` GPUs of that compute capability; this process uses the first.
 
     Yields the traffic so far, in order: (what, function of the package). what: "in" is a copy to the device
     and "out" one to the host, followed by ", waiting" where the host waits for it; "wait" is another wait.
     """
-    seen = Seen()
-    streams = Streams.now = Streams(lambda: note(seen, "wait"))
+    seen = TrafficLog()
+    streams = Streams.now = Streams(lambda: log_traffic(seen, "wait"))
     with _patched(capability, count, streams), _Device(seen, streams, capability):
         yield seen
 
 
-def note(seen: Seen, what: str) -> None:
+def log_traffic(seen: TrafficLog, what: str) -> None:
     """Adds it, with the innermost function of the package that is at work."""
     frame: Any = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
@@ -77,7 +77,7 @@ class _Fake(FakeTensorMode):
 
 
 class _Device(TorchDispatchMode):
-    def __init__(self, seen: Seen, streams: Streams, capability: tuple[int, int]) -> None:
+    def __init__(self, seen: TrafficLog, streams: Streams, capability: tuple[int, int]) -> None:
         super().__init__()
         self._seen, self._streams, self._capability = seen, streams, capability
         self._fake = _Fake(allow_non_fake_inputs=True)
@@ -94,7 +94,7 @@ class _Device(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(self._lifted)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN for kind in types):
+        if any(kind not in PLAIN_TENSOR_TYPES for kind in types):
             return NotImplemented  # shards: their own code takes them apart
         kwargs = dict(kwargs or {})
         leaves = tree_leaves((args, kwargs))
@@ -109,15 +109,18 @@ class _Device(TorchDispatchMode):
             found = operator.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
-        if operator in ALIKE and len(dtypes := {x.dtype for x in given if x.is_floating_point()}) > 1:
+        if (
+            operator in SAME_DTYPE_OPS
+            and len(dtypes := {x.dtype for x in given if x.is_floating_point()}) > 1
+        ):
             raise RuntimeError(f"{operator} got numbers of {sorted(map(str, dtypes))}")
-        if operator is aten.index.Tensor or operator in WRITING_AT:
+        if operator is aten.index.Tensor or operator in INDEXED_WRITE_OPS:
             self._note_indices([x for x in args[1] if x is not None])
         if self._waits_inside(operator, given):
-            note(self._seen, "wait")
+            log_traffic(self._seen, "wait")
             with self._fake:
                 found = _create_grouped_mm_output_tensor(*given, None)
-        elif operator in COPIES:
+        elif operator in COPY_OPS:
             found = self._copied(operator, args, kwargs)
         else:
             found = self._computed(operator, args, kwargs)
@@ -142,7 +145,7 @@ class _Device(TorchDispatchMode):
             with self._fake:
                 return operator(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            note(self._seen, "wait")
+            log_traffic(self._seen, "wait")
             raise RuntimeError(f"{operator} waits for the device") from None
 
     def _copied(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -155,7 +158,7 @@ class _Device(TorchDispatchMode):
         host = source if from_host else target
         free = host is not None and host.untyped_storage() in self._pinned
         free = free and bool(kwargs.get("non_blocking") or args[2:3] == (True,))
-        note(self._seen, ("in" if from_host else "out") + ("" if free else ", waiting"))
+        log_traffic(self._seen, ("in" if from_host else "out") + ("" if free else ", waiting"))
         if from_host:
             return self._computed(operator, args, kwargs)
         if target is not None:
@@ -164,9 +167,9 @@ class _Device(TorchDispatchMode):
 
     def _note_indices(self, indices: Sequence[torch.Tensor]) -> None:
         if any(not isinstance(x, FakeTensor) for x in indices):
-            note(self._seen, "in, waiting")
+            log_traffic(self._seen, "in, waiting")
         if any(x.dtype in (torch.bool, torch.uint8) for x in indices):
-            note(self._seen, "wait")
+            log_traffic(self._seen, "wait")
 
     def _waits_inside(self, operator: Any, given: Sequence[torch.Tensor]) -> bool:
         """Grouped products of other dtypes than bfloat16, and of other generations, are computed one by one
@@ -219,7 +222,11 @@ def _patched(capability: tuple[int, int], count: int, streams: Streams) -> Itera
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _swap))
         # The threads with which transformers reads weights do not see this mode.
         stack.enter_context(mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
-        for function in (kernels.paging, kernels.missing, kernels._first_working):
+        for function in (
+            attention_backends.get_paged_attention_support,
+            attention_backends.get_backend_problem,
+            attention_backends._first_working,
+        ):
             function.cache_clear()
             stack.callback(function.cache_clear)
         yield

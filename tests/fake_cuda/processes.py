@@ -13,31 +13,31 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import byte_tokenizer, write_autoregressive, write_lines
+from conftest import byte_tokenizer, write_autoregressive_checkpoint, write_jsonl_file
 from fake_cuda.checked_kernels import checked_kernels
-from fake_cuda.decode import STEP
+from fake_cuda.decode import STEP_TRAFFIC
 from fake_cuda.device import fake_cuda
-from fake_cuda.training import WAYS, traffic_of_step
-from test_made import PAINTERS, TOWNS, said
+from fake_cuda.training import WAITS_BY_SETUP, record_step_traffic
+from setup_matrix import force_mixed_rewards, make_setup_trainer, write_setup_checkpoints
+from test_generated_questions import PAINTERS, TOWNS, painter_sentence
 from test_phases import write_own_data
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from ways import make_trainer, mix_groups, write_checkpoints
 
 from dlm_rag import Tokenizer
-from dlm_rag.commands.prepare import prepare
+from dlm_rag.commands.startup import prepare_decoder
 from dlm_rag.config import load_config
 from dlm_rag.config.tree import CONFIG_FOLDER
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.training import sharding
-from dlm_rag.training.origin import TEMPLATE, Origin
-from dlm_rag.training.phase import open_trainer
-from dlm_rag.training.plan import shape_of
-from dlm_rag.training.processes import Processes
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE, InitialModel
+from dlm_rag.training.phase_setup import open_trainer
+from dlm_rag.training.planning.plan import resolve_shape
 
-IN, OUT, WAIT = STEP
+IN, OUT, WAIT = STEP_TRAFFIC
 MANY = 128
 COLLECTIVES = ("foreach_all_gather", "foreach_reduce")  # of shards
 
@@ -45,20 +45,22 @@ COLLECTIVES = ("foreach_all_gather", "foreach_reduce")  # of shards
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Checkpoints and data that training begins with."""
-    folder = write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
-    write_autoregressive(folder / "qwen", Qwen2Config, Qwen2ForCausalLM)
+    folder = write_setup_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+    write_autoregressive_checkpoint(folder / "qwen", Qwen2Config, Qwen2ForCausalLM)
     write_own_data(folder)
-    people = [{"id": f"p{n}", "title": name, "contents": said(n)} for n, name in enumerate(PAINTERS)]
+    people = [
+        {"id": f"p{n}", "title": name, "contents": painter_sentence(n)} for n, name in enumerate(PAINTERS)
+    ]
     lands = [f"{town} is a town in the land of king {n}." for n, town in enumerate(TOWNS)]
     towns = [{"id": t, "title": t, "contents": land} for t, land in zip(TOWNS, lands, strict=True)]
-    write_lines(folder / "titles.jsonl", people + towns)
+    write_jsonl_file(folder / "titles.jsonl", people + towns)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def in_copies(monkeypatch):
     """DDP asks the device for what it can only be told by contents: how its own sums went."""
-    copies = sharding.in_copies
+    copies = sharding.wrap_in_ddp
 
     def summed(state, bucket):
         done = torch.futures.Future()
@@ -74,7 +76,7 @@ def in_copies(monkeypatch):
     monkeypatch.setattr(
         "torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *_: True
     )
-    monkeypatch.setattr("dlm_rag.training.trainer.in_copies", wrapped)
+    monkeypatch.setattr("dlm_rag.training.trainer.wrap_in_ddp", wrapped)
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def last_of(count):
     if count > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=count - 1, world_size=count)
     try:
-        yield Processes(count - 1, count, 0)
+        yield DistributedContext(count - 1, count, 0)
     finally:
         if count > 1:
             dist.destroy_process_group()
@@ -104,18 +106,28 @@ SHARDED = [
 
 @pytest.mark.parametrize("way", SHARDED)
 def test_a_step_in_shards_waits_for_the_device_once(tmp_path, monkeypatch, folder, way):
-    mix_groups(monkeypatch)
-    words = ["model.device=cuda", "train.parallel=fsdp", "train.groups=4"]
+    force_mixed_rewards(monkeypatch)
+    words = [
+        "model.device=cuda",
+        "train.parallel=fsdp",
+        "train.passage_sets_per_step=4",
+        "train.prompts_per_step=4",
+    ]
     with last_of(2) as processes, fake_cuda() as seen, checked_kernels():
-        trainer, _ = make_trainer(tmp_path, folder, way, *words, processes=processes)
-        assert traffic_of_step(trainer, seen) == {IN: WAYS[way], OUT: 1, WAIT: 1}
+        trainer, _ = make_setup_trainer(tmp_path, folder, way, *words, processes=processes)
+        assert record_step_traffic(trainer, seen) == {IN: WAITS_BY_SETUP[way], OUT: 1, WAIT: 1}
         check_shards(trainer, 2)
 
 
 def test_muon_on_more_processes_than_a_matrix_has_rows_is_refused(tmp_path, folder):
-    words = ["model.device=cuda", "train.parallel=fsdp", f"train.groups={MANY}"]
+    words = [
+        "model.device=cuda",
+        "train.parallel=fsdp",
+        f"train.passage_sets_per_step={MANY}",
+        f"train.prompts_per_step={MANY}",
+    ]
     with last_of(MANY) as processes, fake_cuda(), pytest.raises(ConfigError, match="train.optimizer=adamw"):
-        make_trainer(tmp_path, folder, "sft", *words, processes=processes)
+        make_setup_trainer(tmp_path, folder, "sft", *words, processes=processes)
 
 
 # The configs, at a toy size.
@@ -124,14 +136,16 @@ TRAINED, DECODED = [], []
 for path in sorted(CONFIG_FOLDER.glob("*.yaml")):
     (TRAINED if "\ntrain:" in path.read_text() else DECODED).append(path.stem)
 TOY = [
-    "model.device=cuda", "decode.canvas_length=64", "retrieval.top_k=2", "train.passage_length=96",
-    "train.world_passages=100", "train.worlds=1", "train.validation_questions=1", "train.rows=2",
+    "model.device=cuda", "decode.max_new_tokens=64", "retrieval.top_k=2", "train.passage_length=96",
+    "train.world_passages=100", "train.worlds=1", "train.eval_questions=1", "train.rows_per_set=2",
+    "train.num_generations=2",
 ]  # fmt: skip
-FRESH = ["train.hidden_size=256", "train.num_hidden_layers=2", "train.vocabulary=400"]
+FRESH = ["train.hidden_size=256", "train.num_hidden_layers=2", "train.vocab_size=400"]
 OWN = {
     "tiny": FRESH,
     "world": FRESH,
-    "corpus": [*FRESH, "train.layers=null", "data.corpus={folder}/titles.jsonl", "data.held_out=0.4"],
+    "corpus": [*FRESH, "train.init_layers_from=null", "data.corpus={folder}/titles.jsonl",
+    "data.held_out=0.4"],
     "b200": [
         "model.path={folder}/qwen", "data.questions={folder}/questions.jsonl",
         "data.corpus={folder}/corpus.jsonl", "data.documents.web={folder}/web.jsonl",
@@ -141,23 +155,24 @@ OWN = {
 LENGTHS = {"open": 64, "short": 128, "long": 1024}  # of the phases of b200.yaml
 
 
-def words_of(name, folder, count, phase):
+def toy_settings(name, folder, count, phase):
     """What makes a config a toy on so many processes: one item for each in every part of a step."""
     plain = load_config(CONFIG_FOLDER / f"{name}.yaml", [])
     words = [*TOY, *OWN.get(name, [])]
     if plain.model.path is not None and not plain.model.path.startswith("dlm_rag"):
         words = ["model.path={folder}/plain", *words]
-    train = plain.train.in_phases()[phase]
+    train = plain.train.get_phase_configs()[phase]
     own = f"train.phases.{phase}" if phase else "train"
-    parts = min(2, train.accumulate)
+    parts = min(2, train.gradient_accumulation_steps)
     items = count // train.context_parallel * parts
-    words.append(f"{own}.accumulate={parts}")
+    words.append(f"{own}.gradient_accumulation_steps={parts}")
     if phase in LENGTHS:
         words += [f"{own}.sequence_length={LENGTHS[phase]}", f"{own}.batch_tokens={items * LENGTHS[phase]}"]
     else:
-        words.append(f"{own}.groups={items}")
+        key = "prompts_per_step" if train.objective == "rl" else "passage_sets_per_step"
+        words.append(f"{own}.{key}={items}")
     if train.objective == "rl":  # a rollout is as many steps as its canvas has tokens
-        words.append("decode.canvas_length=8")
+        words.append("decode.max_new_tokens=8")
     return [word.format(folder=folder) for word in words]
 
 
@@ -170,7 +185,7 @@ def processes_of(name):
 CASES = [
     (name, phase, count)
     for name in TRAINED
-    for phase in load_config(CONFIG_FOLDER / f"{name}.yaml", []).train.in_phases()
+    for phase in load_config(CONFIG_FOLDER / f"{name}.yaml", []).train.get_phase_configs()
     for count in (processes_of(name), MANY)
 ]
 
@@ -179,12 +194,12 @@ CASES = [
 def test_a_step_of_every_config_on_its_own_processes_and_on_many(
     tmp_path, monkeypatch, folder, name, phase, count
 ):
-    mix_groups(monkeypatch)
-    config = load_config(CONFIG_FOLDER / f"{name}.yaml", words_of(name, folder, count, phase))
+    force_mixed_rewards(monkeypatch)
+    config = load_config(CONFIG_FOLDER / f"{name}.yaml", toy_settings(name, folder, count, phase))
     capability = (7, 0) if name.startswith("v100") else (9, 0)
     with last_of(count) as processes, fake_cuda(capability) as seen, checked_kernels():
         trainer, _ = open_trainer(config, tmp_path, processes, phase)
-        found = traffic_of_step(trainer, seen)
+        found = record_step_traffic(trainer, seen)
         assert found.pop(IN) and found == {OUT: 1, WAIT: 1}
         assert trainer.state.phase_step == 1
         if trainer.train.parallel == "fsdp" and count > 1:
@@ -195,39 +210,40 @@ def test_a_step_of_every_config_on_its_own_processes_and_on_many(
 def test_steps_of_every_config_of_decoding(monkeypatch, corpus_file, folder, name):
     # Which waits for the contents of weights.
     monkeypatch.setattr("dlm_rag.model.checkpoint._check_sound", lambda *_: None)
-    own = ["decode.canvas_length=64"] if name != "reader" else []
+    own = ["decode.max_new_tokens=64"] if name != "reader" else []
     model = "blocks" if name.startswith(("llada2", "fast_dllm_v2")) else "plain"
     words = [*own, "model.device=cuda", f"retrieval.corpus={corpus_file}"]
     words += [] if name == "reader" else [f"model.path={folder}/{model}"]
     config = load_config(CONFIG_FOLDER / f"{name}.yaml", words)
     asked = [Question("1", "Who wrote Emma?")]
     with fake_cuda() as seen, checked_kernels():
-        engine = prepare(config, asked).load().new_engine()
+        engine = prepare_decoder(config, asked).load().new_engine()
         engine.submit(asked[0])
         engine.step()
         seen.clear()
         engine.step()
-        assert seen == STEP
+        assert seen == STEP_TRAFFIC
 
 
 @pytest.mark.slow
 def test_a_step_of_eight_billion_parameters_on_many_processes(tmp_path, monkeypatch):
     """configs/h200.yaml as it is, but for its groups; no weight is read."""
-    monkeypatch.setattr("dlm_rag.training.origin.fill", lambda *_: None)
+    monkeypatch.setattr("dlm_rag.training.model_init.init_weights", lambda *_: None)
     words = [
-        "model.device=cuda", f"train.groups={2 * MANY}", "train.world_passages=100", "train.worlds=1",
-        "train.validation_questions=1",
+        "model.device=cuda", f"train.passage_sets_per_step={2 * MANY}",
+        f"train.prompts_per_step={2 * MANY}", "train.world_passages=100", "train.worlds=1",
+        "train.eval_questions=1",
     ]  # fmt: skip
     config = load_config(CONFIG_FOLDER / "h200.yaml", words)
-    shape = replace(shape_of(config), mask_token_id=256)
-    tokenizer = Tokenizer(byte_tokenizer(), 256, TEMPLATE, (257,), shape.vocab_size)
+    shape = replace(resolve_shape(config), mask_token_id=256)
+    tokenizer = Tokenizer(byte_tokenizer(), 256, DEFAULT_PROMPT_TEMPLATE, (257,), shape.vocab_size)
     with last_of(MANY) as processes, fake_cuda() as seen, checked_kernels() as calls:
-        origin = Origin(shape, tokenizer, None, 0, 0)
+        origin = InitialModel(shape, tokenizer, None, 0, 0)
         trainer, _ = open_trainer(config, tmp_path, processes, origin=origin)
         gathers, sums = (Mock(wraps=getattr(collectives, name)) for name in COLLECTIVES)
         for name, counted in zip(COLLECTIVES, (gathers, sums), strict=True):
             monkeypatch.setattr(collectives, name, counted)
-        found = traffic_of_step(trainer, seen)
+        found = record_step_traffic(trainer, seen)
         assert found.pop(IN) and found == {OUT: 1, WAIT: 1} and set(calls) == {"varlen"}
         check_shards(trainer, MANY)
         assert sum(p.numel() for p in trainer.denoiser.parameters()) == 8_015_581_184

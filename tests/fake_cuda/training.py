@@ -5,15 +5,16 @@ from collections import Counter
 import pytest
 import torch
 from fake_cuda.checked_kernels import checked_kernels
-from fake_cuda.decode import STEP, place_of
+from fake_cuda.decode import STEP_TRAFFIC, source_location
 from fake_cuda.device import fake_cuda
-from ways import TRAINING, make_trainer, mix_groups, write_checkpoints
+from setup_matrix import TRAINING_SETUPS, force_mixed_rewards, make_setup_trainer, write_setup_checkpoints
 
-from dlm_rag.training.objective import Objective
+from dlm_rag.training.objective import MaskedObjective
 
-IN, OUT, WAIT = STEP
+IN, OUT, WAIT = STEP_TRAFFIC
 V100, H200, GB10 = (7, 0), (9, 0), (12, 1)
-WAYS = {  # of `ways.TRAINING`: copies in, one for each call of the layers and one for the loss
+# of `setup_matrix.TRAINING_SETUPS`: copies in, one for each call of the layers and one for the loss
+WAITS_BY_SETUP = {
     "sft": 3, "sft, joint": 2, "sft, prefix": 3, "sft in parts": 6, "sft in blocks, reread": 3,
     "sft in blocks, text": 3, "sft, checkpointing": 3, "sft, selective, sdpa": 3, "adapters": 3,
     "experts": 3, "pretrain": 2, "adapt": 2, "rl": 3, "rl in parts": 6, "rl of what was committed": 3,
@@ -30,43 +31,47 @@ ON = {  # GPU, settings -> dtype
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+    return write_setup_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(autouse=True)
 def mixed_groups(monkeypatch):
     """Else none is: on this device all rollouts of a question are the same."""
-    mix_groups(monkeypatch)
+    force_mixed_rewards(monkeypatch)
 
 
-def trainer_of(out, folder, way="sft", *more):
-    return make_trainer(out, folder, way, "model.device=cuda", *more)
+def make_fake_cuda_trainer(out, folder, way="sft", *more):
+    return make_setup_trainer(out, folder, way, "model.device=cuda", *more)
 
 
-def traffic_of_step(trainer, seen):
+def record_step_traffic(trainer, seen):
     """What a step sends, without what rollouts send to make its rows."""
-    parts = trainer._parts()
-    trainer._parts = lambda: parts
+    parts = trainer._microbatches()
+    trainer._microbatches = lambda: parts
     seen.clear()
     trainer.step()
-    del trainer._parts
+    del trainer._microbatches
     return Counter(seen)
 
 
 @pytest.mark.parametrize(
     ("way", "on"),
-    [*((way, "H200") for way in WAYS), ("sft", "H200, float32"), ("sft, selective, sdpa", "GB10")]
+    [*((way, "H200") for way in WAITS_BY_SETUP), ("sft", "H200, float32"), ("sft, selective, sdpa", "GB10")]
     + [(way, "V100") for way in ("sft", "sft in parts", "adapters", "rl")],
 )
 def test_a_training_step_waits_for_the_device_once(tmp_path, folder, way, on):
     """Pointers, masks, the norm of the gradients, the scale of the loss and the optimizers included."""
-    assert {*WAYS, *UNIFORM} == set(TRAINING)
+    assert {*WAITS_BY_SETUP, *UNIFORM} == set(TRAINING_SETUPS)
     capability, words, dtype = ON[on]
     with fake_cuda(capability) as seen, checked_kernels():
-        trainer, _ = trainer_of(tmp_path, folder, way, *words)
-        updates = trainer.train.updates
+        trainer, _ = make_fake_cuda_trainer(tmp_path, folder, way, *words)
+        updates = trainer.train.num_iterations
         for _ in range(2 if way == "sft" else 1):
-            assert traffic_of_step(trainer, seen) == {IN: WAYS[way], OUT: updates, WAIT: updates}
+            assert record_step_traffic(trainer, seen) == {
+                IN: WAITS_BY_SETUP[way],
+                OUT: updates,
+                WAIT: updates,
+            }
         assert trainer.dtype == dtype and trainer._scaler.is_enabled() == (dtype == torch.float16)
         assert {p.device.type for p in trainer.denoiser.parameters()} == {"cuda"}
 
@@ -75,19 +80,19 @@ def test_a_training_step_waits_for_the_device_once(tmp_path, folder, way, on):
 def test_a_step_from_uniform_noise_waits_in_the_class_of_transformers_alone(tmp_path, folder, way):
     """For grouped products, which torch computes in float32 expert by expert, and for its own masks."""
     with fake_cuda() as seen:
-        trainer, _ = trainer_of(tmp_path, folder, way)
-        found = traffic_of_step(trainer, seen)
+        trainer, _ = make_fake_cuda_trainer(tmp_path, folder, way)
+        found = record_step_traffic(trainer, seen)
     assert {what: found[what] for what in (IN, OUT, WAIT)} == {IN: 2, OUT: 1, WAIT: 1}
 
 
 @pytest.mark.parametrize("way", ["sft", "rl of heads", "pretrain"])
 def test_a_run_validates_saves_goes_on_and_exports(tmp_path, folder, way):
     with fake_cuda(), checked_kernels():
-        trainer, validation = trainer_of(tmp_path / "run", folder, way)
+        trainer, validation = make_fake_cuda_trainer(tmp_path / "run", folder, way)
         trainer.step()
-        assert validation.scores(trainer)
+        assert validation.compute_scores(trainer)
         trainer.save()
-        again, _ = trainer_of(tmp_path / "run", folder, way)
+        again, _ = make_fake_cuda_trainer(tmp_path / "run", folder, way)
         assert again.restore() and again.state.step == 1
         again.step()
         again.export(tmp_path / "model")
@@ -96,9 +101,9 @@ def test_a_run_validates_saves_goes_on_and_exports(tmp_path, folder, way):
 
 @pytest.mark.parametrize("kernel", ["varlen", "varlen, selective", "flash"])
 def test_gradients_flow_through_the_kernels(tmp_path, folder, kernel):
-    words = ["train.checkpointing=selective"] if "selective" in kernel else []
+    words = ["train.activation_checkpointing=selective"] if "selective" in kernel else []
     with fake_cuda(), checked_kernels(flash=kernel == "flash") as calls:
-        trainer, _ = trainer_of(tmp_path, folder, "sft", *words)
+        trainer, _ = make_fake_cuda_trainer(tmp_path, folder, "sft", *words)
         trainer.step()
     assert set(calls) == {kernel.split(",")[0]}
 
@@ -108,35 +113,35 @@ def test_gradients_flow_through_the_kernels(tmp_path, folder, kernel):
 
 def test_a_tensor_that_was_left_on_the_host_is_found(tmp_path, folder):
     with fake_cuda():
-        trainer, _ = trainer_of(tmp_path, folder)
+        trainer, _ = make_fake_cuda_trainer(tmp_path, folder)
         trainer.denoiser.inverse_frequencies = torch.zeros(trainer.denoiser.inverse_frequencies.shape)
         with pytest.raises(RuntimeError, match="two devices, c") as found:
             trainer.step()
-    file, line = place_of(found.value)
+    file, line = source_location(found.value)
     assert file == "denoiser.py" and "self.inverse_frequencies" in line
 
 
 def test_a_value_that_the_host_waits_for_is_found(tmp_path, folder, monkeypatch):
-    forward = Objective.forward
+    forward = MaskedObjective.forward
 
     def waits(self, *part):
         loss, sums = forward(self, *part)
         assert loss.item() == 0
         return loss, sums
 
-    monkeypatch.setattr(Objective, "forward", waits)
+    monkeypatch.setattr(MaskedObjective, "forward", waits)
     with fake_cuda():
-        trainer, _ = trainer_of(tmp_path, folder)
+        trainer, _ = make_fake_cuda_trainer(tmp_path, folder)
         with pytest.raises(RuntimeError, match="_local_scalar_dense.default waits") as found:
             trainer.step()
-    assert place_of(found.value, __file__) == ("training.py", "assert loss.item() == 0")
+    assert source_location(found.value, __file__) == ("training.py", "assert loss.item() == 0")
 
 
 def test_products_of_two_dtypes_are_found(tmp_path, folder):
     """Autocast would hide it, so without."""
     with fake_cuda():
-        trainer, _ = trainer_of(tmp_path, folder, "sft", "train.dtype=float32")
+        trainer, _ = make_fake_cuda_trainer(tmp_path, folder, "sft", "train.dtype=float32")
         trainer.denoiser.layers[0].mlp.up_proj.to(torch.bfloat16)
         with pytest.raises(RuntimeError, match="aten.mm.default got numbers of") as found:
             trainer.step()
-    assert place_of(found.value)[0] == "feedforward.py"
+    assert source_location(found.value)[0] == "feedforward.py"

@@ -12,18 +12,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from recording import (
-    Origin,
-    Recorder,
-    arguments,
-    logit_ids,
-    prompt,
-    public_module,
+from tiny_checkpoints import END, MASK, PAD, TURN, write_checkpoint
+from torch import Tensor
+from trace_recorder import (
+    StepRecorder,
+    TraceOrigin,
+    load_public_module,
+    make_logit_input_ids,
+    make_prompt_bytes,
+    parse_arguments,
     write_logits,
     write_trace,
 )
-from tiny import END, MASK, PAD, TURN, write_checkpoint
-from torch import Tensor
 
 FAMILY = "a2d-qwen3"
 SOURCE = "ZHZisZZ/dllm@ca176752fbceec49c6b4777a2c18ae88e4eb10ed"
@@ -49,7 +49,7 @@ TRACES: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {  # settings;
 class Watched:
     """The model as both samplers call it."""
 
-    def __init__(self, model: Any, recorder: Recorder, prompt_length: int, block: int) -> None:
+    def __init__(self, model: Any, recorder: StepRecorder, prompt_length: int, block: int) -> None:
         self.model, self.recorder, self.device = model, recorder, model.device
         self.prompt_length, self.block = prompt_length, block
 
@@ -71,7 +71,7 @@ class Watched:
 
 
 def main() -> None:
-    given = arguments(__doc__)
+    given = parse_arguments(__doc__)
     public_package = given.reference / "dllm"
     for name in ("dllm", "dllm.core"):
         holder = ModuleType(name)
@@ -80,7 +80,7 @@ def main() -> None:
     samplers = __import__("dllm.core.samplers", fromlist=["MDLMSampler", "BD3LMSampler"])
     preparing = __import__("dllm.core.samplers.bd3lm", fromlist=["_prepare_for_sampling"])
     folder_of_model = public_package / "pipelines/a2d/models/qwen3"
-    modelling = public_module("dllm_qwen3", folder_of_model, "modeling_qwen3")
+    modelling = load_public_module("dllm_qwen3", folder_of_model, "modeling_qwen3")
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(FAMILY, Path(folder))
         model = modelling.A2DQwen3LMHeadModel.from_pretrained(folder).eval()
@@ -89,9 +89,9 @@ def main() -> None:
         path = f"dllm/core/samplers/{'bd3lm' if 'bd3lm' in name else 'mdlm'}.py, {kind}.sample"
         answers = []
         for length, seed in prompts:
-            recorder = Recorder()
+            recorder = StepRecorder()
             watched = Watched(model, recorder, length, settings["block_size"])
-            ids = prompt(length, seed)
+            ids = make_prompt_bytes(length, seed)
             found = getattr(samplers, kind)(watched, TOKENIZER).sample([ids], **COMMON, **settings)[0]
             behind = (
                 length
@@ -103,13 +103,15 @@ def main() -> None:
                 "what the sampler takes for padding is said: take other prompts"
             )
             answers.append((recorder, case))
-        write_trace(given.out / f"{name}.json", Origin(SOURCE, path, FAMILY), COMMON | settings, answers)
-    ids = logit_ids()
+        write_trace(
+            given.out / f"{name}.json", TraceOrigin(SOURCE, path, FAMILY), COMMON | settings, answers
+        )
+    ids = make_logit_input_ids()
     # Blocks of 32 that end with the text: 16 of padding, 16 tokens, 32 tokens.
     padded = torch.cat([torch.full((2, 16), PAD), ids], 1)
     sight, places = preparing._prepare_for_sampling(padded, 32, PAD)
     blocks = model(padded, attention_mask=sight, position_ids=places).logits[:, 16:]
-    origin = Origin(SOURCE, "A2DQwen3LMHeadModel", FAMILY)
+    origin = TraceOrigin(SOURCE, "A2DQwen3LMHeadModel", FAMILY)
     write_logits(
         given.out / f"{FAMILY}.safetensors", origin, "i",
         input_ids=ids, logits=model(ids).logits, logits_blocks_of_32_from_the_end=blocks,

@@ -14,18 +14,18 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from recording import (
-    Origin,
-    Recorder,
-    arguments,
-    logit_ids,
-    prompt,
-    public_module,
+from tiny_checkpoints import END, MASK, PAD, write_checkpoint
+from torch import Tensor
+from trace_recorder import (
+    StepRecorder,
+    TraceOrigin,
+    load_public_module,
+    make_logit_input_ids,
+    make_prompt_bytes,
+    parse_arguments,
     write_logits,
     write_trace,
 )
-from tiny import END, MASK, PAD, write_checkpoint
-from torch import Tensor
 
 COPY = "Satgoy152/DualDiffusion@189fa7a74a83119647dad36b24363cc4e89370ab"
 CARD = f"Efficient-Large-Model/Fast_dLLM_v2_7B, as in {COPY}"
@@ -44,7 +44,7 @@ TRACES: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
 }
 
 
-def listen(model: Any, recorder: Recorder, prompt_length: int, settings: dict[str, Any]) -> None:
+def listen(model: Any, recorder: StepRecorder, prompt_length: int, settings: dict[str, Any]) -> None:
     """Has the recorder told of every call of the model's forward."""
     small = settings["small_block_size"]
 
@@ -75,27 +75,27 @@ def answer(model: Any, name: str, ids: list[int], settings: dict[str, Any]) -> l
 
 
 def main() -> None:
-    given = arguments(__doc__)
-    modelling = public_module("fast_dllm_card", given.reference, "modeling")
-    sampling = public_module("fast_dllm_v2", given.reference / "v2", "generation_functions")
+    given = parse_arguments(__doc__)
+    modelling = load_public_module("fast_dllm_card", given.reference, "modeling")
+    sampling = load_public_module("fast_dllm_v2", given.reference / "v2", "generation_functions")
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(FAMILY, Path(folder))
         model = modelling.Fast_dLLM_QwenForCausalLM.from_pretrained(folder).eval()
     model.batch_sample = MethodType(sampling.Fast_dLLM_QwenForCausalLM.batch_sample, model)
-    card = Origin(CARD, "modeling.py, Fast_dLLM_QwenForCausalLM.generate", FAMILY)
-    batch = Origin(REPOSITORY, "v2/generation_functions.py, batch_sample", FAMILY)
+    card = TraceOrigin(CARD, "modeling.py, Fast_dLLM_QwenForCausalLM.generate", FAMILY)
+    batch = TraceOrigin(REPOSITORY, "v2/generation_functions.py, batch_sample", FAMILY)
     for name, (settings, prompts) in TRACES.items():
         answers = []
         for length, seed in prompts:
-            recorder = Recorder(settings["threshold"])
+            recorder = StepRecorder(settings["threshold"])
             listen(model, recorder, length, settings)
-            ids = prompt(length, seed)
+            ids = make_prompt_bytes(length, seed)
             answers.append((recorder, recorder.case(ids, answer(model, name, ids, settings))))
         write_trace(
             given.out / f"{name}.json", batch if "batch" in name else card, COMMON | settings, answers
         )
     del model.forward
-    ids = logit_ids()
+    ids = make_logit_input_ids()
     logits: Tensor = model(input_ids=ids, block_size=32).logits
     write_logits(given.out / f"{FAMILY}.safetensors", card, "i + 1", input_ids=ids, logits=logits)
 

@@ -15,9 +15,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from recording import Origin, Recorder, arguments, logit_ids, prompt, write_logits, write_trace
-from tiny import MASK, PAD, write_checkpoint
+from tiny_checkpoints import MASK, PAD, write_checkpoint
 from torch import Tensor
+from trace_recorder import (
+    StepRecorder,
+    TraceOrigin,
+    make_logit_input_ids,
+    make_prompt_bytes,
+    parse_arguments,
+    write_logits,
+    write_trace,
+)
 
 REPOSITORY = "ZHZisZZ/dllm@ca176752fbceec49c6b4777a2c18ae88e4eb10ed"
 PACKAGES = (
@@ -95,11 +103,11 @@ def load(family: str, module: str, name: str) -> Any:
 class Family:
     """A public class and the samplers that are run on it."""
 
-    def __init__(self, origin: Origin, model: Any, out: Path) -> None:
+    def __init__(self, origin: TraceOrigin, model: Any, out: Path) -> None:
         self.origin, self.model, self.out = origin, model, out
         self.plain = model.forward
 
-    def watch(self, recorder: Recorder, length: int, block: int) -> list[Tensor]:
+    def watch(self, recorder: StepRecorder, length: int, block: int) -> list[Tensor]:
         """From now on the model's calls are recorded; the list will hold the sampler's last window."""
         seen: list[Tensor] = []
 
@@ -124,9 +132,9 @@ class Family:
         answers = []
         for length, seed, different in cases:
             used = settings | different
-            recorder = Recorder(used.get("threshold"), editing=used.get("editing_threshold"))
+            recorder = StepRecorder(used.get("threshold"), editing=used.get("editing_threshold"))
             seen = self.watch(recorder, length, used.get("block_size") or used["block_length"])
-            ids = torch.tensor([prompt(length, seed)])
+            ids = torch.tensor([make_prompt_bytes(length, seed)])
             found = run(ids, **used)
             whole = found if found.shape[1] >= seen[0].shape[1] else seen[0]._base
             case = recorder.case(ids[0].tolist(), whole[0, length:].tolist())
@@ -137,7 +145,7 @@ class Family:
 
     def logits(self, block: int | None) -> None:
         """Of the class under blocks, counted from the first token."""
-        ids = logit_ids()
+        ids = make_logit_input_ids()
         number = torch.arange(ids.shape[1]) // (block or ids.shape[1])
         sight = None if block is None else (number[:, None] >= number).float().log()[None, None]
         found = self.plain(ids, attention_mask=sight).logits
@@ -146,7 +154,7 @@ class Family:
 
 
 def main() -> None:
-    given = arguments(__doc__)
+    given = parse_arguments(__doc__)
     for name in PACKAGES:
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [str(given.reference / name.replace(".", "/"))]
@@ -156,14 +164,14 @@ def main() -> None:
         return lambda ids, **settings: made.sample([ids[0]], **settings)
 
     model = load("llada2", "llada2.models.modeling_llada2_moe", "LLaDA2MoeModelLM")
-    origin = Origin(REPOSITORY, "dllm/pipelines/llada2/sampler.py, LLaDA2Sampler.sample", "llada2")
+    origin = TraceOrigin(REPOSITORY, "dllm/pipelines/llada2/sampler.py, LLaDA2Sampler.sample", "llada2")
     family = Family(origin, model, given.out)
     family.trace(
         "llada2", sampler("pipelines.llada2.sampler", "LLaDA2Sampler", model), LLADA2, LLADA2_CASES
     )
     family.logits(8)
     own = "dllm/pipelines/llada2/models/modeling_llada2_moe.py, LLaDA2MoeModelLM.generate"
-    family.origin = Origin(REPOSITORY, own, "llada2")
+    family.origin = TraceOrigin(REPOSITORY, own, "llada2")
     family.trace(
         "llada2-generate",
         lambda ids, **settings: model.generate(ids, eos_id=PAD, mask_id=MASK, **settings),
@@ -172,14 +180,16 @@ def main() -> None:
     )
 
     model = load("llada2", "llada21.models.modeling_llada21_moe", "LLaDA2MoeModelLM")
-    origin = Origin(REPOSITORY, "dllm/pipelines/llada21/sampler.py, LLaDA21Sampler.sample", "llada2")
+    origin = TraceOrigin(REPOSITORY, "dllm/pipelines/llada21/sampler.py, LLaDA21Sampler.sample", "llada2")
     family = Family(origin, model, given.out)
     run = sampler("pipelines.llada21.sampler", "LLaDA21Sampler", model)
     family.trace("llada21", run, LLADA21, LLADA21_CASES)
 
     model = load("lladamoe", "llada.models.modeling_lladamoe", "LLaDAMoEModelLM")
     family = Family(
-        Origin(REPOSITORY, "dllm/core/samplers/mdlm.py, MDLMSampler.sample", "lladamoe"), model, given.out
+        TraceOrigin(REPOSITORY, "dllm/core/samplers/mdlm.py, MDLMSampler.sample", "lladamoe"),
+        model,
+        given.out,
     )
     family.trace("lladamoe", sampler("core.samplers.mdlm", "MDLMSampler", model), LLADAMOE, LLADAMOE_CASES)
     family.logits(None)

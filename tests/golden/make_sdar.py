@@ -17,20 +17,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers.modeling_utils  # looks for flash_attn, and is to find none
-from recording import (
-    Origin,
-    Recorder,
-    arguments,
-    logit_ids,
-    prompt,
-    public_module,
+from tiny_checkpoints import END, MASK, PAD, write_checkpoint
+from torch import Tensor
+from trace_recorder import (
+    StepRecorder,
+    TraceOrigin,
+    load_public_module,
+    make_logit_input_ids,
+    make_prompt_bytes,
+    parse_arguments,
     write_logits,
     write_trace,
 )
-from tiny import END, MASK, PAD, write_checkpoint
-from torch import Tensor
 
-ORIGIN = Origin(
+ORIGIN = TraceOrigin(
     "JetAstra/SDAR@c2041a8333333d685f6e15122c84f60f51f85ebd",
     "generate.py, block_diffusion_generate; training/model/SDAR-4B-Chat/modeling_sdar.py",
     "sdar",
@@ -94,7 +94,7 @@ def stand_in_for_kernels() -> None:
 class Watched:
     """The model as the sampler calls it."""
 
-    def __init__(self, model: Any, recorder: Recorder, prompt_length: int) -> None:
+    def __init__(self, model: Any, recorder: StepRecorder, prompt_length: int) -> None:
         self.model, self.recorder, self.prompt_length = model, recorder, prompt_length
         self.device, self.eval = model.device, model.eval
 
@@ -109,11 +109,11 @@ class Watched:
 
 
 def main() -> None:
-    given = arguments(__doc__)
+    given = parse_arguments(__doc__)
     assert not transformers.utils.is_flash_attn_2_available()
     stand_in_for_kernels()
-    modelling = public_module("sdar", given.reference / "training/model/SDAR-4B-Chat", "modeling_sdar")
-    sampling = public_module("sdar_repository", given.reference, "generate")
+    modelling = load_public_module("sdar", given.reference / "training/model/SDAR-4B-Chat", "modeling_sdar")
+    sampling = load_public_module("sdar_repository", given.reference, "generate")
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint("sdar", Path(folder))
         model = modelling.SDARForCausalLM.from_pretrained(folder).eval()
@@ -121,16 +121,16 @@ def main() -> None:
     for name, (settings, prompts) in TRACES.items():
         answers = []
         for length, seed in prompts:
-            ids = prompt(length, seed)
+            ids = make_prompt_bytes(length, seed)
             threshold = settings.get("confidence_threshold")
-            recorder = Recorder(threshold, settings["remasking_strategy"] != "sequential")
+            recorder = StepRecorder(threshold, settings["remasking_strategy"] != "sequential")
             watched = Watched(model, recorder, length)
             found = sampling.block_diffusion_generate(
                 watched, {"input_ids": torch.tensor([ids])}, **COMMON, **settings
             )
             answers.append((recorder, recorder.case(ids, found[0, length:].tolist())))
         write_trace(given.out / f"{name}.json", ORIGIN, COMMON | settings | {"temperature": 0}, answers)
-    ids = logit_ids()
+    ids = make_logit_input_ids()
     places = torch.arange(ids.shape[1])
     sight = (places[None, :] // 4 <= places[:, None] // 4)[None]
     logits = [model(row[None], attention_mask=sight, position_ids=places[None]).logits[0] for row in ids]

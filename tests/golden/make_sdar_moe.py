@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 from make_sdar import COMMON, Watched
-from recording import (
-    Origin,
-    Recorder,
-    arguments,
-    logit_ids,
-    prompt,
-    public_module,
+from tiny_checkpoints import write_checkpoint
+from torch import Tensor
+from trace_recorder import (
+    StepRecorder,
+    TraceOrigin,
+    load_public_module,
+    make_logit_input_ids,
+    make_prompt_bytes,
+    parse_arguments,
     write_logits,
     write_trace,
 )
-from tiny import write_checkpoint
-from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
-ORIGIN = Origin(
+ORIGIN = TraceOrigin(
     "JetAstra/SDAR@c2041a8333333d685f6e15122c84f60f51f85ebd",
     "generate.py, block_diffusion_generate; transformers 4.57, Qwen3MoeForCausalLM",
     "sdar_moe",
@@ -72,8 +72,8 @@ class Caching:
 
 
 def main() -> None:
-    given = arguments(__doc__)
-    sampling = public_module("sdar_repository", given.reference, "generate")
+    given = parse_arguments(__doc__)
+    sampling = load_public_module("sdar_repository", given.reference, "generate")
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint("sdar_moe", Path(folder))
         model, found = Qwen3MoeForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -82,15 +82,15 @@ def main() -> None:
     for name, (settings, prompts) in TRACES.items():
         answers = []
         for length, seed in prompts:
-            ids = prompt(length, seed)
-            recorder = Recorder(settings.get("confidence_threshold"))
+            ids = make_prompt_bytes(length, seed)
+            recorder = StepRecorder(settings.get("confidence_threshold"))
             watched = Watched(Caching(model.eval()), recorder, length)
             found = sampling.block_diffusion_generate(
                 watched, {"input_ids": torch.tensor([ids])}, **COMMON, **settings
             )
             answers.append((recorder, recorder.case(ids, found[0, length:].tolist())))
         write_trace(given.out / f"{name}.json", ORIGIN, COMMON | settings | {"temperature": 0}, answers)
-    ids = logit_ids()
+    ids = make_logit_input_ids()
     number = torch.arange(ids.shape[1]) // 4
     sight = (number[:, None] >= number).float().log()[None, None]
     write_logits(

@@ -3,42 +3,43 @@
 from dataclasses import MISSING, fields
 from typing import Any
 
-from dlm_rag.errors import CheckpointError, nearest
-from dlm_rag.model.families.base import Family, need
-from dlm_rag.model.families.dense import DENSE
-from dlm_rag.model.families.gemma import FAMILY as GEMMA
-from dlm_rag.model.families.sparse import SPARSE
-from dlm_rag.model.shape import DenoiserConfig, Experts
+from dlm_rag.errors import CheckpointError, suggest_nearest
+from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
+from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, require_key
+from dlm_rag.model.families.dense import DENSE_FAMILIES
+from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY as GEMMA
+from dlm_rag.model.families.sparse import MOE_FAMILIES
 
 
-def _ours(raw: dict[str, Any]) -> DenoiserConfig:
+def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
     known = {item.name for item in fields(DenoiserConfig)}
-    need(raw, "vocab_size")
+    require_key(raw, "vocab_size")
     found = {key: value for key, value in raw.items() if key in known}
-    if found.get("attention_block") == 0:  # whole
-        del found["attention_block"]
+    if raw.get(BLOCK_SIZE_KEY):  # 0: whole
+        found["block_size"] = raw[BLOCK_SIZE_KEY]
     if found.get("experts") is not None:
-        found["experts"] = _experts(found["experts"])
+        found["experts"] = _read_experts_config(found["experts"])
     return DenoiserConfig(**found)
 
 
-def _experts(raw: Any) -> Experts:
+def _read_experts_config(raw: Any) -> ExpertsConfig:
     if not isinstance(raw, dict):
         raise CheckpointError(f"experts={raw!r:.60} must be an object or null")
-    items = {item.name: item for item in fields(Experts)}
+    items = {item.name: item for item in fields(ExpertsConfig)}
     if unknown := sorted(raw.keys() - items):
-        raise CheckpointError(f"experts has no key '{unknown[0]:.60}'{nearest(unknown[0], items)}")
+        raise CheckpointError(f"experts has no key '{unknown[0]:.60}'{suggest_nearest(unknown[0], items)}")
     if lacking := [name for name, item in items.items() if item.default is MISSING and name not in raw]:
         raise CheckpointError(f"the key '{lacking[0]}' of experts is missing")
-    return Experts(**raw)
+    return ExpertsConfig(**raw)
 
 
 FAMILIES = {
-    "dlm_rag": Family(_ours, lambda name: name, apart=False), **DENSE, **SPARSE, "diffusion_gemma": GEMMA
+    "dlm_rag": Family(_read_dlm_rag_config, lambda name: name, separate_experts=False), **DENSE_FAMILIES,
+    **MOE_FAMILIES, "diffusion_gemma": GEMMA
 }  # fmt: skip
 
 
-def family_of(raw: dict[str, Any]) -> str:
+def get_family_name(raw: dict[str, Any]) -> str:
     """The name in `FAMILIES` of a config, or what it calls itself."""
     if raw["model_type"] == "llada" and "moe_layer_freq" in raw:  # the public LLaDA-MoE says no more
         return "lladamoe"

@@ -6,27 +6,31 @@ from typing import Any
 
 from torch import Tensor
 
-from dlm_rag.errors import CheckpointError, nearest
-from dlm_rag.model.shape import DenoiserConfig
+from dlm_rag.errors import CheckpointError, suggest_nearest
+from dlm_rag.model.denoiser_config import DenoiserConfig
+
+BLOCK_SIZE_KEY = "attention_block"  # our key: a public `block_size` may be something else
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSource:
     """A tensor of a public checkpoint, or some of its rows, and where in a tensor of ours it stands."""
 
     name: str
-    rows: slice | None = None  # of theirs, None: all
-    place: tuple[Any, ...] = ()  # in ours: the number of the expert, then its rows; else all of it
+    source_rows: slice | None = None  # of theirs, None: all
+    target_index: tuple[Any, ...] = ()  # in ours: the number of the expert, then its rows; else all of it
 
     @property
-    def start(self) -> int:
+    def first_source_row(self) -> int:
         """Which of their rows is the first."""
-        return 0 if self.rows is None else int(self.rows.start)
+        return 0 if self.source_rows is None else int(self.source_rows.start)
 
     def read(self, file: Any) -> Tensor:
         """From an open file of safetensors."""
         found: Tensor = (
-            file.get_tensor(self.name) if self.rows is None else file.get_slice(self.name)[self.rows]
+            file.get_tensor(self.name)
+            if self.source_rows is None
+            else file.get_slice(self.name)[self.source_rows]
         )
         return found
 
@@ -35,65 +39,70 @@ class Part:
 class Family:
     """A public architecture: how its config and its tensor names read in our words."""
 
-    read: Callable[[dict[str, Any]], DenoiserConfig]
-    rename: Callable[[str], str]  # our tensor name -> theirs
+    read_config: Callable[[dict[str, Any]], DenoiserConfig]
+    rename_tensor: Callable[[str], str]  # our tensor name -> theirs
     # The name of its mask token, by which the tokenizer knows the id where the config does not say it;
     # None: autoregressive, or its configs always say it.
-    mask: str | None = None
+    mask_token: str | None = None
 
-    fused: bool = False  # one tensor holds queries, keys and values, in this order
-    apart: bool = True  # each expert has tensors of its own
+    fused_qkv: bool = False  # one tensor holds queries, keys and values, in this order
+    separate_experts: bool = True  # each expert has tensors of its own
 
-    def parts(self, ours: str, config: DenoiserConfig) -> list[Part]:
+    def list_sources(self, ours: str, config: DenoiserConfig) -> list[TensorSource]:
         """Of which tensors of theirs one of ours consists."""
         path, _, last = ours.rpartition(".")
-        if self.apart and config.experts is not None and path.endswith(".experts"):
+        if self.separate_experts and config.experts is not None and path.endswith(".experts"):
             inner = config.experts.moe_intermediate_size
             whole: tuple[slice, ...] = ()
             pieces = {"down_proj": whole}
             if last == "gate_up_proj":
                 pieces = {"gate_proj": (slice(0, inner),), "up_proj": (slice(inner, 2 * inner),)}
             return [
-                Part(self.rename(f"{path}.{n}.{name}.weight"), place=(n, *rows))
+                TensorSource(self.rename_tensor(f"{path}.{n}.{name}.weight"), target_index=(n, *rows))
                 for n in range(config.experts.num_experts)
                 for name, rows in pieces.items()
             ]
-        if self.fused and path.endswith(("q_proj", "k_proj", "v_proj")):
+        if self.fused_qkv and path.endswith(("q_proj", "k_proj", "v_proj")):
             queries, keys = (
                 heads * config.head_dim
                 for heads in (config.num_attention_heads, config.num_key_value_heads)
             )
             start = {"q": 0, "k": queries, "v": queries + keys}[path[-6]]
-            return [Part(self.rename(ours), slice(start, start + (keys if start else queries)))]
-        return [Part(self.rename(ours))]
+            return [
+                TensorSource(self.rename_tensor(ours), slice(start, start + (keys if start else queries)))
+            ]
+        return [TensorSource(self.rename_tensor(ours))]
 
 
-def transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+def read_transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
     """Fields that most families share; autoregressive ancestry shifts the output."""
-    refuse(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False)
-    heads, width = count(raw, "num_attention_heads"), count(raw, "hidden_size")
+    require_supported_values(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False)
+    heads, width = (
+        require_positive_int(raw, "num_attention_heads"),
+        require_positive_int(raw, "hidden_size"),
+    )
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(key) or {}
     if not isinstance(rope, dict):
         raise CheckpointError(f"{key}={rope!r:.60} must be an object or null")
     if "partial_rotary_factor" not in differences:
         for said in (raw, rope):
-            refuse(said, partial_rotary_factor=1.0)
+            require_supported_values(said, partial_rotary_factor=1.0)
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise CheckpointError("layer_types may be full_attention only")
     shared = {
-        "vocab_size": need(raw, "vocab_size"),
+        "vocab_size": require_key(raw, "vocab_size"),
         "hidden_size": width,
-        "num_hidden_layers": need(raw, "num_hidden_layers"),
+        "num_hidden_layers": require_key(raw, "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or width // heads,
-        "intermediate_size": need(raw, "intermediate_size"),
-        "max_position_embeddings": need(raw, "max_position_embeddings"),
-        "rms_norm_eps": need(raw, "rms_norm_eps"),
+        "intermediate_size": require_key(raw, "intermediate_size"),
+        "max_position_embeddings": require_key(raw, "max_position_embeddings"),
+        "rms_norm_eps": require_key(raw, "rms_norm_eps"),
         "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
         "rope_scaling": _rope_scaling(rope),
-        "tie_word_embeddings": tied(raw, "tie_word_embeddings"),
+        "tie_word_embeddings": read_tie_flag(raw, "tie_word_embeddings"),
         "mask_token_id": raw.get("mask_token_id"),
         "shifted": True,
     }
@@ -105,31 +114,31 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
     return None if kind == "default" else {**rope, "rope_type": kind}
 
 
-def transformers_name(ours: str) -> str:
+def to_transformers_name(ours: str) -> str:
     return ours if ours.startswith("lm_head.") else f"model.{ours}"
 
 
-def need(raw: dict[str, Any], key: str, remedy: str = "") -> Any:
+def require_key(raw: dict[str, Any], key: str, remedy: str = "") -> Any:
     """The value of a key; raises `CheckpointError` where there is none."""
     if raw.get(key) is None:
-        raise CheckpointError(f"the key '{key}' is missing{remedy or nearest(key, raw)}")
+        raise CheckpointError(f"the key '{key}' is missing{remedy or suggest_nearest(key, raw)}")
     return raw[key]
 
 
-def count(raw: dict[str, Any], key: str) -> int:
+def require_positive_int(raw: dict[str, Any], key: str) -> int:
     """A whole number of at least 1, needed."""
-    value = need(raw, key)
+    value = require_key(raw, key)
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{key}={value!r:.60} must be a whole number of at least 1")
     return value
 
 
-def tied(raw: dict[str, Any], key: str) -> Any:
+def read_tie_flag(raw: dict[str, Any], key: str) -> Any:
     value = raw.get(key)
     return False if value is None else value  # checked by `DenoiserConfig`
 
 
-def refuse(raw: dict[str, Any], **supported: Any) -> None:
+def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
     """Raises `CheckpointError` for a key with another value than the one that the denoiser does."""
     for key, value in supported.items():
         if raw.get(key, value) not in (value, None):

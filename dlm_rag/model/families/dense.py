@@ -3,73 +3,72 @@
 from functools import partial
 from typing import Any
 
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import (
+    BLOCK_SIZE_KEY,
     Family,
-    count,
-    need,
-    refuse,
-    tied,
-    transformers_config,
-    transformers_name,
+    read_tie_flag,
+    read_transformers_config,
+    require_key,
+    require_positive_int,
+    require_supported_values,
+    to_transformers_name,
 )
-from dlm_rag.model.shape import DenoiserConfig
 
 
 def _qwen2(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
-    return transformers_config(raw, qkv_bias=True, **differences)
+    return read_transformers_config(raw, qkv_bias=True, **differences)
 
 
 def _qwen3(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
-    refuse(raw, attention_bias=False)
-    return transformers_config(raw, qk_norm=True, **differences)
+    require_supported_values(raw, attention_bias=False)
+    return read_transformers_config(raw, qk_norm=True, **differences)
 
 
 def _llama(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
-    refuse(raw, attention_bias=False)
-    return transformers_config(raw, **differences)
+    require_supported_values(raw, attention_bias=False)
+    return read_transformers_config(raw, **differences)
 
 
-def sdar(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+def read_sdar_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
     """Qwen3 that predicts in place, in blocks counted from the first token of the prompt."""
-    refuse(raw, use_regular_causal=False)
-    if raw.get("attention_block") is None:
-        need(raw, "block_size", ": set model.attention_block to the length of the model's blocks")
-    return _qwen3(
-        raw, shifted=False, attention_block=raw.get("block_size"), block_grid="prompt", **differences
-    )
+    require_supported_values(raw, use_regular_causal=False)
+    if raw.get(BLOCK_SIZE_KEY) is None:
+        require_key(raw, "block_size", ": set model.block_size to the length of the model's blocks")
+    return _qwen3(raw, shifted=False, block_size=raw.get("block_size"), block_grid="prompt", **differences)
 
 
 def _fast_dllm(raw: dict[str, Any]) -> DenoiserConfig:
     """Qwen2.5 in blocks, which are written in shorter ones."""
-    return _qwen2(raw, attention_block=need(raw, "bd_size"), block_grid="prompt", block_length=8)
+    return _qwen2(raw, block_size=require_key(raw, "bd_size"), block_grid="prompt", block_length=8)
 
 
 def _wedlm(raw: dict[str, Any]) -> DenoiserConfig:
     """Qwen2.5 or Qwen3 that predicts in place under causal attention."""
-    kind = {"qkv_bias": need(raw, "attention_bias"), "qk_norm": need(raw, "qk_norm")}
-    return transformers_config(raw, shifted=False, attention_block=1, block_grid="prompt", **kind)
+    kind = {"qkv_bias": require_key(raw, "attention_bias"), "qk_norm": require_key(raw, "qk_norm")}
+    return read_transformers_config(raw, shifted=False, block_size=1, block_grid="prompt", **kind)
 
 
 def _llada(raw: dict[str, Any]) -> DenoiserConfig:
-    refuse(
+    require_supported_values(
         raw, activation_type="silu", alibi=False, attention_layer_norm=False,
         bias_for_layer_norm=False, block_type="llama", include_bias=False, include_qkv_bias=False,
         input_emb_norm=False, layer_norm_type="rms", rope=True, scale_logits=False,
     )  # fmt: skip
-    heads, width = count(raw, "n_heads"), count(raw, "d_model")
+    heads, width = require_positive_int(raw, "n_heads"), require_positive_int(raw, "d_model")
     return DenoiserConfig(
-        vocab_size=raw.get("embedding_size") or need(raw, "vocab_size"),
+        vocab_size=raw.get("embedding_size") or require_key(raw, "vocab_size"),
         hidden_size=width,
-        num_hidden_layers=need(raw, "n_layers"),
+        num_hidden_layers=require_key(raw, "n_layers"),
         num_attention_heads=heads,
         num_key_value_heads=raw.get("n_kv_heads") or heads,
         head_dim=width // heads,
-        intermediate_size=need(raw, "mlp_hidden_size"),
-        max_position_embeddings=need(raw, "max_sequence_length"),
-        rms_norm_eps=need(raw, "rms_norm_eps"),
-        rope_theta=need(raw, "rope_theta"),
-        tie_word_embeddings=tied(raw, "weight_tying"),
-        mask_token_id=need(raw, "mask_token_id"),
+        intermediate_size=require_key(raw, "mlp_hidden_size"),
+        max_position_embeddings=require_key(raw, "max_sequence_length"),
+        rms_norm_eps=require_key(raw, "rms_norm_eps"),
+        rope_theta=require_key(raw, "rope_theta"),
+        tie_word_embeddings=read_tie_flag(raw, "weight_tying"),
+        mask_token_id=require_key(raw, "mask_token_id"),
     )
 
 
@@ -97,18 +96,18 @@ def _llada_name(ours: str) -> str:
     return f"model.transformer.{_LLADA_NAMES[path]}.{kind}"
 
 
-DENSE = {
+DENSE_FAMILIES = {
     "llada": Family(_llada, _llada_name),
-    "Dream": Family(_qwen2, transformers_name),
-    "qwen2": Family(_qwen2, transformers_name),
-    "qwen3": Family(_qwen3, transformers_name),
-    "llama": Family(_llama, transformers_name),
-    "sdar": Family(sdar, transformers_name, mask="<|MASK|>"),
-    "Fast_dLLM_Qwen": Family(_fast_dllm, transformers_name, mask="|<MASK>|"),
+    "Dream": Family(_qwen2, to_transformers_name),
+    "qwen2": Family(_qwen2, to_transformers_name),
+    "qwen3": Family(_qwen3, to_transformers_name),
+    "llama": Family(_llama, to_transformers_name),
+    "sdar": Family(read_sdar_config, to_transformers_name, mask_token="<|MASK|>"),
+    "Fast_dLLM_Qwen": Family(_fast_dllm, to_transformers_name, mask_token="|<MASK>|"),
     # Autoregressive families trained to predict in place (Tiny-A2D), with whole attention or in blocks:
     # the config does not say which.
-    "a2d-qwen2": Family(partial(_qwen2, shifted=False), transformers_name, mask="<|mask|>"),
-    "a2d-qwen3": Family(partial(_qwen3, shifted=False), transformers_name, mask="<|mask|>"),
-    "a2d-llama": Family(partial(_llama, shifted=False), transformers_name, mask="<|mask|>"),
-    "wedlm": Family(_wedlm, transformers_name, mask="<|mask|>"),
+    "a2d-qwen2": Family(partial(_qwen2, shifted=False), to_transformers_name, mask_token="<|mask|>"),
+    "a2d-qwen3": Family(partial(_qwen3, shifted=False), to_transformers_name, mask_token="<|mask|>"),
+    "a2d-llama": Family(partial(_llama, shifted=False), to_transformers_name, mask_token="<|mask|>"),
+    "wedlm": Family(_wedlm, to_transformers_name, mask_token="<|mask|>"),
 }

@@ -3,28 +3,28 @@
 from typing import Any
 
 from dlm_rag.errors import CheckpointError
+from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
 from dlm_rag.model.families.base import (
     Family,
-    count,
-    need,
-    refuse,
-    transformers_config,
-    transformers_name,
+    read_transformers_config,
+    require_key,
+    require_positive_int,
+    require_supported_values,
+    to_transformers_name,
 )
-from dlm_rag.model.families.dense import sdar
-from dlm_rag.model.shape import DenoiserConfig, Experts
+from dlm_rag.model.families.dense import read_sdar_config
 
 
 def _sdar_moe(raw: dict[str, Any]) -> DenoiserConfig:
     """SDAR with the experts of Qwen3-MoE."""
-    refuse(raw, decoder_sparse_step=1, mlp_only_layers=[])
-    experts = Experts(
-        num_experts=need(raw, "num_experts"),
-        num_experts_per_tok=need(raw, "num_experts_per_tok"),
-        moe_intermediate_size=need(raw, "moe_intermediate_size"),
-        norm_topk_prob=need(raw, "norm_topk_prob"),
+    require_supported_values(raw, decoder_sparse_step=1, mlp_only_layers=[])
+    experts = ExpertsConfig(
+        num_experts=require_key(raw, "num_experts"),
+        num_experts_per_tok=require_key(raw, "num_experts_per_tok"),
+        moe_intermediate_size=require_key(raw, "moe_intermediate_size"),
+        norm_topk_prob=require_key(raw, "norm_topk_prob"),
     )
-    return sdar(raw, experts=experts)
+    return read_sdar_config(raw, experts=experts)
 
 
 def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
@@ -32,27 +32,27 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
 
     The public class ignores some keys. Where these ask for what it does not do, nobody knows what is meant.
     """
-    refuse(
+    require_supported_values(
         raw, attention_bias=False, clip_qkv=None, norm_topk_prob=False, moe_router_score_function="softmax",
         moe_router_enable_expert_bias=False, routed_scaling_factor=1, router_num_group=None,
         router_topk_group=None,
     )  # fmt: skip
-    sparse = need(raw, "moe_layer_freq")
+    sparse = require_key(raw, "moe_layer_freq")
     lowest = sparse.count(0) if isinstance(sparse, list) else 0
     if not isinstance(sparse, list) or sparse != [0] * lowest + [1] * (len(sparse) - lowest):
         raise CheckpointError("moe_layer_freq may be 0 for layers at the bottom, then 1 for all others")
-    if len(sparse) != need(raw, "num_hidden_layers"):
+    if len(sparse) != require_key(raw, "num_hidden_layers"):
         raise CheckpointError(f"moe_layer_freq={sparse!r:.60} must have an entry for each layer")
-    experts = Experts(
-        num_experts=need(raw, "num_experts"),
-        num_experts_per_tok=need(raw, "num_experts_per_tok"),
-        moe_intermediate_size=need(raw, "expert_intermediate_size"),
+    experts = ExpertsConfig(
+        num_experts=require_key(raw, "num_experts"),
+        num_experts_per_tok=require_key(raw, "num_experts_per_tok"),
+        moe_intermediate_size=require_key(raw, "expert_intermediate_size"),
         shared_intermediate_size=raw.get("shared_expert_intermediate_size") or 0,
         first_k_dense_replace=lowest,
     )
-    dense = need(raw, "dense_intermediate_size") if lowest else experts.moe_intermediate_size
-    return transformers_config(
-        raw | {"intermediate_size": dense}, qk_norm=need(raw, "qk_layernorm"), shifted=False,
+    dense = require_key(raw, "dense_intermediate_size") if lowest else experts.moe_intermediate_size
+    return read_transformers_config(
+        raw | {"intermediate_size": dense}, qk_norm=require_key(raw, "qk_layernorm"), shifted=False,
         experts=experts, partial_rotary_factor=raw.get("partial_rotary_factor") or 1.0,
     )  # fmt: skip
 
@@ -65,33 +65,36 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
                 f"{key}={raw[key]!r:.60} is of LLaDA2.2, which inserts and deletes tokens: the canvas has "
                 "fixed positions, take LLaDA2.0 or 2.1"
             )
-    refuse(
+    require_supported_values(
         raw, use_bias=False, norm_head=False, norm_topk_prob=True, score_function="sigmoid",
         moe_router_enable_expert_bias=True, rope_scaling=None,
     )  # fmt: skip
-    chosen, inner = need(raw, "num_experts_per_tok"), count(raw, "moe_intermediate_size")
-    dense = need(raw, "first_k_dense_replace")
-    experts = Experts(
-        num_experts=need(raw, "num_experts"),
+    chosen, inner = (
+        require_key(raw, "num_experts_per_tok"),
+        require_positive_int(raw, "moe_intermediate_size"),
+    )
+    dense = require_key(raw, "first_k_dense_replace")
+    experts = ExpertsConfig(
+        num_experts=require_key(raw, "num_experts"),
         num_experts_per_tok=chosen,
         moe_intermediate_size=inner,
         shared_intermediate_size=inner * (raw.get("num_shared_experts") or 0),
         first_k_dense_replace=dense,
         score_function="sigmoid",
         expert_bias=True,
-        n_group=need(raw, "n_group"),
-        topk_group=need(raw, "topk_group"),
+        n_group=require_key(raw, "n_group"),
+        topk_group=require_key(raw, "topk_group"),
         norm_topk_prob=chosen != 1,  # a single one counts what it scores
-        routed_scaling_factor=need(raw, "routed_scaling_factor"),
+        routed_scaling_factor=require_key(raw, "routed_scaling_factor"),
     )
-    need(raw, "num_key_value_heads")
-    need(raw, "rope_theta")
+    require_key(raw, "num_key_value_heads")
+    require_key(raw, "rope_theta")
     if not dense:
         raw = raw | {"intermediate_size": inner}
-    return transformers_config(
+    return read_transformers_config(
         raw, qkv_bias=raw.get("use_qkv_bias") or False, qk_norm=raw.get("use_qk_norm") is not False,
-        shifted=False, experts=experts, attention_block=32, block_grid="prompt",
-        partial_rotary_factor=need(raw, "partial_rotary_factor"),
+        shifted=False, experts=experts, block_size=32, block_grid="prompt",
+        partial_rotary_factor=require_key(raw, "partial_rotary_factor"),
     )  # fmt: skip
 
 
@@ -109,15 +112,15 @@ _LLADA2_NAMES = {
 def _llada2_name(ours: str) -> str:
     for part, theirs in _LLADA2_NAMES.items():
         ours = ours.replace(part, theirs)
-    return transformers_name(ours)
+    return to_transformers_name(ours)
 
 
 def _llada_moe_name(ours: str) -> str:
-    return transformers_name(ours.replace("mlp.shared_experts", "shared_expert"))
+    return to_transformers_name(ours.replace("mlp.shared_experts", "shared_expert"))
 
 
-SPARSE = {
-    "sdar_moe": Family(_sdar_moe, transformers_name, mask="<|MASK|>"),
-    "lladamoe": Family(_llada_moe, _llada_moe_name, mask="<|mask|>"),
-    "llada2_moe": Family(_llada2, _llada2_name, mask="<|mask|>", fused=True),
+MOE_FAMILIES = {
+    "sdar_moe": Family(_sdar_moe, to_transformers_name, mask_token="<|MASK|>"),
+    "lladamoe": Family(_llada_moe, _llada_moe_name, mask_token="<|mask|>"),
+    "llada2_moe": Family(_llada2, _llada2_name, mask_token="<|mask|>", fused_qkv=True),
 }

@@ -1,0 +1,212 @@
+"""What all programs share: exit codes, flags, words for the person, files that can be written."""
+
+import argparse
+import errno
+import io
+import logging
+import os
+import re
+import select
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
+from dlm_rag.progress import clear_progress, show_status
+from dlm_rag.text import normalize_whitespace, replace_control_chars
+
+# What torch says of full memory, of the host and of a device.
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
+LONGEST_SIDECAR_SUFFIX = ".run.json.lock"  # of what stands beside a file that is written
+
+
+class _StderrHandler(logging.StreamHandler):
+    """Standard error as it is at the time: a bar puts itself in between, and a line goes above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        show_status()
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _sanitize_lines(super().format(record))
+
+
+def run_program(main: Callable[[list[str]], None]) -> NoReturn:
+    """Runs a program: user errors are one sentence and exit code 2, Ctrl-C is exit code 130.
+
+    What went wrong on the way (a full disk, no memory) is one sentence and exit code 1; a traceback is a
+    fault of this program.
+    """
+    shown = _StderrHandler()
+    shown.setLevel(logging.INFO)  # some libraries lower their own loggers to DEBUG
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown])
+    logging.getLogger("dlm_rag").setLevel(logging.INFO)
+    code = 0
+    try:
+        _check_streams()
+        check_environment()
+        try:
+            main(sys.argv[1:])
+        finally:
+            clear_progress()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print_note("interrupted")
+        code = 130
+    except Exception as error:
+        told = describe_expected_error(error)
+        if not told:
+            raise
+        code = 2 if isinstance(error, UserError) else 1
+        if _is_stdout_broken() and isinstance(error, BrokenPipeError):
+            code = 0  # the reader went away (`| head`), of whom nothing is said
+        else:
+            print_note(f"error: {normalize_whitespace(replace_control_chars(told))}")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # Threads of torch.distributed may outlive their group (pytorch issue 179291), and such a one can
+        # end a process that has done all of its work by SIGABRT while Python takes itself down.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def describe_expected_error(error: Exception) -> str:
+    """What is said of an error that is no fault of the program; nothing of one that is."""
+    if isinstance(error, UserError | RunError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{_reason(error)}"
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    ):
+        return (
+            f"the memory is full ({summarize_error(error)}): make batches smaller (decode.batch_size, say)"
+        )
+    if isinstance(error, RecursionError):
+        return f"something is nested beyond all measure ({summarize_error(error)})"
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or summarize_error(error)
+
+
+def _check_streams() -> None:
+    """Raises `ConfigError` where a stream is closed: a file would get its number, and what is printed."""
+    for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
+        if stream is None:
+            raise ConfigError(f"standard {name} is closed: send it to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _is_stdout_broken() -> bool:
+    """Whether nothing can be written to standard output any more; what is left for it is dropped then."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not poll.poll(0):  # its reader is there
+            sys.stdout.flush()
+            return False
+    except (TypeError, ValueError):  # it is closed, or no file
+        return False
+    except OSError:
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the very end
+    return True
+
+
+def _sanitize_lines(text: str) -> str:
+    """Lines for the person, without control characters of an id or a file name."""
+    return "\n".join(map(replace_control_chars, text.split("\n")))
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of all programs: what is wrong with a word is a `ConfigError`, a flag counts once."""
+
+    def __init__(self, description: str, **more: Any) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **more,
+        )
+        self.register("action", None, _SingleUseAction)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the flags")
+
+
+class _SingleUseAction(argparse.Action):
+    """A flag with a value; of two values it would not be known which one is meant."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        given: argparse.Namespace,
+        value: Any,
+        flag: str | None = None,
+    ) -> None:
+        if flag is not None and flag in (seen := vars(given).setdefault("seen", [])):
+            raise ConfigError(f"{flag} is given twice: leave one out")
+        if flag is not None:
+            seen.append(flag)
+        setattr(given, self.dest, value)
+
+
+def parse_int(text: str, low: int = 1, flag: str = "", high: int = 10**18) -> int:
+    """A whole number from `low` to `high` in a word. Raises `ConfigError` that begins with `flag`."""
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not low <= int(text) <= high:
+        bounds = f" from {low} to {high}" if high < 10**18 else f" above {low - 1}" if low else ""
+        raise ConfigError(f"{flag}{text[:60]!r} is not a whole number{bounds}")
+    return int(text)
+
+
+def check_environment() -> None:
+    """Raises `ConfigError` for what libraries stumble over: a variable, a working folder that is gone."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the working folder is there no more: change into another") from None
+    threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+    if not re.fullmatch("[1-9][0-9]{0,3}", threads):
+        raise ConfigError(
+            f"NUMBA_NUM_THREADS={threads} in the environment is no number of threads: unset it"
+        )
+
+
+def print_note(text: str, end: str = "\n") -> None:
+    """For the person, not for the results: standard error."""
+    show_status()
+    print(_sanitize_lines(text), end=end, file=sys.stderr, flush=True)
+
+
+def check_writable(path: str, key: str) -> None:
+    """Raises `ConfigError` when the file `path` cannot be written; leaves no new file behind."""
+    if path == "-":
+        raise ConfigError(
+            f"{key}=- is no file: leave --out out for answers on standard output; all else needs a file"
+        )
+    try:
+        if path.endswith("/"):
+            raise OSError(errno.EISDIR, "it is the name of a folder: name a file")
+        target = Path(os.path.realpath(path))  # of a link that leads nowhere, where it leads
+        existed = target.exists()
+        if existed and not target.is_file() and not target.is_dir():  # a pipe would wait for its reader
+            raise OSError(errno.EINVAL, "it is no regular file")
+        with suppress(FileNotFoundError):
+            target.with_name(f"{target.name}{LONGEST_SIDECAR_SUFFIX}").lstat()
+        with target.open("ab"):
+            pass
+    except (OSError, ValueError) as error:  # a NUL byte is a ValueError
+        lacking = isinstance(error, FileNotFoundError) and not target.parent.exists()
+        remedy = f": make its folder, {target.parent}" if lacking else ""
+        raise ConfigError(f"{key}={path} cannot be written: {_reason(error)}{remedy}") from None
+    if not existed:
+        target.unlink(missing_ok=True)  # another process may have asked the same

@@ -1,0 +1,193 @@
+"""What evaluate leaves in its folder: the scores of every setting, in files and on the screen."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlm_rag.errors import ConfigError, RunError, summarize_error
+from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.jsonl import parse_json_object, read_json_or_empty
+from dlm_rag.text import replace_control_chars
+
+if TYPE_CHECKING:
+    from dlm_rag.decode.rollout import Rollout
+    from dlm_rag.evaluation.compare import QuestionGroups
+    from dlm_rag.evaluation.metrics import Score
+    from dlm_rag.evaluation.stored_results import StoredResult
+    from dlm_rag.questions import Question
+
+
+def check_question_selection(out: Path, chosen: dict[str, Any]) -> None:
+    """Raises `ConfigError` where the folder has scores of other questions of the file, or not of ours."""
+    path = out / "scores.json"
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        found = parse_json_object(path.read_bytes(), "scores", ConfigError)
+    except ConfigError:
+        found = {}
+    then = found.get("chosen", chosen)  # older programs did not write it down
+    if "settings" not in found or not isinstance(then, dict):
+        raise ConfigError(f"{path} is there and was not written by evaluate: choose another --out")
+    if then != chosen:
+        said = [", ".join(f"{key}={value}" for key, value in each.items()) for each in (then, chosen)]
+        raise ConfigError(
+            f"out={out} holds the scores of questions chosen with {said[0]}, this run has {said[1]}: "
+            "choose another --out"
+        )
+
+
+def write_evaluation_report(
+    out: Path,
+    groups: "QuestionGroups",
+    scores: "dict[str, list[Score]]",
+    folders: dict[str, Path],
+    said: dict[str, Any],
+) -> None:
+    """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
+
+    said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for what cannot be written.
+    """
+    from rich.console import Console
+
+    from dlm_rag.energy.reading import summarise_energy
+    from dlm_rag.evaluation import pareto
+    from dlm_rag.evaluation.compare import compare_to_first, serialize_summary, summarize_scores
+    from dlm_rag.evaluation.published import build_paper_table
+    from dlm_rag.evaluation.report import (
+        build_comparison_tables,
+        build_energy_table,
+        plot_by_hops,
+        print_tables,
+        render_markdown_report,
+    )
+
+    stamps = {
+        name: read_json_or_empty(folder / "answers.jsonl.run.json") for name, folder in folders.items()
+    }
+    summaries = {name: summarize_scores(theirs, groups) for name, theirs in scores.items()}
+    energy = {name: summarise_energy(stamp.get("energy")) for name, stamp in stamps.items()}
+    against = compare_to_first(scores, groups)
+    record = said | {
+        "questions": {group: len(places) for group, places in groups.items()},
+        "settings": {
+            name: {"groups": serialize_summary(found), "energy": energy[name], "stamp": stamps[name]}
+            for name, found in summaries.items()
+        },
+        "first_minus": {name: serialize_summary(found) for name, found in against.items()},
+    }
+    brief = {name: places for name, places in groups.items() if ", " not in name}
+    stamp, rule = next(iter(stamps.values())), said["f1_rule"]
+    overall, spent = {name: found["all"] for name, found in summaries.items()}, build_energy_table(energy)
+    first = []
+    if "swept" in said:
+        less = {name: found["all"] for name, found in against.items()}
+        first.append(pareto.build_overview_table(len(groups["all"]), overall, less, said["swept"]))
+    if "dataset" in said:
+        matches = {name: metrics["exact_match"] for name, metrics in overall.items()}
+        first.append(build_paper_table(said["dataset"], matches, said["columns"], len(groups["all"])))
+    notes = [f"{name}: {line}" for name, lines in said.get("departures", {}).items() for line in lines]
+    with wrap_write_errors(out / "scores.json") as path:
+        write_text_atomic(path, json.dumps(record, indent=2) + "\n")
+    shown = [] if "swept" in said else build_comparison_tables(brief, summaries, against, rule)
+    print_tables(Console(), [*first, *shown, *spent])
+    with wrap_write_errors(out / "scores.md") as path:
+        write_text_atomic(
+            path,
+            render_markdown_report(
+                [*first, *build_comparison_tables(groups, summaries, against, rule), *spent], stamp, notes
+            ),
+        )
+    with wrap_write_errors(out / get_plot_file_name(said)) as path:
+        if "swept" in said:
+            pareto.plot_pareto(path, overall, said["swept"])
+        else:
+            plot_by_hops(path, groups, summaries)
+    print(
+        f"scores.md, scores.json, {get_plot_file_name(said)} and all answers are in "
+        f"{replace_control_chars(str(out))}"
+    )
+
+
+def get_plot_file_name(said: dict[str, Any]) -> str:
+    """The name of the picture: of a sweep, what exact match costs; else exact match by hops."""
+    return "pareto.png" if "swept" in said else "scores.png"
+
+
+def score_stored_result(
+    then: "StoredResult", questions: "Sequence[Question]", f1_rule: str
+) -> "dict[str, list[Score]]":
+    """The scores of a stored result. Raises `ConfigError` where it has answered other questions."""
+    found = {}
+    for name in then.settings:
+        folder = then.find_setting_folder(name)
+        asked = {r.id: r.question for r in _read_rollouts(folder)}
+        if asked != {question.id: question.question for question in questions}:
+            raise ConfigError(
+                f"{folder} has not answered the {len(questions)} questions of the same run today"
+            )
+        found[name] = score_folder(folder, questions, f1_rule)
+    return found
+
+
+def report_reproduction(
+    out: Path,
+    then: "StoredResult",
+    before: "dict[str, list[Score]]",
+    groups: "QuestionGroups",
+    scores: "dict[str, list[Score]]",
+) -> None:
+    """What has become different, on the screen and in reproduced.md. Raises `RunError`."""
+    from rich.console import Console
+
+    from dlm_rag.evaluation.report import print_tables, render_markdown_report
+    from dlm_rag.evaluation.stored_results import build_rerun_table, list_stamp_changes, read_result
+
+    now = read_result(out)
+    same = {}
+    for name in scores:
+        old, new = (
+            {r.id: r.response for r in _read_rollouts(each.find_setting_folder(name))}
+            for each in (then, now)
+        )
+        same[name] = sum(new[i] == response for i, response in old.items())
+    stamps = {name: (then.settings[name]["stamp"], now.settings[name]["stamp"]) for name in scores}
+    lines = dict.fromkeys(line for pair in stamps.values() for line in list_stamp_changes(*pair))
+    grid = build_rerun_table(before, scores, groups, same)
+    print_tables(Console(), [grid])
+    for line in lines:
+        print(replace_control_chars(line))
+    if not lines:
+        print("code, versions, machine, files and settings are the same")
+    with wrap_write_errors(out / "reproduced.md") as path:
+        write_text_atomic(path, render_markdown_report([grid], next(iter(stamps.values()))[1], [*lines]))
+
+
+@contextmanager
+def wrap_write_errors(path: Path) -> Iterator[Path]:
+    """Raises `RunError` for a file of the report that cannot be written; the answers are there."""
+    try:
+        yield path
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"{path} cannot be written ({summarize_error(error)}): the answers are there, and the same "
+            "command scores them again"
+        ) from None
+
+
+def score_folder(folder: Path, questions: "Sequence[Question]", f1_rule: str) -> "list[Score]":
+    """The score of each question, from the folder's traces."""
+    from dlm_rag.evaluation.metrics import score_rollout
+
+    asked = {question.id: question for question in questions}
+    rollouts = (rollout for rollout in _read_rollouts(folder) if rollout.id in asked)
+    scores = {rollout.id: score_rollout(rollout, asked[rollout.id], f1_rule) for rollout in rollouts}
+    return [scores[question.id] for question in questions]
+
+
+def _read_rollouts(folder: Path) -> "Iterator[Rollout]":
+    from dlm_rag.decode.trace_file import read_trace
+
+    return read_trace(folder / "trace.jsonl")

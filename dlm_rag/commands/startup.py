@@ -1,0 +1,350 @@
+"""What a job needs, checked in the order of its cost: everything but the weights, which are read last.
+
+Settings, questions, service or corpus, checkpoint headers, lengths, index.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dlm_rag import __version__
+from dlm_rag.config import Config, RetrievalConfig
+from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.files.hub import SHIPPED_FOLDER
+from dlm_rag.machine import (
+    choose_device,
+    choose_dtype,
+    describe_machine,
+    get_code_commit,
+    get_device_memory_bytes,
+    get_machine_name,
+)
+from dlm_rag.progress import format_bytes, show_status
+
+if TYPE_CHECKING:
+    import torch
+
+    from dlm_rag.decode.decoder import AnyDenoiser, Decoder
+    from dlm_rag.decode.memory_budget import DecodeBudget
+    from dlm_rag.decode.trace_file import TraceHeader
+    from dlm_rag.model.checkpoint import Checkpoint
+    from dlm_rag.questions import Question
+    from dlm_rag.retrieval.base import Retriever
+    from dlm_rag.tokenizer import Tokenizer
+
+Made = TypeVar("Made")
+
+
+class ResourceCache:
+    """What several jobs need is made once: corpora, indexes, services, tokenizers."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __call__(self, make: Callable[[], Made], *key: Any) -> Made:
+        """What `make` returned for this key, which is known by its representation."""
+        if (name := repr(key)) not in self._made:
+            self._made[name] = make()
+        found: Made = self._made[name]
+        return found
+
+
+def gather_questions(config: Config, typed: list[str]) -> list[Question]:
+    """The questions chosen of the file, and those of the command line; at least one, ids all different.
+
+    Raises `QuestionError`.
+    """
+    from dlm_rag.questions import parse_typed_questions, read_questions, select_questions
+
+    if (config.limit or config.quick) and not config.questions:
+        raise ConfigError("limit and quick choose among the questions of a file: name one with --questions")
+    questions = select_questions(read_questions(config.questions), config) if config.questions else []
+    taken = {question.id for question in questions}
+    for question in parse_typed_questions(typed):
+        if question.id in taken:
+            raise QuestionError(
+                f"the id '{question.id}' of a typed question is taken in {config.questions}: put the "
+                "question into the file"
+            )
+        questions.append(question)
+    if not questions:
+        raise ConfigError('no question: type one, as in "Who wrote Emma?", or give --questions')
+    return questions
+
+
+def apply_shipped_defaults(config: Config, typed: list[str]) -> Config:
+    """The config with what ships with the package where nothing is named.
+
+    The model by itself, its world for no other model, the world's questions for no other corpus.
+    """
+    model, retrieval, questions = config.model, config.retrieval, config.questions
+    if model.path is None and retrieval.corpus is None and retrieval.url is None:
+        retrieval = replace(retrieval, corpus=str(SHIPPED_FOLDER / "world" / "corpus.jsonl"))
+        if questions is None and not typed:
+            questions = str(SHIPPED_FOLDER / "world" / "questions.jsonl")
+    if model.path is None:
+        model = replace(model, path=str(SHIPPED_FOLDER / "model"))
+    return replace(config, model=model, retrieval=retrieval, questions=questions)
+
+
+@dataclass(frozen=True)
+class PreparedDecoder:
+    """Everything that was checked, and how to load the rest."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    retriever: Retriever
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+    evidence_layout: str
+    config: Config
+    budget: DecodeBudget | None = None  # what `engine.memory_gib` comes to
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights once they are loaded."""
+        return _weight_bytes(self.checkpoint, self.dtype.itemsize)
+
+    def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
+        """Reads the weights, where they are not given."""
+        show_status("reading weights")
+        from dlm_rag.decode.decoder import Decoder
+        from dlm_rag.decode.memory_budget import limit_cuda_allocator
+        from dlm_rag.model.denoiser import Denoiser
+        from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
+
+        limit_cuda_allocator(self.config.engine, self.device)
+        if denoiser is None and self.checkpoint.config.noise is not None:
+            denoiser = DiffusionGemmaDenoiser.from_pretrained(self.checkpoint, self.device, self.dtype)
+        elif denoiser is None:
+            denoiser = Denoiser.from_pretrained(self.checkpoint, self.device, self.dtype, self.attention)
+        config, engine = self.config, replace(self.config.engine, memory_gib=None)
+        decoder = Decoder(
+            denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
+        )
+        decoder.record_provisional = config.record_provisional or config.html is not None
+        if self.budget is not None:
+            decoder.set_memory_budget(self.budget)
+        return decoder
+
+    def answers_depend_on(self) -> dict[str, Any]:
+        """All that can change an answer; batch size, device and names of files and hosts cannot.
+
+        What answers at a URL, and what it searches, is in its fingerprint.
+        """
+        free = {"batch_size", "corpus", "index_dir", "embedding_batch_size", "bm25_cache_gib"}
+        free |= {"url", "timeout"}
+        settings = {
+            f"{section}.{key}": value
+            for section in ("retrieval", "decode")
+            for key, value in asdict(getattr(self.config, section)).items()
+            if key not in free
+        }
+        if settings["decode.overlap"] == "pipeline":  # the same tokens
+            settings["decode.overlap"] = "none"
+        return settings | {
+            "model": self.checkpoint.fingerprint,
+            "corpus": self.retriever.fingerprint,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "evidence_layout": self.evidence_layout,
+            "block_size": self.checkpoint.config.block_size,
+            "engine.compile": self.config.engine.compile,
+        }
+
+    def trace_header(self) -> TraceHeader:
+        """What the questions of a trace of this job have in common."""
+        from dlm_rag.decode.trace_file import build_trace_header
+
+        return build_trace_header(
+            self.checkpoint.config,
+            self.tokenizer,
+            self.evidence_layout,
+            self.config.decode,
+            top_k=self.config.retrieval.top_k,
+            model=self.checkpoint.fingerprint,
+            corpus=self.retriever.fingerprint,
+        )
+
+    def stamp(self) -> dict[str, Any]:
+        """What a result must carry to be understood later: code, settings, versions, machine."""
+        import torch
+
+        packages = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
+        return {
+            "commit": get_code_commit(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version(), "dlm_rag": __version__}
+            | {package: version(package) for package in packages},
+            "device": f"{self.device.type}: {get_machine_name(self.device)}",
+            "threads": torch.get_num_threads(),
+            "attention": self.attention,
+            "machines": [describe_machine(self.device, self.attention)],  # that have answered, in order
+            "seed": self.config.decode.seed,
+            "energy": None,  # of each part of the run, once it has ended
+            "answers_depend_on": self.answers_depend_on(),
+            "config": asdict(self.config),
+        }
+
+
+def prepare_decoder(
+    config: Config, questions: list[Question], once: ResourceCache | None = None
+) -> PreparedDecoder:
+    """Checks checkpoint, questions, corpus and index, before any weight is read.
+
+    questions: none of them where all has been checked before, in another process. once: of the jobs that
+    share what they need. Raises `UserError` for what is wrong.
+    """
+    once = once or ResourceCache()
+    assert config.model.path is not None, "see apply_shipped_defaults"
+    find = _open_search_source(config.retrieval, once)
+    show_status("checking the model")
+    from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
+    from dlm_rag.evidence.prompt_segments import check_finished_blocks
+    from dlm_rag.model.checkpoint import open_checkpoint
+    from dlm_rag.model.policy_heads import read_heads
+
+    weights = config.model.path, config.model.block_size
+    checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
+    if config.decode.finished_block_context and not checkpoint.config.block_size:
+        raise ConfigError(
+            f"finished_block_context={config.decode.finished_block_context} has no effect: the attention "
+            "of "
+            f"{checkpoint.folder} has no blocks"
+        )
+    decode = with_checkpoint_defaults(config.decode, checkpoint.config)
+    config = replace(config, decode=decode)
+    check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
+    assert decode.max_new_tokens is not None
+    device = choose_device(config.model.device)
+    dtype = choose_dtype(config.model.dtype, device)
+    from dlm_rag.decode.uniform_runner import check_uniform_settings
+    from dlm_rag.model.attention_backends import choose_backend
+    from dlm_rag.tokenizer import Tokenizer
+
+    if checkpoint.config.noise is None:
+        attention = choose_backend(config.model.attn_implementation, device, dtype)
+    else:
+        attention = check_uniform_settings(config.model, config.engine)
+    check_weights_fit(checkpoint, device, dtype)
+    show_status("reading the tokenizer")
+    layout = config.model.evidence_layout or checkpoint.config.evidence_layout
+    assert decode.finished_block_context is not None
+    check_finished_blocks(checkpoint.config, decode.finished_block_context, layout)
+    tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, layout), "tokenizer", *weights, layout)
+    from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
+
+    room = ContextBudget.from_config(checkpoint.config, layout, decode.max_new_tokens)
+    too_long, longest = [], 0
+    for question in questions:
+        try:
+            prompt, _ = truncate_evidence(tokenizer.build_prompt(question.question, []), room)
+            longest = max(longest, len(prompt.ids))
+        except QuestionError as error:
+            too_long.append(f"question '{question.id}': {error}")
+    if too_long and len(too_long) == len(questions):  # others would be answered, these recorded as failed
+        raise QuestionError(too_long[0])
+    from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
+
+    canvas, held = decode.max_new_tokens, longest + decode.max_new_tokens
+    work = count_encode_flops(checkpoint.config, [held], [held], [canvas], dtype.itemsize)
+    warn_slow_compute(work.flops, f"a denoising step with canvas_length={canvas}", device.type)
+    show_status("opening the index")
+    found = find()
+    retriever = (
+        _wrap_oracle(found, questions, config.decode.query_policy) if config.retrieval.oracle else found
+    )
+    budget = None
+    if config.engine.memory_gib is not None:
+        from dlm_rag.decode.memory_budget import (
+            DecodeMemory,
+            LongestRow,
+            check_memory_bounded,
+            plan_decode_budget,
+        )
+        from dlm_rag.retrieval.base import CorpusRetriever
+
+        check_memory_bounded(decode)
+        passage = room.context_length  # of a service nothing is known
+        if isinstance(found, CorpusRetriever):  # in bytes: a token has one at least
+            passage = found.corpus.longest_line_bytes + len(tokenizer.template.fact)
+        row = LongestRow.from_budget(
+            room, checkpoint.config, longest or None, (config.retrieval.top_k, passage)
+        )
+        memory = DecodeMemory.from_config(checkpoint.config, dtype, decode, row)
+        rows = min(decode.batch_size, len(questions) or decode.batch_size)
+        budget = plan_decode_budget(memory, config.engine, device, rows)
+    return PreparedDecoder(
+        checkpoint, tokenizer, retriever, device, dtype, attention, layout, config, budget
+    )
+
+
+def open_search_service(config: RetrievalConfig, once: ResourceCache) -> Retriever | None:
+    """The service at a URL, asked once and without torch, which takes seconds to import; None for a corpus.
+
+    Raises `UserError`.
+    """
+    from dlm_rag.retrieval import load_retriever
+
+    if config.url is None:
+        return None
+    show_status(f"asking {config.url}")
+    return once(lambda: load_retriever(config), "service", config)
+
+
+def _open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable[[], Retriever]:
+    """Checks what is searched, before torch is imported; an index is opened later: it may take time."""
+    if (service := open_search_service(config, once)) is not None:
+        return lambda: service
+    if config.corpus is None:
+        raise ConfigError("no corpus: give --corpus a file of JSON lines, or retrieval.url=URL")
+    from dlm_rag.retrieval import load_retriever
+    from dlm_rag.retrieval.corpus import open_corpus
+
+    show_status("reading the corpus")
+    passages = config.corpus, config.index_dir
+    corpus = once(lambda: open_corpus(*passages), "corpus", *passages)
+    plain = replace(config, oracle=False)
+    return lambda: once(lambda: load_retriever(plain, corpus), "retriever", plain)
+
+
+def check_weights_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises `ConfigError` for weights that a device cannot hold, whatever else is on it."""
+    need, have = _weight_bytes(checkpoint, dtype.itemsize), get_device_memory_bytes(device)
+    if need > have:
+        half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
+        raise ConfigError(
+            f"the weights of {checkpoint.folder} take {format_bytes(need)} in {str(dtype)[6:]}, and this "
+            f"{device.type} has {format_bytes(have)} of memory: {half}choose a smaller model or a larger "
+            "device; a model is not split between devices"
+        )
+
+
+def _weight_bytes(checkpoint: Checkpoint, size: int) -> int:
+    from dlm_rag.model.diffusion_gemma import count_text_weight_bytes
+    from dlm_rag.model.flops import count_weight_bytes
+
+    if checkpoint.config.noise is not None:
+        return count_text_weight_bytes(checkpoint, size)
+    return count_weight_bytes(checkpoint.config, size)
+
+
+def _wrap_oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:
+    from dlm_rag.retrieval.base import CorpusRetriever
+    from dlm_rag.retrieval.oracle import OracleRetriever
+    from dlm_rag.retrieval.query import build_query
+
+    assert isinstance(inner, CorpusRetriever), "see RetrievalConfig"
+    if query != "question":
+        raise ConfigError(
+            "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"
+        )
+    for question in questions:
+        if not question.supporting_ids:
+            raise ConfigError(f"retrieval.oracle=true: question '{question.id}' has no supporting_ids")
+    return OracleRetriever(inner, {build_query(query, q.question).parts[0]: q for q in questions})

@@ -1,0 +1,120 @@
+"""Settings that had other names before: errors give the new one, and files that we wrote still open."""
+
+from typing import Any
+
+# Section, old name, new name; the section "" has the settings of no section.
+_RENAMED = {
+    "": {"f1": "f1_rule", "guesses": "record_provisional"},
+    "model": {"attention": "attn_implementation", "attention_block": "block_size"},
+    "retrieval": {
+        "kind": "method", "index_folder": "index_dir", "dense_model": "embedding_model",
+        "dense_batch_size": "embedding_batch_size", "words_of": "bm25_query",
+        "search_memory_gib": "bm25_cache_gib", "url_seconds": "timeout",
+    },
+    "decode": {
+        "canvas_length": "max_new_tokens", "finished_blocks": "finished_block_context",
+        "lookahead": "query_window", "gate_width": "gate_temperature", "head_cut": "head_threshold",
+        "revision_threshold": "remask_threshold", "edit_rounds": "max_edit_steps",
+        "copy_price": "copy_penalty", "stable_steps": "convergence_steps",
+        "confident_below": "stop_entropy", "query": "query_policy", "retrieve_every": "retrieval_interval",
+        "retrieve_below": "retrieval_threshold", "search": "retrieval_gate", "stop_early": "early_stopping",
+    },
+    "engine": {"pool_gib": "prefix_cache_gib", "host_pool_gib": "cpu_offload_gib"},
+    "train": {
+        "layers": "init_layers_from", "vocabulary": "vocab_size", "learn": "trainable",
+        "groups": "passage_sets_per_step", "rows": "rows_per_set", "steps": "max_steps",
+        "accumulate": "gradient_accumulation_steps", "checkpointing": "activation_checkpointing",
+        "updates": "num_iterations", "clip": "clip_eps", "kl_weight": "kl_coef",
+        "forward_price": "forward_cost", "search_price": "search_cost", "prices_from": "cost_start",
+        "steps_of_rollout": "train_steps_per_rollout", "least_hops": "min_hops", "hops": "max_hops",
+        "crossed": "counterfactual_share", "matrix_learning_rate": "muon_learning_rate",
+        "decay_share": "decay_fraction", "opening_share": "attention_anneal_fraction",
+        "end_weight": "eos_weight", "late_end_weight": "final_eos_weight",
+        "pointer_weight": "pointer_loss_weight", "late_pointer_weight": "final_pointer_loss_weight",
+        "save_every": "save_steps", "validate_every": "eval_steps",
+        "validation_questions": "eval_questions", "next_stage_accuracy": "curriculum_accuracy",
+    },
+    "plan": {"link_gbit": "network_gbit", "kwh_price": "price_per_kwh", "hour_price": "price_per_hour"},
+    "synthesis": {
+        "kind": "method", "keep": "filter", "chain": "max_hops", "writer": "writer_url", "each": "n",
+        "at_once": "concurrency", "most_tokens": "max_tokens", "tries": "max_retries",
+        "against": "decontaminate_against", "form": "format", "near_duplicates": "dedup_threshold",
+    },
+    "serving": {
+        "keys": "api_keys_file", "waiting": "max_queue_per_key", "seconds": "timeout",
+        "tokens": "max_tokens", "connections": "max_connections",
+    },
+}  # fmt: skip
+# Values that had other names, by the setting that has them, without its section.
+_RENAMED_VALUES = {
+    "bm25_query": {"query": "whole", "parts": "sentences"},
+    "finished_block_context": {"reread": "recompute", "text": "no_evidence", "kept": "frozen"},
+    "commit_rule": {"head": "policy_head"},
+    "retrieval_gate": {"head": "policy_head"},
+    "overlap": {"stale": "stale_evidence"},
+    "trainable": {"heads": "policy_heads"},
+}
+_OF_REWARD = {"groups": "prompts_per_step", "rows": "num_generations"}  # of `train` with objective=rl
+_OF_CHECKPOINTS = {"finished_blocks": "finished_block_context", "search": "retrieval_gate"}
+
+
+def find_new_key(key: str) -> str | None:
+    """The present name of a dotted key that had another one; None for any other key."""
+    path, _, leaf = key.rpartition(".")
+    section = "train" if path.startswith("train.phases.") else path
+    new = _RENAMED.get(section, {}).get(leaf)
+    if new is None:
+        return None
+    new = f"{path}.{new}".removeprefix(".")
+    if section == "train" and leaf in _OF_REWARD:
+        new += f" (with objective=rl {path}.{_OF_REWARD[leaf]})"
+    return new
+
+
+def find_new_value(key: str, value: Any) -> str | None:
+    """The present name of a value of a setting; None for any other value."""
+    renamed = _RENAMED_VALUES.get(key.rpartition(".")[2], {})
+    return renamed.get(value) if isinstance(value, str) else None
+
+
+def upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by dotted keys, as older versions stored them, under the names of today."""
+    upgraded: dict[str, Any] = {}
+    for key, value in settings.items():
+        path, _, leaf = key.rpartition(".")
+        section = "train" if path.startswith("train.phases.") else path
+        renamed = _RENAMED.get(section, {}) | ({} if section else {"attention_block": "block_size"})
+        names = [renamed.get(leaf, leaf)]
+        if section == "train" and leaf in _OF_REWARD:
+            names.append(_OF_REWARD[leaf])
+        for name in names:
+            new = f"{path}.{name}".removeprefix(".")
+            upgraded[new] = find_new_value(new, value) or value
+    return upgraded
+
+
+def upgrade_section(section: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same of one section, by keys without it; phases of training included."""
+    flat = upgrade_settings({f"{section}.{name}": value for name, value in settings.items()})
+    found = {key.rpartition(".")[2]: value for key, value in flat.items()}
+    if section == "train" and isinstance(phases := found.get("phases"), dict):
+        found["phases"] = {
+            name: upgrade_section("train", phase) if isinstance(phase, dict) else phase
+            for name, phase in phases.items()
+        }
+    return found
+
+
+def upgrade_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """The same of a tree of sections."""
+    flat = upgrade_settings({key: value for key, value in tree.items() if not isinstance(value, dict)})
+    sections = {key: value for key, value in tree.items() if isinstance(value, dict)}
+    return flat | {key: upgrade_section(key, value) for key, value in sections.items()}
+
+
+def upgrade_checkpoint(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a checkpoint that was trained here, under the names of today."""
+    if "evidence_layout" not in raw:
+        return raw
+    named = {_OF_CHECKPOINTS.get(name, name): value for name, value in raw.items()}
+    return {name: find_new_value(name, value) or value for name, value in named.items()}

@@ -1,0 +1,380 @@
+"""Invented worlds: passages about people, places, works and companies, and questions that hop between.
+
+    python -m dlm_rag.data.synthetic_world --seed 1 --out world/
+
+writes `corpus.jsonl` (about 2,000 passages) and `questions.jsonl` (1 to 4 hops, with `supporting_ids`
+and the `reasoning` that answers them). One passage tells of one entity, mostly without naming it
+again; the answer to a hop stands in the passage of that hop's subject and nowhere in the question, so
+later hops can only be found by what was read before.
+
+What is there stays: a world that is there already is not written again, another one is refused.
+
+Words of names belong to a split, training or test, by a hash of the word: a test world shares no
+invented word with any training world, whatever the seeds. Question wordings and relation paths that
+training never shows are marked `held_out_wording` and `held_out_path`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.cli import CommandParser, parse_int
+from dlm_rag.data.templates import (
+    ANSWER_MARKER,
+    ASIDE_TEMPLATES,
+    CODAS,
+    ENTITY_KIND_SHARES,
+    GENRES,
+    HELD_OUT_WORDING_SHARE,
+    NAME_PATTERN_WORDS,
+    NAME_PATTERNS,
+    OCCUPATIONS,
+    ONSETS,
+    OPENING_TEMPLATES,
+    PRODUCTS,
+    RELATION_BY_NAME,
+    RELATIONS,
+    VOWELS,
+)
+from dlm_rag.errors import ConfigError
+from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.record_readers import expand_path
+from dlm_rag.progress import report_progress, track_progress
+
+MAX_PASSAGES = 10**6
+MAX_QUESTIONS_PER_PASSAGE = 100  # questions of one hop for each passage: more than its facts have wordings
+
+
+@dataclass(eq=False)
+class Entity:
+    """One entity: its facts by relation name, the objects being entities or literal texts."""
+
+    id: str
+    kind: str
+    name: str
+    facts: dict[str, Entity | str] = field(default_factory=dict, repr=False)
+
+
+@dataclass
+class World:
+    """The entities of a world and the text of each one's passage, by id."""
+
+    split: str
+    entities: list[Entity]
+    contents: dict[str, str]
+
+
+@dataclass(frozen=True)
+class WorldQuestion:
+    """A question with the way to its answer: subjects[i] relates to the next by relations[i]."""
+
+    question: str
+    objects: tuple[str, ...]  # what each hop finds; the last is the answer
+    subjects: tuple[Entity, ...]
+    relations: tuple[str, ...]
+    held_out_path: bool
+    held_out_wording: bool
+
+    @property
+    def hops(self) -> int:
+        return len(self.relations)
+
+    @property
+    def answer(self) -> str:
+        return self.objects[-1]
+
+    @property
+    def sentences(self) -> list[str]:
+        """The reasoning, one sentence a hop."""
+        return [
+            RELATION_BY_NAME[name].trace.format(s=subject.name, o=found)
+            for name, subject, found in zip(self.relations, self.subjects, self.objects, strict=True)
+        ]
+
+    @property
+    def reasoning(self) -> str:
+        """The response that answers the question: the sentences, the marker, the answer."""
+        return f"{' '.join(self.sentences)} {ANSWER_MARKER}{self.answer}"
+
+    def object_mention_spans(self) -> list[tuple[int, int, int]]:
+        """Where `reasoning` names what a hop found: (hop, start, end) in characters, in order."""
+        found, at = [], 0
+        for hop, (name, subject) in enumerate(zip(self.relations, self.subjects, strict=True)):
+            before = RELATION_BY_NAME[name].trace.partition("{o}")[0].format(s=subject.name)
+            found.append((hop, at + len(before), at + len(before) + len(self.objects[hop])))
+            at += len(self.sentences[hop]) + 1
+        start = at + len(ANSWER_MARKER)
+        return [*found, (self.hops - 1, start, start + len(self.answer))]
+
+
+def get_word_split(word: str) -> str:
+    """The split that an invented word belongs to: a fifth of all words are for tests."""
+    return "test" if hashlib.sha256(word.encode()).digest()[0] % 5 == 0 else "train"
+
+
+def is_held_out_path(relations: Sequence[str]) -> bool:
+    """Whether training never asks along this path; an eighth of the paths of two hops and more."""
+    digest = hashlib.sha256("/".join(relations).encode()).digest()
+    return len(relations) > 1 and digest[0] % 8 == 0
+
+
+def make_word(rng: random.Random, split: str) -> str:
+    """A pronounceable word of two syllables that belongs to `split`."""
+    while True:
+        parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)]
+        word = ("".join(parts) + rng.choice(CODAS)).capitalize()
+        if get_word_split(word) == split:
+            return word
+
+
+def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
+    """A world with `passages` entities; the same for the same arguments."""
+    rng = random.Random(f"{split}/{seed}")
+    # Few enough words that names share some: what distinguishes a name is the whole of it.
+    pool = [make_word(rng, split) for _ in track_progress(range(2 * passages), "inventing words")]
+    entities = _make_entities(rng, pool, passages, split)
+    by_kind: dict[str, list[Entity]] = {}
+    for entity in entities:
+        by_kind.setdefault(entity.kind, []).append(entity)
+    _assign_facts(rng, by_kind)
+    contents = {e.id: _describe(rng, e, by_kind) for e in track_progress(entities, "inventing passages")}
+    return World(split, entities, contents)
+
+
+def _make_entities(rng: random.Random, pool: list[str], count: int, split: str) -> list[Entity]:
+    kinds = [
+        kind for kind, share in ENTITY_KIND_SHARES.items() for _ in range(max(2, round(share * count)))
+    ]
+    rng.shuffle(kinds)
+    entities, names = [], set[str]()
+    for number, kind in enumerate(track_progress(kinds, "inventing names")):
+        while (name := _make_name(rng, kind, pool)) in names or not is_name_in_split(name, split):
+            pass
+        names.add(name)
+        entities.append(Entity(f"e{number}", kind, name))
+    return entities
+
+
+def is_name_in_split(name: str, split: str) -> bool:
+    """Whether every invented word of a name belongs to the split ("Mabesland" is a word of its own)."""
+    return all(get_word_split(word) == split for word in name.split() if word not in NAME_PATTERN_WORDS)
+
+
+def _make_name(rng: random.Random, kind: str, pool: list[str]) -> str:
+    one, two = rng.sample(pool, 2)
+    return rng.choice(NAME_PATTERNS[kind]).format(one, two)
+
+
+def _assign_facts(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
+    for relation in RELATIONS:
+        for place, subject in enumerate(by_kind[relation.subject]):
+            if relation.name in subject.facts:
+                continue
+            if relation.object == "literal":
+                subject.facts[relation.name] = {
+                    "occupation": rng.choice(OCCUPATIONS),
+                    "product": rng.choice(PRODUCTS),
+                    "year": str(rng.randrange(1800, 2000)),
+                }[relation.name]
+                continue
+            others = by_kind[relation.object]
+            if relation.subject == relation.object:  # any but itself
+                drawn = rng.choice(range(len(others) - 1))
+                other = others[drawn + (drawn >= place)]
+            else:
+                other = rng.choice(others)
+            subject.facts[relation.name] = other
+            if relation.name == "spouse" and "spouse" not in other.facts:
+                other.facts["spouse"] = subject
+    for country in by_kind["country"]:  # a capital lies in its country
+        capital = country.facts["capital"]
+        assert isinstance(capital, Entity)
+        capital.facts["country"] = country
+
+
+def get_object_text(value: Entity | str) -> str:
+    """The name of an entity, or the literal itself."""
+    return value.name if isinstance(value, Entity) else value
+
+
+def _describe(rng: random.Random, entity: Entity, by_kind: dict[str, list[Entity]]) -> str:
+    sentences = []
+    for name, value in entity.facts.items():
+        told = rng.choice(RELATION_BY_NAME[name].sentence_templates)
+        sentences.append(told.format(s="{s}", o=get_object_text(value)))
+    rng.shuffle(sentences)
+    if rng.random() < 0.7:
+        aside = rng.choice(ASIDE_TEMPLATES[entity.kind])
+        work = rng.choice(by_kind[rng.choice(("book", "film", "album"))])
+        aside = aside.format(p=rng.choice(by_kind["person"]).name, w=work.name, n=rng.randrange(20, 9000))
+        sentences.insert(rng.randrange(len(sentences) + 1), aside)
+    # The text opens with the name, as an encyclopedia does; after that a pronoun stands for it.
+    pronoun = rng.choice(("He", "She")) if entity.kind == "person" else "It"
+    kind = rng.choice(GENRES.get(entity.kind, ("",)))
+    opening = OPENING_TEMPLATES[entity.kind].format(s=entity.name, kind=kind)
+    return " ".join((opening, *(sentence.format(s=pronoun) for sentence in sentences)))
+
+
+def make_world_question(
+    rng: random.Random,
+    world: World,
+    hops: int,
+    *,
+    training: bool = False,
+    start: Entity | None = None,
+) -> WorldQuestion | None:
+    """A question along a random path of `hops` relations, from `start` where it is given.
+
+    With `training` nothing held out is used; otherwise a share of `HELD_OUT_WORDING_SHARE` has one wording
+    that training never shows. None when the path ran into a dead end: try again.
+    """
+    path = _sample_path(rng, start or rng.choice(world.entities), hops)
+    if path is None:
+        return None
+    subjects, relations = path
+    held_path = is_held_out_path(relations)
+    if training and held_path:
+        return None
+    kind = subjects[0].kind
+    phrase = f"the {kind} {subjects[0].name}" if kind in GENRES else subjects[0].name
+    wordings = [RELATION_BY_NAME[name].noun_phrases for name in relations[:-1]] + [
+        RELATION_BY_NAME[relations[-1]].question_templates
+    ]
+    held_wording = not training and rng.random() < HELD_OUT_WORDING_SHARE
+    held_at = rng.randrange(hops) if held_wording else None
+    for hop, known in enumerate(wordings):
+        phrase = (known[-1] if hop == held_at else rng.choice(known[:-1])).format(s=phrase)
+    objects = [*subjects[1:], subjects[-1].facts[relations[-1]]]
+    return WorldQuestion(
+        question=phrase,
+        objects=tuple(map(get_object_text, objects)),
+        subjects=tuple(subjects),
+        relations=tuple(relations),
+        held_out_path=held_path,
+        held_out_wording=held_wording,
+    )
+
+
+def _sample_path(rng: random.Random, subject: Entity, hops: int) -> tuple[list[Entity], list[str]] | None:
+    """A path that visits no entity twice; literals end a path."""
+    subjects, relations = [subject], list[str]()
+    while True:
+        last = len(relations) == hops - 1
+        names = [n for n, v in subject.facts.items() if last or isinstance(v, Entity)]
+        if not names:
+            return None
+        name = rng.choice(names)
+        relations.append(name)
+        value = subject.facts[name]
+        if isinstance(value, Entity) and value in subjects:
+            return None
+        if last:
+            return subjects, relations
+        assert isinstance(value, Entity)
+        subject = value
+        subjects.append(subject)
+
+
+def make_world_questions(world: World, seed: int, per_hop: int = 100, hops: int = 4) -> list[WorldQuestion]:
+    """`per_hop` different questions for each of 1 to `hops` hops.
+
+    Raises `ConfigError` when the world has not that many.
+    """
+    rng = random.Random(f"questions/{seed}")
+    found: dict[str, WorldQuestion] = {}
+    with report_progress("inventing questions", hops * per_hop) as advance:
+        for count in range(1, hops + 1):
+            wanted = len(found) + per_hop
+            for _ in range(50 * min(per_hop, MAX_QUESTIONS_PER_PASSAGE * len(world.entities))):
+                if len(found) == wanted:
+                    break
+                question = make_world_question(rng, world, count)
+                if question is not None and question.question not in found:
+                    found[question.question] = question
+                    advance(1)
+            if len(found) < wanted:
+                raise ConfigError(
+                    f"a world of {len(world.entities)} has no {per_hop} questions of {count} hops"
+                )
+    return list(found.values())
+
+
+def build_passage_record(world: World, entity: Entity) -> dict[str, str]:
+    """The line of `corpus.jsonl`."""
+    return {"id": entity.id, "title": entity.name, "contents": world.contents[entity.id]}
+
+
+def build_question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
+    """The line of `questions.jsonl`."""
+    return {
+        "id": f"q{number}",
+        "question": question.question,
+        "golden_answers": [question.answer],
+        "supporting_ids": [subject.id for subject in question.subjects],
+        "hops": question.hops,
+        "reasoning": question.reasoning,
+        "path": list(question.relations),
+        "held_out_path": question.held_out_path,
+        "held_out_wording": question.held_out_wording,
+    }
+
+
+def write_world(
+    folder: Path, seed: int, split: str, passages: int, per_hop: int, hops: int = 4
+) -> list[WorldQuestion]:
+    """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions.
+
+    Raises `ConfigError` where one of them is there with other content, which stays.
+    """
+    world = make_world(seed, split, passages)
+    questions = make_world_questions(world, seed, per_hop, hops)
+    files = {
+        "corpus.jsonl": [build_passage_record(world, entity) for entity in world.entities],
+        "questions.jsonl": [build_question_record(n, q) for n, q in enumerate(questions)],
+    }
+    texts = {
+        folder / name: "".join(json.dumps(record) + "\n" for record in records)
+        for name, records in files.items()
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
+                raise ConfigError(f"{path} is there and holds something else: name another folder")
+        for path, text in texts.items():
+            if not path.exists():
+                write_text_atomic(path, text)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot hold a world: {error.strerror}") from None
+    return questions
+
+
+def main(argv: list[str]) -> None:
+    parser = CommandParser(__doc__ or "", prog="python -m dlm_rag.data.synthetic_world")
+    parser.add_argument("--seed", required=True)
+    parser.add_argument("--out", required=True, help="folder")
+    parser.add_argument("--split", choices=("test", "train"), default="test", help="whose words")
+    parser.add_argument("--passages", default="2000")
+    parser.add_argument("--per-hop", default="100", help="questions for each number of hops")
+    parser.add_argument("--hops", default="4", help="of the longest questions")
+    given = parser.parse_args(argv)
+    passages = parse_int(given.passages, 100, "--passages ", MAX_PASSAGES)
+    per_hop, hops = parse_int(given.per_hop, 1, "--per-hop "), parse_int(given.hops, 1, "--hops ")
+    seed = parse_int(given.seed, 0, "--seed ")
+    if hops > 4:
+        raise ConfigError("hops: questions have 1 to 4")
+    if not given.out.strip("-"):
+        raise ConfigError("--out needs the name of a folder")
+    write_world(expand_path(given.out, ConfigError), seed, given.split, passages, per_hop, hops)
+
+
+if __name__ == "__main__":
+    from dlm_rag.cli import run_program
+
+    run_program(main)

@@ -1,0 +1,272 @@
+"""The memory that decoding takes on a device, reckoned before weights are read, and a budget for it.
+
+Weights; slots of keys and values for the rows of the batch; what a step computes on the way. What is left
+of a budget is the pool's. Bytes of a token on the way are found by running the real code on tensors
+without contents (`model/simulated_memory.py`); the rest is counted from shapes. Bounds, not means: every
+row has its longest prompt, every passage its full length.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.diffusion.copy_crf import estimate_crf_bytes
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
+from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_bytes
+from dlm_rag.evidence.truncation import ContextBudget
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig, list_tensor_shapes
+from dlm_rag.model.kv_store import round_up_to_page
+from dlm_rag.model.packed_batch import Segment, pack_rows
+from dlm_rag.model.simulated_memory import (
+    RESERVED_MEMORY_FRACTION,
+    MemoryTracker,
+    replace_with_empty_weights,
+)
+
+LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LongestRow:
+    """The longest row: tokens of each segment that sees itself alone, and of what runs at every step."""
+
+    segment_tokens: tuple[int, ...]
+    step_tokens: int
+    canvas_tokens: int
+    has_kv_slot: bool  # whether it has a slot: all but a canvas that runs with its whole prompt
+
+    @classmethod
+    def from_budget(
+        cls, room: ContextBudget, shape: DenoiserConfig, question: int | None, passages: tuple[int, int]
+    ) -> "LongestRow":
+        """In that room; question: tokens of the longest prompt without evidence, None: not known.
+
+        passages: how many, and tokens of the longest.
+        """
+        count, longest = passages
+        block = shape.block_size or 0
+        canvas = room.canvas_length + block  # blocks may have to be whole
+        own = room.context_length - room.canvas_length
+        if room.layout == "independent":
+            most = own - room.passage_length
+            asked = most if question is None else min(question, most)
+            return cls((min(room.passage_length, longest),) * count + (asked,), canvas + 1, canvas, True)
+        prompt = own if question is None else min(own, question + count * longest)
+        if room.layout == "prefix" and not block:
+            return cls((prompt,), canvas + 1, canvas, True)
+        return cls((), prompt + canvas, canvas, bool(block))
+
+    @property
+    def total_tokens(self) -> int:
+        """That it sees, its own included."""
+        return sum(self.segment_tokens) + self.step_tokens
+
+
+@dataclass(frozen=True)
+class DecodeMemory:
+    """Bytes on one device, as functions of the rows in the batch."""
+
+    row: LongestRow
+    weight_bytes: int
+    kv_bytes_per_token: int  # keys and values of a token, in all layers
+    activation_bytes_per_token: float  # what a token of a call takes on its way through a layer
+    logit_bytes_per_position: float  # what a position takes whose logits are read
+    crf_bytes_per_position: float = (
+        0.0  # and what every position of a canvas does beside it, where neighbours are to agree
+    )
+
+    @classmethod
+    def from_config(
+        cls, shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig, row: LongestRow
+    ) -> "DecodeMemory":
+        """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
+        shapes = list_tensor_shapes(shape)
+        if shape.tie_word_embeddings:
+            del shapes["lm_head.weight"]
+        numbers = sum(int(np.prod(sizes)) for sizes in shapes.values())
+        kept = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
+        token, position = _measure_activation_bytes(shape, dtype, decode)
+        asked, linked = (
+            (0, 0)
+            if decode.copy_penalty is None
+            else estimate_crf_bytes(shape.vocab_size, row.total_tokens)
+        )
+        return cls(row, dtype.itemsize * numbers, kept, token, position + asked, linked)
+
+    def scratch_tokens(self, rows: int) -> int:
+        """Tokens of room for segments that run in the same call as the rows."""
+        return min(
+            round_up_to_page(PREFILL_SCRATCH_TOKENS),
+            rows * sum(map(round_up_to_page, self.row.segment_tokens)),
+        )
+
+    def kv_slot_bytes(self, rows: int) -> float:
+        """Keys and values of the rows, and of what is being computed for them."""
+        if not self.row.has_kv_slot:
+            return 0.0
+        return self.kv_bytes_per_token * (
+            rows * round_up_to_page(self.row.total_tokens) + self.scratch_tokens(rows)
+        )
+
+    def step_bytes(self, rows: int) -> float:
+        """What is alive at most while a step is taken, beside weights, slots and pool."""
+        new = rows * sum(self.row.segment_tokens)
+        call = self.activation_bytes_per_token * (
+            rows * self.row.step_tokens + min(PREFILL_SCRATCH_TOKENS, new)
+        )
+        asked = rows * self.row.canvas_tokens
+        read = (
+            self.logit_bytes_per_position * min(LOGITS_CHUNK_POSITIONS, asked)
+            + self.crf_bytes_per_position * asked
+        )
+        # Too many new segments run by themselves: their keys and values exist twice for a moment.
+        apart = (
+            min(new, max(PREFILL_SCRATCH_TOKENS, *self.row.segment_tokens))
+            if new > PREFILL_SCRATCH_TOKENS
+            else 0
+        )
+        prefill = apart * (
+            self.kv_bytes_per_token + max(self.activation_bytes_per_token, self.kv_bytes_per_token)
+        )
+        # A slot whose segments change places; what enters the pool before something leaves it.
+        moved = self.kv_bytes_per_token * (self.row.total_tokens if self.row.has_kv_slot else 0)
+        return max(call, read, prefill, moved) + self.kv_bytes_per_token * max(
+            (*self.row.segment_tokens, 0)
+        )
+
+    def bytes_without_pool(self, rows: int) -> float:
+        """All but the pool."""
+        return self.weight_bytes + self.kv_slot_bytes(rows) + self.step_bytes(rows)
+
+    def max_batch_size(self, room: float) -> int:
+        """The largest batch that fits into so many bytes; 0 where not one row does."""
+        low, high = 0, 2**16
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.bytes_without_pool(middle) <= room else (low, middle - 1)
+        return low
+
+
+@dataclass(frozen=True)
+class DecodeBudget:
+    """What a decoder may take: bytes of the pool, and the slots that are there from the start."""
+
+    pool_bytes: int
+    slot_count: int
+    slot_tokens: int
+    scratch_tokens: int
+
+
+def _measure_activation_bytes(
+    shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig
+) -> tuple[float, float]:
+    """Bytes that one more token in a call takes, and one more position whose logits are read."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # What is alive at a time is of one layer; the last is spared what nobody reads.
+    dense = 0 if shape.experts is None else shape.dense_layers
+    small = replace(shape, num_hidden_layers=min(shape.num_hidden_layers, dense + 2))
+    with torch.device("meta"):
+        denoiser = Denoiser(small).to(dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        denoiser = replace_with_empty_weights(denoiser)
+        peaks = [_peak_of_call(denoiser, length) for length in (128, 256)]
+        logits = [_peak_of_logits(denoiser, decode, count) for count in (64, 128)]
+    (less, more), (few, many) = peaks, logits
+    return (more[1] - less[1]) / (more[0] - less[0]), (many - few) / 64
+
+
+def _peak_of_call(denoiser: Denoiser, length: int) -> tuple[int, int]:
+    """Tokens and bytes of a call of rows that are not alike."""
+    lengths = [length, length + 1, length + 2]
+    with MemoryTracker() as alive:
+        rows = pack_rows(
+            [Segment((0,) * n, 0) for n in lengths], denoiser.device, [range(n) for n in lengths]
+        )
+        denoiser.encode(rows)
+    return sum(lengths), alive.peak_bytes
+
+
+def _peak_of_logits(denoiser: Denoiser, decode: DecodeConfig, count: int) -> int:
+    """Bytes of reading so many positions, in the ways that the settings ask for."""
+    hidden = torch.empty(count, denoiser.config.hidden_size, dtype=denoiser.dtype)
+    places, none = torch.empty(count, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    drawn = places if decode.temperature else none
+    numbers = torch.empty(len(drawn))
+    by_lot = decode.samples_actions
+    wanted = SamplingMetadata(
+        torch.zeros(1, dtype=torch.int64), places, drawn, numbers, numbers, places,
+        places if by_lot else None, torch.empty(5, count) if by_lot else None,
+    )  # fmt: skip
+    with MemoryTracker() as alive:
+        alive.track_tensor(hidden)
+        sample_proposals(denoiser.compute_token_logits(hidden).float(), wanted)
+    return alive.peak_bytes
+
+
+def check_memory_bounded(decode: DecodeConfig) -> None:
+    """Raises `ConfigError` where the memory of a row has no bound that could be kept."""
+    if decode.finished_block_context == "append":
+        raise ConfigError(
+            "engine.memory_gib cannot be kept with decode.finished_block_context=append, whose rows grow "
+            "with "
+            "every search: leave one out"
+        )
+
+
+def plan_decode_budget(
+    memory: DecodeMemory, engine: EngineConfig, device: torch.device, rows: int
+) -> DecodeBudget:
+    """The room of a decoder of so many rows under `engine.memory_gib`, before its weights are read.
+
+    On CUDA a share is left for what torch's allocator does not see. Raises `ConfigError` where the budget
+    is more than what is free, or does not hold the batch.
+    """
+    assert engine.memory_gib is not None
+    given, free = engine.memory_gib * GIB, measure_free_bytes(device)
+    told = f"engine.memory_gib={engine.memory_gib:g}"
+    if given > free:
+        raise ConfigError(
+            f"{told} is more than the {free / GIB:.1f} GiB that are free on this {device.type}: lower it, "
+            "or wait until others have ended"
+        )
+    room = given * (1 - RESERVED_MEMORY_FRACTION if device.type == "cuda" else 1)
+    need, host = (
+        memory.bytes_without_pool(rows),
+        engine.cpu_offload_gib * GIB if has_unified_memory(device) else 0.0,
+    )
+    left = room - need - host
+    asked = 0 if engine.prefix_cache_gib is None else int(engine.prefix_cache_gib * GIB)
+    if left < asked:
+        most = memory.max_batch_size(room - host - asked)
+        kept = f", pools {_gib(asked + host)}" if asked + host else ""
+        remedy = f"decode.batch_size={most} fits" if most else "not one question fits"
+        raise ConfigError(
+            f"{told} is too little for decode.batch_size={rows}: weights take "
+            f"{_gib(memory.weight_bytes)}, keys "
+            f"and values of the batch {_gib(memory.kv_slot_bytes(rows))}, a step "
+            f"{_gib(memory.step_bytes(rows))}{kept}; "
+            f"{remedy}"
+        )
+    return DecodeBudget(
+        int(left) if engine.prefix_cache_gib is None else asked, rows,
+        memory.row.total_tokens * memory.row.has_kv_slot,
+        memory.scratch_tokens(rows) * memory.row.has_kv_slot,
+    )  # fmt: skip
+
+
+def _gib(number: float) -> str:
+    return f"{number / GIB:.2g} GiB" if number > GIB / 100 else f"{number / 2**20:.2g} MiB"
+
+
+def limit_cuda_allocator(engine: EngineConfig, device: torch.device) -> None:
+    """Makes torch's own allocator refuse more than the budget, where it can: on CUDA."""
+    if engine.memory_gib is not None and device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, engine.memory_gib * GIB / whole), device)

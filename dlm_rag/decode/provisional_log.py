@@ -1,0 +1,107 @@
+"""Guesses: what is proposed for positions that stay masked, small enough for every step of a long trace.
+
+Each step has the confidence of every guess, but a token only where it is another than before, and its text
+only once.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from dlm_rag.diffusion.commit_rules import Proposals
+
+NO_CONFIDENCE = "  "  # in the place of a confidence
+_CONFIDENCES = re.compile(r"(?:[0-9]{2}|  )*")
+
+
+@dataclass(frozen=True)
+class ProvisionalToken:
+    """A token that is not committed: its canvas position (from 0) and how sure the denoiser was of it.
+
+    confidence: its probability at temperature 1, rounded down to hundredths, 0.99 at most.
+    """
+
+    position: int
+    token_id: int
+    token: str
+    confidence: float
+
+
+@dataclass(frozen=True)
+class ProvisionalDelta:
+    """What is guessed after a step, beside what was guessed before; `replay` puts it together.
+
+    confidence: two characters for each canvas position, the hundredths of `ProvisionalToken.confidence`,
+    or blanks where nothing is guessed; blanks at the end are left out. changed: in turn a position and the
+    id of its token, where another one is guessed than last time. texts: ids and texts of tokens not
+    guessed before.
+    """
+
+    confidence: str = ""
+    changed: tuple[int, ...] = ()
+    texts: tuple[tuple[int, str], ...] = ()
+
+
+class ProvisionalRecorder:
+    """Makes the guesses of one question's steps, which come in order; token_text: of an id."""
+
+    def __init__(self, token_text: Callable[[int], str]) -> None:
+        self._token_text = token_text
+        self._last: dict[int, int] = {}  # token ids by position
+        self._known: set[int] = set()
+
+    def record_step(self, guesses: Proposals) -> ProvisionalDelta:
+        """The record of a step; guesses: for positions that are masked after it."""
+        positions, tokens = guesses.positions.tolist(), guesses.token_ids.tolist()
+        pairs = zip(positions, tokens, strict=True)
+        changed = [(position, token) for position, token in pairs if self._last.get(position) != token]
+        self._last.update(changed)
+        new = list(dict.fromkeys(token for _, token in changed if token not in self._known))
+        self._known.update(new)
+        sure = dict(zip(positions, guesses.confidence.tolist(), strict=True))
+        cells = (
+            f"{min(99, int(100 * sure[n])):02}" if n in sure else NO_CONFIDENCE
+            for n in range(max(positions, default=-1) + 1)
+        )
+        return ProvisionalDelta(
+            "".join(cells),
+            tuple(number for pair in changed for number in pair),
+            tuple((token, self._token_text(token)) for token in new),
+        )
+
+
+def replay_provisional(steps: Iterable[ProvisionalDelta | None]) -> Iterator[dict[int, ProvisionalToken]]:
+    """The guesses by position after each step; none where a step has no record of them."""
+    tokens, texts = dict[int, int](), dict[int, str]()
+    for step in steps:
+        step = step or ProvisionalDelta()
+        texts |= dict(step.texts)
+        tokens |= dict(zip(step.changed[::2], step.changed[1::2], strict=True))
+        cells = [step.confidence[n : n + 2] for n in range(0, len(step.confidence), 2)]
+        yield {
+            position: ProvisionalToken(position, tokens[position], texts[tokens[position]], int(cell) / 100)
+            for position, cell in enumerate(cells)
+            if cell != NO_CONFIDENCE
+        }
+
+
+def are_deltas_valid(steps: Iterable[ProvisionalDelta | None], length: int) -> bool:
+    """Whether records, which others may have written, are those of one decode with a canvas of `length`."""
+    tokens, texts = dict[int, int](), dict[int, str]()
+    for step in steps:
+        if step is None:
+            continue
+        numbers, places = step.changed, step.changed[::2]
+        if (
+            not _CONFIDENCES.fullmatch(step.confidence)
+            or len(step.confidence) > 2 * length
+            or len(numbers) % 2
+            or not all(0 <= place < length for place in places)
+        ):
+            return False
+        texts |= dict(step.texts)
+        tokens |= dict(zip(places, numbers[1::2], strict=True))
+        guessed = (n for n in range(len(step.confidence) // 2) if step.confidence[2 * n] != " ")
+        if not all(tokens.get(place) in texts for place in guessed):
+            return False
+    return True

@@ -1,0 +1,300 @@
+"""What a person sees in a terminal: the canvas filling in, the queries, the evidence, the answer."""
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from itertools import groupby
+from time import perf_counter
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.energy.reading import EnergyReading, format_energy, format_unmeasured_energy, summarise_energy
+from dlm_rag.nvtx_ranges import drop_nested_stages
+from dlm_rag.progress import show_status
+from dlm_rag.text import find_word_spans, get_title_line, normalize_whitespace, replace_control_chars
+
+MAX_TOKEN_REPEATS = 3  # of a token in a row that are written out
+# From the first commits (cool) to the last (warm).
+STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
+MAX_QUERY_LINES = 3
+UNSUPPORTED_STYLE = "underline"  # words that no passage in context holds
+# What a line may end behind: a word, a masked position, a wide character.
+_PIECES = re.compile(r"\s*(?:[·\u2e80-\uffef]|[^\s·\u2e80-\uffef]+)|\s+")
+
+
+class WrappedText:
+    """A text in lines as wide as there is room, at most so many of them."""
+
+    def __init__(self, text: Text, most: int | None = None) -> None:
+        self.text, self.most = text, most
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        lines = self.text.divide(find_line_breaks(self.text.plain, width))
+        shown = list(lines[: self.most])
+        if len(shown) < len(lines):
+            shown[-1].rstrip()
+            shown[-1].truncate(width - 1)
+            shown[-1].append("…")
+        for line in shown:
+            line.rstrip()
+            line.no_wrap = True
+            yield line
+
+
+def find_line_breaks(text: str, width: int) -> list[int]:
+    """Where lines of at most `width` cells begin, but the first; blanks that end a line do not count."""
+    breaks, used = [], 0
+    for found in _PIECES.finditer(text):
+        piece = found.group()
+        begin, cells = found.start(), cell_len(piece)
+        if used + cells > width:
+            begin += len(piece) - len(piece.lstrip())
+            breaks.append(begin)
+            used, cells = 0, cell_len(piece.lstrip())
+        while cells > width:  # a word that no line holds
+            part = text[begin : begin + width]
+            while cell_len(part) > width:
+                part = part[:-1]
+            begin, cells = begin + len(part), cells - cell_len(part)
+            breaks.append(begin)
+        used += cells
+    return [place for place in breaks if 0 < place < len(text)]
+
+
+def escape_text(text: str, style: str = "") -> Text:
+    """Foreign text as it is: no markup, no control characters that move the cursor or ring the bell."""
+    return Text(replace_control_chars(text), style=style)
+
+
+def mark_unsupported(text: str, words: Collection[str], style: str = "") -> Text:
+    """Foreign text with these of its words marked as `UNSUPPORTED_STYLE`."""
+    shown = escape_text(text, style)
+    for word, span in find_word_spans(text):
+        if word in words:
+            shown.stylize(UNSUPPORTED_STYLE, *span)
+    return shown
+
+
+def choose_step_colour(step: int, steps: int) -> str:
+    """The colour of a token committed at `step` (from 1) of `steps`."""
+    return STEP_COLOURS[min(len(STEP_COLOURS) - 1, (step - 1) * len(STEP_COLOURS) // max(steps, 1))]
+
+
+def render_canvas(rollout: Rollout) -> Text:
+    """The canvas, committed tokens coloured by their step, masked positions as dots.
+
+    A token that stands many times in a row, as end tokens do, is shown once with its count.
+    """
+    canvas: dict[int, str] = {}
+    for state in rollout.replay():
+        canvas = {position: token.token for position, token in state.items()}
+    when, steps = rollout.commit_steps(), len(rollout.steps) - 1
+    text = Text()
+    for token, run in groupby(range(rollout.canvas_length), canvas.get):
+        places = list(run)
+        if token is None:
+            text.append("·" * len(places), style="dim")
+            continue
+        many = len(places) > MAX_TOKEN_REPEATS
+        for position in places[:1] if many else places:
+            text.append(escape_text(token, choose_step_colour(when[position], steps)))
+        if many:
+            text.append(f"×{len(places)}", style="dim")
+    return text
+
+
+def render_evidence(rollout: Rollout) -> Table:
+    """The passages of the last step, new ones marked, then those that left with that step."""
+    now = rollout.steps[-1].passage_ids
+    before = rollout.steps[-2].passage_ids if len(rollout.steps) > 1 else ()
+    table = Table(box=None, show_header=False, padding=(0, 1), expand=True)
+    table.add_column(width=1)
+    table.add_column(no_wrap=True, max_width=16)
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for name in now:
+        fresh = name not in before
+        row = ("+" if fresh else " ", escape_text(name), _title(rollout, name))
+        table.add_row(*row, style="green" if fresh else "")
+    for name in before:
+        if name not in now:
+            table.add_row("-", escape_text(name), _title(rollout, name), style="dim strike")
+    return table
+
+
+def render_progress(rollout: Rollout) -> Panel:
+    """One question while it is answered."""
+    step = rollout.steps[-1]
+    query = escape_text(f"query  {step.query or '(no refresh was due)'}", "italic")
+    searched = "searched" if step.retrieved else "unchanged, not searched"
+    tokens = f"{rollout.tokens_committed} of {rollout.canvas_length} tokens"
+    return Panel(
+        Group(
+            WrappedText(render_canvas(rollout)),
+            Text(),
+            WrappedText(query, MAX_QUERY_LINES),
+            render_evidence(rollout),
+        ),
+        title=_heading(rollout),
+        subtitle=f"step {step.step} · {tokens} · {searched}",
+        box=box.ROUNDED,
+        border_style="blue",
+    )
+
+
+def render_answer(rollout: Rollout) -> Panel:
+    """A finished question: what was written and when, the answer, and where each sentence is from."""
+    unheld = {unit["kind"]: unit["unsupported"] for unit in rollout.citations}.get("answer", ())
+    answer = (
+        mark_unsupported(rollout.answer, unheld, "bold red" if unheld else "bold")
+        if rollout.answer
+        else escape_text("none was marked", "dim")
+    )
+    if rollout.error:
+        answer = escape_text(rollout.error, "bold red")
+    parts: list[RenderableType] = [
+        WrappedText(render_canvas(rollout)),
+        Text(),
+        Text("answer  ").append(answer),
+    ]
+    sources = Table(box=None, show_header=False, padding=(0, 1))
+    sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
+    sources.add_column()
+    for unit in rollout.citations:
+        cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in unit["passages"]]
+        said = escape_text("; ".join(cited) or "no passage holds these words")
+        sources.add_row(mark_unsupported(unit["text"], unit["unsupported"]), said)
+    parts += [Text("sources", style="dim"), sources] if rollout.citations else []
+    if any(unit["unsupported"] for unit in rollout.citations):
+        parts.append(Text.assemble(("underlined", UNSUPPORTED_STYLE), ": no passage in context held it"))
+    if rollout.cut:
+        parts.append(
+            Text(
+                f"cut to fit the context: {rollout.cut['tokens']} tokens of evidence, "
+                f"{rollout.cut['passages_shortened']} passages shortened, "
+                f"{rollout.cut['passages_dropped']} dropped",
+                style="yellow",
+            )
+        )
+    return Panel(
+        Group(*parts),
+        title=_heading(rollout),
+        subtitle=f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens · "
+        f"{rollout.retrievals} retrievals",
+        box=box.ROUNDED,
+        border_style="green",
+    )
+
+
+class RunTotals:
+    """Running totals of a run: it may answer more questions than fit into memory with their records."""
+
+    def __init__(self, end_ids: Collection[int] = ()) -> None:
+        """end_ids: tokens behind which no text is."""
+        self._end_ids = end_ids
+        self.answers = self.forwards = self.tokens = self.failed = 0
+        self.text_tokens = 0  # before the end
+        self.seconds: Counter[str] = Counter()
+
+    def add(self, rollout: Rollout) -> None:
+        self.answers += 1
+        self.failed += bool(rollout.error)
+        self.forwards += rollout.forwards
+        self.tokens += rollout.tokens_committed
+        self.text_tokens += rollout.tokens_before_end(self._end_ids)
+        self.seconds.update(drop_nested_stages(rollout.seconds))
+
+    def energy_record(self, reading: EnergyReading) -> dict[str, Any] | None:
+        """A reading with what it was spent on, for a stamp; None where nobody asked for one."""
+        record = reading.to_record()
+        return record and record | {"answers": self.answers, "tokens": self.text_tokens}
+
+    def summary_line(self, wall_seconds: float, backend: str, reading: EnergyReading | None = None) -> str:
+        """How many questions in which time, forwards and tokens, share of each stage, backend, energy."""
+        energy = self.energy_record(reading) if reading else None
+        measured = summarise_energy([energy])
+        whole = sum(self.seconds.values()) or 1.0
+        shares = [(name, value / whole) for name, value in self.seconds.most_common()]
+        spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
+        return " · ".join(
+            [
+                f"{self.answers} question{'s' * (self.answers != 1)} in {wall_seconds:.1f} s"
+                + (f", {self.failed} failed" if self.failed else ""),
+                f"{self.answers / wall_seconds:.2f} answers/s",
+                f"{self.forwards / max(self.answers, 1):.1f} forwards/answer",
+                f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
+                *([f"time: {spent}"] if spent else []),
+                backend,
+                *(
+                    [format_energy(measured) if measured else format_unmeasured_energy(energy["reason"])]
+                    if energy
+                    else []
+                ),
+            ]
+        )
+
+
+class LiveView:
+    """Shows the questions in flight, and prints each when it is finished."""
+
+    def __init__(self, console: Console) -> None:
+        self._flying: dict[str, Rollout] = {}
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._shown = 0.0
+
+    def __enter__(self) -> "LiveView":
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.update(Text(), refresh=True)
+        self._live.__exit__(None, None, None)
+
+    def step(self, rollout: Rollout) -> None:
+        """Takes note of a step; draws at most 15 times a second."""
+        self._flying[rollout.id] = rollout
+        if perf_counter() - self._shown > 1 / 15:
+            self._draw()
+
+    def finish(self, rollout: Rollout) -> None:
+        """Prints a finished question above those in flight."""
+        self._flying.pop(rollout.id, None)
+        show_status()
+        self._live.console.print(render_answer(rollout))
+        self._draw()
+
+    def _draw(self) -> None:
+        show_status()
+        self._live.update(Group(*self._fitting_panels()), refresh=True)
+        self._shown = perf_counter()
+
+    def _fitting_panels(self) -> list[RenderableType]:
+        """The panels of the first questions in flight, as many as the terminal holds whole."""
+        console = self._live.console
+        shown: list[RenderableType] = []
+        room = console.height - 1
+        for rollout in self._flying.values():
+            panel = render_progress(rollout)
+            room -= len(console.render_lines(panel, pad=False))
+            if shown and room < 0:
+                shown.append(Text(f"and {len(self._flying) - len(shown)} more", "dim"))
+                break
+            shown.append(panel)
+        return shown
+
+
+def _title(rollout: Rollout, name: str) -> Text:
+    """The first line of a passage; `Text`, for what stands in square brackets is no markup."""
+    return escape_text(get_title_line(rollout.evidence_texts.get(name, "")))
+
+
+def _heading(rollout: Rollout) -> Text:
+    return escape_text(normalize_whitespace(rollout.question)[:90], "bold")

@@ -1,0 +1,362 @@
+"""Trace files: rollouts as JSON lines, from which every prompt, page and training row can be made again.
+
+    {"trace": 2, "prompt_layout": ..., "settings": {...}, ...}      what the whole file has in common
+    {"passage": "emma", "text": "..."}                              before the first question that found it
+    {"id": "q1", "question": "...", "steps": [...], ...}            one line a question, as it finishes
+
+Needed besides the file is the tokenizer of the checkpoint; neither corpus nor retriever nor weights.
+Files of version 1 hold lines of questions alone: they are read, but no prompt can be made from them.
+What only some steps have (`OPTIONAL_STEP_KEYS`) is left out of the others. Readers pass over keys of a
+step that they do not know, so one more of them, as `guesses`, is no new version.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dlm_rag.config import DecodeConfig
+from dlm_rag.config.renamed import upgrade_section, upgrade_settings
+from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
+from dlm_rag.errors import TraceError, UserError
+from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
+from dlm_rag.files.atomic import AppendOnlyFile
+from dlm_rag.files.jsonl import parse_json_object
+from dlm_rag.files.untrusted import validate_json_value
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, load_tokenizer
+
+Line = TypeVar("Line")
+
+TRACE_VERSION = 2
+OPTIONAL_STEP_KEYS = (
+    "remasked",
+    "dropped",
+    "edited",
+    "action",
+    "guesses",
+)  # left out of a step that has none
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """What the questions of a trace file have in common; `settings` are those of `DecodeConfig`."""
+
+    prompt_layout: str
+    context_length: int
+    passage_length: int
+    shifted: bool  # as in `DenoiserConfig`
+    template: PromptTemplate
+    mask_id: int
+    end_ids: tuple[int, ...]
+    top_k: int
+    model: str  # fingerprints
+    corpus: str
+    settings: dict[str, Any]
+    block_size: int | None = None
+    block_grid: str = "canvas"
+
+    @property
+    def shape(self) -> DenoiserConfig:
+        """What of the denoiser's shape a prompt is laid out by."""
+        return DenoiserConfig(
+            vocab_size=1,
+            max_position_embeddings=self.context_length,
+            evidence_layout=self.prompt_layout,
+            passage_length=self.passage_length,
+            shifted=self.shifted,
+            block_size=self.block_size,
+            block_grid=self.block_grid,
+        )
+
+    @property
+    def has_uniform_noise(self) -> bool:
+        """Whether the model denoises from uniform noise; `mask_id` is a token like any other then."""
+        return self.settings.get("temperature_high") is not None
+
+    def tokenizer(self, folder: Path) -> Tokenizer:
+        """The tokenizer in a checkpoint's folder, with the prompt of this trace."""
+        return Tokenizer(load_tokenizer(folder), self.mask_id, self.template, self.end_ids)
+
+    def to_record(self) -> dict[str, Any]:
+        """The first line of a file."""
+        return {"trace": TRACE_VERSION, **asdict(self)}
+
+
+def build_trace_header(
+    shape: DenoiserConfig,
+    tokenizer: Tokenizer,
+    prompt_layout: str,
+    settings: DecodeConfig,
+    *,
+    top_k: int,
+    model: str,
+    corpus: str,
+) -> TraceHeader:
+    """The header of what a denoiser of this shape decodes; model, corpus: fingerprints."""
+    return TraceHeader(
+        prompt_layout=prompt_layout,
+        context_length=shape.max_position_embeddings,
+        passage_length=shape.passage_length,
+        shifted=shape.shifted,
+        template=tokenizer.template,
+        mask_id=tokenizer.mask_id,
+        end_ids=tuple(sorted(tokenizer.end_ids)),
+        top_k=top_k,
+        model=model,
+        corpus=corpus,
+        settings=asdict(settings),
+        block_size=shape.block_size,
+        block_grid=shape.block_grid,
+    )
+
+
+@dataclass(frozen=True)
+class PassageText:
+    """The text of a passage as the retriever gave it; of two for one id the later counts from there on."""
+
+    passage: str  # its id
+    text: str
+
+
+@dataclass(frozen=True)
+class AnswerLine:
+    """What tells the lines of questions apart, in traces and in files of answers."""
+
+    id: str
+    question: str
+    response: str
+    error: str = ""
+
+    @property
+    def answer_hash(self) -> int:
+        """Tells in this process whether the lines of two files are of the same answer."""
+        return hash((self.question, self.response))
+
+
+@dataclass
+class TraceContents:
+    """What a trace file holds, in little memory: texts and answers by their hashes in this process."""
+
+    version: int | None = None  # None for a file without lines
+    header: TraceHeader | None = None
+    passages: dict[str, int] = field(default_factory=dict)
+    questions: dict[str, int] = field(default_factory=dict)  # `AnswerLine.answer_hash` by id
+
+
+class TraceWriter:
+    """Appends finished rollouts to a trace file, each passage text once; goes on with what it holds.
+
+    The constructor writes nothing; it raises `TraceError` for a file of version 1. The caller sees to it
+    that no other process writes the file, and that its last line has an end.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader, held: TraceContents | None = None) -> None:
+        held = held or scan_trace(path)
+        if held.version == 1:
+            raise TraceError(f"{path} is a trace of version 1, which nothing can be added to: name another")
+        self.file, self._written = AppendOnlyFile(path), dict(held.passages)
+        self._common = (held.header or header).settings
+        self._first = [] if held.header else [header.to_record()]
+
+    def write(self, rollout: Rollout) -> None:
+        """Adds the header and the texts that the file lacks, then the line of the question."""
+        new = {
+            name: rollout.passages[name]
+            for name in _passage_ids(rollout.steps)
+            if self._written.get(name) != hash(rollout.passages[name])
+        }
+        texts = [{"passage": name, "text": text} for name, text in new.items()]
+        append_json_lines(self.file, [*self._first, *texts, _question_record(rollout, self._common)])
+        self._first = []
+        self._written |= {name: hash(text) for name, text in new.items()}
+
+
+def read_trace_header(path: Path) -> TraceHeader:
+    """What the questions of a trace file have in common; raises `TraceError` for version 1."""
+    entry = next((entry for _, entry in _entries(path, AnswerLine)), None)
+    if not isinstance(entry, TraceHeader):
+        raise TraceError(
+            f"{path} is no trace of version {TRACE_VERSION}: settings and passages are not in it, so no "
+            "prompt "
+            "can be made from it"
+        )
+    return entry
+
+
+def read_trace(path: Path) -> Iterator[Rollout]:
+    """The rollouts of a trace file, one after another; only passage texts are held in memory.
+
+    `evidence_texts` are left out (see `restore_evidence_texts`); in version 1 also passages, settings,
+    citations and log-probabilities. A last line that a kill has cut short is left out. Raises
+    `TraceError` naming file and line.
+    """
+    header, texts = None, dict[str, str]()
+    for place, entry in _entries(path, Rollout):
+        if isinstance(entry, TraceHeader):
+            header = entry
+        elif isinstance(entry, PassageText):
+            texts[entry.passage] = entry.text
+        else:
+            names = _passage_ids(entry.steps) if header else []
+            lacking = next((name for name in names if name not in texts), None)
+            if lacking is not None:
+                raise TraceError(f"{place}: the text of passage '{lacking}' is not in the file")
+            yield replace(
+                entry, settings=upgrade_section("decode",
+                (header.settings if header else {}) | entry.settings),
+                passages={name: texts[name] for name in names}, evidence_texts={}, finished=True,
+            )  # fmt: skip
+
+
+def scan_trace(path: Path) -> TraceContents:
+    """What a trace file holds; nothing where there is no file. Raises `TraceError` naming file and line."""
+    held = TraceContents()
+    for _, entry in _entries(path, AnswerLine) if path.is_file() else ():
+        held.version = held.version or (TRACE_VERSION if isinstance(entry, TraceHeader) else 1)
+        if isinstance(entry, TraceHeader):
+            held.header = entry
+        elif isinstance(entry, PassageText):
+            held.passages[entry.passage] = hash(entry.text)
+        else:
+            held.questions[entry.id] = entry.answer_hash
+    return held
+
+
+def read_json_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines and the place of each, without what a kill has left of the last.
+
+    Raises `error` naming file and line.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}, line {number}"
+            try:
+                record = parse_json_object(line, place, error)
+            except error:
+                if line.endswith(b"\n"):
+                    raise
+                return  # no beginning of an object is an object
+            yield place, record
+
+
+def append_json_lines(file: AppendOnlyFile, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds JSON lines to a file, out at once."""
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    file.append("".join(lines).encode())
+
+
+def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer) -> list[FittedPrompt]:
+    """The prompt with the evidence after each step: of step s the denoiser saw that after step s - 1.
+
+    tokenizer: see `TraceHeader.tokenizer`. rollout: of this header's file, for the texts are needed.
+    """
+    room = ContextBudget(
+        rollout.prompt_layout, header.context_length, rollout.canvas_length, header.passage_length
+    )
+    made: dict[tuple[str, ...], FittedPrompt] = {}
+    prompts = []
+    for step in rollout.steps:
+        names = (*step.passage_ids, *step.dropped)
+        if names not in made:
+            found = {name: rollout.passages[name] for name in names}
+            made[names] = fit_passages(tokenizer, rollout.question, found, room)
+        prompts.append(made[names])
+    return prompts
+
+
+def restore_evidence_texts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer) -> Rollout:
+    """The rollout with what of each passage was in the prompt, as the decoder leaves it."""
+    texts: dict[str, str] = {}
+    for prompt in rebuild_prompts(rollout, header, tokenizer):
+        keep_shorter_texts(texts, prompt.texts)
+    return replace(rollout, evidence_texts=texts)
+
+
+@dataclass(frozen=True)
+class StepExample:
+    """One step of a rollout as something to learn from; ids of canvas positions in order."""
+
+    step: int
+    prompt: Prompt
+    canvas: tuple[int, ...]  # as the denoiser saw it, the mask where `hidden`
+    target: tuple[int, ...]  # after the last step, the mask where nothing was committed
+    hidden: tuple[int, ...]  # positions
+    committed: tuple[CommittedToken, ...]
+
+
+def make_step_examples(
+    rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer
+) -> Iterator[StepExample]:
+    """A row for each step that committed; parameters as in `rebuild_prompts`.
+
+    Raises `TraceError` for a trace of uniform noise.
+    """
+    if header.has_uniform_noise:
+        raise TraceError(
+            f"the trace of question '{rollout.id}' is of a model that denoises from uniform noise, which "
+            "is not in it: no rows with masks can be made from it"
+        )
+    canvases = list(rollout.canvases(header.mask_id))
+    prompts = rebuild_prompts(rollout, header, tokenizer)
+    for step, canvas, fitted in zip(rollout.steps[1:], canvases, prompts, strict=False):
+        if not step.committed:  # it edited, at most
+            continue
+        yield StepExample(
+            step=step.step,
+            prompt=fitted.prompt,
+            canvas=tuple(canvas),
+            target=tuple(canvases[-1]),
+            hidden=tuple(n for n, token in enumerate(canvas) if token == header.mask_id),
+            committed=step.committed,
+        )
+
+
+def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | PassageText | Line]]:
+    """The lines of a trace file, told apart, with their places; those of questions as `kind`.
+
+    Raises `TraceError`.
+    """
+    if not path.is_file():
+        raise TraceError(f"trace '{path}' was not found")
+    for number, (place, record) in enumerate(read_json_lines(path, TraceError)):
+        if not number and record.get("trace", TRACE_VERSION) != TRACE_VERSION:
+            raise TraceError(
+                f"{path} is a trace of version {record['trace']!r}, known are 1 and {TRACE_VERSION}: read "
+                "it "
+                "with the program that wrote it"
+            )
+        none = f"{place}: this is no line of a trace"
+        if not number and "trace" in record:
+            header = validate_json_value(TraceHeader, upgrade_settings(record), none, TraceError)
+            yield place, replace(header, settings=upgrade_section("decode", header.settings))
+        elif "passage" in record:
+            yield place, validate_json_value(PassageText, record, none, TraceError)
+        else:
+            wanted = {"steps": None, "response": None}  # which a rollout that begins does without
+            yield place, validate_json_value(kind, wanted | record, none, TraceError)
+
+
+def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a question; of its settings those that differ from the `common` ones of the header."""
+    own = {k: v for k, v in rollout.settings.items() if k not in common or common[k] != v}
+    optional = {
+        "settings": own, "citations": rollout.citations, "cut": rollout.cut, "error": rollout.error,
+    }  # fmt: skip
+    return {
+        "id": rollout.id,
+        "question": rollout.question,
+        "prompt_layout": rollout.prompt_layout,
+        "canvas_length": rollout.canvas_length,
+        "steps": [
+            {k: v for k, v in asdict(step).items() if v or k not in OPTIONAL_STEP_KEYS}
+            for step in rollout.steps
+        ],
+        "response": rollout.response,
+    } | {key: value for key, value in optional.items() if value}
+
+
+def _passage_ids(steps: Iterable[RolloutStep]) -> list[str]:
+    """Every passage that was found, in the order of its first step."""
+    return list(dict.fromkeys(name for step in steps for name in (*step.passage_ids, *step.dropped)))

@@ -1,0 +1,175 @@
+"""Stored results of evaluations: read, shown on a page, held against the same run of today.
+
+python -m dlm_rag.evaluation.stored_results runs/tau_c runs/tau_q > results.md
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.cli import CommandParser, run_program
+from dlm_rag.config.renamed import upgrade_settings
+from dlm_rag.errors import ConfigError
+from dlm_rag.evaluation.compare import SCORE_METRICS, Estimate, QuestionGroups, compute_paired_differences
+from dlm_rag.evaluation.metrics import Score
+from dlm_rag.evaluation.pareto import build_overview_table
+from dlm_rag.evaluation.published import PUBLISHED_DATASETS
+from dlm_rag.evaluation.report import (
+    ResultTable,
+    format_estimate,
+    format_percent,
+    format_provenance,
+    render_markdown_table,
+)
+from dlm_rag.files.jsonl import parse_json_object
+from dlm_rag.files.untrusted import resolve_path_inside, validate_json_value
+
+SAVED_CONFIG_FILE = (
+    "config.yaml"  # beside the answers: the settings, before the program's own files take their places
+)
+
+
+@dataclass(frozen=True)
+class StoredResult:
+    """What `evaluate` left in a folder; record: its scores.json; scores: what of it is shown again."""
+
+    folder: Path
+    record: dict[str, Any]
+    scores: "StoredScores"
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """By name: the summaries of its groups of questions and the stamp of its answers."""
+        return self.record["settings"]
+
+    def find_setting_folder(self, name: str) -> Path:
+        """Where the answers of a setting are."""
+        below = make_setting_folder_name(name)
+        return self.folder / below if (self.folder / below).is_dir() else self.folder
+
+
+@dataclass(frozen=True)
+class _Groups:
+    all: dict[str, Estimate | None]
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    versions: dict[str, Any] = field(default_factory=dict)
+    answers_depend_on: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    groups: _Groups
+    stamp: _Stamp
+
+
+@dataclass(frozen=True)
+class _Count:
+    all: int
+
+
+@dataclass(frozen=True)
+class StoredScores:
+    """What is read again of a scores.json: the means of all questions, by setting, and their number."""
+
+    questions: _Count
+    settings: dict[str, _Setting]
+    first_minus: dict[str, _Groups]
+    swept: dict[str, list[str]] = field(default_factory=dict)
+    dataset: str | None = None
+
+
+def make_setting_folder_name(setting: str) -> str:
+    """The name of the folder in which a setting's answers are."""
+    return setting.replace("/", "_")
+
+
+def read_result(path: Path) -> StoredResult:
+    """The result in a folder or behind its scores.json. Raises `ConfigError` for what is none."""
+    file = path / "scores.json" if path.is_dir() else path
+    none = f"{path} is no result: name a folder of evaluate's --out that has a scores.json"
+    if not file.is_file():
+        raise ConfigError(none)
+    record = parse_json_object(file.read_bytes(), str(file), ConfigError)
+    found = validate_json_value(StoredScores, record, none, ConfigError)
+    if not found.settings or found.dataset not in (None, *PUBLISHED_DATASETS):
+        raise ConfigError(none)
+    for name in found.settings:
+        resolve_path_inside(file.parent, make_setting_folder_name(name), str(file), ConfigError)
+    return StoredResult(file.parent, record, found)
+
+
+def render_results_page(results: Sequence[StoredResult]) -> str:
+    """Markdown: a heading with the day of the last, then each result, its table, where it is from."""
+    days = [str(s["stamp"].get("date", ""))[:10] for r in results for s in r.settings.values()]
+    parts = [f"# Results, {max(days) or 'undated'}\n"]
+    for result in results:
+        names = result.settings
+        shown = build_overview_table(
+            result.scores.questions.all,
+            {
+                name: dict.fromkeys(SCORE_METRICS) | setting.groups.all
+                for name, setting in result.scores.settings.items()
+            },
+            {name: groups.all for name, groups in result.scores.first_minus.items()},
+            result.scores.swept,
+        )
+        command = result.record.get("command")
+        parts += [
+            f"## {result.folder.name}\n",
+            *([f"    {command}\n"] if command else []),
+            render_markdown_table(shown),
+        ]
+        parts.append(format_provenance(next(iter(names.values()))["stamp"]))
+    return "\n".join(parts)
+
+
+def list_stamp_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """In what two stamps differ: code, versions, machine, whatever answers depend on."""
+    for what in ("commit", "device", "threads", "attention"):
+        if then.get(what) != now.get(what):
+            yield f"{what}: {then.get(what)} then, {now.get(what)} now"
+    for part in ("versions", "answers_depend_on"):
+        one, other = (upgrade_settings(stamp.get(part) or {}) for stamp in (then, now))
+        for key in sorted({*one, *other}):
+            if one.get(key) != other.get(key):
+                yield f"{key}: {one.get(key)} then, {other.get(key)} now"
+
+
+def build_rerun_table(
+    then: Mapping[str, Sequence[Score]],
+    now: Mapping[str, Sequence[Score]],
+    groups: QuestionGroups,
+    same: Mapping[str, int],
+) -> ResultTable:
+    """Each setting then and now, and now minus then by question; same: how many responses are the same."""
+    rows = []
+    for name, scores in now.items():
+        less = compute_paired_differences(scores, then[name], groups)["all"]
+        means = [100 * sum(s.exact_match for s in each) / len(each) for each in (then[name], scores)]
+        rows.append(
+            [
+                name,
+                *(f"{mean:.1f}" for mean in means),
+                format_percent(less["exact_match"], signed=True),
+                format_percent(less["f1"], signed=True),
+                format_estimate(less["forwards"], signed=True),
+                f"{same[name]} of {len(scores)}",
+            ]
+        )
+    headings = ["setting", "exact match % then", "now", "difference", "F1", "forwards", "the same response"]
+    return ResultTable("Now minus then, paired", headings, rows)
+
+
+def main(argv: list[str]) -> None:
+    """Prints the page of some results."""
+    parser = CommandParser(__doc__ or "")
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="folder of evaluate's --out")
+    print(render_results_page([read_result(Path(name)) for name in parser.parse_args(argv).results]))
+
+
+if __name__ == "__main__":
+    run_program(main)

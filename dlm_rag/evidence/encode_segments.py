@@ -1,0 +1,93 @@
+"""Encodes segments of a prompt to keys and values, and canvases behind them to hidden states."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from dlm_rag.evidence.prompt_segments import LaidOutRow
+from dlm_rag.model.block import AttentionProbe
+from dlm_rag.model.context_parallel import ContextParallel, ShardedRows
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.kv_store import KeysValues, SharedContext, make_consecutive_ranges
+from dlm_rag.model.packed_batch import CachedContext, Segment, pack_rows
+
+
+def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:
+    """Keys and values (layers, 2, n, kv_heads, head_dim) of each segment, in one packed call.
+
+    What a segment gives depends on nothing but the segment. Of the last layer only keys and values are
+    computed.
+    """
+    kept, lengths = _keys_values(denoiser, segments)
+    # Each a tensor of its own: a view would keep the keys and values of the whole call alive.
+    rows = zip(*(x.split(lengths) for layer in kept for x in layer), strict=True)
+    return [torch.stack(row).unflatten(0, (-1, 2)) for row in rows]
+
+
+def _keys_values(denoiser: Denoiser, segments: Sequence[Segment]) -> tuple[KeysValues, list[int]]:
+    rows = pack_rows(segments, denoiser.device, read=[()] * len(segments))
+    return denoiser.encode(rows, keep=True)[1], list(rows.lengths)
+
+
+def encode_contexts(denoiser: Denoiser, states: Sequence[LaidOutRow]) -> SharedContext | None:
+    """Per row the keys and values of its segments, or None.
+
+    Segments that several rows share are encoded once, and gradients flow through; decoding, which keeps
+    keys and values from step to step, has `kv_cache.KVCacheManager` instead.
+    """
+    segments = list(dict.fromkeys(segment for row in states for segment in row.context_segments))
+    segments.sort(key=lambda segment: len(segment.ids))  # rows of equal lengths are attended to together
+    if not segments:
+        return None
+    kept, lengths = _keys_values(denoiser, segments)
+    places = dict(zip(segments, make_consecutive_ranges(lengths), strict=True))
+    return SharedContext(kept, [[places[segment] for segment in row.context_segments] for row in states])
+
+
+def encode_canvases(
+    denoiser: Denoiser,
+    states: Sequence[LaidOutRow],
+    contexts: CachedContext | None,
+    read: Sequence[Sequence[int]],
+    probe: AttentionProbe | None = None,
+) -> Tensor:
+    """Hidden states (n, hidden) that predict the canvas positions `read` (from 0, ascending), row by row.
+
+    Only these go through the last layer.
+    """
+    asked = [
+        [row.canvas_start + place for place in places] for row, places in zip(states, read, strict=True)
+    ]
+    rows = pack_rows([row.canvas_segment for row in states], denoiser.device, asked, contexts)
+    return denoiser.encode(rows, probe=probe)[0]
+
+
+def encode_sequence_shards(
+    denoiser: Denoiser, states: Sequence[LaidOutRow], read: Sequence[Sequence[int]], share: ContextParallel
+) -> tuple[Tensor, list[list[int]]]:
+    """As `encode_canvases` without contexts, on this process's stretch of every row.
+
+    Returns the hidden states and the places that they are of: those of `read` that are predicted here.
+    """
+    runs = [row.canvas_segment for row in states]
+    own = [share.local_token_range(len(run.ids)) for run in runs]
+    parts = [
+        Segment(run.ids[s.start : s.stop], run.start + s.start) for run, s in zip(runs, own, strict=True)
+    ]
+    rows = list(zip(states, own, read, strict=True))
+    here = [[place for place in places if row.canvas_start + place in s] for row, s, places in rows]
+    asked = [
+        [row.canvas_start + place - s.start for place in places]
+        for (row, s, _), places in zip(rows, here, strict=True)
+    ]
+    stretches = ShardedRows(share, tuple(len(run.ids) for run in runs))
+    packed = pack_rows(parts, denoiser.device, asked, stretches=stretches)
+    return denoiser.encode(packed)[0], here
+
+
+def canvas_starts(states: Sequence[LaidOutRow]) -> list[int]:
+    """Where in the packed runs the state stands that predicts each first position."""
+    starts = accumulate([len(row.canvas_segment.ids) for row in states[:-1]], initial=0)
+    return [start + row.canvas_start for start, row in zip(starts, states, strict=True)]

@@ -1,0 +1,194 @@
+"""From a prompt to what the transformer runs: the three evidence layouts, and what finished blocks see.
+
+| layout | segments that see themselves alone | run with the canvas |
+|---|---|---|
+| `joint` | none | the whole prompt: everything sees everything |
+| `prefix` | the prompt | nothing |
+| `independent` | each passage, the question | nothing |
+
+The canvas sees itself and every segment. Keys and values of a segment depend on nothing but the segment,
+which is what may be kept between steps and questions.
+
+Where attention runs in blocks, finished blocks of the canvas are computed once, too, in the order in which
+things stand: each sees what is before it. So the order says what finished blocks see (`FINISHED_BLOCKS`):
+
+| | order | when the evidence changes |
+|---|---|---|
+| `reread` | passages, question, finished blocks, window | finished blocks run again |
+| `text` | question, finished blocks, passages, window | nothing runs again |
+| `append` | as they came: new passages behind the blocks that were finished by then | nothing runs again |
+| `kept` | as `reread` | nothing runs again: they keep what they saw (an ablation) |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.packed_batch import Segment
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.tokenizer import Prompt
+
+UNBOUNDED_POSITION = 2**62  # behind all finished blocks, however many there are
+
+
+@dataclass(frozen=True)
+class LaidOutPrompt:
+    """A prompt laid out.
+
+    context_segments: segments that see themselves alone, in front. canvas_prefix: what runs before the
+    canvas; lead and canvas are one chain, whose blocks are `first_block_length` tokens and then
+    `block_size` each (None: one block). inserted_segments: segments that see themselves alone and stand in
+    the chain, behind so many of its tokens, ascending. freeze_finished: whether finished blocks keep what
+    they saw when something before them changes. predicts_next_block: whether the last token of a block
+    predicts the first of the next. complete_last_block: whether the last block must be whole.
+    """
+
+    context_segments: tuple[Segment, ...]
+    canvas_prefix: Segment
+    first_block_length: int = 0
+    block_size: int | None = None
+    inserted_segments: tuple[tuple[int, Segment], ...] = ()
+    freeze_finished: bool = False
+    predicts_next_block: bool = False
+    complete_last_block: bool = False
+
+    def build_canvas_segment(self, canvas: Sequence[int]) -> Segment:
+        """Lead and canvas."""
+        return Segment(
+            (*self.canvas_prefix.ids, *canvas),
+            self.canvas_prefix.start,
+            self.first_block_length,
+            self.block_size,
+        )
+
+    def block_bounds(self, position: int) -> tuple[int, int]:
+        """The canvas positions, from and up to, of the block that a canvas position is in.
+
+        The first one is below 0 where a block begins in the prompt.
+        """
+        lead = len(self.canvas_prefix.ids)
+        if self.block_size is None:
+            return 0, UNBOUNDED_POSITION
+        behind = lead + position - self.first_block_length
+        if behind < 0:
+            return -lead, self.first_block_length - lead
+        begin = position - behind % self.block_size
+        return begin, begin + self.block_size
+
+    def round_up_canvas(self, least: int) -> int:
+        """Of a canvas of at least so many positions, with its last block as it must be."""
+        return self.block_bounds(least - 1)[1] if self.complete_last_block else least
+
+    def build_row(self, canvas: Sequence[int], finished: int, shifted: bool) -> "LaidOutRow":
+        """The canvas at a moment when its first `finished` positions are whole finished blocks."""
+        chain = self.build_canvas_segment(canvas)
+        segments = tuple(segment for _, segment in self.inserted_segments)
+        at = len(self.canvas_prefix.ids)
+        if not finished or not segments:
+            return LaidOutRow((*self.context_segments, *segments), chain, at - shifted)
+        assert self.block_size is not None and not shifted, (
+            "such an order is for blocks that predict themselves"
+        )
+        *others, question = self.context_segments
+        stands = at + finished
+        text = Segment(
+            (*question.ids, *chain.ids[:stands]), question.start, len(question.ids), self.block_size
+        )
+        window = Segment(chain.ids[stands:], chain.start + stands, self.block_size, self.block_size)
+        return LaidOutRow((*others, text, *segments), window, -finished)
+
+
+@dataclass(frozen=True)
+class LaidOutRow:
+    """One moment of a row, as it is trained on: what sees itself alone, and the run that sees all of it.
+
+    canvas_start: where in the run the state stands that predicts the first canvas position; below 0 where
+    finished blocks are part of the context.
+    """
+
+    context_segments: tuple[Segment, ...]
+    canvas_segment: Segment
+    canvas_start: int
+
+
+def lay_out_prompt(
+    prompt: Prompt,
+    shape: DenoiserConfig,
+    layout: str | None = None,
+    finished_block_context: str | None = None,
+) -> LaidOutPrompt:
+    """Lays a prompt out for a denoiser, in its own layout and order where no others are named.
+
+    In a `shifted` denoiser the row before a position predicts it, so the last prompt token runs
+    with the canvas whose first token it predicts. In `independent` every passage starts at position
+    0 and the question at `passage_length`, wherever the passage ranks and whatever the others are. Where
+    attention runs in blocks, the prompt of `joint` and `prefix` does too, and both are the same.
+    """
+    layout, block = layout or shape.evidence_layout, shape.block_size
+    order = finished_block_context or shape.finished_block_context
+    passages: tuple[Segment, ...] = ()
+    if layout == "joint" or (layout == "prefix" and block is not None):
+        return set_attention_blocks(LaidOutPrompt((), Segment(tuple(prompt.ids), 0)), shape)
+    if layout == "prefix":
+        question = Segment(tuple(prompt.ids), 0)
+    elif layout == "independent":
+        passages = tuple(Segment(fact, 0) for fact in prompt.facts if fact)
+        question = Segment(prompt.head + prompt.tail, shape.passage_length)
+    else:
+        raise ValueError(f"'{layout}' is not an evidence layout")
+    keep = len(question.ids) - shape.shifted
+    lead = Segment(question.ids[keep:], question.start + keep)
+    question = Segment(question.ids[:keep], question.start)
+    if block is not None and order == "no_evidence":
+        later = tuple((UNBOUNDED_POSITION, passage) for passage in passages)
+        return set_attention_blocks(LaidOutPrompt((question,), lead, inserted_segments=later), shape)
+    return set_attention_blocks(
+        LaidOutPrompt((*passages, question), lead, freeze_finished=order == "frozen"), shape
+    )
+
+
+def set_attention_blocks(laid: LaidOutPrompt, shape: DenoiserConfig) -> LaidOutPrompt:
+    """With the blocks of the denoiser, counted from where it counts them."""
+    if shape.block_size is None:
+        return laid
+    block, whole = shape.block_size, shape.block_grid == "prompt" or shape.noise is not None
+    short = 0 if shape.block_grid == "prompt" else len(laid.canvas_prefix.ids) % block
+    return replace(
+        laid,
+        first_block_length=short or block,
+        block_size=block,
+        predicts_next_block=shape.shifted,
+        complete_last_block=whole,
+    )
+
+
+def append_passages(before: LaidOutPrompt, now: LaidOutPrompt, finished: int) -> LaidOutPrompt:
+    """The order `append`: what stands stays, passages of `now` that are not there yet come behind the first
+    `finished` tokens of the chain.
+    """
+    held = {*before.context_segments, *(segment for _, segment in before.inserted_segments)}
+    new = [segment for segment in dict.fromkeys(now.context_segments) if segment not in held]
+    return replace(
+        before, inserted_segments=(*before.inserted_segments, *((finished, segment) for segment in new))
+    )
+
+
+def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[Passage]:
+    """The passages of `now`: those of `before` in their order there, new ones behind, in theirs.
+
+    Where a prompt sees only what is before, it stays what it was up to the first passage that has left.
+    """
+    found, held = {passage.id for passage in now}, {passage.id for passage in before}
+    stay = [passage for passage in before if passage.id in found]
+    return [*stay, *(passage for passage in now if passage.id not in held)]
+
+
+def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, layout: str) -> None:
+    """Raises `ConfigError` for an order that the layout cannot have, where attention has blocks."""
+    if shape.block_size and finished_block_context != "recompute" and layout != "independent":
+        raise ConfigError(
+            f"finished_block_context={finished_block_context} needs evidence_layout=independent: "
+            "elsewhere passages "
+            "stand in one chain with the canvas; set finished_block_context=recompute"
+        )

@@ -1,0 +1,108 @@
+"""What of a prompt fits into the context, and what is cut by a fixed rule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dlm_rag.errors import QuestionError
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.tokenizer import Prompt, Tokenizer
+
+
+@dataclass(frozen=True)
+class ContextBudget:
+    """How evidence is laid out and what must hold it beside the canvas; lengths in tokens."""
+
+    layout: str
+    context_length: int
+    canvas_length: int
+    passage_length: int
+
+    @classmethod
+    def from_config(
+        cls, shape: DenoiserConfig, layout: str | None = None, canvas: int | None = None
+    ) -> "ContextBudget":
+        """The room in a denoiser's context, its own layout and canvas where no others are named."""
+        return cls(
+            layout or shape.evidence_layout, shape.max_position_embeddings, canvas or shape.canvas_length,
+            shape.passage_length,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What of the evidence did not fit into the context."""
+
+    tokens: int = 0
+    passages_shortened: int = 0
+    passages_dropped: int = 0
+
+
+def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, Truncation]:
+    """The prompt with as much evidence as the context holds, and what was cut.
+
+    `joint` and `prefix`: passages keep their tokens in rank order until the context is full; the one
+    that crosses the end is shortened, later ones are dropped. `independent`: each passage is
+    shortened to `passage_length`. What is dropped leaves an empty fact. Raises `QuestionError` when
+    the question alone does not fit.
+    """
+    fixed = len(prompt.head) + len(prompt.tail) + room.canvas_length
+    if room.layout == "independent":
+        left = room.context_length - room.passage_length - fixed
+        limits = [room.passage_length] * len(prompt.facts)
+    else:
+        left, limits = room.context_length - fixed, []
+        for fact in prompt.facts:
+            limits.append(max(0, min(len(fact), left - sum(limits))))
+    if left < 0:
+        raise QuestionError(
+            f"the question is {-left} tokens too long: the context of {room.context_length} must hold it "
+            f"beside the canvas of {room.canvas_length}"
+        )
+    facts = [fact[:limit] for fact, limit in zip(prompt.facts, limits, strict=True)]
+    lost = [len(fact) - len(kept) for fact, kept in zip(prompt.facts, facts, strict=True)]
+    cut = Truncation(
+        tokens=sum(lost),
+        passages_shortened=sum(1 for kept, n in zip(facts, lost, strict=True) if n and kept),
+        passages_dropped=sum(1 for kept in facts if not kept),
+    )
+    return Prompt(prompt.head, tuple(facts), prompt.tail), cut
+
+
+@dataclass(frozen=True)
+class FittedPrompt:
+    """A prompt that fits, and what became of each passage."""
+
+    prompt: Prompt
+    texts: dict[str, str]  # by id, in rank order: what of each passage is in the prompt
+    dropped: tuple[str, ...]  # ids of the passages without a place, which rank behind all others
+    truncation: Truncation
+
+
+def fit_passages(
+    tokenizer: Tokenizer, question: str, passages: Mapping[str, str], room: ContextBudget
+) -> FittedPrompt:
+    """The prompt for a question and its passages (id -> text as found, in rank order).
+
+    A passage without a place still shapes the prompt: the one before it is not the last fact, which
+    alone has no line break behind it where facts are numbered. Raises `QuestionError` when the
+    question alone does not fit.
+    """
+    whole = tokenizer.build_prompt(question, list(passages.values()))
+    prompt, cut = truncate_evidence(whole, room)
+    kept = dict(zip(passages, zip(whole.facts, prompt.facts, strict=True), strict=True))
+    return FittedPrompt(
+        prompt=prompt,
+        texts={
+            name: passages[name] if fact == all_of_it else tokenizer.decode_with_offsets(list(fact))[0]
+            for name, (all_of_it, fact) in kept.items()
+            if fact
+        },
+        dropped=tuple(name for name, (_, fact) in kept.items() if not fact),
+        truncation=cut,
+    )
+
+
+def keep_shorter_texts(texts: dict[str, str], more: Mapping[str, str]) -> None:
+    """Takes texts up; of a passage cut twice the shorter stays, which makes for a safe citation."""
+    for name, text in more.items():
+        texts[name] = min(texts.get(name, text), text, key=len)

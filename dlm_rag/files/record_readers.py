@@ -1,0 +1,304 @@
+"""Records from files as people hand them in, one by one, each with its place for error messages.
+
+Read are JSON lines, JSON (an array, or an object that holds one list of objects), CSV and TSV with a
+header, and Parquet, each also gzipped. What a file is shows in its first bytes; only CSV and TSV need
+their suffix. But for a JSON document no file is in memory as a whole.
+"""
+
+import csv
+import gzip
+import io
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+from dlm_rag.errors import UserError, suggest_nearest
+from dlm_rag.files.jsonl import decode_line, is_blank_line, iter_lines, parse_json, parse_json_object
+from dlm_rag.progress import report_progress
+
+SUPPORTED_FORMATS = (
+    "JSON lines (.jsonl), JSON (.json), CSV (.csv), TSV (.tsv) or Parquet (.parquet), each also gzipped "
+    "(.gz); a corpus may be a folder of .txt and .md files"
+)
+# The names that a field goes by; the first that is there counts.
+FIELD_ALIASES = {
+    "id": ("id", "_id"),
+    "question": ("question", "text"),  # BEIR's queries
+    "golden_answers": ("golden_answers", "answers", "answer"),
+    "supporting_ids": ("supporting_ids", "supporting_docs"),
+    "contents": ("contents", "text"),
+}
+ROW_FILE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the rows of a folder
+PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
+UNSUPPORTED_MAGIC = (
+    b"PK\x03\x04",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"\x28\xb5\x2f\xfd",
+)  # zip (and .xlsx), bzip2, xz, zstd
+MAX_JSON_BYTES = 2**31  # bytes of a document, which is in memory as a whole
+
+Record = tuple[str, dict[str, Any]]  # its place, its fields
+RecordReader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
+
+
+def get_field(record: dict[str, Any], name: str) -> tuple[str, Any]:
+    """The name that a field goes by in a record, and its value; its first name and None where it is not."""
+    for alias in FIELD_ALIASES[name]:
+        value = record.get(alias)
+        if value is not None:
+            return alias, value
+    return name, None
+
+
+def get_record_id(record: dict[str, Any], what: str, place: str, error: type[UserError]) -> str:
+    """The id of a record as text; raises `error` unless it is a text that is not blank, or an integer."""
+    name, value = get_field(record, "id")
+    if value is None:
+        raise error(f"{place}: the {what} has no 'id'{suggest_nearest('id', record)}")
+    if isinstance(value, str) and not value.isspace() and value:
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise error(f"{place}: the '{name}' of the {what} must be a text that is not empty, or an integer")
+
+
+def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path:
+    """The path with `~` read as a home folder; raises `error` where that, or a path, is none.
+
+    key: what names the path, for the error.
+    """
+    name = f"{key}{'=' * bool(key)}'{str(path)[:60]}'"
+    if path == "":  # pathlib would read the working folder
+        raise error("the name of a file is empty: is a variable of the shell unset?")
+    try:
+        found = Path(path).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found.stat()
+    except RuntimeError:
+        raise error(f"{name}: there is no such home folder; write the whole path") from None
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or "no path"
+        raise error(f"{name} cannot be read ({reason})") from None
+    return found
+
+
+def resolve_regular_file(path: str | Path, what: str, error: type[UserError]) -> Path:
+    """The path of a regular file; raises `error` for anything else."""
+    found = expand_path(path, error)
+    if not found.exists():
+        raise error(f"{what} '{path}' was not found")
+    if not found.is_file():
+        kind = "a folder" if found.is_dir() else "a pipe or a device, and it is read more than once"
+        raise error(f"{what} '{path}' is {kind}: name a file")
+    return found
+
+
+def read_records(path: Path, error: type[UserError], plain: str | None = None) -> Iterator[Record]:
+    """The records of a file, in order. Tables without a column of ids have their rows numbered.
+
+    plain: the field that each line of plain text becomes, if that is a form too; ids are q1, q2, ...
+    Raises `error`, which names the file and the line, item or row.
+    """
+    try:
+        size, at = path.stat().st_size, 0
+        with (
+            path.open("rb", buffering=PEEK_BYTES) as file,
+            report_progress(f"reading {path.name}", size, "bytes") as advance,
+        ):
+            for record in read_record_stream(file, path, error, plain):
+                yield record
+                advance(-at + (at := file.tell()))
+    except OSError as problem:
+        raise error(f"{path} cannot be read ({problem.strerror or problem})") from None
+
+
+def read_folder_records(folder: Path, error: type[UserError]) -> Iterator[Record]:
+    """The records of `list_row_files`; raises `error` as that and `read_records` do."""
+    for path in list_row_files(folder, error):
+        yield from read_records(path, error)
+
+
+def list_row_files(folder: Path, error: type[UserError]) -> list[Path]:
+    """The files in a folder, by name, whose suffix says that they hold rows.
+
+    JSON that is no lines is left out, as is what lies in folders below: notes, and other splits. Raises
+    `error` for a folder that has no such file.
+    """
+    files = sorted(
+        path
+        for path in folder.glob("[!.]*")
+        if get_format_suffix(path) in ROW_FILE_SUFFIXES and path.is_file()
+    )
+    if not files:
+        raise error(
+            f"the folder '{folder}' has no file of rows ({', '.join(ROW_FILE_SUFFIXES)}): name a file"
+        )
+    return files
+
+
+def read_record_stream(
+    file: IO[bytes], path: Path, error: type[UserError], plain: str | None = None
+) -> Iterator[Record]:
+    """`read_records` of an open file that may be a pipe."""
+    opened = _unzipped(file)
+    try:
+        yield from _choose_reader(opened, path, error, plain)(opened, str(path), error)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        raise error(f"{path} is a broken gzip file: compress it anew") from None
+
+
+def is_json_lines(path: Path, error: type[UserError]) -> bool:
+    """Whether a file is JSON lines as they are: not gzipped, no other form."""
+    try:
+        with path.open("rb", buffering=PEEK_BYTES) as file:
+            return _unzipped(file) is file and _choose_reader(file, path, error, None) is _json_lines
+    except OSError as problem:
+        raise error(f"'{path}' cannot be read ({problem.strerror})") from None
+
+
+def _unzipped(file: Any) -> Any:
+    if file.peek(2)[:2] != b"\x1f\x8b":
+        return file
+    return io.BufferedReader(gzip.GzipFile(fileobj=file), PEEK_BYTES)
+
+
+def get_format_suffix(path: Path) -> str:
+    """The suffix in small letters, that of gzip left out."""
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+def _choose_reader(file: Any, path: Path, error: type[UserError], plain: str | None) -> RecordReader:
+    """How the file is read."""
+    suffix, head = get_format_suffix(path), file.peek(PEEK_BYTES)
+    if head[:4] == b"PAR1" or suffix == ".parquet":
+        return _parquet_rows
+    if head.startswith(UNSUPPORTED_MAGIC):
+        raise error(f"{path} is in no form that is read, whatever its name: {SUPPORTED_FORMATS}")
+    if suffix in (".csv", ".tsv"):
+        return partial(_table_rows, delimiter="," if suffix == ".csv" else "\t")
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text[:1] == b"[":
+        return _json_items
+    if suffix in (".jsonl", ".ndjson") or not text:
+        return _json_lines
+    if suffix == ".json":
+        first, _, rest = text.partition(b"\n")
+        in_lines = first.rstrip().endswith(b"}") and rest.lstrip()[:1] == b"{"
+        return _json_lines if in_lines else _json_items
+    if text[:1] == b"{":
+        return _json_lines
+    if plain is not None and suffix in ("", ".txt"):
+        return partial(_plain_lines, field=plain)
+    raise error(f"{path} is in no form that is read: {SUPPORTED_FORMATS}")
+
+
+def _json_lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
+    for number, line in enumerate(iter_lines(file, path, error), start=1):
+        if not is_blank_line(line):
+            place = f"{path}, line {number}"
+            yield place, parse_json_object(line, place, error)
+
+
+def _plain_lines(file: IO[bytes], path: str, error: type[UserError], field: str) -> Iterator[Record]:
+    count = 0
+    for number, line in enumerate(iter_lines(file, path, error), start=1):
+        if not is_blank_line(line):
+            count += 1
+            place = f"{path}, line {number}"
+            yield place, {"id": f"q{count}", field: decode_line(line, place, error).strip()}
+
+
+def _table_rows(file: IO[bytes], path: str, error: type[UserError], delimiter: str) -> Iterator[Record]:
+    """The rows below a header; an empty cell is a field that is not there."""
+    csv.field_size_limit(2**31 - 1)  # `lines` has the limit
+    text = (
+        decode_line(line, f"{path}, line {n}", error)
+        for n, line in enumerate(iter_lines(file, path, error), start=1)
+    )
+    reader, before, header = csv.reader(text, delimiter=delimiter, strict=True), 0, list[str]()
+    try:
+        for cells in reader:
+            place, before = f"{path}, line {before + 1}", reader.line_num
+            if not cells:
+                continue
+            if not header:
+                header, number = cells, 0
+                _check_columns([name for name in header if name], place, error)
+                continue
+            if len(cells) != len(header):
+                raise error(f"{place}: the row has {len(cells)} cells, the header {len(header)}")
+            number += 1
+            row = {name: cell for name, cell in zip(header, cells, strict=True) if name and cell}
+            yield place, _with_row_id(row, header, number)
+    except csv.Error as problem:
+        if "new-line" in str(problem):
+            raise error(f"{path}, line {before + 1}: a line ends as on old Macs: save it anew") from None
+        raise error(
+            f"{path}, line {before + 1}: the row cannot be read ({problem}); a cell that holds quotes "
+            "stands in quotes, and each of its own is doubled"
+        ) from None
+
+
+def _parquet_rows(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise error("parquet needs pyarrow: install it with `pip install 'dlm_rag[parquet]'`") from None
+    with tempfile.TemporaryFile() as copy:
+        if isinstance(getattr(file, "raw", None), gzip.GzipFile) or not file.seekable():
+            shutil.copyfileobj(file, copy)  # its end is read first
+            file = copy
+        try:
+            opened = parquet.ParquetFile(file)
+            _check_columns(opened.schema_arrow.names, path, error)
+            batches = (batch.to_pylist() for batch in opened.iter_batches(1024))
+            for number, row in enumerate(chain.from_iterable(batches), start=1):
+                yield f"{path}, row {number}", _with_row_id(row, list(row), number)
+        except error:
+            raise
+        except (ArrowException, OSError, ValueError, OverflowError) as problem:
+            raise error(f"{path} is not a parquet file ({problem})") from None
+
+
+def _check_columns(names: list[str], place: str, error: type[UserError]) -> None:
+    """Raises `error` for two columns of one name, of which a record would have the last only."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise error(f"{place}: the header has two columns '{twice[0]}': rename one")
+
+
+def _with_row_id(row: dict[str, Any], columns: list[str], number: int) -> dict[str, Any]:
+    return row if {*FIELD_ALIASES["id"]} & {*columns} else {"id": number, **row}
+
+
+def _json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
+    """The items of an array, or of the one list of objects in an object; else the object itself."""
+    document = file.read(MAX_JSON_BYTES + 1)
+    if len(document) > MAX_JSON_BYTES:
+        raise error(
+            f"{path} is JSON of more than {MAX_JSON_BYTES >> 30} GiB: make it JSON lines, which stream"
+        )
+    found = parse_json(document, path, error, "file")
+    if isinstance(found, dict):
+        lists = {key: value for key, value in found.items() if isinstance(value, list)}
+        lists = {key: value for key, value in lists.items() if any(isinstance(x, dict) for x in value)}
+        if len(lists) > 1:
+            first, second, *_ = lists
+            raise error(f"{path} holds two lists, '{first}' and '{second}': leave one")
+        if not lists:
+            yield path, found
+            return
+        (found,) = lists.values()
+    elif not isinstance(found, list):
+        raise error(f"{path} holds neither a list nor an object")
+    for number, item in enumerate(found, start=1):
+        if not isinstance(item, dict):
+            raise error(f"{path}, item {number} is not a JSON object")
+        yield f"{path}, item {number}", item

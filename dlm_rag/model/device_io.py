@@ -1,0 +1,54 @@
+"""Between host and device: one copy in, one copy and one wait out."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGNMENT_BYTES = 16  # bytes; what is read as wide numbers must begin at a multiple of them
+
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays on the device, each with its dtype and shape; nothing waits.
+
+    They travel in one copy from pinned memory and are views of one buffer; on a CPU they share the memory
+    of the arrays.
+    """
+    tensors = [torch.from_numpy(np.asarray(array, order="C")) for array in arrays]
+    if device.type == "cpu" or not tensors:
+        return tensors
+    sizes = [-(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for tensor in tensors]
+    starts = list(accumulate(sizes, initial=0))
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    _write(tensors, starts, packed)
+    # Pinned memory is kept until it has been read; on MPS nothing does that (pytorch #189690).
+    return _views(tensors, starts, packed.to(device, non_blocking=device.type != "mps"))
+
+
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """The contents of a tensor: the one place that waits for the device."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.cpu().numpy()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    found.copy_(tensor, non_blocking=True)
+    # An event, so that `torch.cuda.set_sync_debug_mode` finds the waits that nobody meant.
+    torch.cuda.current_stream(tensor.device).record_event().synchronize()
+    return found.numpy()
+
+
+def _write(tensors: Sequence[Tensor], starts: Sequence[int], packed: Tensor) -> None:
+    for view, tensor in zip(_views(tensors, starts, packed), tensors, strict=True):
+        view.copy_(tensor)
+
+
+def _views(like: Sequence[Tensor], starts: Sequence[int], packed: Tensor) -> list[Tensor]:
+    """Of the bytes `packed`, from each start, a tensor of the dtype and shape of each in `like`."""
+    return [
+        packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, like, strict=False)
+    ]

@@ -1,0 +1,184 @@
+"""DiffusionGemma through the class of `transformers`: text only, its code, weights from safetensors.
+
+A causal encoder writes keys and values of the prompt, once; the decoder, of the same weights, sees them
+and a canvas, which sees itself whole. In layers with a sliding window the canvas sees the last `window` - 1
+tokens before it; their keys are kept all the same, so that a prompt can be cut back to any length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dlm_rag.errors import CheckpointError, is_failure, summarize_error
+from dlm_rag.model.checkpoint import Checkpoint
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.device_io import to_device
+from dlm_rag.model.families.diffusion_gemma import (
+    VISION_PREFIXES,
+    build_gemma_config,
+    list_text_tensor_shapes,
+)
+
+PromptKeysValues = list[
+    tuple[Tensor, Tensor]
+]  # of each layer: keys and values (1, heads, tokens, head_dim)
+
+
+def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
+    """`DiffusionGemmaForBlockDiffusion` with the weights of a checkpoint; raises `CheckpointError`.
+
+    With `accelerate` the files are read straight to a GPU, else through the host's memory.
+    """
+    from transformers import DiffusionGemmaForBlockDiffusion
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of theirs
+    kind: Any = DiffusionGemmaForBlockDiffusion
+    place = checkpoint.folder / "config.json"
+    straight = device.type != "cpu" and find_spec("accelerate") is not None
+    try:
+        model, told = kind.from_pretrained(
+            checkpoint.folder,
+            config=build_gemma_config(checkpoint.raw_config, place),
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            device_map={"": device} if straight else None,
+        )
+    except BaseException as error:  # the library raises many unrelated types
+        if not is_failure(error):
+            raise
+        raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {summarize_error(error)}") from None
+    lacking = sorted(name for name in told["missing_keys"] if not name.startswith(VISION_PREFIXES))
+    if lacking:
+        raise CheckpointError(f"{checkpoint.folder} lacks the tensor {lacking[0]}")
+    return model.to(device).eval()
+
+
+def count_text_weight_bytes(checkpoint: Checkpoint, size: int) -> int:
+    """Bytes of the weights that text meets, with numbers of `size` bytes."""
+    shapes = list_text_tensor_shapes(checkpoint.raw_config, checkpoint.folder / "config.json")
+    return size * sum(prod(shape) for shape, _ in shapes.values())
+
+
+class DiffusionGemmaDenoiser:
+    """DiffusionGemma as a decoder needs it: with what it has in common with `Denoiser`, by its names."""
+
+    heads = None
+    compilations = None
+    backend = "sdpa"
+
+    def __init__(self, model: Any, config: DenoiserConfig) -> None:
+        """model: as `load_diffusion_gemma` gives it."""
+        self.model, self.config = model, config
+        text = model.config.text_config
+        self._window, self._kinds = text.sliding_window, text.layer_types
+
+    @classmethod
+    def from_pretrained(
+        cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    ) -> "DiffusionGemmaDenoiser":
+        """The model of a checkpoint; raises `CheckpointError`."""
+        return cls(load_diffusion_gemma(checkpoint, device, dtype), checkpoint.config)
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self.model.device
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.model.dtype
+        return found
+
+    def extend_cache(self, kept: PromptKeysValues, ids: Sequence[int]) -> PromptKeysValues:
+        """The keys and values of a text whose beginning is `kept`, and whose rest `ids` are run."""
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()  # without a config every layer keeps all
+        for layer, pair in enumerate(kept):
+            cache.update(*pair, layer)
+        begin = kept[0][0].shape[2] if kept else 0
+        at = torch.arange(begin, begin + len(ids), device=self.device)[None]
+        (tokens,) = to_device([np.array([ids])], self.device)
+        self.model.model.encoder.language_model(
+            input_ids=tokens, position_ids=at, past_key_values=cache, use_cache=True
+        )
+        return [(layer.keys, layer.values) for layer in cache.layers]
+
+    def stack_caches(self, texts: Sequence[PromptKeysValues], canvas: int) -> "StackedCaches":
+        """Texts side by side, as canvases of `canvas` tokens behind them see them."""
+        from transformers import DynamicCache
+
+        cache, masks = DynamicCache(), dict[str, Tensor | None]()
+        lengths = [text[0][0].shape[2] for text in texts]
+        for layer, kind in enumerate(self._kinds):
+            seen = [min(n, self._window - 1) if kind == "sliding_attention" else n for n in lengths]
+            longest = max(seen)
+            pairs = [text[layer] for text in texts]
+            keys, values = (
+                torch.cat(
+                    [_pad_last_tokens(pair[part], n, longest) for pair, n in zip(pairs, seen, strict=True)]
+                )
+                for part in (0, 1)
+            )
+            cache.update(keys, values, layer)
+            if kind not in masks:
+                masks[kind] = self._mask(seen, longest, canvas)
+        (positions,) = to_device([np.array(lengths)[:, None] + np.arange(canvas)], self.device)
+        return StackedCaches(cache, masks, positions)
+
+    def _mask(self, seen: Sequence[int], longest: int, canvas: int) -> Tensor | None:
+        """Which keys a canvas sees, (rows, 1, canvas, longest + canvas); None: all."""
+        if min(seen) == longest:
+            return None
+        there = np.arange(longest + canvas)
+        (visible,) = to_device([(there < np.array(seen)[:, None]) | (there >= longest)], self.device)
+        return visible[:, None, None, :].expand(-1, -1, canvas, -1)
+
+    def compute_canvas_logits(
+        self, canvas: Tensor, texts: "StackedCaches", before: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Logits (rows, canvas, V) float32 for canvases (rows, canvas) behind their texts.
+
+        before: the logits of the step before, each over its temperature; None at the first of a canvas.
+        """
+        given = [logits for logits in before if logits is not None]
+        conditioning = mask = None
+        if given:
+            none = torch.zeros_like(given[0])
+            conditioning = torch.stack([none if logits is None else logits for logits in before])
+            (mask,) = to_device([np.array([logits is not None for logits in before])], self.device)
+        found: Tensor = self.model(
+            decoder_input_ids=canvas,
+            past_key_values=texts.cache,
+            self_conditioning_logits=conditioning,
+            self_conditioning_mask=mask,
+            decoder_attention_mask=texts.masks,
+            decoder_position_ids=texts.positions,
+        ).logits
+        return found
+
+
+@dataclass(frozen=True)
+class StackedCaches:
+    """What canvases see before them: keys and values, who sees which, and where each canvas stands."""
+
+    cache: Any
+    masks: dict[str, Tensor | None]
+    positions: Tensor  # (rows, canvas)
+
+
+def _pad_last_tokens(kept: Tensor, count: int, length: int) -> Tensor:
+    """The last `count` tokens of (1, heads, tokens, head_dim), with zeros behind up to `length`."""
+    return pad(kept[:, :, kept.shape[2] - count :], (0, 0, 0, length - count))

@@ -1,0 +1,145 @@
+"""DiffusionGemma: what its config and generation config say in our words, and the tensors that it asks for.
+
+The transformer itself is the class of `transformers` (`model/diffusion_gemma.py`); text only.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.errors import CheckpointError, is_failure, suggest_nearest, summarize_error
+from dlm_rag.files.hub import read_json
+from dlm_rag.model.denoiser_config import DenoiserConfig, UniformNoiseConfig
+from dlm_rag.model.families.base import Family, require_key
+
+LAYER_KINDS = ("sliding_attention", "full_attention")
+VISION_PREFIXES = (
+    "model.encoder.vision_tower.",
+    "model.encoder.embed_vision.",
+)  # weights that text never meets
+# In place of the tower that looks at images, where a folder of text alone has none.
+DUMMY_VISION_CONFIG = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 8, "patch_size": 2, "position_embedding_size": 4,
+    "model_type": "gemma4_vision",
+}  # fmt: skip
+
+
+def _read(raw: dict[str, Any]) -> DenoiserConfig:
+    """The shape without its noise, which the generation config says (`add_noise_config`)."""
+    text, block = require_key(raw, "text_config"), require_key(raw, "canvas_length")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"text_config={text!r:.60} must be an object")
+    layers = text.get("layer_types")
+    kinds = layers if isinstance(layers, list) else []
+    for kind in kinds:
+        if kind not in LAYER_KINDS:
+            known = f"{', '.join(LAYER_KINDS)}{suggest_nearest(str(kind), LAYER_KINDS)}"
+            raise CheckpointError(f"layer_types has a layer of the kind {kind!r:.60}, known are {known}")
+    if text.get("use_bidirectional_attention") == "all":
+        raise CheckpointError(
+            "use_bidirectional_attention='all' lets a prompt see what is behind it, so that nothing of it "
+            "could be kept: only null and 'vision' are done"
+        )
+    if not require_key(text, "sliding_window") > 1:
+        raise CheckpointError(
+            f"sliding_window={text['sliding_window']!r:.60} leaves a canvas no token to see"
+        )
+    return DenoiserConfig(
+        vocab_size=require_key(text, "vocab_size"),
+        hidden_size=require_key(text, "hidden_size"),
+        num_hidden_layers=require_key(text, "num_hidden_layers"),
+        num_attention_heads=require_key(text, "num_attention_heads"),
+        num_key_value_heads=require_key(text, "num_key_value_heads"),
+        head_dim=require_key(text, "head_dim"),
+        intermediate_size=require_key(text, "intermediate_size"),
+        max_position_embeddings=require_key(text, "max_position_embeddings"),
+        tie_word_embeddings=True,
+        mask_token_id=require_key(text, "pad_token_id"),  # in records, where nothing is accepted
+        evidence_layout="prefix",
+        canvas_length=block,
+        block_length=block,
+        block_size=block,
+        commit_rule="entropy_bound",
+    )
+
+
+DIFFUSION_GEMMA_FAMILY = Family(_read, lambda name: name, separate_experts=False)
+
+
+def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
+    """`config` with how the checkpoint is decoded: schedule, bound, stopping rule, and length of answers.
+
+    What `generation_config.json` leaves out is the default of `transformers`. Raises `CheckpointError`
+    without that file.
+    """
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+        DiffusionGemmaGenerationConfig,
+    )
+
+    path = folder / "generation_config.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no generation_config.json, which says how its noise is taken away: fetch it too"
+        )
+    raw = read_json(path)
+    try:
+        found: Any = DiffusionGemmaGenerationConfig.from_dict(raw)
+        found.update(**found._get_default_generation_params(), defaults_only=True)
+        found.validate()
+    except Exception as error:  # the library raises many unrelated types
+        raise CheckpointError(f"{path}: {summarize_error(error)}") from None
+    block = config.block_size
+    assert block is not None
+    noise = UniformNoiseConfig(
+        steps=found.max_denoising_steps,
+        entropy_bound=found.sampler_config.entropy_bound,
+        temperature_high=float(found.t_max),
+        temperature_low=float(found.t_min),
+        convergence_steps=found.stability_threshold,
+        stop_entropy=found.confidence_threshold,
+    )
+    return replace(config, noise=noise, canvas_length=-(-found.max_new_tokens // block) * block)
+
+
+def build_gemma_config(raw: dict[str, Any], place: Path) -> Any:
+    """The config as the class of `transformers` takes it; raises `CheckpointError` naming `place`."""
+    from transformers import DiffusionGemmaConfig
+
+    try:
+        return DiffusionGemmaConfig.from_dict(
+            raw if raw.get("vision_config") else raw | {"vision_config": DUMMY_VISION_CONFIG}
+        )
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise CheckpointError(f"{place}: {summarize_error(error)}") from None
+
+
+def list_text_tensor_shapes(
+    raw: dict[str, Any], place: Path
+) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Every tensor that text meets, by its name in the class: its shape, and other names that it may have.
+
+    Those are of tensors that are tied to it. Raises `CheckpointError`.
+    """
+    import torch
+    from transformers import DiffusionGemmaForBlockDiffusion
+
+    config = build_gemma_config(raw, place)
+    try:
+        with torch.device("meta"):
+            model = DiffusionGemmaForBlockDiffusion(config)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise CheckpointError(f"{place}: the model cannot be built: {summarize_error(error)}") from None
+    others: dict[str, list[str]] = {}
+    for name, source in model.all_tied_weights_keys.items():
+        others.setdefault(source, []).append(name)
+    tied = set(model.all_tied_weights_keys)
+    return {
+        name: (tuple(value.shape), tuple(others.get(name, ())))
+        for name, value in model.state_dict().items()
+        if name not in tied and not name.startswith(VISION_PREFIXES)
+    }

@@ -1,0 +1,187 @@
+"""Keys and values that rows see before their own tokens: in parts, or kept in one block of memory.
+
+In training a context is in parts that gradients flow through (`SharedContext`). In decoding it stays from
+step to step: `SlotKVCache` holds a slot for each row, the context in front, room for the canvas behind it,
+so that a step copies nothing but the keys and values of the canvas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+PAGE_TOKENS = 256  # tokens; the paged kernels want a multiple
+KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
+
+
+@dataclass(frozen=True)
+class SharedContext:
+    """The context of each row among the keys and values of an earlier call, which rows may share.
+
+    keys_values: of all tokens of that call, layer by layer. row_ranges: of each row the stretches of them
+    that it sees.
+    """
+
+    keys_values: KeysValues
+    row_ranges: Sequence[Sequence[range]]
+
+    @cached_property
+    def context_lengths(self) -> tuple[int, ...]:
+        """Tokens that each row sees before its own."""
+        return tuple(sum(map(len, stretches)) for stretches in self.row_ranges)
+
+    def gather_indices(self, lengths: Sequence[int]) -> NDArray[np.int64]:
+        """Where what each row sees stands in `kept` with the rows' own tokens, of `lengths`, after it."""
+        _, *own = make_consecutive_ranges([len(self.keys_values[0][0]), *lengths])
+        seen = [part for row, last in zip(self.row_ranges, own, strict=True) for part in (*row, last)]
+        return concatenate_ranges(np.array([part.start for part in seen]), [len(part) for part in seen])
+
+    def concat_context(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row its context, then its own k and v (T, Hk, D); places: `self.places` on the device."""
+        kept_k, kept_v = self.keys_values[layer]
+        return GatherConcat.apply(kept_k, k, places), GatherConcat.apply(kept_v, v, places)
+
+
+class GatherConcat(torch.autograd.Function):
+    """`torch.cat((kept, own))[places]`, with gradients that are tensors of their own.
+
+    A view would keep the gradient of the rows' own tokens alive, in every layer, until backward comes to
+    the contexts. The number of operators does not grow with the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, own: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.lengths = len(kept), len(own)
+        return torch.cat((kept, own))[places]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        whole = slope.new_zeros((sum(ctx.lengths), *slope.shape[1:])).index_add_(0, places, slope)
+        return *(part.clone() for part in whole.split(ctx.lengths)), None
+
+
+class SlotKVCache:
+    """Slots of keys and values, grown as they are needed, and scratch room behind them for one call.
+
+    keys_values: (N, 2, tokens, Hk, D) for N layers, tokens in pages of `PAGE_TOKENS`. Slot s begins at
+    token s * capacity; what stands where is the caller's to know.
+    """
+
+    def __init__(
+        self, layers: int, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.keys_values = torch.empty((layers, 2, 0, heads, head_dim), device=device, dtype=dtype)
+        self.slots = self.capacity = 0  # how many slots, and tokens that each has room for
+
+    def reserve(self, slots: int, tokens: int, scratch: int = 0) -> None:
+        """Makes room for that many slots of that many tokens, and scratch tokens; keeps what slots hold."""
+        slots, capacity = max(slots, self.slots), max(round_up_to_page(tokens), self.capacity)
+        grown = (slots, capacity) != (self.slots, self.capacity)
+        if not grown and slots * capacity + scratch <= self.keys_values.shape[2]:
+            return
+        layers, two, _, *rest = self.keys_values.shape
+        room = self.keys_values.new_empty((layers, two, slots * capacity + scratch, *rest))
+        if self.slots:
+            there = room[:, :, : slots * capacity].unflatten(2, (slots, capacity))
+            held = self.keys_values[:, :, : self.slots * self.capacity].unflatten(2, (self.slots, -1))
+            there[:, :, : self.slots, : self.capacity] = held
+        self.keys_values, self.slots, self.capacity = room, slots, capacity
+
+    def token_index(self, slot: int, token: int = 0) -> int:
+        """Where a token of a slot stands."""
+        return slot * self.capacity + token
+
+    def write_tokens(self, place: int, kept: Tensor) -> None:
+        """Writes keys and values (N, 2, n, Hk, D) from a place on."""
+        self.keys_values[:, :, place : place + kept.shape[2]] = kept
+
+    def read_tokens(self, place: int, tokens: int) -> Tensor:
+        """A copy of the keys and values (N, 2, n, Hk, D) from a place on."""
+        return self.keys_values[:, :, place : place + tokens].clone()
+
+    def copy_tokens(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies stretches, each (from, to, tokens); all are read before any is written."""
+        read = [(target, self.read_tokens(start, count)) for start, target, count in moves]
+        for target, kept in read:
+            self.write_tokens(target, kept)
+
+    def select_rows(
+        self, starts: Sequence[int], seen: Sequence[int], copies: Sequence[tuple[int, int]] = ()
+    ) -> "CachedRows":
+        """The context of one call: row r sees the first seen[r] tokens from place starts[r] on."""
+        return CachedRows(self, tuple(starts), tuple(seen), tuple(copies))
+
+
+def round_up_to_page(tokens: int) -> int:
+    """Tokens of as many pages as hold so many."""
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """The rows of one call in a `SlotKVCache`; each begins with a page.
+
+    copies: rows whose keys and values go to another place too, each (row, place), where other rows of the
+    same call may see them: in every layer all keys are written before any row attends.
+    """
+
+    cache: SlotKVCache
+    starts: tuple[int, ...]
+    context_lengths: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    def slot_mapping(self, lengths: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where packed tokens of rows of `lengths` go, and which go there.
+
+        Both (T + copied,): first all tokens in order, then those that are copied.
+        """
+        rows = [*range(len(lengths)), *(row for row, _ in self.copies)]
+        own = [start + seen for start, seen in zip(self.starts, self.context_lengths, strict=True)]
+        begin = np.array([*own, *(place for _, place in self.copies)], dtype=np.int64)
+        counts = [lengths[row] for row in rows]
+        first = np.cumsum(lengths, dtype=np.int64) - np.array(lengths, dtype=np.int64)
+        return concatenate_ranges(begin, counts), concatenate_ranges(first[rows], counts)
+
+    def build_block_table(self, lengths: Sequence[int]) -> NDArray[np.int32]:
+        """(rows, pages of the longest) int32 the pages in which each row's keys lie, `lengths` of them."""
+        pages = np.arange(-(-max(lengths) // PAGE_TOKENS))
+        there = np.array(self.starts)[:, None] // PAGE_TOKENS + pages
+        used = pages * PAGE_TOKENS < np.array(lengths)[:, None]
+        return np.where(used, there, 0).astype(np.int32)
+
+    def write_keys_values(
+        self, layer: int, places: Tensor, sources: Tensor | None, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Puts the rows' own keys and values (T, Hk, D) behind their contexts, and where copies go.
+
+        sources: which tokens go to `places`; None: all in order. Returns all keys and values that there
+        are, each (tokens, Hk, D).
+        """
+        both = self.cache.keys_values[layer]
+        for side, own in zip(both, (k, v), strict=True):
+            side.index_copy_(0, places, own if sources is None else own[sources])
+        return both[0], both[1]
+
+    def slice_rows(self, stored: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+        """Of `stored` (tokens, Hk, D) what each row sees: (length, Hk, D)."""
+        ends = zip(self.starts, lengths, strict=True)
+        return tuple(stored[start : start + length] for start, length in ends)
+
+
+def concatenate_ranges(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDArray[np.int64]:
+    """(sum of lengths,) for each row the numbers from its start on, as many as its length."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(sum(lengths)) + np.repeat(starts - before, lengths)
+
+
+def make_consecutive_ranges(lengths: Sequence[int]) -> list[range]:
+    """The places of pieces of `lengths` that stand one after another from 0 on."""
+    return [range(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]

@@ -1,0 +1,255 @@
+"""Packed rows: what one call of the denoiser runs over, and what each row sees.
+
+Rows stand behind one another without padding. All that a call needs to know of them (ids, positions,
+where rows end, where keys go) is made on the host and goes to the device in one copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlm_rag.model.context_parallel import ShardedRows
+from dlm_rag.model.device_io import to_device
+from dlm_rag.model.kv_store import CachedRows, SharedContext, concatenate_ranges
+
+CachedContext = SharedContext | CachedRows
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Token ids at consecutive positions from `start`.
+
+    With a `block`, tokens see what is before them and their own block only: the `first` tokens are one,
+    then every `block` of them. Without, each of them sees all.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    first: int = 0
+    block: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def block_ends(self) -> list[int]:
+        """Where its blocks end, ascending."""
+        length = len(self.ids)
+        if self.block is None or self.first >= length:
+            return [length]
+        return [*range(self.first or self.block, length, self.block), length]
+
+    @property
+    def visible_counts(self) -> NDArray[np.int32]:
+        """(n,) how many tokens of the segment each of them sees."""
+        ends = np.array(self.block_ends, dtype=np.int32)
+        return np.repeat(ends, np.diff(ends, prepend=0))
+
+    @property
+    def num_attention_pairs(self) -> int:
+        """How many pairs of a token and one that it sees there are."""
+        return int(self.visible_counts.sum())
+
+    @property
+    def has_partial_view(self) -> bool:
+        """Whether some token does not see all."""
+        return self.block is not None and len(self.ids) > (self.first or self.block)
+
+    def block_start(self, token: int) -> int:
+        """The last place up to `token` at which a block begins."""
+        if self.block is None or token < self.first:
+            return 0
+        return self.first + (token - self.first) // self.block * self.block
+
+    def slice_tokens(self, start: int, stop: int) -> "Segment":
+        """Its tokens from `start` on and before `stop`, in the same blocks."""
+        first = self.first
+        if self.block is not None:
+            first = first - start if start < first else self.block - (start - first) % self.block
+        return Segment(self.ids[start:stop], self.start + start, first, self.block)
+
+    def split_into_blocks(self) -> "list[Segment]":
+        """Its blocks, each a segment whose tokens see all of it."""
+        ends = self.block_ends
+        return [Segment(self.ids[a:b], self.start + a) for a, b in pairwise([0, *ends])]
+
+
+@dataclass(frozen=True)
+class RaggedLengths:
+    """Where the rows of a packed tensor end.
+
+    lengths: tokens of each row; cu_seqlens: (rows + 1,) int32 on the device, 0 and the end of each row.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+
+    @property
+    def max_length(self) -> int:
+        return max(self.lengths)
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Who sees whom: row r of the queries sees row r of the keys.
+
+    num_attention_pairs: how many pairs of a query and a key it sees there are. partial_view_rows: the rows
+    of which some tokens see only the first keys, as many as `visible_counts` (Tq,) int32 says; causal:
+    where these are rows without context, each of whose tokens sees itself and what is before. cached_rows:
+    the rows whose keys lie in slots; block_table: (rows, pages) int32 where they are, key_counts: (rows,)
+    int32 how many of them are keys.
+    """
+
+    queries: RaggedLengths
+    keys: RaggedLengths
+    num_attention_pairs: int
+    partial_view_rows: tuple[bool, ...] = ()
+    visible_counts: Tensor | None = None
+    causal: bool = False
+    cached_rows: CachedRows | None = None
+    block_table: Tensor | None = None
+    key_counts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of one call; made by `pack_rows` or `pack_rectangle`.
+
+    ids, positions: (T,). attention_metadata: of all tokens; last_layer_metadata: of those that go through
+    the last layer, `output_indices` (n,) being their places, None where all do. cache_indices: where keys
+    and values go in a `SlotKVCache`, those of the tokens `source_indices`, or of all in order; of
+    `SharedContext` where they come from. extra_tensors: what else went to the device with them.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    attention_metadata: AttentionMetadata
+    last_layer_metadata: AttentionMetadata
+    output_indices: Tensor | None = None
+    context: CachedContext | None = None
+    cache_indices: Tensor | None = None
+    source_indices: Tensor | None = None
+    sharded_rows: ShardedRows | None = None
+    gather_order: Tensor | None = None
+    extra_tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return self.attention_metadata.queries.lengths
+
+    def gather_keys_values(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that the rows see in a layer, their own k and v (T, Hk, D) included."""
+        if self.sharded_rows is not None:
+            assert self.gather_order is not None
+            k, v = self.sharded_rows.gather(torch.stack((k, v), dim=1), self.gather_order).unbind(1)
+        if self.context is None:
+            return k, v
+        assert self.cache_indices is not None
+        if isinstance(self.context, CachedRows):
+            return self.context.write_keys_values(layer, self.cache_indices, self.source_indices, k, v)
+        return self.context.concat_context(layer, k, v, self.cache_indices)
+
+
+def pack_rows(
+    runs: Sequence[Segment],
+    device: torch.device,
+    read: Sequence[Sequence[int]] | None = None,
+    context: CachedContext | None = None,
+    stretches: ShardedRows | None = None,
+    add: Sequence[NDArray[Any]] = (),
+) -> PackedRows:
+    """Rows of tokens, each of which sees its `context` and, by the blocks of its segment, itself.
+
+    read: per row the tokens (from 0, ascending) whose hidden states are asked for; the others are spared
+    the last layer. stretches: the whole rows, where `runs` are but a part of each. add: arrays that go to
+    the device with them.
+    """
+    lengths = tuple(len(run.ids) for run in runs)
+    whole = lengths if stretches is None else stretches.lengths
+    seen = (0,) * len(runs) if context is None else context.context_lengths
+    keys = tuple(a + b for a, b in zip(seen, whole, strict=True))
+    stored = context if isinstance(context, CachedRows) else None
+    starts = np.array([run.start for run in runs], dtype=np.int64)
+    sent: dict[str, NDArray[Any]] = {
+        "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
+        "positions": concatenate_ranges(starts, lengths),
+        "queries": _ends(lengths),
+        "keys": _ends(keys),
+    }
+    if read is not None:
+        first = _ends(lengths)[:-1].astype(np.int64)
+        places = np.fromiter(chain.from_iterable(read), np.int64, sum(map(len, read)))
+        sent["read"] = places + np.repeat(first, [len(tokens) for tokens in read])
+        sent["reads"] = _ends([len(tokens) for tokens in read])
+    if isinstance(context, SharedContext):
+        sent["places"] = context.gather_indices(lengths)
+    if stored is not None:
+        sent["places"], sources = stored.slot_mapping(lengths)
+        if stored.copies:
+            sent["sources"] = sources
+        sent["table"] = stored.build_block_table(keys)
+        sent["counts"] = np.array(keys, dtype=np.int32)
+    if stretches is not None:
+        sent["order"] = stretches.gather_order
+    bounded = tuple(run.has_partial_view for run in runs)
+    pairs, last_pairs = sum(n * k for n, k in zip(lengths, keys, strict=True)), 0
+    if any(bounded):
+        limits = np.concatenate([n + run.visible_counts for n, run in zip(seen, runs, strict=True)])
+        pairs = int(limits.sum())
+        sent["limits"] = limits
+        if read is not None:
+            sent["last_limits"] = limits[sent["read"]]
+    causal = any(bounded) and context is None and all(run.block == 1 for run in runs)
+    there = to_device([*sent.values(), *add], device)
+    at = dict(zip(sent, there, strict=False))
+    sight = AttentionMetadata(
+        RaggedLengths(lengths, at["queries"]), RaggedLengths(keys, at["keys"]), pairs, bounded,
+        at.get("limits"), causal,
+        stored, at.get("table"), at.get("counts"),
+    )  # fmt: skip
+    last = sight
+    if read is not None and not causal:  # the kernels' own causal rule is for whole rows
+        reads = RaggedLengths(tuple(map(len, read)), at["reads"])
+        last_pairs = sum(len(tokens) * k for tokens, k in zip(read, keys, strict=True))
+        if any(bounded):
+            last_pairs = int(sent["last_limits"].sum())
+        last = replace(
+            sight, queries=reads, num_attention_pairs=last_pairs, visible_counts=at.get("last_limits")
+        )
+    return PackedRows(
+        at["ids"], at["positions"], sight, last, at.get("read"), context, at.get("places"),
+        at.get("sources"), stretches, at.get("order"), tuple(there[len(sent) :]),
+    )  # fmt: skip
+
+
+def pack_rectangle(ids: Tensor, block: int | None = None) -> PackedRows:
+    """Rows (B, L) of ids that are on the device, each of which sees itself, from position 0 on."""
+    rows, length = ids.shape
+    lengths = (length,) * rows
+    row = Segment((0,) * length, 0, block=block)
+    limits = np.tile(row.visible_counts, rows)
+    ends, there = to_device([_ends(lengths), limits], ids.device)
+    whole, bounded = RaggedLengths(lengths, ends), (row.has_partial_view,) * rows
+    sight = AttentionMetadata(
+        whole,
+        whole,
+        int(limits.sum()),
+        bounded,
+        there if row.has_partial_view else None,
+        row.has_partial_view and block == 1,
+    )
+    return PackedRows(ids.flatten(), torch.arange(length, device=ids.device).repeat(rows), sight, sight)
+
+
+def _ends(lengths: Sequence[int]) -> NDArray[np.int32]:
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return ends

@@ -1,0 +1,100 @@
+"""Heads that decide when: two small networks beside a denoiser, one on what to commit, one on searching.
+
+They see a few numbers that the decoder knows anyway (`decode/policy_sampling.py`), never the hidden
+states: a denoiser that is frozen stays what it is, and an update needs no pass of it (cf. arXiv
+2512.09106). A fresh head is the rule that it departs from: the soft commit threshold; to search nearly
+always.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dlm_rag.errors import CheckpointError
+from dlm_rag.randomness import make_keyed_generator
+
+HEADS_FILE = "heads.safetensors"
+COMMIT_FEATURES = (
+    "confidence", "distance", "lowest_left", "doubt_left", "left_written", "ends", "fresh_evidence", "step",
+)  # fmt: skip
+SEARCH_FEATURES = ("new_words", "new_share", "committed", "since_search", "lowest", "step")
+HEAD_HIDDEN_SIZE = 16
+HEADS_PREFIX = "heads."
+
+
+class PolicyHead(nn.Module):
+    """features (n, F) -> what is added (n,) to the logit of a yes; 0 at first. Of float64: it is small, and
+    decides the same alone and among others."""
+
+    def __init__(self, features: Sequence[str]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(len(features), HEAD_HIDDEN_SIZE, dtype=torch.float64)
+        self.outer = nn.Linear(HEAD_HIDDEN_SIZE, 1, dtype=torch.float64)
+
+    def forward(self, features: Tensor) -> Tensor:
+        found: Tensor = self.outer(torch.tanh(self.inner(features))).squeeze(-1)
+        return found
+
+
+class PolicyHeads(nn.Module):
+    """The head on commits and the head on searches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commit, self.search = PolicyHead(COMMIT_FEATURES), PolicyHead(SEARCH_FEATURES)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Fresh weights, by a seed: the outer ones are 0."""
+        for name, value in self.named_parameters():
+            value.zero_()
+            if name.endswith("inner.weight"):
+                value.normal_(
+                    0.0, value.shape[1] ** -0.5, generator=make_keyed_generator("heads", seed, name)
+                )
+
+
+def copy_heads_to_cpu(heads: PolicyHeads) -> PolicyHeads:
+    """The heads as they are now, on the CPU, where decoding asks them row by row."""
+    with torch.device("meta"):
+        there = PolicyHeads()
+    values = {name: value.detach().cpu() for name, value in heads.named_parameters()}
+    there.load_state_dict(values, assign=True)
+    return there.requires_grad_(False)
+
+
+def save_heads(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Writes `heads.safetensors` from tensors by their names in a denoiser, where there are any."""
+    named = {name.removeprefix(HEADS_PREFIX): value.contiguous() for name, value in tensors.items()}
+    (folder / HEADS_FILE).unlink(missing_ok=True)
+    if named:
+        features = {"commit": " ".join(COMMIT_FEATURES), "search": " ".join(SEARCH_FEATURES)}
+        save_file(named, folder / HEADS_FILE, metadata={"format": "pt", **features})
+
+
+def read_heads(folder: Path) -> PolicyHeads | None:
+    """The heads in a checkpoint's folder, on the CPU, or None; raises `CheckpointError` for other ones."""
+    path = folder / HEADS_FILE
+    if not path.is_file():
+        return None
+    heads = PolicyHeads()
+    wanted = {name: value.shape for name, value in heads.state_dict().items()}
+    try:
+        with safe_open(path, framework="pt") as file:
+            said = file.metadata() or {}
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
+    features = (said.get("commit"), said.get("search"))
+    if features != (" ".join(COMMIT_FEATURES), " ".join(SEARCH_FEATURES)) or wanted != {
+        n: v.shape for n, v in found.items()
+    }:
+        raise CheckpointError(f"{path} holds heads of another version: train them again, or take it away")
+    if not all(bool(value.isfinite().all()) for value in found.values()):
+        raise CheckpointError(f"{path} holds what is no finite number")
+    heads.load_state_dict(found)
+    return heads.requires_grad_(False)

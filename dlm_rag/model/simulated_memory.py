@@ -1,0 +1,92 @@
+"""Bytes that are alive while the real code runs, on tensors with contents or without.
+
+torch's fake tensors run the real code and know every shape; a dispatch mode adds up what is alive. What
+kernels allocate inside themselves is not seen.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.feedforward import ExpertStack
+
+RESERVED_MEMORY_FRACTION = 0.08  # of a device's memory, for its context, workspaces and fragments
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Bytes of all storages that operators made while it was open and that are alive; and their peak.
+
+    wide: a width whose rows (logits have that of the vocabulary) are also counted by themselves.
+    `bytes_moved`: bytes that operators read and wrote, each by itself.
+    """
+
+    def __init__(self, wide: int | None = None) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = self.bytes_moved = 0
+        self.wide_at_peak = self._wide_now = 0
+        self._wide = wide
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = operator(*args, **(kwargs or {}))
+        if operator.is_view or not isinstance(found, Tensor | tuple | list):  # often asked: a device
+            return found
+        made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = {x.untyped_storage() for x in taken}
+        view = not operator._schema.is_mutable and any(x.untyped_storage() in before for x in made)
+        if made and not view:
+            for tensor in (*taken, *made):  # what is expanded is read where it lies
+                size = tensor.numel() * tensor.element_size()
+                self.bytes_moved += min(size, tensor.untyped_storage().nbytes())
+        for tensor in made:
+            if tensor.untyped_storage() not in before:
+                self.track_tensor(tensor)
+        return found
+
+    def track_tensor(self, tensor: Tensor) -> None:
+        """Counts a tensor's storage, once, for as long as it lives."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        wide = size if tensor.dim() == 2 and tensor.shape[1] == self._wide else 0
+        self.live_bytes += size
+        self._wide_now += wide
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.wide_at_peak = self.live_bytes, self._wide_now
+        weakref.finalize(storage, self._drop, size, wide)
+
+    def _drop(self, size: int, wide: int) -> None:
+        self.live_bytes -= size
+        self._wide_now -= wide
+
+
+def replace_with_empty_weights(denoiser: Denoiser) -> Denoiser:
+    """A denoiser made on the meta device, its weights replaced by tensors of the mode that is open."""
+    denoiser.attention = "sdpa"
+    made: dict[int, nn.Parameter] = {}  # a tied head stays one with the embedding
+    for module in denoiser.modules():
+        if isinstance(module, ExpertStack):
+            module.matmul_by_expert = even_grouped_matmul
+        for name, old in module.named_parameters(recurse=False):
+            fresh = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), old.requires_grad)
+            setattr(module, name, made.setdefault(id(old), fresh))
+    return denoiser
+
+
+def even_grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """As `feedforward.grouped_matmul`, for tensors without contents: all experts get as many of the
+    rows.
+    """
+    even = pad(x, (0, 0, 0, -len(x) % len(weights))).unflatten(0, (len(weights), -1)).to(weights.dtype)
+    return (even @ weights.transpose(1, 2)).flatten(0, 1)[: len(x)]

@@ -1,0 +1,102 @@
+"""Calls to a service: tried again until a deadline where that may help, and not at all while it is down."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_draw_jitter = random.Random().random  # of its own: waits change nothing that is drawn elsewhere
+
+# Seconds before the second attempt; before each further one twice as many, up to the longest. Jitter takes
+# away or adds up to a half.
+INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 1.0
+MAX_ATTEMPT_FRACTION = (
+    1 / 3
+)  # of a call's seconds, at most: one answer that never comes leaves time for others
+CIRCUIT_FAILURE_THRESHOLD = 3  # calls that failed in a row
+CIRCUIT_OPEN_SECONDS = 5.0  # seconds that the circuit stays open at least
+
+
+class SearchUnavailableError(RuntimeError):
+    """A service gave no answer, or none that can be used; one sentence that names it."""
+
+
+class RetryableFailure(Exception):  # noqa: N818 - a state, which an attempt may find changed
+    """An attempt failed in a way that another may not: refused, cut off, too late, too busy."""
+
+
+class CircuitBreaker:
+    """Calls to the service `name`, which sentences begin with; any number of threads may call.
+
+    After `CIRCUIT_FAILURE_THRESHOLD` calls that failed in a row the circuit is open: calls fail at once,
+    with the last reason. After `CIRCUIT_OPEN_SECONDS` seconds one call gets one attempt, on trial, while
+    others go on failing; its success closes the circuit, its failure begins the pause anew.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        chance: Callable[[], float] = _draw_jitter,
+    ) -> None:
+        """seconds: that a call may take, with all attempts. chance: a number of [0, 1), for the jitter."""
+        self._name, self._seconds = name, seconds
+        self.attempt_seconds = seconds * MAX_ATTEMPT_FRACTION
+        self._clock, self._sleep, self._chance = clock, sleep, chance
+        self._lock = threading.Lock()
+        self._failed, self._reason = 0, ""  # calls in a row, and why the last did
+        self._open_until, self._on_trial = 0.0, False
+
+    def call(self, ask: Callable[[float], T]) -> T:
+        """What `ask` returns, which is given the seconds that it may take.
+
+        It raises `RetryableFailure` for what is tried again; anything else that it raises goes through at
+        once, and counts as an answer. Raises `SearchUnavailableError` where none has come by the deadline.
+        """
+        trial, reason = self._enter(), ""
+        try:
+            return self._attempt(ask, trial)
+        except RetryableFailure as error:
+            reason = str(error)
+            raise SearchUnavailableError(f"{self._name}: {reason}") from None
+        finally:
+            self._leave(trial, reason)
+
+    def _attempt(self, ask: Callable[[float], T], once: bool) -> T:
+        deadline, wait = self._clock() + self._seconds, INITIAL_BACKOFF_SECONDS
+        while True:
+            try:
+                return ask(min(self.attempt_seconds, max(deadline - self._clock(), 0.01)))
+            except RetryableFailure:
+                pause = wait * (0.5 + self._chance())
+                # What could not have half of its time would only hide why the others failed.
+                if once or self._clock() + pause + self.attempt_seconds / 2 > deadline:
+                    raise
+            self._sleep(pause)
+            wait = min(2 * wait, MAX_BACKOFF_SECONDS)
+
+    def _enter(self) -> bool:
+        """Whether a call is on trial; raises `SearchUnavailableError` where it is not let through."""
+        with self._lock:
+            if self._failed < CIRCUIT_FAILURE_THRESHOLD:
+                return False
+            if self._on_trial or self._clock() < self._open_until:
+                raise SearchUnavailableError(
+                    f"{self._name}: {self._reason}; {self._failed} calls failed in a row, and it is left "
+                    "alone for a while"
+                )
+            self._on_trial = True
+            return True
+
+    def _leave(self, trial: bool, reason: str) -> None:
+        with self._lock:
+            if trial:
+                self._on_trial = False
+            self._failed, self._reason = (self._failed + 1, reason) if reason else (0, "")
+            if self._failed >= CIRCUIT_FAILURE_THRESHOLD:
+                self._open_until = self._clock() + CIRCUIT_OPEN_SECONDS

@@ -1,0 +1,158 @@
+"""The server process: connections with limits, and an end on which nothing is lost.
+
+SIGTERM and Ctrl-C: what was taken is answered, everything else refused (503), and then the server ends;
+at the second one it ends at once.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import Any, Protocol
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dlm_rag.config import ServingConfig
+
+REQUEST_HEAD_TIMEOUT_SECONDS = 30.0  # in which the head of a request must have come
+WRITE_STALL_TIMEOUT_SECONDS = 30.0  # after which who reads nothing of an answer is dropped
+MAX_REQUEST_HEAD_BYTES = 2**15  # bytes
+SHUTDOWN_POLL_SECONDS, IDLE_POLL_SECONDS = (
+    0.05,
+    0.5,
+)  # seconds between looks at whether the server has started, or is to end
+TOO_MANY_CONNECTIONS_BODY = b'{"error": {"message": "too many connections", "type": "server_error"}}'
+TOO_MANY_CONNECTIONS_RESPONSE = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(TOO_MANY_CONNECTIONS_BODY), TOO_MANY_CONNECTIONS_BODY)
+)
+
+
+class LimitedConnection(H11Protocol):
+    """A connection that is closed when it is one too many, when no request comes, or nobody reads."""
+
+    most = 512
+    _waits: asyncio.TimerHandle | None = None
+    _stalls: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.write(TOO_MANY_CONNECTIONS_RESPONSE)
+            transport.close()
+            return
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop("_waits")
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle is None or self.cycle.response_complete:  # else the next one has come already
+            self._wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stop("_stalls")
+        self._stalls = self.loop.call_later(WRITE_STALL_TIMEOUT_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("_stalls")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop("_waits")
+        self._stop("_stalls")
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self._stop("_waits")
+        self._waits = self.loop.call_later(REQUEST_HEAD_TIMEOUT_SECONDS, self.transport.abort)
+
+    def _stop(self, timer: str) -> None:
+        if (handle := getattr(self, timer)) is not None:
+            handle.cancel()
+            setattr(self, timer, None)
+
+
+class HttpService(Protocol):
+    """What a server serves, until it is told to drain and all is answered, or ends by itself.
+
+    connections: how many are open; set by the server. error: why it has ended by itself. idle: whether
+    nobody waits for an answer.
+    """
+
+    app: Starlette
+    limits: ServingConfig
+    connections: Callable[[], int]
+
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signals, on which it would end before what runs is answered."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def create_server(service: HttpService) -> uvicorn.Server:
+    """uvicorn's server of a service, with our limits; signals do not end it."""
+    limited = type("Limited", (LimitedConnection,), {"most": service.limits.max_connections})
+    config = uvicorn.Config(
+        service.app, http=limited, ws="none", lifespan="off", log_config=None, access_log=False,
+        server_header=False, h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES, proxy_headers=False,
+        timeout_keep_alive=ceil(REQUEST_HEAD_TIMEOUT_SECONDS), timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = _Server(config)
+    service.connections = lambda: len(server.server_state.connections)
+    return server
+
+
+def run_server(service: HttpService, sock: socket.socket, ready: Callable[[], object]) -> None:
+    """Serves at a bound socket until a signal has come and what was taken is answered.
+
+    `ready` is called when requests are let in. Raises what has ended the service, if no signal has.
+    """
+    uvloop.run(_run_server(service, sock, ready))
+
+
+async def _run_server(service: HttpService, sock: socket.socket, ready: Callable[[], object]) -> None:
+    server = create_server(service)
+    loop, signals = asyncio.get_running_loop(), 0
+
+    def told() -> None:
+        nonlocal signals
+        signals += 1
+        service.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told)
+    serving = asyncio.ensure_future(server.serve([sock]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(SHUTDOWN_POLL_SECONDS)
+        ready()
+        while service.error is None and signals < 2 and not serving.done():
+            if signals and service.idle:
+                break
+            await asyncio.sleep(SHUTDOWN_POLL_SECONDS if signals else IDLE_POLL_SECONDS)
+    finally:
+        server.should_exit = True
+        await serving
+        await asyncio.to_thread(service.close)
+    if service.error is not None:
+        raise service.error

@@ -1,0 +1,66 @@
+"""The card of a folder of rows: what is in it, how it was made and filtered, how it is used."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.energy.reading import format_energy, format_unmeasured_energy, summarise_energy
+
+TEMPLATE_DESCRIPTIONS = {
+    "trace": "questions with a reasoning trace that was decoded, its supporting_ids the passages it cites",
+    "what": "what a passage says that its title is",
+    "complete": "a sentence of a passage with a name left out, to be completed",
+    "chain2": "a sentence with the name of another passage left out, asked what that is",
+    "chain3": "the same, one passage further on",
+    "paraphrase": "questions in other words, all else as it was",
+    "faq": "passages as questions and answers",
+    "table": "passages as a table",
+}
+
+
+def render_dataset_card(folder: Path, counts: dict[str, int], note: dict[str, Any]) -> str:
+    """The Markdown of README.md; note: what rows.json says."""
+    depends_on, stamp = note["depends_on"], note.get("stamp", {})
+    made = [f"| {key.partition(': ')[2]} | {key.partition(':')[0]} | {n:,} | {_describe_template(key)} |"
+            for key, n in counts.items() if key.startswith(("rows: ", "held out: "))]  # fmt: skip
+    rest = {key: n for key, n in counts.items() if key.startswith(("left out: ", "spent: "))}
+    lines = [
+        f"# {folder.resolve().name}: rows to train on",
+        "",
+        f"Made by `{stamp.get('command', 'dlm-rag synthesize')}` of {counts['sources']:,} sources, "
+        f"{stamp.get('date', '')}, commit {stamp.get('commit', 'unknown')}.",
+        "",
+        "| template | for | rows | what it is |",
+        "|---|---|---|---|",
+        *(made or ["| none | | 0 | |"]),
+        "",
+        "`rows` are to be trained on; `held out` ones are in held_out/: no passage of theirs is in a row.",
+        "",
+        "| left out, or spent | |",
+        "|---|---|",
+        *(f"| {key} | {n:,} |" for key, n in rest.items()),
+        "",
+        *_format_energy(note.get("energy", [])),
+        "    dlm-rag train data.questions=" + str(folder) + " data.corpus=FILE ...",
+        "",
+        "What the rows depend on:",
+        "",
+        "    " + json.dumps(depends_on, indent=2, ensure_ascii=False).replace("\n", "\n    "),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _format_energy(parts: list[dict[str, Any]]) -> list[str]:
+    """What decoding drew, of the parts of the run that were measured; nothing where there was none."""
+    if not parts:
+        return []
+    found = summarise_energy(parts)
+    return [
+        f"{format_energy(found) if found else format_unmeasured_energy(str(parts[-1].get('reason')))}.",
+        "",
+    ]
+
+
+def _describe_template(key: str) -> str:
+    return TEMPLATE_DESCRIPTIONS.get(key.partition(": ")[2], "")

@@ -1,0 +1,217 @@
+"""Titled passages as a web: which sentences name which other passage, and what each says that it is."""
+
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.synthesis.sentences import split_sentences
+from dlm_rag.text import FUNCTION_WORDS, normalize_whitespace, strip_disambiguation
+
+MAX_SENTENCE_WORDS, MAX_WORD_CHARS = 35, 100  # of a sentence or a name; characters of each word
+MAX_BRACKET_DEPTH = 4  # brackets within brackets
+MAX_ANSWER_WORDS = 15  # of what something is, at most
+MAX_SUBJECT_WORDS = 12  # of the name as a definition has it, brackets left out
+_CAPITAL = "[A-ZÀ-ÖØ-Þ]"
+_BRACKETS = re.compile(r"\([^()]*\)")
+_WORD = re.compile(r"[^\W_]+")
+_IS = re.compile(r",? (?:is|was|are|were) (?=(?:an?|the|one of) )")
+# What follows says more of it than what it is.
+_NO_SUBJECT = FUNCTION_WORDS - {"the", "a", "an"}
+_MORE = re.compile(r"[;(]|,? (?:who|whom|whose|which|that|where|when)\b|,? (?:best|most|also|well) known\b")
+
+
+@dataclass(frozen=True)
+class TitledPassage:
+    """A passage with its name (the title without a bracket at its end) and its sentences.
+
+    what: what its first sentence says that it is, as in "an Indian film director"; "" where that is no
+    definition. says: that sentence under the name that others know it by: "John Thomas Sayles (born
+    1950) is ..." says "John Sayles is ...".
+    """
+
+    id: str
+    name: str
+    sentences: tuple[str, ...]
+    what: str
+    says: str
+    has_disambiguation: bool  # by that bracket
+
+    @classmethod
+    def from_passage(cls, passage: Passage) -> "TitledPassage":
+        """The passage as chains see it; a first line that repeats the title is left out."""
+        name = strip_disambiguation(passage.title) if is_within_length_limits(passage.title) else ""
+        first, _, rest = passage.contents.partition("\n")
+        body = rest if first.strip() in (passage.title, f'"{passage.title}"') else passage.contents
+        sentences = tuple(split_sentences(body))
+        what, says = extract_definition(name, sentences[0]) if sentences and name else ("", "")
+        return cls(passage.id, name, sentences, what, says, name != normalize_whitespace(passage.title))
+
+
+def is_within_length_limits(text: str) -> bool:
+    """Whether a sentence or a name has few words, none too long: all else here may take quadratic time."""
+    found = text.split()
+    return len(found) <= MAX_SENTENCE_WORDS and all(len(word) <= MAX_WORD_CHARS for word in found)
+
+
+def extract_definition(name: str, sentence: str) -> tuple[str, str]:
+    """What a sentence "NAME is/was a ..." says that the name is, and the sentence from its verb on under
+    that name alone; twice "" where it is no such sentence.
+
+    All words of the name stand before the verb ("Jeffrey Thomas Porcaro (1954 - 1992) was" defines no Jeff
+    Porcaro). The answer ends where a clause begins that says more, and has at most `MAX_ANSWER_WORDS`
+    words.
+    """
+    bare = sentence
+    for _ in range(MAX_BRACKET_DEPTH):
+        bare = _BRACKETS.sub(lambda found: " " * len(found[0]), bare)
+    found = _IS.search(bare)
+    if found is None:
+        return "", ""
+    subject = _WORD.findall(bare[: found.start()])
+    if not subject or len(subject) > MAX_SUBJECT_WORDS or not {*_WORD.findall(name)} <= {*subject}:
+        return "", ""
+    if subject[0].lower() in _NO_SUBJECT and not name.startswith(subject[0]):
+        return "", ""  # "In Emma there is a ball"
+    what = _MORE.split(sentence[found.end() :], maxsplit=1)[0].strip().rstrip(".,!?").rstrip()
+    if not 2 <= len(what.split()) <= MAX_ANSWER_WORDS:
+        return "", ""
+    return what, name + sentence[found.start() :].removeprefix(",")
+
+
+class NameMatcher:
+    """Finds names in texts, in time linear in the text: a trie by words, the longest name first.
+
+    Left out are names that several passages have, and those that the texts show to be words: names without
+    a capital, single words that also occur without one, or whose title needs a bracket, single characters.
+    """
+
+    def __init__(self, passages: Sequence[TitledPassage]) -> None:
+        words = _lower_words(passages)
+        often = Counter(passage.name for passage in passages)
+        self._root: dict[str, Any] = {}
+        self.count = 0
+        for row, passage in enumerate(passages):
+            name, parts = passage.name, _WORD.findall(passage.name)
+            if often[name] > 1 or not _is_name(name, parts, words):
+                continue
+            if len(parts) == 1 and passage.has_disambiguation:
+                continue
+            node = self._root
+            for part in parts:
+                node = node.setdefault(part, {})
+            if "" not in node:  # names that differ in punctuation only: the first
+                node[""] = (name, row)
+                self.count += 1
+
+    def find_names(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """Start, stop and row of each name in a text, none within another.
+
+        A name beside another capitalised word is taken for a part of a longer one, and is left out.
+        """
+        spans = [found.span() for found in _WORD.finditer(text)]
+        parts = [text[start:stop] for start, stop in spans]
+        at = 0
+        while at < len(spans):
+            node, ends, found = self._root, at, None
+            while ends < len(spans) and (below := node.get(parts[ends])) is not None:
+                node, ends = below, ends + 1
+                if "" in node and text.startswith(node[""][0], spans[at][0]):
+                    found = (*node[""], ends)
+            if found is None:
+                at += 1
+                continue
+            name, row, ends = found
+            start = spans[at][0]
+            stop = start + len(name)
+            if not _is_part_of_longer_name(text, start, stop):
+                yield start, stop, row
+            at = ends
+
+
+def _is_name(name: str, parts: list[str], lower_words: frozenset[str]) -> bool:
+    if not parts or not any(part[0].isupper() for part in parts):
+        return False
+    if not (name[0].isalnum() and len(name) > 1):
+        return False
+    if len(parts) == 1:
+        return parts[0].lower() not in lower_words
+    return any(part[0].isupper() or part[0].isdigit() for part in parts[1:])
+
+
+def _is_part_of_longer_name(text: str, start: int, stop: int) -> bool:
+    """Whether a name goes on to the left or right, or is a part of what stands in quotes."""
+    if re.match(rf"(?: |-|[’']s ){_CAPITAL}|[\w-]", text[stop:]) or re.search(r"[\w-]$", text[:start]):
+        return True
+    before = re.search(rf"({_CAPITAL}[\w.'’]*) $", text[:start])
+    if before and before[1].lower() not in FUNCTION_WORDS:
+        return True
+    quoted = text[:start].count('"') % 2 == 1
+    return quoted and not (
+        text[:start].rstrip().endswith('"') and text[stop:].lstrip(" ,.").startswith('"')
+    )
+
+
+def _lower_words(passages: Iterable[TitledPassage]) -> frozenset[str]:
+    """The words of sentences that stand in small letters somewhere."""
+    found: set[str] = set()
+    for passage in passages:
+        for sentence in passage.sentences:
+            found.update(word for word in _WORD.findall(sentence) if word.islower())
+    return frozenset(found)
+
+
+class SentenceIndex:
+    """All sentences of a corpus, to be asked whether one with a gap could be any other."""
+
+    def __init__(self, passages: Iterable[TitledPassage]) -> None:
+        every = [sentence for passage in passages for sentence in passage.sentences]
+        self._forward = sorted(every)
+        self._backward = sorted(sentence[::-1] for sentence in every)
+
+    def count_matches(self, before: str, after: str) -> int:
+        """How many sentences begin with `before`, end with `after` and have something in between.
+
+        2 stands for more. Read are the fewer of those with that beginning and those with that end.
+        """
+        forward, backward = (
+            _find_prefix_range(self._forward, before),
+            _find_prefix_range(self._backward, after[::-1]),
+        )
+        least, count = len(before) + len(after), 0
+        if len(forward) <= len(backward):
+            fits = (s.endswith(after) and len(s) > least for s in map(self._forward.__getitem__, forward))
+        else:
+            turned = before[::-1]
+            fits = (
+                s.endswith(turned) and len(s) > least for s in map(self._backward.__getitem__, backward)
+            )
+        for fitting in fits:
+            count += fitting
+            if count == 2:
+                break
+        return count
+
+
+def _find_prefix_range(ordered: list[str], prefix: str) -> range:
+    return range(bisect_left(ordered, prefix), bisect_left(ordered, f"{prefix}\U0010ffff"))
+
+
+def find_connected_components(edges: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """For each row of an edge the smallest row that it is connected with."""
+    parent: dict[int, int] = {}
+
+    def root(row: int) -> int:
+        parent.setdefault(row, row)
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = parent[row]
+        return row
+
+    for one, other in edges:
+        a, b = sorted((root(one), root(other)))
+        parent[b] = a
+    return {row: root(row) for row in parent}

@@ -1,0 +1,101 @@
+"""Which reasoning traces are kept: what a rollout shows by itself, and what is known of its question."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dlm_rag.config import SynthesisConfig
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.evaluation.metrics import compute_exact_match
+from dlm_rag.questions import Question
+from dlm_rag.text import FUNCTION_WORDS, find_word_spans, split_words
+
+MAX_TITLE_WORDS = 12  # words of a passage's first line, beyond which it is none
+
+
+def check_trace(rollout: Rollout, question: Question) -> dict[str, bool]:
+    """What holds of a trace, by name; in the order in which a missing one is named as the reason.
+
+    answer: it ends in a known answer (only where one is known). cited: every sentence of the reasoning, of
+    which there is one at least, and the answer have a passage behind them. supported: see `is_supported`.
+    linked: see `is_linked`. hops: there are as many sentences as the question has hops (where known).
+    """
+    reasoning = [unit for unit in rollout.citations if unit["kind"] == "reasoning"]
+    answer = [unit for unit in rollout.citations if unit["kind"] == "answer"]
+    found = {}
+    if question.golden_answers:
+        found["answer"] = compute_exact_match(rollout.answer, question.golden_answers) == 1.0
+    found["cited"] = bool(reasoning and answer) and all(
+        bool(unit["passages"]) for unit in rollout.citations
+    )
+    found["supported"] = is_supported(rollout, reasoning, answer)
+    found["linked"] = is_linked(rollout, [unit["text"] for unit in reasoning])
+    if question.hops is not None:
+        found["hops"] = len(reasoning) == question.hops
+    return found
+
+
+CitationUnits = Sequence[Mapping[str, Any]]  # units of `citations.cite_passages`
+
+
+def is_supported(rollout: Rollout, reasoning: CitationUnits, answer: CitationUnits) -> bool:
+    """Whether each sentence has one passage that bears it out, and the last one's the answer too.
+
+    Every name and number of a sentence stands in one of the passages that it cites, and was written with a
+    passage in context that holds it; so does every word of the answer. Other words may be the trace's own
+    ("it lies in", where the passage says "its home is").
+    """
+    needed = [_extract_names(unit) for unit in reasoning]
+    if not needed or any(_extract_names(unit) & {*unit["unsupported"]} for unit in reasoning):
+        return False
+    if any(unit["unsupported"] for unit in answer):
+        return False
+    needed[-1] |= {*split_words(rollout.answer)}
+    return all(
+        any(names <= {*split_words(rollout.passages[passage["id"]])} for passage in unit["passages"])
+        for names, unit in zip(needed, reasoning, strict=True)
+    )
+
+
+def _extract_names(unit: Mapping[str, Any]) -> set[str]:
+    """The words of a sentence that begin with a capital or a digit, but for a "The" that begins it."""
+    text = unit["text"]
+    return {
+        word
+        for word, (start, _) in find_word_spans(text)
+        if (text[start].isupper() and (start or word not in FUNCTION_WORDS)) or text[start].isdigit()
+    }
+
+
+def is_linked(rollout: Rollout, sentences: Sequence[str]) -> bool:
+    """Whether a trace is one chain from the question to its answer.
+
+    A passage that a sentence cites is about something that was named before: by the question for the first
+    sentence, by the sentence before for each other. The answer stands in the last sentence. What a passage
+    is about is its title, its first line; where that is none, a word that both share and the question lacks
+    will do.
+    """
+    cited = [unit["passages"] for unit in rollout.citations if unit["kind"] == "reasoning"]
+    before, asked = rollout.question, {*split_words(rollout.question)} | FUNCTION_WORDS
+    for number, (sentence, passages) in enumerate(zip(sentences, cited, strict=True)):
+        titles = [split_words(rollout.passages[passage["id"]].partition("\n")[0]) for passage in passages]
+        known = [title for title in titles if len(title) <= MAX_TITLE_WORDS]
+        named = any(contains_words(split_words(before), title) for title in known)
+        shared = {*split_words(before)} & {*split_words(sentence)} - (asked if number else FUNCTION_WORDS)
+        if not passages or not (named if known else shared):
+            return False
+        before = sentence
+    return bool(sentences) and contains_words(split_words(sentences[-1]), split_words(rollout.answer))
+
+
+def contains_words(said: Sequence[str], part: Sequence[str]) -> bool:
+    """Whether words stand in a text one after another; no words stand nowhere."""
+    size = len(part)
+    return bool(size) and any(said[n : n + size] == part for n in range(len(said) - size + 1))
+
+
+def find_drop_reason(found: dict[str, bool], config: SynthesisConfig) -> str:
+    """The first check that a trace would have to pass and does not; "" for one that is kept."""
+    needed = ["answer", "cited"] if config.filter == "answer" else ["cited", "supported", "linked"]
+    if config.known_hops:
+        needed.append("hops")
+    return next((f"not {name}" for name in needed if not found.get(name, False)), "")

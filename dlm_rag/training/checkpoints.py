@@ -1,0 +1,345 @@
+"""Checkpoints of a run: safetensors in shards, whole or not there, read by any number of processes.
+
+torch.distributed.checkpoint writes and reads them in its safetensors form, so nothing is pickled. A
+folder takes its name by one rename after every process has written its part. `state.json` holds a digest of
+each file, computed by the process that writes it while it writes, and one of itself.
+"""
+
+import io
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from dlm_rag.errors import CheckpointError, ConfigError, RunError, summarize_error
+from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.digest import compute_file_digest, create_hasher
+from dlm_rag.files.jsonl import parse_json_object
+from dlm_rag.files.untrusted import validate_json_value
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.failure_messages import is_peer_lost, make_peer_lost_error
+from dlm_rag.training.train_state import CheckpointRecord
+
+KEPT_CHECKPOINTS = 2
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+RECORD_FILE = "state.json"
+DAMAGE_FILE = "damage.txt"  # in a checkpoint: that its files are not what was written, and which
+CHECKPOINT_FORMAT = 2  # of the record; 1 had no tasks
+
+
+@dataclass(frozen=True)
+class CheckpointScan:
+    """What the folder of a run has of checkpoints."""
+
+    complete: list[tuple[Path, CheckpointRecord]]  # with their records, the oldest first
+    skipped: list[str]  # what lies there beside them, and why it is none, in words
+
+
+def scan_checkpoints(folder: Path) -> CheckpointScan:
+    """The checkpoints of the run in `folder`; what is broken there, or none of ours, is passed over.
+
+    Raises `CheckpointError` for one of another format.
+    """
+    found = CheckpointScan([], [])
+    for path in sorted((folder / "checkpoints").glob("step-*")):
+        if path.suffix == ".part":  # a kill has left it, or it is being written
+            continue
+        try:
+            record = _read_record(path)
+        except OSError as error:
+            problem = f"{Path(error.filename or RECORD_FILE).name} cannot be read ({error.strerror})"
+        except _SkippedCheckpointError as error:
+            problem = str(error)
+        else:
+            found.complete.append((path, record))
+            continue
+        found.skipped.append(f"{path} is passed over: {problem}")
+    return found
+
+
+class _SkippedCheckpointError(CheckpointError):
+    """What a folder has in place of a checkpoint, in words."""
+
+
+def _read_record(path: Path) -> CheckpointRecord:
+    """The record of a checkpoint whose files are there; raises `OSError` and `CheckpointError`."""
+    if not re.fullmatch(r"step-\d{8}", path.name):
+        raise _SkippedCheckpointError("its name is not that of a checkpoint")
+    if (path / DAMAGE_FILE).exists():
+        raise _SkippedCheckpointError(
+            f"{(path / DAMAGE_FILE).read_text(encoding='utf-8')}, as {DAMAGE_FILE} there says"
+        )
+    raw = parse_json_object((path / RECORD_FILE).read_bytes(), RECORD_FILE, _SkippedCheckpointError)
+    if (written := raw.get("format", 1)) != CHECKPOINT_FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {written} and this program goes on with format {CHECKPOINT_FORMAT} "
+            "only: end "
+            "the run with the version that began it, or begin again in another --out"
+        )
+    if raw.get("digest", digest := _digest_record(raw)) != digest:
+        raise _SkippedCheckpointError(f"{RECORD_FILE} has changed since it was written")
+    record = validate_json_value(CheckpointRecord, raw, RECORD_FILE, _SkippedCheckpointError)
+    there = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    for name, size in sorted((record.files or there).items()):
+        if there.pop(name, None) != size:
+            raise _SkippedCheckpointError(f"{name} is cut short, another file, or not there")
+    if there:
+        raise _SkippedCheckpointError(f"{min(there)} does not belong to it")
+    return record
+
+
+def _digest_record(record: dict[str, Any]) -> str:
+    """BLAKE3 of a record but for this digest, as 64 hex digits."""
+    rest = {key: value for key, value in record.items() if key != "digest"}
+    return blake3(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def skip_damaged_checkpoints(folder: Path, processes: DistributedContext) -> list[str]:
+    """Marks the newest checkpoints whose files are not what was written, so that they are passed over.
+
+    Processes share the reading, and all must call. A checkpoint without digests passes where its tensors
+    hold finite numbers. Returns what a person should know. Raises `CheckpointError` where there are
+    checkpoints and none is whole.
+    """
+    found, unchecked = scan_checkpoints(folder), []
+    while found.complete:
+        path, record = found.complete[-1]
+        damages = find_damaged_files(path, record, processes)
+        if not damages:
+            if not record.digests or not record.fingerprints:
+                unchecked = [
+                    f"{path} is of an older version and carries no digests or no fingerprints: whether its "
+                    "files, the model and the data are as they were cannot be told"
+                ]
+            break
+        if processes.is_main:
+            write_text_atomic(path / DAMAGE_FILE, damages[0])
+        processes.barrier()
+        found = scan_checkpoints(folder)
+    if found.skipped and not found.complete:
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} is whole: {found.skipped[-1]}; "
+            "begin again in another --out"
+        )
+    return [*found.skipped, *unchecked]
+
+
+def find_damaged_files(path: Path, record: CheckpointRecord, processes: DistributedContext) -> list[str]:
+    """What is wrong with the files of a checkpoint, in words; processes share the reading, so all call."""
+    own = sorted(path.glob("*.safetensors"))[processes.rank :: processes.world_size]
+    wrong = processes.all_gather_object(
+        [_describe_damage(file, record.digests.get(file.name)) for file in own]
+    )
+    return [line for lines in wrong for line in lines if line]
+
+
+def _describe_damage(path: Path, digest: str | None) -> str:
+    """What is wrong with a file of a checkpoint, in words; without a digest as far as its numbers tell."""
+    try:
+        if digest is not None:
+            with path.open("rb", buffering=0) as file:
+                same = compute_file_digest(file, path) == digest
+            return "" if same else f"{path.name} has changed since it was written"
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - it is no mapping
+                if not shard.get_tensor(name).isfinite().all():
+                    return f"{name} in {path.name} holds what is no finite number"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    except SafetensorError as error:
+        return f"{path.name} is no safetensors file ({summarize_error(error)})"
+    return ""
+
+
+class _DigestedFiles(FileSystem):
+    """Takes the digest of each file that torch writes, of the bytes that the disk has taken."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with io.BufferedWriter(raw := _DigestedFile(path, mode)) as stream:
+            yield stream
+        assert raw.digest is not None, "safetensors have a header"
+        self.digests[Path(path).name] = raw.digest.hexdigest()
+
+
+class _DigestedFile(io.FileIO):
+    digest: blake3 | None = None
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self.digest = self.digest or create_hasher(len(data))  # all of a shard comes at once
+        self.digest.update(memoryview(data)[:count])
+        return count
+
+
+def find_latest_checkpoint(folder: Path) -> tuple[Path, CheckpointRecord] | None:
+    """The newest whole checkpoint of the run in `folder` and its record, or None without one.
+
+    Raises `CheckpointError` as `scan_checkpoints` does.
+    """
+    whole = scan_checkpoints(folder).complete
+    return whole[-1] if whole else None
+
+
+def find_resume_point(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
+    """Where a run in `folder` stands: its step, and the phases from that of the newest checkpoint on.
+
+    Raises `ConfigError` where that is none of `phases`.
+    """
+    found = find_latest_checkpoint(folder)
+    if found is None:
+        return 0, phases
+    state = found[1].state
+    if state.phase not in phases:
+        raise ConfigError(
+            f"the run in {folder} is in its phase '{state.phase}', which the config does not name"
+        )
+    return state.step, phases[phases.index(state.phase) :]
+
+
+class Checkpoints:
+    """The checkpoints of the run in `folder`, named by step."""
+
+    def __init__(self, folder: Path, processes: DistributedContext) -> None:
+        self._folder, self._processes = folder, processes
+
+    def save(
+        self,
+        record: CheckpointRecord,
+        root: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        keep: int | None = None,
+    ) -> Path:
+        """Writes a checkpoint and drops the oldest beyond two, but not that of the step `keep`; every
+        process takes part.
+        """
+        target = self._path_of_step(step := record.state.step)
+        scratch = target.with_suffix(".part")
+        if self._processes.is_main:
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        self._processes.barrier()
+        tensors = collect_state_tensors(root, optimizers)
+        writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True)
+        writer.fs = written = _DigestedFiles()
+        try:
+            with silence_single_process_warning():
+                dcp.save(tensors, storage_writer=writer, no_dist=self._processes.world_size == 1)
+        except (Exception, CheckpointException) as error:  # what torch wraps a failure in is no Exception
+            if is_peer_lost(error):
+                raise make_peer_lost_error(error) from error
+            raise RunError(
+                f"the checkpoint of step {step} could not be written to {target.parent} "
+                f"({last_error_line(error)}); the one before is as it was: make room and --resume"
+            ) from error
+        digests = reduce(or_, self._processes.all_gather_object(written.digests))
+        if self._processes.is_main:
+            files = {file.name: file.stat().st_size for file in scratch.iterdir()}
+            raw = {"format": CHECKPOINT_FORMAT, **asdict(replace(record, files=files, digests=digests))}
+            write_text_atomic(scratch / RECORD_FILE, json.dumps(raw | {"digest": _digest_record(raw)}))
+            if target.is_dir():  # a broken one, which was passed over
+                shutil.rmtree(target)
+            target.unlink(missing_ok=True)
+            scratch.rename(target)
+            for old, _ in scan_checkpoints(self._folder).complete[:-KEPT_CHECKPOINTS]:
+                if keep is None or old != self._path_of_step(keep):
+                    shutil.rmtree(old)
+        self._processes.barrier()
+        return target
+
+    def _path_of_step(self, step: int) -> Path:
+        return self._folder / "checkpoints" / f"step-{step:08d}"
+
+    def load_phase_start(self, step: int, root: nn.Module) -> None:
+        """Reads the weights that a phase began with, at that step of the run; every process takes part.
+
+        Raises `CheckpointError` where they are not what was written.
+        """
+        path = self._path_of_step(step)
+        found = dict(scan_checkpoints(self._folder).complete).get(path)
+        damages = ["it is not whole"] if found is None else find_damaged_files(path, found, self._processes)
+        if damages:
+            raise CheckpointError(
+                f"{path} holds the weights that the phase began with, from which kl_coef counts, and "
+                f"{damages[0]}: put it back, or begin again in another --out"
+            )
+        self.load(path, root, [])
+
+    def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Reads weights, and the state of the optimizers where any are given, into their places."""
+        tensors = collect_state_tensors(root, optimizers)
+        try:
+            with silence_single_process_warning():
+                reader = HuggingFaceStorageReader(str(path))
+                dcp.load(tensors, storage_reader=reader, no_dist=self._processes.world_size == 1)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(
+                f"{path} does not belong to this run: {last_error_line(error)}"
+            ) from error
+        for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
+            whole: dict[str, Any] = dict(get_optimizer_state_dict(root, optimizer, options=_FLAT))
+            whole |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+            set_optimizer_state_dict(root, optimizer, whole, options=_FLAT)
+
+
+def collect_state_tensors(
+    root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Tensor]:
+    """Weights and optimizer states by name, as they lie in memory (in shards, where there are any)."""
+    # Neither a tied head, which would come twice, nor frozen weights, which have a checkpoint of their own.
+    once = {name.removeprefix("module.") for name, value in root.named_parameters() if value.requires_grad}
+    tensors: dict[str, Any] = {f"model.{k}": v for k, v in get_model_state_dict(root).items() if k in once}
+    for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
+        found = get_optimizer_state_dict(root, optimizer, options=_FLAT)
+        tensors |= {f"{prefix}{k}": v for k, v in found.items() if k.startswith("state.")}
+    return tensors
+
+
+def gather_full_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
+    """All weights of the denoiser by their names, gathered in host memory of the first process."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found: dict[str, Any] = dict(get_model_state_dict(denoiser, options=options))
+    return found
+
+
+@contextmanager
+def silence_single_process_warning() -> Iterator[None]:
+    """Without torch's remark that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def last_error_line(error: BaseException) -> str:
+    """The last line of an error's text."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1]
+
+
+def _prefixes(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    return [f"optimizer{number}." for number in range(len(optimizers))]

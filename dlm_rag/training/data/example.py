@@ -1,0 +1,128 @@
+"""A training row, and how its canvas and masks are drawn."""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.tokenizer import Prompt
+
+FULL_CANVAS_SHARE = 0.2  # share of rows with the whole canvas; others end soon after their response
+UNIFORM_MASK_SHARE = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
+STRAY_MASK_SHARE = 0.05  # share of the positions before the cut that are masked all the same
+RETRIEVAL_CUT_SHARE = 0.6  # share of rows that are cut where the response stood when the evidence was found
+MAX_LOOKAHEAD_BLOCKS = 3  # masked ones behind the block under work, at most
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A token of the response that can be copied: its canvas position and where it stands."""
+
+    position: int
+    fact: int  # index of the passage in the prompt
+    token: int  # index of the token in that fact
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: a prompt, the true canvas, what of it the denoiser does not see, what counts in the loss.
+
+    In the loss of a step each supervised token counts `weight`, and the row adds `divisor` to what the sum
+    is divided by; None: what its supervised tokens count.
+    """
+
+    prompt: Prompt
+    target: tuple[int, ...]
+    masked: tuple[bool, ...]  # shown as the mask token
+    pointers: tuple[Pointer, ...] = ()
+    weight: float = 1.0
+    divisor: float | None = None
+    supervised: tuple[bool, ...] | None = None  # None: what is hidden
+    finished: int = 0  # positions at its start that are whole finished blocks, where attention has blocks
+
+    @cached_property
+    def supervised_positions(self) -> tuple[int, ...]:
+        """The supervised canvas positions, ascending."""
+        counted = self.masked if self.supervised is None else self.supervised
+        return tuple(place for place, counts in enumerate(counted) if counts)
+
+    @property
+    def supervised_pointers(self) -> list[Pointer]:
+        """The pointers of supervised positions."""
+        places = set(self.supervised_positions)
+        return [pointer for pointer in self.pointers if pointer.position in places]
+
+    def canvas(self, mask_id: int) -> list[int]:
+        """What the denoiser sees of the target."""
+        return [mask_id if hide else token for token, hide in zip(self.target, self.masked, strict=True)]
+
+
+def draw_random_mask(rng: random.Random, used: int, length: int, stands: int) -> tuple[bool, ...]:
+    """Which positions of a canvas are masked: each with the same probability, or all after a cut.
+
+    used: tokens of the response. stands: how many of them stood when the evidence was found.
+    """
+    if rng.random() < UNIFORM_MASK_SHARE:
+        time = rng.random()
+        masked = [rng.random() < time for _ in range(length)]
+    else:
+        cut = rng.choice((0, rng.randrange(used)))
+        if stands and rng.random() < RETRIEVAL_CUT_SHARE:
+            cut = stands
+        masked = [position >= cut or rng.random() < STRAY_MASK_SHARE for position in range(length)]
+    if not any(masked):
+        masked[rng.randrange(length)] = True
+    return tuple(masked)
+
+
+def draw_block_mask(
+    rng: random.Random, used: int, longest: int, stands: int, block: int, first: int
+) -> tuple[tuple[bool, ...], int]:
+    """Which positions of a canvas that attention takes in blocks are masked, and how many are finished.
+
+    One block is under work, masked in part; those before are finished, those behind (a few: what queries
+    may guess at) masked. used, stands: as for `draw_random_mask`; first: positions of the first block. The
+    canvas is as long as what is returned.
+    """
+    cut = rng.randrange(used + 1)
+    if stands and rng.random() < RETRIEVAL_CUT_SHARE:
+        cut = stands
+    cut = min(cut, longest - 1)
+    finished = 0 if cut < first else first + (cut - first) // block * block
+    end = min(longest, finished + block if finished else first)
+    stop = min(longest, end + block * rng.randrange(MAX_LOOKAHEAD_BLOCKS + 1))
+    uniform = rng.random() < UNIFORM_MASK_SHARE
+    time = rng.random() if uniform else STRAY_MASK_SHARE
+    masked = [rng.random() < time or (n >= cut and not uniform) for n in range(finished, end)]
+    if not any(masked):
+        masked[rng.randrange(len(masked))] = True
+    return (*[False] * finished, *masked, *[True] * (stop - end)), finished
+
+
+def make_masked_canvas(
+    rng: random.Random,
+    ids: list[int],
+    stands: int,
+    laid: LaidOutPrompt,
+    shape: DenoiserConfig,
+    end_id: int | None,
+) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
+    """A canvas around a response, which of it is masked, and how many positions are finished blocks.
+
+    laid: the prompt before it.
+    """
+    assert end_id is not None, "a tokenizer without an end token"
+    if shape.block_size is None:
+        target = make_padded_canvas(rng, ids, shape.canvas_length, end_id)
+        return tuple(target), draw_random_mask(rng, len(ids), len(target), stands), 0
+    block, first = shape.block_size, laid.block_bounds(0)[1]
+    hidden, finished = draw_block_mask(rng, len(ids), shape.canvas_length, stands, block, first)
+    padded = ids + [end_id] * shape.canvas_length
+    return tuple(padded[: len(hidden)]), hidden, finished
+
+
+def make_padded_canvas(rng: random.Random, ids: list[int], longest: int, end_id: int) -> list[int]:
+    """A response with end tokens behind it: a few, or now and then up to the whole canvas."""
+    length = longest if rng.random() < FULL_CANVAS_SHARE else min(longest, len(ids) + rng.randint(1, 10))
+    return (ids + [end_id] * length)[:length]

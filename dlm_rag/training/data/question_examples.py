@@ -1,0 +1,188 @@
+"""Training examples from questions of one's own: evidence as our own retriever finds it while decoding.
+
+An item of a step is one set of passages: those that the query of a moment of some question brings, when
+some sentences of its response stand. Its rows are that question's, masked in several ways; with questions
+`beside`, half of them are of such as these passages answer too. Everything follows from (seed, phase, step,
+item).
+"""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from dlm_rag.config import TrainConfig
+from dlm_rag.errors import QuestionError
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.questions import Question
+from dlm_rag.randomness import sample_permutation
+from dlm_rag.retrieval.base import Retriever
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import build_query
+from dlm_rag.text import find_sentence_spans, strip_disambiguation
+from dlm_rag.tokenizer import Prompt, Tokenizer
+from dlm_rag.training.data.example import Example, make_masked_canvas
+from dlm_rag.training.data.passage_sampling import find_copy_pointers, sample_passages
+
+CounterfactualSampler = Callable[[random.Random], tuple[Question, Passage]]
+
+MISSING_PASSAGE_SHARE = 0.4  # share of the crossed moments up to the second sentence that lack its passage
+MAX_UNSUPPORTED_TOKENS = 3  # supervised of what no passage there tells, so that it is not held for certain
+QUERY_GUESS_WORDS = 3  # of the next sentence, in the query of a moment
+RIGHT_GUESS_SHARE, WRONG_GUESS_SHARE = (
+    0.4,
+    0.3,
+)  # shares of the moments with such words, and with those of another
+
+
+class QuestionExamples:
+    """The batches of a phase of fine-tuning on questions with known responses."""
+
+    def __init__(
+        self, questions: Sequence[Question], retriever: Retriever, tokenizer: Tokenizer,
+        denoiser: DenoiserConfig, train: TrainConfig, phase: str,
+    ) -> None:  # fmt: skip
+        """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
+        self._questions, self._retriever, self._tokenizer = questions, retriever, tokenizer
+        self._denoiser, self._train, self._key = denoiser, train, (train.seed, phase)
+        self._beside: dict[str, list[Question]] = {}
+        self._crossed: CounterfactualSampler | None = None
+        for question in questions:
+            self._check(question)
+
+    def add_single_passage_questions(
+        self, questions: Iterable[Question], crossed: CounterfactualSampler | None = None
+    ) -> "QuestionExamples":
+        """Adds questions that a single passage answers, and with them a curriculum of few passages first.
+
+        crossed: draws a chain that no corpus tells, and its second passage; a share
+        `train.counterfactual_share` of the items is such. Raises as the constructor.
+        """
+        self._crossed = crossed if self._train.counterfactual_share else None
+        for question in questions:
+            self._check(question)
+            self._beside.setdefault(question.supporting_ids[0], []).append(question)
+        return self
+
+    def _check(self, question: Question) -> None:
+        response, longest = target_response(question), self._denoiser.canvas_length
+        if not response:
+            raise QuestionError(f"question '{question.id}' has neither 'response' nor 'golden_answers'")
+        length = len(self._tokenizer.encode(response)) + 1
+        if length > longest:
+            raise QuestionError(
+                f"question '{question.id}': its response and an end token are {length} tokens, more "
+                f"than the canvas of {longest}: set decode.max_new_tokens"
+            )
+        try:
+            self._prompt(question, [])
+        except QuestionError as error:
+            raise QuestionError(f"question '{question.id}': {error}") from None
+
+    def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
+        """Rows of some sets of passages of a step.
+
+        passages: at least and at most so many in a prompt, where there are questions beside; else all that
+        is found.
+        """
+        moments = []
+        for item in items:
+            epoch, place = divmod(step * self._train.items + item, len(self._questions))
+            order = sample_permutation((*self._key, "questions", epoch), len(self._questions))
+            rng = random.Random(f"answered/{self._key}/{step}/{item}")
+            question, own = self._questions[int(order[place])], None
+            if self._crossed and rng.random() < self._train.counterfactual_share:
+                question, own = self._crossed(rng)
+            ends = _sentence_ends(question)
+            moments.append((rng, question, rng.choice(ends), ends, own))
+        queries = [
+            build_query("proxy", question.question, self._query_response(rng, question, stands))
+            for rng, question, stands, *_ in moments
+        ]
+        found = self._retriever.search(queries)
+        examples = []
+        for (rng, question, stands, ends, own), evidence in zip(moments, found, strict=True):
+            if own:  # what the corpus says under that name would be another answer
+                evidence = [
+                    passage for passage in evidence if strip_disambiguation(passage.title) != own.title
+                ]
+                if ends.index(stands) > 1 or rng.random() >= MISSING_PASSAGE_SHARE:
+                    evidence = [*evidence, own]
+            if self._beside:
+                needed = question.supporting_ids[: ends.index(stands) + 1]
+                evidence = sample_passages(rng, evidence, needed, rng.randint(*passages))
+            others = [other for passage in evidence for other in self._beside.get(passage.id, ())]
+            for row in range(self._train.rows_per_set):
+                if others and row >= self._train.rows_per_set // 2:
+                    side = rng.choice(others)
+                    examples.append(self._example(rng, side, evidence, rng.choice(_sentence_ends(side))))
+                else:
+                    examples.append(self._example(rng, question, evidence, stands))
+        return examples
+
+    def _query_response(self, rng: random.Random, question: Question, stands: int) -> str:
+        """The part of a response that is in the query: what stands, and now and then a guess behind it."""
+        response = target_response(question)
+        lot = rng.random() if self._beside else 1.0
+        if lot >= RIGHT_GUESS_SHARE + WRONG_GUESS_SHARE:
+            return response[:stands]
+        guess = response[stands:]
+        if lot >= RIGHT_GUESS_SHARE:
+            other = rng.choice(self._questions)
+            guess = target_response(other)[rng.choice(_sentence_ends(other)) :]
+        return " ".join((response[:stands], *guess.split()[:QUERY_GUESS_WORDS]))
+
+    def _example(
+        self, rng: random.Random, question: Question, evidence: Sequence[Passage], stands: int
+    ) -> Example:
+        """A row of a question of whose response the first `stands` characters stand."""
+        tokenizer, shape, response = self._tokenizer, self._denoiser, target_response(question)
+        prompt = self._prompt(question, [passage.text for passage in evidence])
+        ids = list(tokenizer.encode(response))
+        standing = len(tokenizer.encode(response[:stands])) if stands else 0
+        laid = lay_out_prompt(prompt, shape)
+        target, hidden, finished = make_masked_canvas(rng, ids, standing, laid, shape, tokenizer.end_id)
+        pointers = tuple(p for p in find_copy_pointers(ids, prompt.facts) if p.position < len(target))
+        told = (
+            self._count_supported_tokens(question, ids, {passage.id for passage in evidence})
+            if self._beside
+            else len(ids)
+        )
+        supervised = None
+        if finished <= told < len(ids):
+            hidden = tuple(hide or place >= told for place, hide in enumerate(hidden))
+            supervised = tuple(hide and n < told + MAX_UNSUPPORTED_TOKENS for n, hide in enumerate(hidden))
+        return Example(prompt, target, hidden, pointers, supervised=supervised, finished=finished)
+
+    def _count_supported_tokens(self, question: Question, ids: list[int], found: set[str]) -> int:
+        """How many tokens of a response the passages that were found tell, of a chain's in its order.
+
+        These are its sentences up to that of the first passage that is missing, and with them the name that
+        this one begins with.
+        """
+        missing = next((n for n, i in enumerate(question.supporting_ids) if i not in found), None)
+        if missing is None:
+            return len(ids)
+        end = len(self._tokenizer.encode(target_response(question)[: _sentence_ends(question)[missing]]))
+        known = 0
+        while any(ids[at : at + known + 1] == ids[end : end + known + 1] for at in range(end - known)):
+            known += 1
+        return end + known
+
+    def _prompt(self, question: Question, passages: list[str]) -> Prompt:
+        return truncate_evidence(
+            self._tokenizer.build_prompt(question.question, passages),
+            ContextBudget.from_config(self._denoiser),
+        )[0]
+
+
+def _sentence_ends(question: Question) -> list[int]:
+    """Where a response may stand: at its beginning and behind each of its sentences, in characters."""
+    return [0, *(end for _, end in find_sentence_spans(target_response(question)))]
+
+
+def target_response(question: Question) -> str:
+    """What the denoiser is to write: the question's `response`, else `### ` and its first answer."""
+    if question.response:
+        return question.response
+    return f"### {question.golden_answers[0]}" if question.golden_answers else ""

@@ -1,0 +1,166 @@
+"""Training examples from invented worlds: prompts as they occur while decoding.
+
+A group is one set of passages and several (question, mask) rows on it. The passages are what our own
+BM25 finds for a question at a moment of its decoding: some hops written, the next one guessed wrongly
+now and then, evidence of later hops missing. Everything follows from (seed, step, group): nothing
+has to be saved to go on, and any process can make any group.
+"""
+
+import json
+import random
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from dlm_rag.config import TrainConfig
+from dlm_rag.data.synthetic_world import (
+    Entity,
+    World,
+    WorldQuestion,
+    build_passage_record,
+    make_world,
+    make_world_question,
+)
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import build_query
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.data.example import Example, Pointer, make_masked_canvas
+from dlm_rag.training.data.passage_sampling import sample_passages
+
+HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
+SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
+WRONG_HOP_SHARE = 0.4  # share of states whose next hop is guessed wrongly in the query
+
+
+class IndexedWorld:
+    """A training world with its passages in our own BM25."""
+
+    def __init__(self, seed: int, passages: int, top_k: int) -> None:
+        self.world: World = make_world(seed, "train", passages)
+        self.by_id = {entity.id: entity for entity in self.world.entities}
+        with tempfile.TemporaryDirectory() as folder:  # mapped files live on after they are unlinked
+            path = Path(folder, "corpus.jsonl")
+            lines = (json.dumps(build_passage_record(self.world, entity)) for entity in self.world.entities)
+            path.write_text("\n".join(lines), encoding="utf-8")
+            self.retriever = load_retriever(path, top_k=top_k, index_dir=f"{folder}/index")
+        self.passages = {passage.id: passage for passage in self.retriever.corpus}
+
+    def search(self, question: str, response: str) -> list[Passage]:
+        """What the decoder would find at that moment."""
+        return self.retriever.search([build_query("proxy", question, response)])[0]
+
+
+def draw_world_question(
+    rng: random.Random, indexed: IndexedWorld, hops: int, start: Entity | None = None
+) -> WorldQuestion:
+    """A question of so many hops, or of fewer where there is no way so long."""
+    while True:
+        question = make_world_question(rng, indexed.world, hops, training=True, start=start)
+        if question is not None:
+            return question
+        hops = 1 + rng.randrange(hops)  # some starts have no long way to go
+
+
+class WorldExamples:
+    """Batches of examples for every step; the worlds change as training goes on."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, train: TrainConfig, denoiser: DenoiserConfig, top_k: int
+    ) -> None:
+        self._tokenizer, self._train = tokenizer, train
+        self._denoiser, self._top_k = denoiser, top_k
+        self._hops = [n for n in HOPS if n <= train.max_hops]
+        self._side_hops = [n for n in SIDE_HOPS if n <= train.max_hops]
+        self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
+
+    def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
+        """Some groups of a step, with between passages[0] and passages[1] passages in each prompt."""
+        newest = step // self._train.steps_per_world
+        examples: list[Example] = []
+        for group in items:
+            rng = random.Random(f"examples/{self._train.seed}/{step}/{group}")
+            world = self._world(rng.randrange(max(0, newest - self._train.worlds + 1), newest + 1))
+            examples.extend(self._group(rng, world, rng.randint(*passages)))
+        return examples
+
+    def _world(self, number: int) -> IndexedWorld:
+        if number not in self._open:
+            while len(self._open) >= self._train.worlds:
+                self._open.popitem(last=False)
+            self._open[number] = IndexedWorld(
+                self._train.seed * 1_000_003 + number, self._train.world_passages, self._top_k
+            )
+        return self._open[number]
+
+    def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
+        question = draw_world_question(rng, indexed, rng.choice(self._hops))
+        written = rng.randrange(question.hops + 1)
+        evidence = self._evidence(rng, indexed, question, written, count)
+        for row in range(self._train.rows_per_set):
+            if row < self._train.rows_per_set // 2:
+                yield self._example(rng, question, evidence, written)
+            else:
+                start = indexed.by_id[rng.choice(evidence).id]
+                side = draw_world_question(rng, indexed, rng.choice(self._side_hops), start)
+                yield self._example(rng, side, evidence, rng.randrange(side.hops + 1))
+
+    @staticmethod
+    def _evidence(
+        rng: random.Random, indexed: IndexedWorld, question: WorldQuestion, written: int, count: int
+    ) -> list[Passage]:
+        """`count` passages of what is found with `written` hops in the response, in any order."""
+        response = " ".join(question.sentences[:written])
+        if written < question.hops and rng.random() < WRONG_HOP_SHARE:
+            guess = rng.choice(indexed.world.entities).name
+            response = f"{response} {question.sentences[written].partition(' ')[0]} {guess}."
+        found = indexed.search(question.question, response)
+        needed = {subject.id for subject in question.subjects[: written + 1]}
+        if not any(passage.id in needed for passage in found):
+            found = [indexed.passages[question.subjects[0].id], *found]
+        return sample_passages(rng, found, needed, count)
+
+    def _example(
+        self, rng: random.Random, question: WorldQuestion, evidence: list[Passage], written: int
+    ) -> Example:
+        tokenizer = self._tokenizer
+        ids = list(tokenizer.encode(question.reasoning))
+        texts = [passage.text for passage in evidence]
+        prompt = truncate_evidence(
+            tokenizer.build_prompt(question.question, texts), ContextBudget.from_config(self._denoiser)
+        )[0]
+        mentions = self._mentions(question, ids)
+        rows = {passage.id: row for row, passage in enumerate(evidence)}
+        pointers = []
+        for hop, positions in mentions:
+            row = rows.get(question.subjects[hop].id)
+            at = None if row is None else find_subsequence(prompt.facts[row], [ids[p] for p in positions])
+            if row is not None and at is not None:
+                pointers += [Pointer(p, row, at + n) for n, p in enumerate(positions)]
+        known = [position for hop, where in mentions[:-1] if hop < written for position in where]
+        stands = max(known, default=-1) + 1
+        laid = lay_out_prompt(prompt, self._denoiser)
+        target, hidden, finished = make_masked_canvas(
+            rng, ids, stands, laid, self._denoiser, tokenizer.end_id
+        )
+        there = tuple(pointer for pointer in pointers if pointer.position < len(target))
+        return Example(prompt, target, hidden, there, finished=finished)
+
+    def _mentions(self, question: WorldQuestion, ids: list[int]) -> list[tuple[int, list[int]]]:
+        """The token positions of each mention of what a hop found."""
+        text, spans = self._tokenizer.decode_with_offsets(ids)
+        shift = len(text) - len(question.reasoning)  # a leading blank, where the tokenizer adds one
+        return [
+            (hop, [n for n, (a, b) in enumerate(spans) if a < stop + shift and b > start + shift])
+            for hop, start, stop in question.object_mention_spans()
+        ]
+
+
+def find_subsequence(tokens: tuple[int, ...], part: list[int]) -> int | None:
+    """Where `part` begins in `tokens` for the first time, or None."""
+    last = len(tokens) - len(part)
+    return next((n for n in range(last + 1) if list(tokens[n : n + len(part)]) == part), None)

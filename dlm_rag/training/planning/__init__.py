@@ -1,0 +1,1 @@
+"""What a run takes, before it begins: bytes, FLOPs, seconds."""

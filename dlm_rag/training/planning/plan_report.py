@@ -1,0 +1,175 @@
+"""The page that `train.py --plan` prints: a step of every phase, and the run on known machines.
+
+python train.py --config gb300.yaml --plan [plan.machine=gb10 plan.devices=20 plan.days=18 ...]
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+from dlm_rag.config import Config, PlanConfig
+from dlm_rag.energy.reading import format_three_digits
+from dlm_rag.training.metrics_logger import read_metrics
+from dlm_rag.training.planning.gpu_specs import GPU_SPECS, GpuSpec
+from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, resolve_shape
+
+SECONDS_PER_DAY = 86_400.0  # seconds
+BYTES_PER_GBIT = 1e9 / 8  # bytes
+
+
+def print_plan(config: Config) -> None:
+    """The page."""
+    shape = resolve_shape(config)
+    plan = config.plan
+    machines = [GPU_SPECS[plan.machine]] if plan.machine else list(GPU_SPECS.values())
+    if plan.network_gbit is not None:
+        machines = [replace(machine, link=plan.network_gbit * BYTES_PER_GBIT) for machine in machines]
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(config.train.dtype, torch.bfloat16)
+    phases = plan_phases(config, shape, dtype)
+    console = Console(width=100) if not sys.stdout.isatty() else Console()
+    memory = phases[0].memory
+    source = config.model.path or "fresh weights"
+    console.print(
+        f"{source}: {_format_with_prefix(memory.parameters)} parameters, "
+        f"{_format_with_prefix(memory.trained)} of them trained, "
+        f"{str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
+    )
+    table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
+    lines: dict[str, list[str]] = {
+        "steps": [f"{p.train.max_steps:,}" for p in phases],
+        "tokens": [_format_with_prefix(p.tokens) for p in phases],
+        "FLOPs": [f"{p.flops:.2e}" for p in phases],
+        "a device reads and writes": [_format_bytes(p.memory_traffic_bytes()) for p in phases],
+        "it sends": [_format_bytes(p.network_traffic_bytes()) for p in phases],
+        "items a part": [f"{p.microbatch_items:,}" for p in phases],
+    }
+    needed = [phase.bytes_per_device() for phase in phases]
+    for name in needed[0]:
+        if any(need[name] for need in needed):
+            lines[f"on a device: {name}"] = [_format_bytes(need[name]) for need in needed]
+    lines["together"] = [_format_bytes(sum(need.values())) for need in needed]
+    for name, values in lines.items():
+        table.add_row(name, *values)
+    console.print(table)
+    own = sum(phase.tokens * phase.train.max_steps for phase in phases)
+    share = 1.0 if plan.tokens is None else plan.tokens / own
+    flops = share * sum(phase.flops * phase.train.max_steps for phase in phases)
+    console.print(
+        f"\n{_format_with_prefix(share * own)} tokens, {flops:.2e} FLOPs. Compute at {plan.mfu:.0%} of "
+        "its peak, "
+        "memory and network at all of theirs; together, if the longest hides the others:\n"
+    )
+    console.print(_machine_table(machines, phases, share, dtype, plan))
+    console.print(
+        f"kWh are reckoned from the power of a device at full load. {describe_measured_energy(config)}\n"
+    )
+    for machine in machines:
+        if plan.devices > 1 and dtype in machine.flops:
+            console.print(describe_required_link(machine, phases, dtype, plan), highlight=False)
+        if plan.days is not None:
+            console.print(describe_days_claim(machine, flops, dtype, plan.devices, plan.days))
+        console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
+
+
+def _machine_table(
+    machines: list[GpuSpec], phases: list[PhasePlan], share: float, dtype: torch.dtype, plan: PlanConfig
+) -> Table:
+    table = Table(
+        Column("machine"), *(Column(h, justify="right") for h in (
+            "TFLOP/s", "GB", "largest part", "compute", "memory", "network", "together", "kWh", "cost",
+        )),
+    )  # fmt: skip
+    for machine in machines:
+        largest = " / ".join(str(phase.max_microbatch_items(machine) or "-") for phase in phases)
+        size = f"{machine.memory / GB:.0f}"
+        if dtype not in machine.flops:
+            table.add_row(machine.name, "none", size, largest, *[""] * 6)
+            continue
+        steps = [
+            (share * phase.train.max_steps, phase.step_seconds(machine, dtype, plan.mfu))
+            for phase in phases
+        ]
+        times = {kind: sum(n * step[kind] for n, step in steps) for kind in steps[0][1]}
+        whole = sum(n * max(step.values()) for n, step in steps)
+        energy = whole * machine.watts * plan.devices / 3.6e6
+        cost = energy * plan.price_per_kwh + whole / 3600 * plan.devices * plan.price_per_hour
+        table.add_row(
+            machine.name, f"{machine.flops[dtype] / 1e12:,.0f}", size, largest,
+            *(_format_duration(x) for x in (*times.values(), whole)),
+            f"{energy:,.0f}" if energy > 100 else f"{energy:.3g}", f"${cost:,.2f}",
+        )  # fmt: skip
+    return table
+
+
+def describe_measured_energy(config: Config) -> str:
+    """What the run in the folder has drawn as far as it was measured, beside what is reckoned."""
+    folder = Path(config.out or "runs/train")
+    steps, joules = 0, 0.0
+    for metrics in read_metrics(folder / "metrics.jsonl"):
+        if all(isinstance(metrics.get(name), int | float) for name in ("joules", "joules_steps")):
+            steps, joules = steps + metrics["joules_steps"], joules + metrics["joules"]
+    if not steps:
+        return f"Nothing was measured in {folder}."
+    whole = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
+    return (
+        f"Measured in {folder}: {format_three_digits(joules / steps)} J a step over {steps:,} steps, "
+        "which makes "
+        f"{joules / steps * whole / 3.6e6:.3g} kWh of {whole:,}."
+    )
+
+
+def describe_required_link(
+    machine: GpuSpec, phases: list[PhasePlan], dtype: torch.dtype, plan: PlanConfig
+) -> str:
+    """How fast the link must be for all devices to be faster than one, and for it to hold up none."""
+    steps = [
+        (phase.train.max_steps, phase, phase.step_seconds(machine, dtype, plan.mfu)) for phase in phases
+    ]
+    sent = sum(n * phase.network_traffic_bytes() for n, phase, _ in steps)
+    apart = sum(n * max(step["compute"], step["memory"]) for n, _, step in steps)
+    least, enough = (sent / seconds / BYTES_PER_GBIT for seconds in (plan.devices * apart, apart))
+    return (
+        f"{plan.devices} x {machine.name} have a link of {machine.link / BYTES_PER_GBIT:.3g} Gb/s: they "
+        "are faster "
+        f"than one (were its memory large enough) from {least:.2g} Gb/s on, and wait for no link of "
+        f"{enough:.2g}."
+    )
+
+
+def describe_days_claim(
+    machine: GpuSpec, flops: float, dtype: torch.dtype, devices: int, days: float
+) -> str:
+    """Whether a claim of so many days can be true."""
+    peak = machine.flops.get(dtype)
+    if peak is None:
+        return f"{machine.name} has no {dtype}."
+    share = flops / (days * SECONDS_PER_DAY * devices * peak)
+    if share > 1:
+        return (
+            f"{days:g} days on {devices} x {machine.name} would take {share:.0%} of the peak: it cannot be "
+            f"done; at the peak itself it takes {flops / (devices * peak) / SECONDS_PER_DAY:.1f} days."
+        )
+    small = f"{share:.0%}" if share > 0.01 else "less than 1%"
+    return f"{days:g} days on {devices} x {machine.name} ask for {small} of the peak."
+
+
+def _format_duration(seconds: float) -> str:
+    for size, unit in ((SECONDS_PER_DAY, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def _format_with_prefix(number: float, letters: str = "kMBT") -> str:
+    for size, letter in zip((1e12, 1e9, 1e6, 1e3), reversed(letters), strict=True):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.0f} "
+
+
+def _format_bytes(number: float) -> str:
+    return _format_with_prefix(number, "kMGT") + "B"

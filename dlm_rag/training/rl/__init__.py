@@ -1,0 +1,1 @@
+"""Learning by reward: rollouts, what they are worth, the gradient."""

@@ -1,0 +1,314 @@
+"""The gradient of the expected reward: what was decided, made more likely by its advantage.
+
+    loss = sum over steps of stands_for x (kl_coef x KL(step) - advantage x log pi(step)) / divisor
+
+A step that was drawn stands for so many of its rollout. KL(step) is the divergence of all that might have
+been decided there, from the policy that the phase began with; that the weights also move which steps are
+visited has no gradient in it.
+
+The divisor is constant, so that long rollouts count no less a step than short ones (arXiv 2503.20783). The
+log-probabilities are those of the decoder, computed again with gradients: `ratio_error` says how far apart.
+With several updates of a buffer the weights are no longer those that it was made with, and in place of
+log pi(step) stands the ratio to the recorded probability, clipped (PPO, arXiv 1707.06347), of whole steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from torch.utils.checkpoint import checkpoint
+
+from dlm_rag.config import DecodeConfig, TrainConfig
+from dlm_rag.decode.policy_sampling import INITIAL_SEARCH_LOGIT, base_gate_logit
+from dlm_rag.decode.trace_file import TraceHeader, make_step_examples
+from dlm_rag.diffusion.policy import (
+    SoftThreshold,
+    compute_action_distribution,
+    gate_log_prob,
+    gather_action_log_probs,
+    step_kl_divergence,
+    step_log_prob,
+)
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.device_io import to_device
+from dlm_rag.model.policy_heads import COMMIT_FEATURES, SEARCH_FEATURES
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.tokenizer import Prompt, Tokenizer
+from dlm_rag.training.rl.rollouts import WeightedStep
+
+POLICY_LOSS_SUMS = ("policy", "ratio_error", "clipped", "entropy", "divergence", "scale_score", "learned")
+MAX_LOGIT_BYTES = 4 * 2**30  # of logits that exist at a time, with all that is computed of them
+LOGIT_COPIES = 20  # numbers of float32 for each logit at the peak, which is in backward, with a reference
+LOGIT_SCALE_NUDGE = 1e-2  # by which the scale of logits is moved, to see what the score along it is
+
+
+@dataclass(frozen=True)
+class GateDecisions:
+    """What gates decided at S steps: n of them, by features of each."""
+
+    features: NDArray[np.float64]  # (n, F)
+    step: NDArray[np.int64]  # (n,) from 0
+    opened: NDArray[np.bool_]  # (n,)
+    weights: NDArray[np.float64]  # (S,)
+    old_log_probs: NDArray[np.float64]  # (S,) log-probabilities
+
+    @classmethod
+    def from_commits(cls, taken: Sequence[WeightedStep]) -> "GateDecisions":
+        """Of candidates: which were committed. Where one was forced, none had opened."""
+        kept = [(t, t.step.action) for t in taken if t.step.action is not None and t.step.action.features]
+        features: list[tuple[float, ...]] = []
+        step: list[int] = []
+        opened: list[bool] = []
+        for number, (part, action) in enumerate(kept):
+            written = set() if action.forced else {token.position for token in part.step.committed}
+            features += action.features
+            step += [number] * len(action.features)
+            opened += [position in written for position in action.candidates]
+        return cls(
+            np.array(features, np.float64).reshape(-1, len(COMMIT_FEATURES)), np.array(step, np.int64),
+            np.array(opened, np.bool_), np.array([part.weight for part, _ in kept], np.float64),
+            np.array([action.log_prob for _, action in kept], np.float64),
+        )  # fmt: skip
+
+    @classmethod
+    def from_searches(cls, taken: Sequence[WeightedStep]) -> "GateDecisions":
+        """Of steps whose query had changed: whether the evidence was refreshed."""
+        kept = [
+            (t, t.step.action) for t in taken if t.step.action is not None and t.step.action.search_features
+        ]
+        return cls(
+            np.array([action.search_features for _, action in kept], np.float64).reshape(-1,
+            len(SEARCH_FEATURES)),
+            np.arange(len(kept)), np.array([part.step.retrieved for part, _ in kept], np.bool_),
+            np.array([part.weight for part, _ in kept], np.float64),
+            np.array([action.search_log_prob for _, action in kept], np.float64),
+        )  # fmt: skip
+
+
+class HeadsObjective(nn.Module):
+    """Of the two heads; the denoiser is part of the environment, and is not run."""
+
+    def __init__(self, denoiser: Denoiser, settings: DecodeConfig, train: TrainConfig) -> None:
+        super().__init__()
+        self.denoiser, self.settings, self.train_config = denoiser, settings, train
+
+    def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the gates of a part add to the loss of a step, and sums over its decisions."""
+        heads, settings = self.denoiser.heads, self.settings
+        assert heads is not None
+        loss = torch.stack([value.sum() for value in heads.parameters()]).sum() * 0.0  # all take part
+        sums = {name: loss.detach() * 0.0 for name in POLICY_LOSS_SUMS}
+        with profile_stage("loss"):
+            for gates, head in ((part.commits, heads.commit), (part.searches, heads.search)):
+                if not len(gates.weights):
+                    continue
+                arrays = [gates.features, gates.step, gates.opened, gates.weights, gates.old_log_probs]
+                features, step, opened, weights, recorded = to_device(arrays, loss.device)
+                fresh = (
+                    base_gate_logit(features, settings) if head is heads.commit else INITIAL_SEARCH_LOGIT
+                )
+                logit = fresh + head(features)
+                log_prob = gate_log_prob(logit, step, opened, len(weights))
+                gained, clipped = compute_clipped_surrogate(log_prob, recorded, weights, self.train_config)
+                loss = loss - gained / counts["divisor"]
+                with torch.no_grad():
+                    sums["policy"] += gained
+                    sums["clipped"] += clipped
+                    add_ratio_sums(sums, log_prob, recorded)
+                    yes = logit.sigmoid()
+                    sums["entropy"] -= (yes * logsigmoid(logit) + (1 - yes) * logsigmoid(-logit)).sum()
+        return loss, sums
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """A step that the denoiser learns from: what it saw, what it did, how likely that was."""
+
+    state: LaidOutRow
+    candidates: tuple[int, ...]
+    committed_tokens: tuple[int, ...]  # of each candidate the token that it committed, -1 where it stayed
+    forced: bool
+    weight: float
+    old_log_prob: float
+    steps_represented: float = 1.0  # steps of its rollout
+
+
+def make_policy_rows(
+    taken: Sequence[WeightedStep],
+    header: TraceHeader,
+    tokenizer: Tokenizer,
+    shape: DenoiserConfig,
+    order: str,
+) -> list[PolicyRow]:
+    """The rows of steps of rollouts; what a step saw follows from its rollout. Never empty.
+
+    order: what finished blocks see, one of `denoiser_config.FINISHED_BLOCKS`. Weights in shards are
+    gathered by all processes together, so a process without steps gets a row that weighs nothing and runs
+    the layers as often as any other: for its context, where there is one, and for its canvas.
+    """
+    by_rollout: dict[int, list[WeightedStep]] = {}
+    for part in taken:
+        by_rollout.setdefault(id(part.rollout), []).append(part)
+    found = []
+    for parts in by_rollout.values():
+        rollout = parts[0].rollout
+        rows = {row.step: row for row in make_step_examples(rollout, header, tokenizer)}
+        for part in parts:
+            row, action = rows[part.step.step], part.step.action
+            assert action is not None
+            laid = lay_out_prompt(row.prompt, shape, rollout.prompt_layout, order)
+            begin, end = laid.block_bounds(row.canvas.index(header.mask_id))
+            finished = max(0, begin) if laid.block_size else 0
+            written = {token.position: token.token_id for token in row.committed}
+            found.append(
+                PolicyRow(
+                    laid.build_row(row.canvas[: min(end, len(row.canvas))], finished, shape.shifted),
+                    action.candidates,
+                    tuple(written.get(position, -1) for position in action.candidates),
+                    action.forced,
+                    part.weight,
+                    action.log_prob,
+                    part.steps_represented,
+                )
+            )
+    if found:
+        return found
+    mask = (header.mask_id,)
+    laid = lay_out_prompt(Prompt(mask, (mask,), mask), shape, header.prompt_layout, order)
+    return [
+        PolicyRow(
+            laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, steps_represented=0.0
+        )
+    ]
+
+
+class PolicyObjective(nn.Module):
+    """Of the denoiser itself: the soft threshold over its own logits."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        settings: DecodeConfig,
+        mask_id: int,
+        train: TrainConfig,
+        reference: Denoiser | None = None,
+    ) -> None:
+        """reference: the frozen denoiser that divergence is counted from, where it is wanted."""
+        super().__init__()
+        self.denoiser, self.mask_id, self.train_config = denoiser, mask_id, train
+        self.soft = SoftThreshold(
+            settings.temperature, settings.commit_threshold, settings.gate_temperature
+        )
+        self.reference = reference
+        fitting = MAX_LOGIT_BYTES // (4 * LOGIT_COPIES * denoiser.config.vocab_size)
+        self.logit_chunk = max(1, min(train.logit_chunk, fitting))
+
+    def forward(self, part: Any, counts: dict[str, float], terms: None) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the rows of a part add to the loss of a step, and sums over their decisions."""
+        rows: list[PolicyRow] = part.rows
+        states, read = [row.state for row in rows], [row.candidates for row in rows]
+        hidden = encode_canvases(self.denoiser, states, encode_contexts(self.denoiser, states), read)
+        reference = self.reference
+        with profile_stage("loss"):
+            seen: list[Tensor] = []  # by the reference
+            if reference is not None:
+                with torch.no_grad():
+                    seen = [encode_canvases(reference, states, encode_contexts(reference, states), read)]
+            arrays = [
+                np.array([token for row in rows for token in row.committed_tokens], np.int64),
+                np.repeat(np.arange(len(rows)), [len(row.candidates) for row in rows]),
+                np.array([row.forced for row in rows], np.bool_),
+                np.array(
+                    [[row.weight, row.old_log_prob, row.steps_represented] for row in rows], np.float32
+                ).T,
+                np.array([self.mask_id]),
+            ]
+            taken, step, forced, numbers, mask_id = to_device(arrays, hidden.device)
+            weights, recorded, stands_for = numbers
+            pieces = zip(*(x.split(self.logit_chunk) for x in (taken, hidden, *seen)), strict=True)
+            found, looked = [], []
+            for at, *views in pieces:
+                # Logits exist a chunk at a time: backward computes them again.
+                found.append(checkpoint(self._picked, at, mask_id, *views, use_reentrant=False))
+                with torch.no_grad():
+                    looked.append(self._entropy_and_scale(at, mask_id, views[0]))
+            parts, notes = torch.cat(found, 1), torch.cat(looked, 1)
+            took = taken >= 0
+            log_prob = step_log_prob(parts[:4], step, took, forced)
+            learned = log_prob
+            if self.train_config.committed_only:
+                learned = log_prob.new_zeros(len(forced)).index_add(0, step, parts[3].where(took, 0.0))
+            gained, clipped = compute_clipped_surrogate(learned, recorded, weights, self.train_config)
+            loss, divergence = -gained, torch.zeros_like(gained)
+            if reference is not None:
+                own = torch.cat((parts[1:3], parts[4:6]))
+                each = step_kl_divergence(own, parts[6], step, len(rows))
+                divergence = (stands_for * each).sum()
+                loss = loss + self.train_config.kl_coef * divergence
+            loss = loss / counts["divisor"]
+        sums = {name: loss.detach().double() * 0.0 for name in POLICY_LOSS_SUMS}
+        if rows[0].steps_represented:  # else it is there for the other processes
+            with torch.no_grad():
+                sums["policy"] += gained
+                sums["clipped"] += clipped
+                add_ratio_sums(sums, log_prob.double(), recorded.double())
+                sums["entropy"] += notes[0].sum()
+                sums["divergence"] += divergence
+                up, down = (step_log_prob(x, step, took, forced) for x in notes[1:].split(4))
+                sums["scale_score"] += ((up - down) / (2 * LOGIT_SCALE_NUDGE)).sum()
+        return loss, sums
+
+    def _picked(self, taken: Tensor, mask_id: Tensor, hidden: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(4, n): `gather_action_log_probs`; with the hidden states that the reference has seen (7, n):
+        the two rows of the
+        divergence from it, and its urge."""
+        found = compute_action_distribution(compute_logits(self.denoiser, hidden), mask_id, self.soft)
+        parts = gather_action_log_probs(found, taken)
+        if self.reference is None or seen is None:
+            return parts
+        with torch.no_grad():
+            other = compute_action_distribution(compute_logits(self.reference, seen), mask_id, self.soft)
+        return torch.cat((parts, found.kl_divergence(other), other.forced_logit[None]))
+
+    def _entropy_and_scale(self, taken: Tensor, mask_id: Tensor, hidden: Tensor) -> Tensor:
+        """(9, n): entropy; `gather_action_log_probs` with the scale of the logits moved up, and down."""
+        logits = compute_logits(self.denoiser, hidden)
+        parts = [compute_action_distribution(logits, mask_id, self.soft).entropy()[None]]
+        for by in (LOGIT_SCALE_NUDGE, -LOGIT_SCALE_NUDGE):
+            parts.append(
+                gather_action_log_probs(
+                    compute_action_distribution(logits * (1 + by), mask_id, self.soft), taken
+                )
+            )
+        return torch.cat(parts)
+
+
+def compute_logits(denoiser: Denoiser, hidden: Tensor) -> Tensor:
+    """Logits (n, V) of hidden states (n, hidden), in float32; the trainer counts the work of the head."""
+    found: Tensor = denoiser.lm_head(denoiser.norm(hidden))
+    return found.float()
+
+
+def compute_clipped_surrogate(
+    log_prob: Tensor, recorded: Tensor, weights: Tensor, train: TrainConfig
+) -> tuple[Tensor, Tensor]:
+    """What is to be made large, summed over steps (S,), and how many of them are clipped."""
+    if train.num_iterations == 1:
+        return (weights * log_prob).sum(), log_prob.new_zeros(())
+    ratio = (log_prob - recorded).exp()
+    bounded = weights * ratio.clamp(1 - train.clip_eps, 1 + train.clip_eps)
+    return torch.minimum(weights * ratio, bounded).sum(), (bounded < weights * ratio).sum().detach()
+
+
+def add_ratio_sums(sums: dict[str, Tensor], log_prob: Tensor, recorded: Tensor) -> None:
+    """Adds decisions to the sums."""
+    sums["ratio_error"] += ((log_prob - recorded).exp() - 1).abs().sum()
+    sums["learned"] += len(recorded)

@@ -1,0 +1,180 @@
+"""The rollout buffer of a step: groups of rollouts of the same question, as the decoder makes them.
+
+One loop decodes for training, evaluation and people; a rollout holds all that its likelihood follows
+from, in ids. Everything is drawn by (seed, step, question, member): nothing has to be saved to go on.
+"""
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from dlm_rag.config import Config, DecodeConfig, TrainConfig
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.questions import Question
+from dlm_rag.randomness import sample_permutation
+from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.data.world_examples import IndexedWorld, draw_world_question
+from dlm_rag.training.rl.reward import RewardParts, compute_advantages, compute_reward, compute_reward_parts
+
+
+class QuestionSource(Protocol):
+    """Where the questions of a step come from."""
+
+    def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
+        """Some questions of a step, and what answers their searches."""
+        ...
+
+
+class WorldQuestionSource:
+    """Of invented worlds, a new one every `train.steps_per_world` steps."""
+
+    def __init__(self, train: TrainConfig, top_k: int) -> None:
+        self._train, self._top_k = train, top_k
+        self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
+
+    def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
+        train, number = self._train, step // self._train.steps_per_world
+        if number not in self._open:
+            self._open.clear()
+            seed = train.seed * 1_000_003 + 500_000 + number
+            self._open[number] = IndexedWorld(seed, train.world_passages, self._top_k)
+        indexed, questions = self._open[number], []
+        for item in items:
+            rng = random.Random(f"rl/{train.seed}/{step}/{item}")
+            found = draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
+            support = tuple(subject.id for subject in found.subjects)
+            questions.append(
+                Question(f"{step}.{item}", found.question, (found.answer,), support, found.hops)
+            )
+        return questions, indexed.retriever
+
+
+class FileQuestionSource:
+    """Of a file, in an order that is drawn anew whenever all have been asked."""
+
+    def __init__(
+        self, questions: Sequence[Question], retriever: CorpusRetriever, train: TrainConfig, phase: str
+    ) -> None:
+        self._questions, self._retriever, self._train = questions, retriever, train
+        self._key = (train.seed, phase)
+
+    def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
+        found = []
+        for item in items:
+            epoch, place = divmod(step * self._train.items + item, len(self._questions))
+            order = sample_permutation((*self._key, "rl", epoch), len(self._questions))
+            found.append(replace(self._questions[int(order[place])], id=f"{step}.{item}"))
+        return found, self._retriever
+
+
+@dataclass(frozen=True)
+class WeightedStep:
+    """A step of a rollout that is learned from."""
+
+    rollout: Rollout
+    step: RolloutStep
+    weight: float  # its advantage, times `steps_represented`
+    steps_represented: float = 1.0  # steps of its rollout
+
+
+@dataclass(frozen=True)
+class RolloutBuffer:
+    """Some groups of a step, and what was counted of them."""
+
+    rollouts: list[Rollout]
+    weighted_steps: list[WeightedStep]
+    sums: dict[str, float]
+
+
+def fill_rollout_buffer(
+    decoder: Decoder, asked: Sequence[Question], train: TrainConfig, share_done: float
+) -> RolloutBuffer:
+    """Decodes `train.num_generations` rollouts of each question, and weighs their steps.
+
+    share_done: of the steps of the phase. Rollouts with an error leave their group, and are counted. Groups
+    without differences are learned from only where divergence is: it counts in every rollout.
+    """
+    members = [replace(q, id=f"{q.id}.{member}") for q in asked for member in range(train.num_generations)]
+    with profile_stage("rollout"):
+        rollouts = decoder.decode(members)
+    with profile_stage("reward"):
+        priced = bool(train.forward_cost or train.search_cost) and share_done >= train.cost_start
+        taken: list[WeightedStep] = []
+        sums = dict.fromkeys(ROLLOUT_SUMS, 0.0)
+        for number, question in enumerate(asked):
+            group = rollouts[number * train.num_generations : (number + 1) * train.num_generations]
+            sound = [rollout for rollout in group if not rollout.error]
+            found = [compute_reward_parts(rollout, question) for rollout in sound]
+            rewards = [compute_reward(part, train, priced) for part in found]
+            count_rollout_group(sums, group, found, rewards)
+            for rollout, advantage in zip(sound, compute_advantages(rewards, priced), strict=True):
+                if advantage or train.kl_coef:
+                    taken += sample_rollout_steps(rollout, float(advantage), train)
+    return RolloutBuffer(rollouts, taken, sums)
+
+
+def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig) -> list[WeightedStep]:
+    """The steps of a rollout that are learned from, each weighed by how many it stands for.
+
+    `train_steps_per_rollout` of S by lot, without putting back: the expectation of their weighted sum is
+    the sum over all.
+    """
+    steps = [step for step in rollout.steps if step.action is not None]
+    most = train.train_steps_per_rollout or len(steps)
+    if most >= len(steps):
+        return [WeightedStep(rollout, step, advantage) for step in steps]
+    rng = random.Random(f"steps/{train.seed}/{rollout.id}")
+    each = len(steps) / most
+    return [WeightedStep(rollout, step, advantage * each, each) for step in rng.sample(steps, most)]
+
+
+ROLLOUT_SUMS = (
+    "rollouts", "failed", "reward", "exact_match", "f1", "recall", "forwards", "searches", "unanswered",
+    "groups", "groups_right", "groups_wrong", "groups_mixed", "steps", "forced",
+)  # fmt: skip
+
+
+def count_rollout_group(
+    sums: dict[str, float], group: Sequence[Rollout], found: Sequence[RewardParts], rewards: Sequence[float]
+) -> None:
+    """Adds a group to the sums."""
+    sums["rollouts"] += len(found)
+    sums["failed"] += len(group) - len(found)
+    sums["reward"] += sum(rewards)
+    for name in ("exact_match", "f1", "recall", "forwards", "searches", "unanswered"):
+        sums[name] += sum(getattr(part, name) for part in found)
+    right = sum(part.exact_match for part in found)
+    sums["groups"] += 1
+    kind = "right" if right == len(found) else "mixed" if right else "wrong"
+    sums[f"groups_{kind}"] += 1
+    actions = [step.action for rollout in group for step in rollout.steps if step.action is not None]
+    sums["steps"] += len(actions)
+    sums["forced"] += sum(action.forced for action in actions)
+
+
+def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
+    """How rollouts are decoded: as the config says, but by lot."""
+    if train.trainable == "policy_heads":
+        headed = {"commit_rule": "policy_head", "head_threshold": None, "temperature": 0.0}
+    else:
+        headed = {
+            "commit_rule": "sampled",
+            "temperature": train.rollout_temperature,
+            "retrieval_gate": "always",
+        }
+    places = min(config.decode.batch_size, train.items * train.num_generations)
+    return replace(config.decode, **headed, batch_size=places, seed=train.seed)  # type: ignore[arg-type]
+
+
+def make_rollout_decoder(
+    denoiser: Denoiser, retriever: CorpusRetriever, tokenizer: Tokenizer, config: Config, train: TrainConfig
+) -> Decoder:
+    """A decoder of rollouts around the weights as they are now; it keeps nothing of older ones."""
+    settings, engine = make_rollout_settings(config, train), config.engine.for_training_rollouts
+    return Decoder(denoiser, retriever, tokenizer, settings, engine=engine)

@@ -1,0 +1,146 @@
+"""Fine-tuning a model of uniform noise: rows whose canvas is drawn anew in places, and their loss.
+
+The rows are those of masked fine-tuning (`rows/`): the same prompts, and what a mask hides there is drawn
+from the whole vocabulary here. Canvases are always whole; finished ones belong to the prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.diffusion.nelbo import token_losses
+from dlm_rag.diffusion.noise import NOISE_SCHEDULES, sample_antithetic_times
+from dlm_rag.diffusion.uniform_process import add_uniform_noise, uniform_nelbo
+from dlm_rag.model.device_io import to_device
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.randomness import make_keyed_generator
+from dlm_rag.training.data.example import Example
+from dlm_rag.training.model_init import InitialModel
+from dlm_rag.training.objective import LossWeights
+from dlm_rag.training.supervised_tasks import ExampleSource, SftTask
+from dlm_rag.training.trainable_gemma import TrainableGemma
+
+LINEAR = NOISE_SCHEDULES["linear"]
+
+
+@dataclass(frozen=True)
+class UniformRow:
+    """A row: what the encoder reads, the true canvas (n,) and the one that is shown."""
+
+    prompt: tuple[int, ...]
+    target: tuple[int, ...]
+    noisy: tuple[int, ...]
+    time: float  # of the noise, for the NELBO
+    self_conditioned: bool  # whether the logits of a first pass are shown too
+    copied_positions: tuple[int, ...] = ()  # positions that a passage spells out and that are drawn anew
+
+
+def make_full_canvas(example: Example, block: int, end_id: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the encoder reads of an example, and the canvas behind it, filled up with end tokens."""
+    at = example.finished
+    target = example.target[at : at + block]
+    fill = (end_id,) * (block - len(target))
+    return (*example.prompt.ids, *example.target[:at]), (*target, *fill)
+
+
+class UniformSftTask(SftTask):
+    """`SftTask` for a model of uniform noise: the same rows and curriculum."""
+
+    def __init__(
+        self, answers: ExampleSource, config: Config, train: TrainConfig, origin: InitialModel
+    ) -> None:
+        super().__init__(answers, config, train, origin)
+        self._shape, self._end_id = origin.config, origin.tokenizer.end_id
+
+    def objective(self, denoiser: Any, share: object) -> "UniformObjective":  # type: ignore[override]
+        return UniformObjective(denoiser, self._end_ids, self._train.uniform_loss)
+
+    def make_microbatch(self, step: int, items: Sequence[int], conditions: tuple[int, int]) -> Any:
+        """The rows of some items; noise and lots depend on step, item and row alone."""
+        examples = self._answers.examples(step, items, conditions)
+        found, rows = [], self._train.rows_per_set
+        for place, item in enumerate(items):
+            key = ("redrawn", self._train.seed, step, item)
+            found += self._make_rows(
+                examples[place * rows : (place + 1) * rows], make_keyed_generator(*key)
+            )
+        return found
+
+    def _make_rows(self, examples: Sequence[Example], generator: torch.Generator) -> list[UniformRow]:
+        """The rows of an item.
+
+        For the NELBO each is drawn anew at a time of its own. Under cross-entropy, where its rows would be
+        masked: half of them at a time of their own too, in the other half what was not written at a moment
+        of decoding.
+        """
+        shape, train = self._shape, self._train
+        block, end_id = shape.block_size, self._end_id
+        assert block is not None and end_id is not None
+        pairs = [make_full_canvas(example, block, end_id) for example in examples]
+        targets = torch.tensor([target for _, target in pairs])
+        times = sample_antithetic_times(len(pairs), generator)
+        if train.uniform_loss == "nelbo":
+            alpha = LINEAR.alpha(times)[:, None].expand(targets.shape)
+        else:
+            behind = ((*e.masked[e.finished :], *[True] * block)[:block] for e in examples)
+            alpha = 1 - torch.tensor(list(behind), dtype=torch.float64)
+        # One alpha for each position is one row of one token each.
+        noisy = add_uniform_noise(targets[..., None], alpha, shape.vocab_size, generator).squeeze(-1)
+        lots = torch.rand(len(pairs), generator=generator) < train.self_conditioning
+        found = []
+        for n, (example, (prompt, target)) in enumerate(zip(examples, pairs, strict=True)):
+            at = {pointer.position - example.finished for pointer in example.pointers}
+            shown = tuple(noisy[n].tolist())
+            names = tuple(p for p in sorted(at) if 0 <= p < block and shown[p] != target[p])
+            found.append(UniformRow(prompt, target, shown, float(times[n]), bool(lots[n]), names))
+        return found
+
+    def count_microbatch(self, part: Sequence[Any], terms: LossWeights) -> dict[str, float]:
+        ends = sum(token in self._end_ids for row in part for token in row.target)
+        supervised = sum(len(row.target) for row in part)
+        return {
+            "supervised": float(supervised),
+            "divisor": supervised - ends + terms.end_token * ends,
+            "pointed": float(sum(len(row.copied_positions) for row in part)),
+            "tokens": float(supervised + sum(len(row.prompt) for row in part)),
+            "rows": float(len(part)),
+        }
+
+
+class UniformObjective(nn.Module):
+    """The loss of a batch as one call, which is what DDP wraps."""
+
+    def __init__(self, denoiser: TrainableGemma, end_ids: frozenset[int], loss: str) -> None:
+        super().__init__()
+        self.denoiser, self.end_ids, self.loss = denoiser, end_ids, loss
+        denoiser.from_others = loss == "nelbo"
+
+    def forward(
+        self, rows: Sequence[UniformRow], counts: dict[str, float], terms: LossWeights
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What these rows add to the loss of a step, a scalar; and sums, as in `MaskedObjective`."""
+        names = [(n, place) for n, row in enumerate(rows) for place in row.copied_positions]
+        weights = [
+            [terms.end_token if token in self.end_ids else 1.0 for token in row.target] for row in rows
+        ]
+        arrays = [
+            np.array([row.noisy for row in rows]), np.array([row.target for row in rows]),
+            np.array(weights, np.float32), np.array([[row.time] for row in rows]),
+            np.array(names, np.int64).reshape(-1, 2).T,
+        ]  # fmt: skip
+        noisy, targets, counted, times, at = to_device(arrays, self.denoiser.device)
+        logits = self.denoiser([row.prompt for row in rows], noisy, [row.self_conditioned for row in rows])
+        with profile_stage("loss"):
+            if self.loss == "nelbo":
+                losses = uniform_nelbo(logits, noisy, targets, times.expand(noisy.shape), LINEAR)
+            else:
+                losses = token_losses(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
+            summed = (losses * counted).sum().float()
+            right = (logits.detach().argmax(-1) == targets)[at.unbind()].sum().float()
+        sums = {"tokens": summed, "names_right": right}
+        return summed / counts["divisor"], {name: value.detach() for name, value in sums.items()}

@@ -1,0 +1,214 @@
+"""Models that are only measured: the published algorithm done plainly, and recorded decodes run again.
+
+The tokens that a denoiser of random weights proposes mean nothing; what a step costs depends only on which
+positions are masked and which passages are new. Both are taken from recorded rollouts.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlm_rag.decode.model_runner import (
+    MaskedModelRunner,
+    ModelInput,
+    collect_crf_inputs,
+    collect_sampling_metadata,
+)
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, LaidOutRow
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.device_io import to_device
+from dlm_rag.model.kv_store import SharedContext, make_consecutive_ranges
+from dlm_rag.model.packed_batch import pack_rows
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.retrieval.base import CorpusRetriever, Ranking
+from dlm_rag.retrieval.query import Query
+from dlm_rag.text import normalize_whitespace
+from dlm_rag.tokenizer import Prompt, PromptTemplate
+
+RANDOM_MODEL_SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
+    "100m": (768, 12, 12, 12, 2048, 16_384),
+    "1b": (2048, 22, 32, 8, 5632, 32_000),
+    "7b": (3584, 28, 28, 4, 18_944, 152_064),  # Dream's
+}
+PASSAGE_LENGTH, QUESTION_LENGTH, CANVAS_LENGTH = 100, 20, 64
+MASK_ID = 0  # of the random denoisers and their tokenizer
+
+
+def make_random_denoiser(shape: str, device: torch.device, dtype: torch.dtype) -> Denoiser:
+    """A denoiser of a shape in `RANDOM_MODEL_SHAPES` with random weights."""
+    hidden, layers, heads, kv_heads, inner, vocabulary = RANDOM_MODEL_SHAPES[shape]
+    config = DenoiserConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=inner,
+        mask_token_id=MASK_ID,
+        passage_length=PASSAGE_LENGTH,
+        canvas_length=CANVAS_LENGTH,
+    )
+    with torch.device(device):
+        denoiser = Denoiser(config).eval()
+    for parameter in denoiser.parameters():
+        parameter.data = parameter.data.to(dtype)  # the rotary frequencies stay in float32
+    return denoiser
+
+
+class ReferenceModelRunner:
+    """The published algorithm as it is: the whole model over everything, logits at every position."""
+
+    def __init__(self, denoiser: Denoiser, mask_id: int) -> None:
+        self.denoiser, self._mask_id = denoiser, np.array([mask_id])
+
+    @property
+    def shape(self) -> DenoiserConfig:
+        return self.denoiser.config
+
+    @torch.inference_mode()
+    def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
+        shifted = self.denoiser.config.shifted
+        states = [
+            view.laid_out_prompt.build_row(view.canvas.tolist(), view.finished_length, shifted)
+            for view in views
+        ]
+        with profile_stage("encode_evidence"):
+            contexts = self._contexts(states)
+        found = []
+        with profile_stage("denoise"):
+            packed = pack_rows(
+                [row.canvas_segment for row in states], self.denoiser.device, context=contexts
+            )
+            whole = self.denoiser.compute_token_logits(self.denoiser.encode(packed)[0]).float()
+            for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
+                at = torch.from_numpy(row.canvas_start + view.positions).to(every.device)
+                wanted = to_device(collect_sampling_metadata([view], self._mask_id), every.device)
+                logits = every[at]
+                if copied := collect_crf_inputs([view], int(self._mask_id[0])):
+                    logits = apply_copy_crf(logits, CopyCRF(*to_device(copied[0], every.device)))
+                values = sample_proposals(logits, SamplingMetadata(*wanted))
+                token, *others = values.cpu().numpy().astype(np.float64)
+                found.append(Proposals(view.positions, token.astype(np.int64), *others))
+        return found
+
+    def _contexts(self, states: Sequence[LaidOutRow]) -> SharedContext | None:
+        """Keys and values of every segment of every row, each through the whole of every layer."""
+        segments = [segment for row in states for segment in row.context_segments]
+        if not segments:
+            return None
+        rows = pack_rows(segments, self.denoiser.device)
+        places = iter(make_consecutive_ranges(rows.lengths))
+        seen = [[next(places) for _ in row.context_segments] for row in states]
+        return SharedContext(self.denoiser.encode(rows, keep=True)[1], seen)
+
+    def prefetch(self, arrangement: LaidOutPrompt) -> None:
+        """Nothing is kept."""
+
+    def release(self, slot: int) -> None:
+        """Nothing is kept."""
+
+
+class ReplayTokenizer:
+    """Random ids for every text, as many for each passage and for each question."""
+
+    mask_id, end_ids, special_ids = MASK_ID, frozenset({1}), frozenset({MASK_ID, 1})
+    template = PromptTemplate(fact="{passage}")
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self._kept: dict[str, tuple[int, ...]] = {}
+
+    def build_prompt(self, question: str, passages: list[str]) -> Prompt:
+        facts = tuple(self._ids(passage, PASSAGE_LENGTH) for passage in passages)
+        return Prompt(self._ids(question, QUESTION_LENGTH), facts, ())
+
+    def _ids(self, text: str, length: int) -> tuple[int, ...]:
+        if text not in self._kept:
+            rng = np.random.default_rng(list(text.encode()))
+            self._kept[text] = tuple(rng.integers(2, self._vocabulary, length).tolist())
+        return self._kept[text]
+
+    def query_text(self, ids: list[int]) -> str:
+        return ""
+
+    def token_text(self, token: int) -> str:
+        return ""
+
+    def decode_with_offsets(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
+        return "", [(0, 0)] * len(ids)
+
+
+class ReplayRetriever(CorpusRetriever):
+    """Finds for each question what its recorded decode had found, search by search."""
+
+    def __init__(self, recorded_with: CorpusRetriever, recorded: Mapping[str, Rollout]) -> None:
+        super().__init__(recorded_with.corpus, recorded_with.top_k)
+        rows = {passage.id: row for row, passage in enumerate(recorded_with.corpus)}
+        self._plan = {
+            normalize_whitespace(rollout.question): [
+                [rows[found] for found in step.passage_ids] for step in rollout.steps
+            ]
+            for rollout in recorded.values()
+        }
+        self._searches: Counter[str] = Counter()  # by asker
+
+    def key(self, query: Query) -> Any:
+        return object()  # every search is made
+
+    def forget(self, asker: str) -> None:
+        del self._searches[asker]
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        found = []
+        for query in queries:
+            found.append(self._plan[query.parts[0]][self._searches[query.asker]])
+            self._searches[query.asker] += 1
+        return found
+
+
+class ReplayModelRunner:
+    """Runs a model, and is then sure of what a recorded decode committed next, and of nothing else."""
+
+    def __init__(
+        self, inner: MaskedModelRunner, recorded: Mapping[str, Rollout], tokenizer: ReplayTokenizer
+    ) -> None:
+        self.inner = inner
+        self._recorded = {tokenizer.build_prompt(r.question, []).head: r for r in recorded.values()}
+
+    @property
+    def shape(self) -> DenoiserConfig:
+        return self.inner.shape
+
+    def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
+        self.inner.propose(views)
+        return [self._proposals(view) for view in views]
+
+    def _proposals(self, view: ModelInput) -> Proposals:
+        laid = view.laid_out_prompt
+        held = (laid.canvas_prefix, *laid.context_segments)
+        asked = (segment.ids[:QUESTION_LENGTH] for segment in held)
+        steps = next(self._recorded[ids] for ids in asked if ids in self._recorded).steps
+        done = accumulate(len(step.committed) for step in steps)
+        now = list(done).index(int(np.count_nonzero(view.canvas != MASK_ID))) + 1
+        tokens = {c.position: c.token_id for c in steps[now].committed}
+        places = view.positions.tolist()
+        sure = np.array([float(place in tokens) for place in places])
+        ids = np.array([tokens.get(place, 2) for place in places])
+        none = np.zeros(len(places))
+        return Proposals(view.positions, ids, sure, none, none, none, none)
+
+    def prefetch(self, arrangement: LaidOutPrompt) -> None:
+        self.inner.prefetch(arrangement)
+
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)

@@ -1,0 +1,235 @@
+"""A cluster on a desk, on one machine: what a link costs, and what happens when its cable is pulled out.
+
+    sudo python profiling/netns_cluster.py --out runs/desk [--gbit 0.1,1,2.5,10] [--delay 2] [KEY=VALUE ...]
+    sudo python profiling/netns_cluster.py --out runs/desk --part unplugged
+
+Two hosts with one wire between them (`netns_link.py`) train together as two machines would: torchrun, its
+rendezvous over the wire, gloo, a folder that both see. `speeds`: seconds of a step and bytes sent, in
+whole copies and in shards, at each speed, beside the plan. `unplugged`: the cable is pulled out in the
+middle of a run, which goes on on the first host alone and then on both; its steps and losses are held
+against those of a run on one host that nobody disturbed.
+
+Delay: milliseconds each way. Linux and root; nothing outside of the two hosts is touched.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from netns_link import NetnsLink, netns_unavailable_reason
+from rich.console import Console
+from rich.table import Column, Table
+
+from dlm_rag.cli import print_note, run_program
+from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.config import load_config
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.files.atomic import write_text_atomic
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS: dict[str, tuple[str | int, str]] = {
+    "gbit": ("0.1,1,2.5,10", "speeds of the link"),
+    "delay": ("2", "milliseconds from one end to the other"),
+    "part": ("", "speeds or unplugged alone"),
+}
+TINY_MODEL_SETTINGS = [
+    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
+    "train.passage_sets_per_step=2",
+    "train.rows_per_set=2", "train.world_passages=100", "train.worlds=1", "train.eval_steps=1000000",
+    "train.eval_questions=1", "train.optimizer=adamw", "train.learning_rate=0.001",
+    "decode.max_new_tokens=32", "retrieval.top_k=2",
+]  # fmt: skip
+# 13 M parameters and few tokens: a step that is about as long as its sums on a link of 1 Gb/s.
+WIDE_MODEL_SETTINGS = [
+    *TINY_MODEL_SETTINGS,
+    "train.hidden_size=512",
+    "train.num_hidden_layers=4",
+    "train.intermediate_size=1536",
+]
+PARALLEL_MODES = {"whole copies": "ddp", "shards": "fsdp"}
+STEPS, WARM_UP = 8, 3  # measured at a speed; left out before
+TIMEOUT_SECONDS = 300  # seconds that anything here may take
+
+
+def start_training(
+    wire: NetnsLink | None, host: int, of: int, folder: Path, words: Sequence[str]
+) -> "subprocess.Popen[str]":
+    """Starts training on a host, one of so many, as it is started on a machine on a desk."""
+    program = ["train.py", "--out", str(folder.resolve()), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE}
+    if wire is None:
+        return subprocess.Popen([sys.executable, *program], text=True, **options)
+    if of > 1:
+        launcher = [
+            "-m", "torch.distributed.run", "--nnodes", str(of), "--nproc-per-node", "1",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{wire.addresses[0]}:29500", "--rdzv-id", "desk",
+            "--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", wire.addresses[host],
+        ]  # fmt: skip
+        program = [*launcher, *program]
+    return wire.start(host, [sys.executable, *program], **options)
+
+
+def read_step_metrics(folder: Path) -> list[dict[str, Any]]:
+    """What the run in a folder has written of its steps."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    found = (json.loads(line) for line in lines if line.endswith("\n"))
+    return [line for line in found if "loss" in line]
+
+
+def wait_for_step(steps: int, folder: Path, processes: "Sequence[subprocess.Popen[str]]") -> None:
+    """Until the run has made so many steps; raises `RunError` where it ends before, or takes too long."""
+    begun = time.monotonic()
+    while len(read_step_metrics(folder)) < steps:
+        ended = [process for process in processes if process.poll() is not None]
+        if ended or time.monotonic() - begun > TIMEOUT_SECONDS:
+            raise RunError(f"no step {steps}: {ended[0].communicate()[1][-2000:] if ended else 'too slow'}")
+        time.sleep(0.005)
+
+
+def wait_for_success(*processes: "subprocess.Popen[str]") -> None:
+    """Waits for them; raises `RunError` where one failed."""
+    for process in processes:
+        _, error = process.communicate(timeout=TIMEOUT_SECONDS)
+        if process.returncode:
+            raise RunError(f"a host failed: {error[-2000:]}")
+
+
+def measure_link_speeds(
+    folder: Path, links: list[float], delay: float, words: list[str]
+) -> list[dict[str, Any]]:
+    """A line for one host alone and for each way and link: seconds of a step, bytes sent by a host."""
+    import torch
+
+    from dlm_rag.training.planning.plan import plan_phases, resolve_shape
+
+    words, each = [*WIDE_MODEL_SETTINGS, *words], STEPS + WARM_UP
+    alone = folder / "alone"
+    wait_for_success(start_training(None, 0, 1, alone, [*words, f"train.max_steps={each}"]))
+    found = [{"way": "one host alone", "seconds": _median_step_seconds(alone, 0)}]
+    for name, way in PARALLEL_MODES.items():
+        here = folder / way
+        more = [*words, f"train.parallel={way}", f"train.max_steps={each * len(links)}"]
+        config = load_config(None, [*more, "plan.devices=2", "model.device=cpu"])
+        (plan,) = plan_phases(config, resolve_shape(config), torch.float32)
+        with NetnsLink(links[0], delay) as wire:
+            hosts = [start_training(wire, host, 2, here, more) for host in range(2)]
+            for number, gbit in enumerate(links):
+                wire.set_speed(gbit)
+                wait_for_step(each * number + WARM_UP, here, hosts)
+                before = wire.count_sent_bytes(1)
+                # The last step is left to the end of the run: what is exported is sent, too.
+                wait_for_step(each * (number + 1) - 1, here, hosts)
+                line = {
+                    "way": name, "gbit": gbit, "seconds": _median_step_seconds(here, number),
+                    "sent": (wire.count_sent_bytes(1) - before) / (STEPS - 1),
+                    "planned": plan.network_traffic_bytes(),
+                    "on the link": plan.network_traffic_bytes() * 8e-9 / gbit,
+                }  # fmt: skip
+                print_note(json.dumps(line))
+                found.append(line)
+            wait_for_success(*hosts)
+    return found
+
+
+def _median_step_seconds(folder: Path, number: int) -> float:
+    """Seconds of a step in the middle of those at a speed, the first ones left out."""
+    first = (STEPS + WARM_UP) * number + WARM_UP
+    return median(line["seconds"] for line in read_step_metrics(folder)[first : first + STEPS - 1])
+
+
+def measure_unplugged_run(
+    folder: Path, steps: int = 36, way: str = "fsdp", words: Sequence[str] = ("train.timeout_minutes=0.2",)
+) -> dict[str, Any]:
+    """What became of a run whose cable was pulled out after a third of its steps.
+
+    It goes on on the first host alone for another third, then on both.
+    """
+    words = [*TINY_MODEL_SETTINGS, f"train.max_steps={steps}", "train.save_steps=3", *words]
+    whole, here, both = folder / "undisturbed", folder / "unplugged", [*words, f"train.parallel={way}"]
+    wait_for_success(start_training(None, 0, 1, whole, words))
+    with NetnsLink(1, 2) as wire:
+        hosts = [start_training(wire, host, 2, here, both) for host in range(2)]
+        wait_for_step(steps // 3, here, hosts)
+        wire.set_link_up(False)
+        begun = time.monotonic()
+        _, said = hosts[0].communicate(timeout=TIMEOUT_SECONDS)
+        seconds, reached = time.monotonic() - begun, [len(read_step_metrics(here))]
+        wire.stop(hosts[1])  # its torchrun goes on asking the other's, which is out of reach
+        wire.set_link_up(True)
+        alone = start_training(wire, 0, 1, here, [*words, "--resume"])
+        wait_for_step(2 * steps // 3, here, [alone])
+        alone.terminate()  # SIGTERM: it saves, for both are there again
+        wait_for_success(alone)
+        reached.append(len(read_step_metrics(here)))
+        wait_for_success(*[start_training(wire, host, 2, here, [*both, "--resume"]) for host in range(2)])
+    ours, theirs = read_step_metrics(here), read_step_metrics(whole)
+    pairs = zip(ours, theirs, strict=True)
+    return {
+        "seconds until the first host ended": seconds,
+        "it said": next((line for line in said.splitlines() if line.startswith("error: ")), said[-2000:]),
+        "steps made when it ended, when both were there again": reached,
+        "numbers of all steps": [line["step"] for line in ours],
+        "largest difference of a loss": max(abs(a["loss"] / b["loss"] - 1) for a, b in pairs),
+    }
+
+
+def main(argv: list[str]) -> None:
+    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
+    if words.config.out is None:
+        raise ConfigError("the script needs --out FOLDER")
+    part = words.options["part"]
+    if part not in ("", "speeds", "unplugged"):
+        raise ConfigError(f"--part {part} is neither speeds nor unplugged")
+    try:
+        links, delay = (
+            [float(word) for word in words.options["gbit"].split(",")],
+            float(words.options["delay"]),
+        )
+    except ValueError:
+        links, delay = [], 0.0
+    if delay < 0 or not links or not all(0 < link < 1000 for link in links):
+        raise ConfigError("--gbit and --delay want numbers, as in --gbit 0.1,1 --delay 2")
+    if reason := netns_unavailable_reason():
+        raise ConfigError(f"two hosts cannot be made here: {reason}")
+    folder = Path(words.config.out)
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = [word for word in words.settings if not word.startswith("out=")]
+    found: dict[str, Any] = {}
+    if part != "unplugged":
+        found["speeds"] = measure_link_speeds(folder / "speeds", links, delay, settings)
+        print_link_speeds(found["speeds"])
+    if part != "speeds":
+        found["unplugged"] = {
+            way: measure_unplugged_run(folder / way, way=way) for way in PARALLEL_MODES.values()
+        }
+        for way, result in found["unplugged"].items():
+            print(way, json.dumps(result, indent=2))
+    write_text_atomic(folder / "desk.json", json.dumps(found, indent=2) + "\n")
+
+
+def print_link_speeds(lines: list[dict[str, Any]]) -> None:
+    """A table of what `speeds` has found."""
+    headings = ("Gb/s", "s a step", "MB sent", "planned", "s on the link, planned")
+    table = Table("", *(Column(heading, justify="right") for heading in headings))
+    for line in lines:
+        cells = [f"{line['seconds']:.2f}"]
+        if "gbit" in line:
+            sizes = [f"{line[key] / 1e6:.1f}" for key in ("sent", "planned")]
+            cells = [f"{line['gbit']:g}", *cells, *sizes, f"{line['on the link']:.2f}"]
+        else:
+            cells = ["", *cells]
+        table.add_row(line["way"], *cells)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,371 @@
+"""Tiny checkpoints with public field and tensor names, made from a seed: no weights are committed.
+
+The streams of `numpy.random.RandomState` are frozen, so a family's weights are the same everywhere. The
+weights are toys; what public code does with them is the reference.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+LAYERS, WIDTH, HEADS, KEY_HEADS, HEAD_DIM, INNER = 3, 64, 4, 2, 16, 128
+PAD, TURN, END, MASK, VOCABULARY = 256, 257, 258, 259, 260  # behind the 256 bytes
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT_OF_ROLES = (
+    "{% for m in messages %}<role>{{ 'HUMAN' if m['role'] == 'user' else m['role'] | upper }}</role>"
+    "{{ m['content'] }}<|role_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<role>ASSISTANT</role>{% endif %}"
+)
+SIZES = {
+    "attention_dropout": 0.0,
+    "bos_token_id": PAD,
+    "hidden_act": "silu",
+    "hidden_size": WIDTH,
+    "initializer_range": 0.02,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 1024,
+    "max_window_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KEY_HEADS,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "torch_dtype": "float32",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vocab_size": VOCABULARY,
+}
+CONFIGS: dict[str, dict[str, Any]] = {  # config.json, with the fields that the public ones have
+    "sdar": SIZES
+    | {
+        "architectures": ["SDARForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_sdar.SDARConfig",
+            "AutoModel": "modeling_sdar.SDARModel",
+            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+        },
+        "model_type": "sdar",
+        "attention_bias": False,
+        "debug": False,
+        "eos_token_id": PAD,
+        "ep_size": 1,
+        "fuse_cross_entropy": True,
+        "head_dim": HEAD_DIM,
+        "micro_forward": False,
+        "skip_checkpoint": False,
+        "tie_word_embeddings": False,
+        "use_deepep": False,
+    },
+    "fast-dllm-v2": SIZES
+    | {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration.Fast_dLLM_QwenConfig",
+            "AutoModel": "modeling.Fast_dLLM_QwenModel",
+            "AutoModelForCausalLM": "modeling.Fast_dLLM_QwenForCausalLM",
+        },
+        "model_type": "Fast_dLLM_Qwen",
+        "bd_size": 32,
+        "conplemenrary_mask": True,  # as it is spelled there
+        "eos_token_id": END,
+        "layer_types": ["full_attention"] * LAYERS,
+        "pad_token_id": END,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    },
+    "a2d-qwen3": SIZES
+    | {
+        "architectures": ["A2DQwen3LMHeadModel"],
+        "auto_map": {
+            "AutoConfig": "modeling_qwen3.A2DQwen3Config",
+            "AutoModel": "modeling_qwen3.A2DQwen3LMHeadModel",
+            "AutoModelForMaskedLM": "modeling_qwen3.A2DQwen3LMHeadModel",
+        },
+        "model_type": "a2d-qwen3",
+        "attention_bias": False,
+        "eos_token_id": END,
+        "head_dim": HEAD_DIM,
+        "layer_types": ["full_attention"] * LAYERS,
+        "tie_word_embeddings": True,
+    },
+}
+SPARSE = {  # of the families with mixtures of experts
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": WIDTH,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": HEADS,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KEY_HEADS,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_cache": False,
+    "vocab_size": VOCABULARY,
+}
+LLADA2 = SPARSE | {  # of 2.0 and of 2.1; queries and keys are normalised, though no `use_qk_norm` says so
+    "architectures": ["LLaDA2MoeModelLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig",
+        "AutoModel": "modeling_llada2_moe.LLaDA2MoeModel",
+        "AutoModelForCausalLM": "modeling_llada2_moe.LLaDA2MoeModelLM",
+    },
+    "model_type": "llada2_moe",
+    "embedding_dropout": 0.0,
+    "first_k_dense_replace": 1,
+    "head_dim": 2 * HEAD_DIM,
+    "intermediate_size": INNER,
+    "max_window_layers": 28,
+    "moe_intermediate_size": 32,
+    "moe_router_enable_expert_bias": True,
+    "n_group": 4,
+    "norm_head": False,
+    "norm_softmax": False,
+    "norm_topk_prob": True,
+    "num_shared_experts": 1,
+    "output_dropout": 0.0,
+    "pad_token_id": PAD,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 600000,
+    "rotary_dim": HEAD_DIM,
+    "routed_scaling_factor": 2.5,
+    "router_dtype": "fp32",
+    "score_function": "sigmoid",
+    "sliding_window": 4096,
+    "topk_group": 2,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_rmsnorm": True,
+    "use_sliding_window": False,
+}
+CONFIGS |= {
+    "llada2": LLADA2,
+    "lladamoe": SPARSE
+    | {
+        "architectures": ["LLaDAMoEModelLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_lladamoe.LLaDAConfig",
+            "AutoModel": "modeling_lladamoe.LLaDAMoEModelLM",
+            "AutoModelForCausalLM": "modeling_lladamoe.LLaDAMoEModelLM",
+        },
+        "model_type": "llada",  # that of the dense LLaDA too
+        "attention_bias": False,
+        "clip_qkv": None,
+        "dense_intermediate_size": INNER,
+        "eos_token_id": PAD,
+        "expert_intermediate_size": 32,
+        "moe_layer_freq": [1] * LAYERS,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "norm_topk_prob": None,
+        "pad_token_id": PAD,
+        "partial_rotary_factor": 1,
+        "qk_layernorm": True,
+        "rope_theta": 50000,
+        "routed_scaling_factor": 1,
+        "router_aux_loss_coef": 0.01,
+        "router_num_group": None,
+        "router_topk_group": None,
+        "shared_expert_intermediate_size": None,
+    },
+    "sdar_moe": SPARSE
+    | {
+        "architectures": ["SDARMoeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_sdar_moe.SDARMoeConfig",
+            "AutoModel": "modeling_sdar_moe.SDARMoeModel",
+            "AutoModelForCausalLM": "modeling_sdar_moe.SDARMoeForCausalLM",
+        },
+        "model_type": "sdar_moe",
+        "attention_bias": False,
+        "bos_token_id": PAD,
+        "decoder_sparse_step": 1,
+        "eos_token_id": PAD,
+        "head_dim": 2 * HEAD_DIM,
+        "intermediate_size": INNER,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "rope_theta": 1000000,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+}
+MASK_TOKENS = {"sdar": "<|MASK|>", "sdar_moe": "<|MASK|>", "fast-dllm-v2": "|<MASK>|"}  # others: "<|mask|>"
+END_TOKEN_IDS = {"fast-dllm-v2": END, "a2d-qwen3": END}  # what the tokenizer calls eos; others: PAD
+DEFAULT_TURNS = ("<|im_start|>", "<|im_end|>", CHAT)
+TURN_MARKERS = dict.fromkeys(("llada2", "lladamoe"), ("<role>", "<|role_end|>", CHAT_OF_ROLES))
+
+
+def write_checkpoint(family: str, folder: Path) -> None:
+    """A checkpoint of one of the families of `CONFIGS`: config, weights in float32 and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIGS[family]
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {"bos_token_id": PAD, "eos_token_id": [END, PAD]})
+    save_file(dict(_weights(config)), folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder, family)
+
+
+def digest_checkpoint(family: str) -> str:
+    """A digest of the family's names and weights: a trace holds for these alone."""
+    found = hashlib.sha256()
+    for name, value in _weights(CONFIGS[family]):
+        found.update(name.encode() + value.tobytes())
+    return found.hexdigest()
+
+
+def _weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names of Qwen2 or Qwen3 with weights that make some confidences clear a threshold and some not.
+
+    The mask's embedding is small: what is guessed at a mask comes from its place and its context.
+    """
+    if "num_experts" in config:
+        yield from _weights_of_experts(config)
+        return
+    draw = np.random.RandomState(0)
+    queries, keys = HEADS * HEAD_DIM, KEY_HEADS * HEAD_DIM
+
+    def normal(std: float, *shape: int) -> np.ndarray:
+        return (std * draw.standard_normal(shape)).astype(np.float32)
+
+    def gains(around: float, width: int) -> np.ndarray:
+        return (around * (1 + 0.1 * draw.standard_normal(width))).astype(np.float32)
+
+    tied = config["tie_word_embeddings"]
+    embedding = normal(1.0, VOCABULARY, WIDTH)
+    embedding[MASK] *= 0.1
+    yield "model.embed_tokens.weight", embedding
+    for n in range(LAYERS):
+        layer = f"model.layers.{n}"
+        yield f"{layer}.input_layernorm.weight", gains(1.0, WIDTH)
+        for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            yield f"{layer}.self_attn.{name}.weight", normal(0.2, width, WIDTH)
+            if "attention_bias" not in config:  # Qwen2 always has these, Qwen3 has norms
+                yield f"{layer}.self_attn.{name}.bias", normal(0.5, width)
+        yield f"{layer}.self_attn.o_proj.weight", normal(0.2, WIDTH, queries)
+        if "attention_bias" in config:
+            yield f"{layer}.self_attn.q_norm.weight", gains(1.5, HEAD_DIM)
+            yield f"{layer}.self_attn.k_norm.weight", gains(1.5, HEAD_DIM)
+        yield f"{layer}.post_attention_layernorm.weight", gains(1.0, WIDTH)
+        yield f"{layer}.mlp.gate_proj.weight", normal(0.15, INNER, WIDTH)
+        yield f"{layer}.mlp.up_proj.weight", normal(0.15, INNER, WIDTH)
+        yield f"{layer}.mlp.down_proj.weight", normal(0.15, WIDTH, INNER)
+    yield "model.norm.weight", gains(0.7 if tied else 1.0, WIDTH)
+    if not tied:
+        head = normal(1.3, VOCABULARY, WIDTH)
+        head[MASK] *= 0.1  # no mask is ever proposed,
+        head[END] *= 1.7  # an end now and then
+        yield "lm_head.weight", head
+
+
+def _weights_of_experts(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names of Qwen3-MoE, or of LLaDA2: queries, keys and values in one matrix, and shared experts."""
+    draw = np.random.RandomState(1)
+    for name, shape in _shapes_of_experts(config):
+        values = draw.standard_normal(shape)
+        if name.endswith("norm.weight"):
+            values = 1 + 0.1 * values
+        elif name.endswith("expert_bias"):
+            values *= 0.1  # enough to change who is chosen
+        elif name.startswith("model.layers"):
+            values *= 2 / shape[1] ** 0.5
+        if name == "lm_head.weight":
+            values[MASK] *= 0.1  # no mask is ever proposed
+        yield name, values.astype(np.float32)
+
+
+def _shapes_of_experts(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    head_dim = config.get("head_dim", HEAD_DIM)
+    queries, keys = HEADS * head_dim, KEY_HEADS * head_dim
+    experts, inner = config["num_experts"], config.get("moe_intermediate_size", 32)
+    llada2 = "num_shared_experts" in config
+
+    def mlp(prefix: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{prefix}.gate_proj.weight", (width, WIDTH)
+        yield f"{prefix}.up_proj.weight", (width, WIDTH)
+        yield f"{prefix}.down_proj.weight", (WIDTH, width)
+
+    yield f"model.{'word_embeddings' if llada2 else 'embed_tokens'}.weight", (VOCABULARY, WIDTH)
+    for n in range(LAYERS):
+        layer = f"model.layers.{n}"
+        yield f"{layer}.input_layernorm.weight", (WIDTH,)
+        if llada2:
+            yield f"{layer}.attention.query_key_value.weight", (queries + 2 * keys, WIDTH)
+            yield f"{layer}.attention.dense.weight", (WIDTH, queries)
+            yield f"{layer}.attention.query_layernorm.weight", (head_dim,)
+            yield f"{layer}.attention.key_layernorm.weight", (head_dim,)
+        else:
+            for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+                yield f"{layer}.self_attn.{name}.weight", (width, WIDTH)
+            yield f"{layer}.self_attn.o_proj.weight", (WIDTH, queries)
+            yield f"{layer}.self_attn.q_norm.weight", (head_dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (head_dim,)
+        yield f"{layer}.post_attention_layernorm.weight", (WIDTH,)
+        if n < config.get("first_k_dense_replace", 0):
+            yield from mlp(f"{layer}.mlp", INNER)
+            continue
+        yield f"{layer}.mlp.gate.weight", (experts, WIDTH)
+        for expert in range(experts):
+            yield from mlp(f"{layer}.mlp.experts.{expert}", inner)
+        if llada2:
+            yield f"{layer}.mlp.gate.expert_bias", (experts,)
+            yield from mlp(f"{layer}.mlp.shared_experts", inner * config["num_shared_experts"])
+    yield "model.norm.weight", (WIDTH,)
+    yield "lm_head.weight", (VOCABULARY, WIDTH)
+
+
+def special_tokens(family: str) -> dict[int, str]:
+    """The special tokens of a family."""
+    turn, end, _ = TURN_MARKERS.get(family, DEFAULT_TURNS)
+    return {PAD: "<|endoftext|>", TURN: turn, END: end, MASK: MASK_TOKENS.get(family, "<|mask|>")}
+
+
+def _write_tokenizer(folder: Path, family: str) -> None:
+    """Bytes as tokens, in the order of their stand-ins, and the special tokens behind them.
+
+    Some do not say which of the special tokens is the mask: their code has the id.
+    """
+    special = special_tokens(family)
+    silent = family in ("fast-dllm-v2", "llada2", "lladamoe")
+    mask = special[MASK]
+    masked = {"additional_special_tokens": [mask]} if silent else {"mask_token": mask}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special.values()))
+    backend.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "chat_template": TURN_MARKERS.get(family, DEFAULT_TURNS)[2],
+            "eos_token": special[END_TOKEN_IDS.get(family, PAD)],
+            "pad_token": special[PAD],
+        }
+        | masked,
+    )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

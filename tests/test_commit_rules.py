@@ -1,0 +1,124 @@
+"""Commit rules: arithmetic a reader can follow."""
+
+import numpy as np
+import pytest
+
+from dlm_rag.diffusion.commit_rules import (
+    Proposals,
+    compute_step_sizes,
+    select_by_entropy_bound,
+    select_by_threshold,
+    select_commits,
+    select_grounded,
+    select_highest,
+)
+
+
+def values(*numbers):
+    return np.array(numbers, dtype=np.float64)
+
+
+def proposals(confidence, entropy=None, margin=None):
+    n = len(confidence)
+    zeros = np.zeros(n)
+    return Proposals(
+        np.arange(n), np.arange(n), values(*confidence), np.log(values(*confidence)),
+        zeros if entropy is None else values(*entropy), zeros if margin is None else values(*margin), zeros,
+    )  # fmt: skip
+
+
+def choose(rule, found, **settings):
+    defaults = {"commit_threshold": 0.9, "tokens_per_step": None, "bound": 0.1}
+    return select_commits(rule, found, **(defaults | settings)).tolist()
+
+
+def test_threshold_takes_all_that_clear_it():
+    assert select_by_threshold(values(0.95, 0.2, 0.9), 0.9).tolist() == [0, 2]
+
+
+def test_threshold_takes_the_most_confident_when_none_clears_and_the_earlier_of_two():
+    assert select_by_threshold(values(0.1, 0.5, 0.5), 0.9).tolist() == [1]
+
+
+def test_a_commit_threshold_above_one_commits_one_token_a_call():
+    assert select_by_threshold(values(1.0, 1.0, 1.0), 1.01).tolist() == [0]
+
+
+def test_highest_keeps_canvas_order():
+    assert select_highest(values(0.1, 0.9, 0.5, 0.9), 3).tolist() == [1, 2, 3]
+    assert select_highest(values(0.1), 3).tolist() == [0]
+
+
+def test_entropy_bound_by_hand():
+    """Ascending 0.01, 0.04, 0.06, 0.5: the sums without the largest are 0, 0.01, 0.05, 0.11."""
+    entropy = values(0.5, 0.01, 0.06, 0.04)
+    assert select_by_entropy_bound(entropy, 0.1).tolist() == [1, 2, 3]
+    assert select_by_entropy_bound(entropy, 0.11 + 1e-9).tolist() == [0, 1, 2, 3]
+    assert select_by_entropy_bound(entropy, 0.0).tolist() == [1]
+
+
+def test_grounded_takes_only_what_the_evidence_holds():
+    confidence = values(0.99, 0.95, 0.3)
+    assert select_grounded(confidence, [False, True, True], 0.9).tolist() == [1]
+    assert select_grounded(confidence, [False, False, True], 0.9).tolist() == [2], (
+        "none clears: best held one"
+    )
+    assert select_grounded(confidence, [False, False, False], 0.9).tolist() == [0], "none held: the best"
+
+
+def test_steps_of_a_block():
+    assert compute_step_sizes(8, 4, "even") == (2, 2, 2, 2) == compute_step_sizes(8, 4, "rounded")
+    assert compute_step_sizes(8, 3, "even") == (3, 3, 2)
+    assert compute_step_sizes(16, 10, "even") == (2,) * 6 + (1,) * 4
+    assert compute_step_sizes(4, 32, "even") == (1,) * 4 == compute_step_sizes(4, 32, "rounded"), (
+        "no step commits nothing"
+    )
+    for length in range(1, 40):
+        for steps in range(1, 40):
+            for schedule in ("even", "rounded"):
+                sizes = compute_step_sizes(length, steps, schedule)
+                assert sum(sizes) == length and min(sizes) >= 1 and len(sizes) <= steps
+                assert max(sizes) - min(sizes) <= 1
+    with pytest.raises(ValueError, match="'odd' is not a schedule"):
+        compute_step_sizes(8, 4, "odd")
+
+
+def test_a_rounded_schedule_takes_its_share_of_what_is_left():
+    """16 in 10 steps: 1.6, 14/9, 1.5, 10/7, 1.5, 1.4, 1.5, 5/3, 1.5, 2; a half goes either way."""
+    assert compute_step_sizes(16, 10, "rounded") == (2, 2, 2, 1, 2, 1, 1, 2, 1, 2)
+    assert compute_step_sizes(4, 3, "rounded") == (1, 1, 2) and compute_step_sizes(4, 3, "even") == (
+        2,
+        1,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("threshold", [0, 1, 2]), ("grounded", [0, 1, 2]), ("top_k", [0, 1, 2]), ("sequential", [0, 1, 2]),
+        ("entropy_bound", [1, 2, 3]), ("entropy", [1, 2, 3]), ("margin", [1, 2, 3]),
+    ],
+)  # fmt: skip
+def test_the_least_that_a_step_commits(rule, expected):
+    found = proposals((0.8, 0.7, 0.6, 0.5), (0.9, 0.7, 0.6, 0.5), (0.1, 0.2, 0.3, 0.4))
+    assert choose(rule, found, least=3, held=[True] * 4) == expected
+    assert len(choose(rule, found, held=[True] * 4)) == 1
+    assert len(choose(rule, found, least=9, held=[True] * 4)) == 4, "never more than there are"
+
+
+def test_what_clears_is_committed_where_it_is_more_than_the_least():
+    assert choose("threshold", proposals((0.95, 0.5, 0.92, 0.91)), least=2) == [0, 2, 3]
+
+
+def test_select_reads_the_value_that_belongs_to_the_rule():
+    found = proposals((0.9, 0.8, 0.7), entropy=(0.3, 0.1, 0.2), margin=(0.1, 0.2, 0.3))
+    assert choose("top_k", found, tokens_per_step=2) == [0, 1]
+    assert choose("entropy", found, tokens_per_step=2) == [1, 2]
+    assert choose("margin", found) == [2], "one a step where nothing is said"
+    assert choose("threshold", found, commit_threshold=0.75) == [0, 1]
+    assert choose("threshold", found, commit_threshold=0.5, tokens_per_step=2) == [0, 1], "at most two"
+    assert choose("entropy_bound", found, bound=0.2) == [1, 2]
+    assert choose("grounded", found, commit_threshold=0.5, held=[False, True, True]) == [1, 2]
+    with pytest.raises(ValueError, match="'magic' is not a commit rule"):
+        choose("magic", found)

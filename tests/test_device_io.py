@@ -1,0 +1,72 @@
+"""Between host and device: contents, dtypes and shapes stay; one buffer for all."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_rag.model.device_io import ALIGNMENT_BYTES, to_device, to_host
+
+ARRAYS = [
+    np.arange(7, dtype=np.int64), np.array([True, False, True]), np.zeros((0, 3), np.float32),
+    np.arange(10, dtype=np.float32).reshape(5, 2).T, np.array(2.5), np.arange(3, dtype=np.int32),
+]  # fmt: skip
+
+
+def check(device):
+    tensors = to_device(ARRAYS, device)
+    for tensor, array in zip(tensors, ARRAYS, strict=True):
+        assert tensor.device.type == device.type and tensor.shape == array.shape
+        back = to_host(tensor)
+        assert back.dtype == array.dtype and np.array_equal(back, array)
+    return tensors
+
+
+def test_arrays_come_back_as_they_went():
+    check(torch.device("cpu"))
+    assert to_device([], torch.device("cuda")) == []
+
+
+def test_one_buffer_holds_them_all_and_each_begins_where_wide_numbers_may():
+    tensors = to_device(ARRAYS, torch.device("meta"))
+    for tensor, array in zip(tensors, ARRAYS, strict=True):
+        assert tensor.shape == array.shape and tensor.dtype == torch.from_numpy(array).dtype
+        assert tensor.storage_offset() * tensor.element_size() % ALIGNMENT_BYTES == 0
+    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_nothing_but_the_marked_wait_waits():
+    device = torch.device("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tensors = check(device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
+def test_what_comes_out_is_waited_for_on_its_own_device(monkeypatch):
+    """Not on that of the current one: with `model.device=cuda:1` these are two."""
+    asked = []
+
+    class There(torch.Tensor):
+        is_cuda, device = True, torch.device("cuda", 1)
+
+        def detach(self):
+            return self
+
+    class Stream:
+        def __init__(self, device=None):
+            self.device = device
+
+        def record_event(self):
+            return types.SimpleNamespace(synchronize=lambda: asked.append(self.device))
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    monkeypatch.setattr("torch.cuda.current_stream", Stream)
+    assert to_host(torch.arange(3.0).as_subclass(There)).tolist() == [0, 1, 2]
+    assert asked == [There.device]
