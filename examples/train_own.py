@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.startup import SHIPPED_FOLDER as SHIPPED
 from dlm_rag.commands.train import main as train
 
 SYLLABLES = "dro vel kis trai mou hai bre sna lin gor pau teth".split()
@@ -48,12 +48,12 @@ def main() -> None:
         passages, questions = invent(140)
         corpus = write(Path(folder, "passages.jsonl"), passages)
         learned = write(Path(folder, "questions.jsonl"), questions[24:])
-        ask(SHIPPED_FOLDER / "model", corpus, questions[:24])
-        words = f"data.questions={learned} data.corpus={corpus} retrieval.top_k=3 decode.max_new_tokens=40"
-        words += (
-            " train.max_steps=50 train.warmup_steps=5 train.passage_sets_per_step=4 train.rows_per_set=3"
+        ask(SHIPPED / "model", corpus, questions[:24])
+        data = f"data.questions={learned} data.corpus={corpus} retrieval.top_k=3 decode.max_new_tokens=40 "
+        length = (
+            "train.max_steps=50 train.warmup_steps=5 train.passage_sets_per_step=4 train.rows_per_set=3"
         )
-        train(["--model", str(SHIPPED_FOLDER / "model"), "--out", f"{folder}/run", *words.split()])
+        train(["--model", str(SHIPPED / "model"), "--out", f"{folder}/run", *(data + length).split()])
         ask(Path(folder, "run/model"), corpus, questions[:24])
 
 

@@ -19,10 +19,7 @@ from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.errors import ConfigError, RunError
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONS: dict[str, tuple[str | int, str]] = {
-    "before": ("", "the other checkout"),
-    "rounds": (4, "of each"),
-}
+OPTIONS: dict[str, tuple[str | int, str]] = {"before": ("", "the other checkout"), "rounds": (4, "of each")}
 SIDE_PROGRAM = """
 import json, sys, time
 try:

@@ -178,9 +178,8 @@ def measure_step_ms(
     denoiser, device = proposer.denoiser, proposer.denoiser.device
     ids = views[0].laid_out_prompt.canvas_prefix.ids
     prompt = time_median_ms(lambda: denoiser.extend_cache([], ids), device, repeats)
-    whole = time_median_ms(
-        lambda: proposer.propose(views), device, repeats
-    )  # the first one runs the prompts
+    # the first one runs the prompts
+    whole = time_median_ms(lambda: proposer.propose(views), device, repeats)
     (_, texts) = proposer._stacked or (None, None)
     assert texts is not None
     canvas = torch.from_numpy(np.stack([view.canvas for view in views])).to(device)

@@ -48,9 +48,8 @@ def main(argv: list[str]) -> None:
     steps = sum(rollout.forwards + 1 for rollout in rollouts)
     a_stage = measure_range_seconds(partial(nvtx_ranges.profile_stage, "denoise"))
     turns = count()
-    a_step = measure_range_seconds(
-        lambda: nvtx_ranges.profile_step(next(turns), 16)
-    )  # NVTX registers each new text
+    # NVTX registers each new text
+    a_step = measure_range_seconds(lambda: nvtx_ranges.profile_step(next(turns), 16))
     spent = a_stage * len(opened) + a_step * steps
     print(f"a stage: {1e6 * a_stage:.2f} us, a step: {1e6 * a_step:.2f} us")
     print(f"{len(opened):,} stages and at most {steps:,} steps in a decode of {len(questions)} questions")

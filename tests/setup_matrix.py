@@ -14,9 +14,8 @@ EXPERTS = ExpertsConfig(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_intermediate_size=32,
     score_function="sigmoid", expert_bias=True, n_group=2, topk_group=1,
 )  # fmt: skip
-TIERED_POOL_ENGINE = EngineConfig(
-    prefix_cache_gib=4e-5, cpu_offload_gib=4e-5
-)  # a few passages each, which leave and come back
+# a few passages each, which leave and come back
+TIERED_POOL_ENGINE = EngineConfig(prefix_cache_gib=4e-5, cpu_offload_gib=4e-5)
 DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
     "joint": ("joint", {}, {}),
     "prefix": ("prefix", {}, {}),

@@ -281,10 +281,7 @@ BAD = {
     "corpus with half a character": (bad_corpus(b'{"id": "b", "contents": "\\ud83d"}\n'), "half of a char"),
     "question that is not UTF-8": (["caf\udce9?"], "question 1 is not UTF-8"),
     "setting with a dash": (["Who?", "decode.commit-threshold=0.5"], "nearest: 'decode.commit_threshold'"),
-    "index folder that is a file": (
-        ["Who?", "retrieval.index_dir=/dev/null"],
-        "no index can be written",
-    ),
+    "index folder that is a file": (["Who?", "retrieval.index_dir=/dev/null"], "no index can be written"),
     "corpus that is not UTF-8": (bad_corpus(b'{"id": "b", "contents": "\xe9"}\n'), "line 2: .* not UTF-8"),
     "empty corpus": (empty_file("--corpus"), "holds no passages"),
     "no corpus file": (["Who?", "--corpus", "nowhere.jsonl"], "corpus 'nowhere.jsonl' was not found"),

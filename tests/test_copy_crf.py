@@ -73,10 +73,8 @@ def enumerated(probability, texts, stands, price):
     places = [(piece, n) for piece, text in enumerate(pieces) for n in range(len(text))]
     token_of = {place: pieces[place[0]][place[1]] for place in places}
     holding = collections.Counter(token_of.values())
-    states = [
-        *places,
-        *(token for token in range(V) if token not in holding),
-    ]  # those of no text by themselves
+    # those of no text by themselves
+    states = [*places, *(token for token in range(V) if token not in holding)]
 
     def step(one, other):
         """T, of places or free tokens."""

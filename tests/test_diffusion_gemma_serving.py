@@ -155,10 +155,7 @@ def test_no_masked_rows_are_made_of_its_trace(decoder):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (
-            chat_body(temperature=0.7),
-            "temperature=0.7 has no effect on a model that denoises",
-        ),
+        (chat_body(temperature=0.7), "temperature=0.7 has no effect on a model that denoises"),
         (chat_body(max_tokens=5), "max_tokens=5 is under the 36 that this model fills"),
         (
             chat_body(block_length=4),

@@ -48,9 +48,8 @@ ON_GPU = [
 ]  # fmt: skip
 CUDA = pytest.param(torch.device("cuda"), marks=ON_GPU, id="cuda")
 DEVICES = pytest.mark.parametrize("device", [pytest.param(CPU, id="cpu"), CUDA])
-SLOW_HERE = pytest.mark.parametrize(
-    "device", [pytest.param(CPU, marks=pytest.mark.slow, id="cpu"), CUDA]
-)  # the CPU has faster tests of the same
+# the CPU has faster tests of the same
+SLOW_HERE = pytest.mark.parametrize("device", [pytest.param(CPU, marks=pytest.mark.slow, id="cpu"), CUDA])
 LOW = (torch.bfloat16, torch.float16)
 KERNELS = pytest.mark.parametrize(
     ("device", "kernel", "dtype"),

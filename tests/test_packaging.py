@@ -93,7 +93,7 @@ def run_example(name: str, folder: Path) -> str:
 def test_examples_are_short_and_all_of_them_run():
     lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
     run = re.findall(r'run_example\("(\w+\.py)"', Path(__file__).read_text())
-    assert set(run) == set(lengths) and max(lengths.values()) < 64
+    assert set(run) == set(lengths) and max(lengths.values()) < 60
 
 
 @pytest.mark.slow

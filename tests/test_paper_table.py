@@ -120,9 +120,8 @@ def test_our_index_ranks_as_the_one_beside_the_corpus(tmp_path):
     import bm25s
 
     kinds = [(a, b, c) for a in ("red", "old") for b in ("house", "bridge") for c in ("Oslo", "Rome")]
-    texts = [
-        f"The {' '.join(kind)} {'and more ' * n}." for n, kind in enumerate(kinds)
-    ]  # no two score alike
+    # no two score alike
+    texts = [f"The {' '.join(kind)} {'and more ' * n}." for n, kind in enumerate(kinds)]
     index = lay_out(tmp_path, "cofca", texts, [{"question": "?"}]) / "corpus" / "index_chunked"
     theirs, corpus = bm25s.BM25.load(index, load_corpus=True), open_corpus(index / "corpus.jsonl")
     assert check_paper_index(corpus) == [] and [p.contents for p in corpus] == texts

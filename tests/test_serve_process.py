@@ -14,13 +14,7 @@ import httpx
 import openai
 import pytest
 from conftest import ROOT, byte_tokenizer, tiny_denoiser, wait_until
-from test_serve import (
-    ASKED,
-    chat_body,
-    made_decoder,
-    parse_metrics_text,
-    serve_decoder,
-)
+from test_serve import ASKED, chat_body, made_decoder, parse_metrics_text, serve_decoder
 
 from dlm_rag.commands.startup import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig

@@ -41,12 +41,8 @@ from dlm_rag.progress import format_bytes, show_status
 OK, HINT, PROBLEM = "ok", "hint", "problem"
 MIN_FREE_MEMORY_BYTES, MIN_FREE_DISK_BYTES = 2 * 10**9, 10**9  # bytes; with less a hint
 UNUSABLE_DISK_BYTES = 50 * 10**6  # with less nothing can be written
-CHECKED_SETTINGS = (
-    "model.device",
-    "model.dtype",
-    "model.attn_implementation",
-    "retrieval.index_dir",
-)  # settings
+# settings
+CHECKED_SETTINGS = ("model.device", "model.dtype", "model.attn_implementation", "retrieval.index_dir")
 MAX_COUNTED_FILES = 100_000  # of the cache; of more the size is a lower bound
 # What each optional package is for, and the extra that brings it.
 OPTIONAL_PACKAGES = {

@@ -89,9 +89,8 @@ def main(argv: list[str]) -> None:
     check_file_format(settings.format)
     if settings.dedup_threshold is not None:
         check_datasketch()
-    depends_on = collect_row_settings(
-        config
-    )  # which reads evaluation sets: what is wrong is said before the work
+    # which reads evaluation sets: what is wrong is said before the work
+    depends_on = collect_row_settings(config)
     check_synthesis_settings(words.settings, settings.method)
     work = {"traces": plan_trace_rows, "corpus": plan_corpus_rows, "writer": plan_writer_rows}[
         settings.method

@@ -222,12 +222,7 @@ def _describe(rng: random.Random, entity: Entity, by_kind: dict[str, list[Entity
 
 
 def make_world_question(
-    rng: random.Random,
-    world: World,
-    hops: int,
-    *,
-    training: bool = False,
-    start: Entity | None = None,
+    rng: random.Random, world: World, hops: int, *, training: bool = False, start: Entity | None = None
 ) -> WorldQuestion | None:
     """A question along a random path of `hops` relations, from `start` where it is given.
 

@@ -125,9 +125,8 @@ class UniformNoiseCanvas(Canvas):
 
     noise: NDArray[np.int64] = field(kw_only=True)  # (length,)
     block_steps: int = 0  # steps of the block under work
-    argmax_history: list[NDArray[np.int64]] = field(
-        default_factory=list
-    )  # its most probable tokens at these steps
+    # its most probable tokens at these steps
+    argmax_history: list[NDArray[np.int64]] = field(default_factory=list)
 
     @property
     def model_ids(self) -> NDArray[np.int64]:

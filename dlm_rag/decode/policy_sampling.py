@@ -20,9 +20,8 @@ from dlm_rag.model.policy_heads import PolicyHead, PolicyHeads
 from dlm_rag.text import split_words
 
 Features = NDArray[np.float64]
-TOKEN, LOG_C, GATE, LOG_COMMIT, LOG_STAY, FORCED_LOGIT, FORCED_TOKEN, LOG_C_FORCED, LOG_FORCED = range(
-    9
-)  # rows of `policy.drawn`
+# rows of `policy.drawn`
+TOKEN, LOG_C, GATE, LOG_COMMIT, LOG_STAY, FORCED_LOGIT, FORCED_TOKEN, LOG_C_FORCED, LOG_FORCED = range(9)
 STOCHASTIC_RULES = ("sampled", "policy_head")  # the commit rules whose steps have an `Action`
 MAX_LOGIT = 14.0  # a logit of a confidence beyond it is rounding
 FEATURE_COUNT_SCALE = 8  # steps and words that features count up to, on a scale of logarithms

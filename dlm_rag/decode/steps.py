@@ -96,9 +96,8 @@ class StepExecutor:
                 row.lowest_confidence = _lowest_confidence(row)
                 if row.provisional_recorder is not None:
                     assert row.provisional is not None
-                    row.provisional_delta = row.provisional_recorder.record_step(
-                        row.provisional.subset(row.canvas.masked[row.provisional.positions])
-                    )
+                    masked = row.provisional.subset(row.canvas.masked[row.provisional.positions])
+                    row.provisional_delta = row.provisional_recorder.record_step(masked)
         self._split_seconds(rows)
 
     def _commit(self, row: Row, proposals: Proposals, guesses: Proposals) -> None:
@@ -112,9 +111,8 @@ class StepExecutor:
             chosen = self._choose(row, candidates)
             canvas.commit(chosen)
             row.committed = self._records(chosen)
-        over = row.edit_rounds_taken >= settings.max_edit_steps or (
-            row.edit_rounds_taken and not row.edited
-        )
+        rounds = row.edit_rounds_taken
+        over = rounds >= settings.max_edit_steps or (rounds and not row.edited)
         if canvas.frozen_length is not None and over and not canvas.masked[max(0, begin) : end].any():
             canvas.frozen_length, row.edit_rounds_taken = end, 0
 
@@ -131,9 +129,8 @@ class StepExecutor:
         new, other, taken_back = canvas.accept(chosen)
         row.committed, row.edited = self._records(new), self._records(other)
         row.remasked = tuple(taken_back.tolist())
-        canvas.renoise(
-            best.token_ids, uniform_tokens(row.uniform_draws[1], self.model_runner.shape.vocab_size)
-        )
+        vocabulary = self.model_runner.shape.vocab_size
+        canvas.renoise(best.token_ids, uniform_tokens(row.uniform_draws[1], vocabulary))
         if over:
             canvas.finish_block(end)
 
@@ -180,9 +177,8 @@ class StepExecutor:
         """Whether question or evidence hold the words that each candidate would write."""
         assert row.provisional is not None
         if row.known_words is None:
-            row.known_words = frozenset(
-                split_words("\n".join((row.question.question, *row.evidence.values())))
-            )
+            texts = (row.question.question, *row.evidence.values())
+            row.known_words = frozenset(split_words("\n".join(texts)))
         text, spans = self.tokenizer.decode_with_offsets(row.canvas.fill_provisional(row.provisional, 0.0))
         held = find_grounded_tokens(text, spans, row.known_words)
         return [held[position] for position in candidates.positions]
@@ -288,10 +284,7 @@ class StepExecutor:
         appends = row.settings.finished_block_context == "append" and self.model_runner.shape.block_size
         if appends and row.retrieved_passages:  # what was found stays
             held = {passage.id for passage in row.retrieved_passages}
-            passages = [
-                *row.retrieved_passages,
-                *(passage for passage in passages if passage.id not in held),
-            ]
+            passages = [*row.retrieved_passages, *(p for p in passages if p.id not in held)]
         elif self.model_runner.shape.noise is not None and row.retrieved_passages:
             passages = order_by_arrival(row.retrieved_passages, passages)
         if passages == row.retrieved_passages:
@@ -315,9 +308,8 @@ class StepExecutor:
             row.copy_sources = CopySources.from_prompt(fitted.prompt, self._joints)
         keep_shorter_texts(rollout.evidence_texts, row.evidence)
         if appends and row.laid_out_prompt is not None:
-            laid = append_passages(
-                row.laid_out_prompt, laid, len(laid.canvas_prefix.ids) + row.current_block[0]
-            )
+            finished = len(laid.canvas_prefix.ids) + row.current_block[0]
+            laid = append_passages(row.laid_out_prompt, laid, finished)
         row.laid_out_prompt = laid
         self.model_runner.prefetch(row.laid_out_prompt)
 
@@ -326,9 +318,8 @@ class StepExecutor:
         shape = self.model_runner.shape
         room = ContextBudget.from_config(shape, self.layout, row.canvas.length)
         fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
-        return fitted, lay_out_prompt(
-            fitted.prompt, shape, self.layout, row.settings.finished_block_context
-        )
+        context = row.settings.finished_block_context
+        return fitted, lay_out_prompt(fitted.prompt, shape, self.layout, context)
 
     def end_step(self, rows: list[Row]) -> list[Row]:
         """Writes the step of each row into its rollout, and the text that is certain; returns the rows."""
@@ -352,13 +343,8 @@ class StepExecutor:
                 )
             )
             row.step_query, row.step_searched, row.seconds = None, False, {}
-            row.committed, row.remasked, row.edited, row.action, row.provisional_delta = (
-                (),
-                (),
-                (),
-                None,
-                None,
-            )
+            row.committed, row.remasked, row.edited = (), (), ()
+            row.action, row.provisional_delta = None, None
         answered = [row for row in rows if not row.rollout.error and row.is_done]
         with profile_stage("detokenize"):
             for row in answered:

@@ -30,13 +30,8 @@ from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, load_tokenizer
 Line = TypeVar("Line")
 
 TRACE_VERSION = 2
-OPTIONAL_STEP_KEYS = (
-    "remasked",
-    "dropped",
-    "edited",
-    "action",
-    "guesses",
-)  # left out of a step that has none
+# left out of a step that has none
+OPTIONAL_STEP_KEYS = ("remasked", "dropped", "edited", "action", "guesses")
 
 
 @dataclass(frozen=True)

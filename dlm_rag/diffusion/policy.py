@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-MAX_LOG_CONFIDENCE = (
-    -1e-6
-)  # log-probabilities above this are that of a token that is certain: 1 - c is rounding there
+# log-probabilities above this are that of a token that is certain: 1 - c is rounding there
+MAX_LOG_CONFIDENCE = -1e-6
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,8 @@ DOWNLOAD_DATA_COMMAND = "hf download pauljngr/sardi-data --repo-type dataset --l
 PAPER_DTYPE = "bfloat16"
 # (query, commit_threshold) of each column of the table.
 PAPER_COLUMNS = {"tau_c 0.9": ("proxy", 0.9), "tau_c 0.95": ("proxy", 0.95), "static": ("question", 0.9)}
-PAPER_INDEX_SETTINGS = {
-    "k1": 1.5,
-    "b": 0.75,
-    "method": "lucene",
-}  # as BM25 scores here, and by bm25s's defaults
+# as BM25 scores here, and by bm25s's defaults
+PAPER_INDEX_SETTINGS = {"k1": 1.5, "b": 0.75, "method": "lucene"}
 # What answers do not depend on, and what stands for itself below.
 UNCOMPARED_SETTINGS = {
     "corpus",

@@ -17,9 +17,8 @@ from dlm_rag.text import replace_control_chars
 
 READ_BLOCK_BYTES = 32 << 20  # bytes that are read at a time
 MIN_CACHED_FILE_BYTES = 16 << 20  # bytes; a smaller file is read sooner than what is remembered of it
-RACY_WINDOW_NS = (
-    2 * 10**9
-)  # nanoseconds within which a file may change and keep its times (git calls it racy)
+# nanoseconds within which a file may change and keep its times (git calls it racy)
+RACY_WINDOW_NS = 2 * 10**9
 
 
 def digest_file(path: Path) -> str:

@@ -16,9 +16,8 @@ from dlm_rag.files.record_readers import expand_path
 log = logging.getLogger(__name__)
 
 HUB_FILE_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-MAX_METADATA_FILE_BYTES = (
-    256 << 20
-)  # of a file that is read whole; the largest public tokenizers have 40 MiB
+# of a file that is read whole; the largest public tokenizers have 40 MiB
+MAX_METADATA_FILE_BYTES = 256 << 20
 LFS_POINTER_PREFIX = (
     b"version https://git-lfs.github.com/spec/"  # what git leaves of a file that it has not fetched
 )

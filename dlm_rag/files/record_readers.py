@@ -36,12 +36,8 @@ FIELD_ALIASES = {
 }
 ROW_FILE_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # the rows of a folder
 PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
-UNSUPPORTED_MAGIC = (
-    b"PK\x03\x04",
-    b"BZh",
-    b"\xfd7zXZ",
-    b"\x28\xb5\x2f\xfd",
-)  # zip (and .xlsx), bzip2, xz, zstd
+# zip (and .xlsx), bzip2, xz, zstd
+UNSUPPORTED_MAGIC = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 MAX_JSON_BYTES = 2**31  # bytes of a document, which is in memory as a whole
 
 Record = tuple[str, dict[str, Any]]  # its place, its fields

@@ -31,11 +31,8 @@ from dlm_rag.model.headers import WEIGHTS_FILE, match_tensors, match_tensors_by_
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.progress import report_progress
 
-FINGERPRINT_EXCLUDED_GLOBS = [
-    "training.json",
-    "scores.json",
-    "*.run.json",
-]  # of what our own programs write
+# of what our own programs write
+FINGERPRINT_EXCLUDED_GLOBS = ["training.json", "scores.json", "*.run.json"]
 SHARD_BYTES = 5 * 10**9
 SAMPLED_VALUES_PER_TENSOR = (
     256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
@@ -59,9 +56,8 @@ class Checkpoint:
     family: Family
     raw_config: dict[str, Any]  # config.json as it stands
     config: DenoiserConfig
-    tensor_sources: dict[
-        str, list[tuple[Path, TensorSource]]
-    ]  # our tensor name -> what it is made of, with its files
+    # our tensor name -> what it is made of, with its files
+    tensor_sources: dict[str, list[tuple[Path, TensorSource]]]
 
     def iterate_tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`."""

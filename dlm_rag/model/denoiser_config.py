@@ -5,12 +5,8 @@ from typing import Any, get_args
 
 EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
 BLOCK_GRIDS = ("prompt", "canvas")
-FINISHED_BLOCKS = (
-    "recompute",
-    "no_evidence",
-    "append",
-    "frozen",
-)  # what they see: `evidence/prompt_segments.py`
+# what they see: `evidence/prompt_segments.py`
+FINISHED_BLOCKS = ("recompute", "no_evidence", "append", "frozen")
 # Kinds of scaled rotary positions, with the numbers that each needs; others depend on the text's length.
 ROPE_SCALINGS = {
     "linear": ("factor",),

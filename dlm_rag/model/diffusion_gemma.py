@@ -26,9 +26,8 @@ from dlm_rag.model.families.diffusion_gemma import (
     list_text_tensor_shapes,
 )
 
-PromptKeysValues = list[
-    tuple[Tensor, Tensor]
-]  # of each layer: keys and values (1, heads, tokens, head_dim)
+# of each layer: keys and values (1, heads, tokens, head_dim)
+PromptKeysValues = list[tuple[Tensor, Tensor]]
 
 
 def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:

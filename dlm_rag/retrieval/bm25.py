@@ -45,11 +45,8 @@ BUILD_ESTIMATE_PASSAGES = 10_000  # passages, from which the costs of a build ar
 # and the time of all by that of finding the terms.
 BUILD_MEMORY_BYTES_PER_TERM, INDEX_DISK_BYTES_PER_TERM, BUILD_TO_TOKENIZE_RATIO = 45, 8, 2  # bytes, bytes
 COLUMN_INFO_FILE, VOCABULARY_FILE = "columns.json", "vocab.index.json"
-BM25S_ARRAY_NAMES = (
-    "data",
-    "indices",
-    "indptr",
-)  # scores, their rows, where each word's begin; as bm25s has them
+# scores, their rows, where each word's begin; as bm25s has them
+BM25S_ARRAY_NAMES = ("data", "indices", "indptr")
 
 enable_numba_cache(retrieve_utils._retrieve_internal_jitted_serial)
 

@@ -98,9 +98,8 @@ class IncrementalSearch:
     def _top(self, state: IncrementalState, query: NDArray[np.int64], depth: int) -> Ranking:
         # The passages found last time are still that good: none below the worst of them can be best.
         floor = int(state.sums[state.ranking].min()) if len(state.ranking) >= depth else 0
-        tops = state.sums.reshape(-1, SUM_BLOCK_PASSAGES).max(
-            axis=1
-        )  # by numpy: numba does not use vectors here
+        # by numpy: numba does not use vectors here
+        tops = state.sums.reshape(-1, SUM_BLOCK_PASSAGES).max(axis=1)
         rows = _find_candidates(state.sums, tops, self._passages, depth, len(query), floor)
         scores = _compute_exact_scores(rows, query, *self._columns)
         best = np.sort(scores)[::-1][: depth + 1]

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 PROBE_TEXTS = ["Where was the first of them made, in 1900 or before?"]
 _MISSING_WEIGHTS = re.compile(r"^\W*([\w.{}, -]*[\w}])\W*\|.*MISSING", re.MULTILINE)
 _OWN_CLASS = re.compile(r"sentence_transformers(\.[A-Za-z]\w*)+")
-_EXTERNAL_FOLDER_KEYS = (
-    "tokenizer_name_or_path",
-    "processor_name",
-)  # read from another folder, which is not checked
+# read from another folder, which is not checked
+_EXTERNAL_FOLDER_KEYS = ("tokenizer_name_or_path", "processor_name")
 _CODE_KEYS = ("custom_generate", "trust_remote_code", "code_revision", "use_kernels", "kernel_config")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _UNCHECKED_JSON_FILES = (

@@ -31,9 +31,8 @@ from dlm_rag.retrieval.retry import CircuitBreaker, RetryableFailure, SearchUnav
 from dlm_rag.retrieval.sparse_vectors import SPARSE_VECTOR_VERSION, SparseVector
 
 T = TypeVar("T")
-VectorSearchRequest = tuple[
-    str, Sequence[SparseVector] | Sequence[list[float]], int
-]  # field, vectors, how many hits each
+# field, vectors, how many hits each
+VectorSearchRequest = tuple[str, Sequence[SparseVector] | Sequence[list[float]], int]
 
 MAX_SEARCH_HITS = 16_384  # that a search gives: a limit of the engine
 MAX_TEXT_BYTES = 65_535  # of a text, another
@@ -53,12 +52,8 @@ GRPC_CHANNEL_OPTIONS = {f"grpc.{name}_reconnect_backoff_ms": 100 for name in ("i
 }
 _MAX_REQUEST_ITEMS = 1000  # vectors of a search, keys of a query
 _NO_CONNECTION, _COLLECTION_NOT_FOUND, _NOT_LOADED = 2, 100, 101  # codes of the engine
-_TRANSIENT_CODES = {
-    *range(1, 13),
-    103,
-    106,
-    65_535,
-}  # it starts, stops, recovers, is too busy; the unexpected
+# it starts, stops, recovers, is too busy; the unexpected
+_TRANSIENT_CODES = {*range(1, 13), 103, 106, 65_535}
 
 
 class MilvusCollection:
@@ -81,9 +76,8 @@ class MilvusCollection:
         self.facts = CollectionInfo("", "", 0)
         host, port = parts.hostname or "", parts.port or 19530
         if ":" in host:  # pymilvus takes its brackets away, and gRPC then finds no port
-            raise ConfigError(
-                f"{url} cannot be searched: pymilvus takes no IPv6 address: write a name for it"
-            )
+            why = "pymilvus takes no IPv6 address: write a name for it"
+            raise ConfigError(f"{url} cannot be searched: {why}")
         try:  # before a second of imports
             socket.create_connection((host, port), min(MAX_CONNECT_SECONDS, seconds)).close()
         except OSError as error:
@@ -151,14 +145,11 @@ class MilvusCollection:
 
     def suggest_name(self) -> str:
         """The most similar name of a collection that is there, in words, or nothing."""
-        return suggest_nearest(
-            self.name, self._call(lambda seconds: self._client.list_collections(timeout=seconds))
-        )
+        names = self._call(lambda seconds: self._client.list_collections(timeout=seconds))
+        return suggest_nearest(self.name, names)
 
     def check_indexes(self) -> None:
-        """Raises `CorpusError` where an index is none of `EXACT_INDEXES`: others may leave out what fits
-        best.
-        """
+        """Raises `CorpusError` for an index that is not in `EXACT_INDEXES`: it may miss the best hits."""
         for field, found in self._indexes():
             kind, metric = found.get("index_type"), found.get("metric_type")
             if (kind, metric) != (EXACT_INDEXES[field][0], "IP"):
@@ -169,10 +160,8 @@ class MilvusCollection:
 
     def _indexes(self) -> list[tuple[str, dict[str, Any]]]:
         """The index of each field of vectors, as the server describes it; empty where there is none."""
-        return [
-            (field, self._call_client("describe_index", field) or {})
-            for field in VECTOR_FIELDS[self.facts.kind]
-        ]
+        fields = VECTOR_FIELDS[self.facts.kind]
+        return [(field, self._call_client("describe_index", field) or {}) for field in fields]
 
     def load(self) -> None:
         """Has the server load the collection, where it has not; raises `RunError` where that takes long."""
@@ -364,9 +353,8 @@ class MilvusCollection:
 
     def _call_client(self, method: str, *given: Any, **settings: Any) -> Any:
         """What a method of the client says of the collection."""
-        return self._call(
-            lambda s: getattr(self._client, method)(self.name, *given, **{"timeout": s} | settings)
-        )
+        ask = getattr(self._client, method)
+        return self._call(lambda s: ask(self.name, *given, **{"timeout": s} | settings))
 
     def _convert_error(self, error: Exception, seconds: float) -> Exception:
         """An error of pymilvus or gRPC as `CircuitBreaker` wants it."""
@@ -374,9 +362,8 @@ class MilvusCollection:
         if status_name == "DEADLINE_EXCEEDED":
             return RetryableFailure(f"no answer within {seconds:.2g} s")
         if status_name or code == _NO_CONNECTION:
-            return RetryableFailure(
-                f"no connection ({status_name.lower().replace('_', ' ') or 'it is closed'})"
-            )
+            status = status_name.lower().replace("_", " ") or "it is closed"
+            return RetryableFailure(f"no connection ({status})")
         if code == _NOT_LOADED:  # the server has begun anew; the next attempt tells whether it has loaded
             with suppress(Exception):
                 self._load(seconds)

@@ -6,11 +6,8 @@ from typing import Any
 from dlm_rag.retrieval.sparse_vectors import SPARSE_VECTOR_VERSION
 
 TEXT_FIELDS = ("id", "title", "contents")
-VECTOR_FIELDS = {
-    "bm25": ("sparse",),
-    "dense": ("dense",),
-    "hybrid": ("sparse", "dense"),
-}  # of vectors, by kind
+# of vectors, by kind
+VECTOR_FIELDS = {"bm25": ("sparse",), "dense": ("dense",), "hybrid": ("sparse", "dense")}
 PROPERTY_PREFIX = "dlm_rag."
 
 

@@ -26,10 +26,8 @@ from dlm_rag.retrieval.sparse_vectors import (
 if TYPE_CHECKING:
     from dlm_rag.retrieval.dense import TextEncoder
 
-WRITE_BATCH_PASSAGES, WRITE_BATCH_BYTES = (
-    1000,
-    8 << 20,
-)  # of a write, at most: passages, and bytes of their texts
+# of a write, at most: passages, and bytes of their texts
+WRITE_BATCH_PASSAGES, WRITE_BATCH_BYTES = (1000, 8 << 20)
 WORD_TOTALS_FILE = "counted.json"
 
 VectorizeFunction = Callable[[list[str]], Sequence[Any]]  # texts to a vector each

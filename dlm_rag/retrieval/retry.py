@@ -12,9 +12,8 @@ _draw_jitter = random.Random().random  # of its own: waits change nothing that i
 # Seconds before the second attempt; before each further one twice as many, up to the longest. Jitter takes
 # away or adds up to a half.
 INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 1.0
-MAX_ATTEMPT_FRACTION = (
-    1 / 3
-)  # of a call's seconds, at most: one answer that never comes leaves time for others
+# of a call's seconds, at most: one answer that never comes leaves time for others
+MAX_ATTEMPT_FRACTION = 1 / 3
 CIRCUIT_FAILURE_THRESHOLD = 3  # calls that failed in a row
 CIRCUIT_OPEN_SECONDS = 5.0  # seconds that the circuit stays open at least
 

@@ -75,9 +75,8 @@ class AsyncEngine:
         self._engine = decoder.new_engine()
         self.capacity = self._engine.capacity
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[EngineRequest]] = (
-            OrderedDict()
-        )  # by key, the next in turn first
+        # by key, the next in turn first
+        self._waiting: OrderedDict[str, deque[EngineRequest]] = OrderedDict()
         self._admitted: list[EngineRequest] = []  # that have got a place, and are not in flight yet
         self._in_flight: dict[Ticket, EngineRequest] = {}
         self._failed_answers = self._failed_steps = 0  # answers and steps that have failed in a row

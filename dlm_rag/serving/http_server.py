@@ -22,10 +22,8 @@ from dlm_rag.config import ServingConfig
 REQUEST_HEAD_TIMEOUT_SECONDS = 30.0  # in which the head of a request must have come
 WRITE_STALL_TIMEOUT_SECONDS = 30.0  # after which who reads nothing of an answer is dropped
 MAX_REQUEST_HEAD_BYTES = 2**15  # bytes
-SHUTDOWN_POLL_SECONDS, IDLE_POLL_SECONDS = (
-    0.05,
-    0.5,
-)  # seconds between looks at whether the server has started, or is to end
+# seconds between looks at whether the server has started, or is to end
+SHUTDOWN_POLL_SECONDS, IDLE_POLL_SECONDS = (0.05, 0.5)
 TOO_MANY_CONNECTIONS_BODY = b'{"error": {"message": "too many connections", "type": "server_error"}}'
 TOO_MANY_CONNECTIONS_RESPONSE = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"

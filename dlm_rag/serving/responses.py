@@ -97,11 +97,7 @@ class ChatResponse:
         room: ContextBudget,
     ) -> None:
         self._asked, self._job, self._tokenizer, self._room = asked, job, tokenizer, room
-        self._common = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._following, self._sent = CanvasTracker(tokenizer, asked.stops), ""
 
     def build_completion(self) -> dict[str, Any]:
@@ -173,11 +169,7 @@ class ChatResponse:
         found = {name: rollout.passages[name] for name in names}
         prompt = fit_passages(self._tokenizer, rollout.question, found, self._room).prompt
         counts = len(prompt), rollout.tokens_before_end(self._tokenizer.end_ids)
-        return {
-            "prompt_tokens": counts[0],
-            "completion_tokens": counts[1],
-            "total_tokens": sum(counts),
-        }
+        return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
 
 
 class AnswerEvents:

@@ -30,19 +30,11 @@ SEARCH_PATH = "/retrieve"
 MAX_TOP_K = 1000
 MAX_QUERIES = 4096  # of a request
 MAX_SEARCH_REQUEST_BYTES = 2**24  # of a request
-RESULT_SETTINGS = (
-    "method",
-    "embedding_model",
-    "query_prompt",
-    "passage_prompt",
-    "fusion_depth",
-)  # what a search finds
+# what a search finds
+RESULT_SETTINGS = ("method", "embedding_model", "query_prompt", "passage_prompt", "fusion_depth")
 
-QUERY_FIELDS_BY_KIND = {
-    "bm25": ["text"],
-    "dense": ["parts"],
-    "hybrid": ["text", "parts"],
-}  # what of a query a search reads
+# what of a query a search reads
+QUERY_FIELDS_BY_KIND = {"bm25": ["text"], "dense": ["parts"], "hybrid": ["text", "parts"]}
 
 
 class SearchService:

@@ -21,9 +21,8 @@ from dlm_rag.text import normalize_whitespace, replace_control_chars
 
 INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # seconds between tries
 MAX_REPLY_BYTES = 16 << 20  # bytes of an answer
-RETRYABLE_STATUSES = frozenset(
-    {408, 409, 425, 429, 500, 502, 503, 504}
-)  # states that may be over at the next try
+# states that may be over at the next try
+RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
 class ChatRejectedError(RuntimeError):

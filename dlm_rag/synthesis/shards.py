@@ -151,9 +151,8 @@ class RowsFolder:
             if not self._note.exists():
                 self._write_note({"stamp": stamp})
             self._journal.touch()
-            self.done = {
-                line.source for _, line in self._read_journal()
-            }  # before: what is not ours is not cut
+            # before: what is not ours is not cut
+            self.done = {line.source for _, line in self._read_journal()}
             size = self._journal.stat().st_size
             repair_last_line(self._journal)
             if self._journal.stat().st_size > size:  # the last line only needed its end

@@ -40,11 +40,8 @@ FINGERPRINTED_KEYS = (
     "model.path", "train.init_layers_from", "data.questions", "data.corpus", "data.documents",
     "retrieval.embedding_model"
 )  # fmt: skip
-DECODE_SHAPE_FIELDS = (
-    "max_new_tokens",
-    "block_length",
-    "finished_block_context",
-)  # of `decode`: a denoiser is trained for them
+# of `decode`: a denoiser is trained for them
+DECODE_SHAPE_FIELDS = ("max_new_tokens", "block_length", "finished_block_context")
 SFT_FIELDS, RL_FIELDS = ("passage_sets_per_step", "rows_per_set"), ("prompts_per_step", "num_generations")
 FIRST_PHASE_FIELD = "objective"  # the first field of `TrainConfig` that a phase may set
 

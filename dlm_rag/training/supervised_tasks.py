@@ -128,10 +128,7 @@ class SftTask:
         self, sums: dict[str, float], counts: dict[str, float], state: TaskState
     ) -> dict[str, float]:
         pointed = max(1, counts["pointed"])
-        found = {
-            "loss": sums["tokens"] / counts["divisor"],
-            "name_accuracy": sums["names_right"] / pointed,
-        }
+        found = {"loss": sums["tokens"] / counts["divisor"], "name_accuracy": sums["names_right"] / pointed}
         if "pointers" in sums:
             found |= {
                 "pointer_loss": sums["pointers"] / pointed,

@@ -13,10 +13,8 @@ from dlm_rag.model.denoiser_config import DenoiserConfig, UniformNoiseConfig
 from dlm_rag.model.families.base import Family, require_key
 
 LAYER_KINDS = ("sliding_attention", "full_attention")
-VISION_PREFIXES = (
-    "model.encoder.vision_tower.",
-    "model.encoder.embed_vision.",
-)  # weights that text never meets
+# weights that text never meets
+VISION_PREFIXES = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 # In place of the tower that looks at images, where a folder of text alone has none.
 DUMMY_VISION_CONFIG = {
     "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,

@@ -29,10 +29,8 @@ CounterfactualSampler = Callable[[random.Random], tuple[Question, Passage]]
 MISSING_PASSAGE_SHARE = 0.4  # share of the crossed moments up to the second sentence that lack its passage
 MAX_UNSUPPORTED_TOKENS = 3  # supervised of what no passage there tells, so that it is not held for certain
 QUERY_GUESS_WORDS = 3  # of the next sentence, in the query of a moment
-RIGHT_GUESS_SHARE, WRONG_GUESS_SHARE = (
-    0.4,
-    0.3,
-)  # shares of the moments with such words, and with those of another
+# shares of the moments with such words, and with those of another
+RIGHT_GUESS_SHARE, WRONG_GUESS_SHARE = (0.4, 0.3)
 
 
 class QuestionExamples:

@@ -179,9 +179,8 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
         check_parallelism(train, train.items, devices)
         train = replace(train, dtype=str(dtype).removeprefix("torch."))
         layout = shape.evidence_layout if train.objective in ("sft", "rl") else "joint"
-        part = math.ceil(
-            train.items * train.context_parallel / (devices * train.gradient_accumulation_steps)
-        )
+        microbatches = devices * train.gradient_accumulation_steps
+        part = math.ceil(train.items * train.context_parallel / microbatches)
         one, task = make_sample_examples(config, train, shape, 1), make_planned_task(config, train, shape)
         sample = partial(make_sample_microbatch, config, train, shape)
         memory = StepMemoryEstimator(task, sample, shape, train, dtype).estimate(part)
@@ -255,11 +254,8 @@ def make_sample_examples(
     hidden = tuple(n % 2 == 0 for n in range(shape.canvas_length))
     found, rows, top_k, searched = [], train.item_rows, config.retrieval.top_k, 1
     if train.objective == "rl":  # the steps that are learned from; of heads none runs a layer
-        rows = (
-            0
-            if train.trainable == "policy_heads"
-            else rows * (train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT))
-        )
+        steps = train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
+        rows = 0 if train.trainable == "policy_heads" else rows * steps
         searched = ROLLOUT_PASSAGE_FACTOR
     for _ in range(count):
         passages = [ids(train.passage_length) for _ in range(searched * top_k)]

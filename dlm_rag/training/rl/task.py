@@ -58,11 +58,7 @@ class RlTask:
     name, can_prefetch = "rl", False
 
     def __init__(
-        self,
-        questions: QuestionSource,
-        config: Config,
-        train: TrainConfig,
-        tokenizer: Tokenizer,
+        self, questions: QuestionSource, config: Config, train: TrainConfig, tokenizer: Tokenizer
     ) -> None:
         self._questions, self._config, self._train = questions, config, train
         self._tokenizer = tokenizer
