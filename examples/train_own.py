@@ -49,11 +49,9 @@ def main() -> None:
         corpus = write(Path(folder, "passages.jsonl"), passages)
         learned = write(Path(folder, "questions.jsonl"), questions[24:])
         ask(SHIPPED / "model", corpus, questions[:24])
-        data = f"data.questions={learned} data.corpus={corpus} retrieval.top_k=3 decode.max_new_tokens=40 "
-        length = (
-            "train.max_steps=50 train.warmup_steps=5 train.passage_sets_per_step=4 train.rows_per_set=3"
-        )
-        train(["--model", str(SHIPPED / "model"), "--out", f"{folder}/run", *(data + length).split()])
+        run = f"data.questions={learned} data.corpus={corpus} train.max_steps=50 decode.max_new_tokens=40 "
+        run += "train.warmup_steps=5 train.passage_sets_per_step=4 train.rows_per_set=3 retrieval.top_k=3"
+        train(["--model", str(SHIPPED / "model"), "--out", f"{folder}/run", *run.split()])
         ask(Path(folder, "run/model"), corpus, questions[:24])
 
 
