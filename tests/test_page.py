@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import ROOT
+from headless_chromium import HeadlessChromium, find_chromium
+from synthetic_rollout import make_synthetic_rollout
 from test_rollout import make_committed_token, make_two_step_rollout
 
 from dlm_rag.commands import page as page_command
@@ -27,11 +29,6 @@ from dlm_rag.page.record import (
     split_content_words,
 )
 from dlm_rag.page.write import render_page, write_page
-
-sys.path.insert(0, str(ROOT / "profiling"))
-
-from bench_page import make_synthetic_rollout
-from headless_chromium import HeadlessChromium, find_chromium
 
 SEPARATORS = "\u2028\u2029"
 HOSTILE = (
@@ -637,12 +634,3 @@ def test_sample_makes_the_page_of_what_it_answers(browser, tmp_path):
                 browser.run(f"page.go({step})")
                 assert browser.run(CANVAS) == [canvas]
                 assert browser.run(SEEN_GHOSTS) == guessed[step]
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_the_page_runs(browser):
-    done = subprocess.run(
-        [sys.executable, ROOT / "profiling" / "bench_page.py", "40"], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "40 steps of 40 tokens" in done.stdout, done.stderr
-    assert re.search(r"a step back: [0-9.]+ ms of its thread", done.stdout)

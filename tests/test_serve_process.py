@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from conftest import ROOT, byte_tokenizer, tiny_denoiser, wait_until
+from headless_chromium import HeadlessChromium, find_chromium
 from test_serve import ASKED, chat_body, made_decoder, parse_metrics_text, serve_decoder
 
 from dlm_rag.commands.startup import SHIPPED_FOLDER
@@ -25,10 +26,6 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.serving import http_server, middleware
 from dlm_rag.tokenizer import Tokenizer
-
-sys.path.insert(0, str(ROOT / "profiling"))
-
-from headless_chromium import HeadlessChromium, find_chromium
 
 WORLD = SHIPPED_FOLDER / "world"
 

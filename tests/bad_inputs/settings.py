@@ -490,8 +490,6 @@ CASES = [
     BadInputCase("output in ASCII", "sample 'Who wrote Zoë?' --model model --corpus corpus.jsonl decode.max_new_tokens=8",
          "Zo\\u00eb", exit=0, env={"PYTHONIOENCODING": "ascii"}, slow=True),
     # Programs of the checkout.
-    BadInputCase("a benchmark told nonsense", "profiling/bench_synthetic_world.py seven", "'seven' is not a whole number"),
-    BadInputCase("a benchmark told two numbers", "profiling/bench_synthetic_world.py 1 2", "the one word beside the settings"),
     BadInputCase("a benchmark told a fraction", "profiling/bench_bm25.py 2.5", "'2.5' is not a whole number"),
     BadInputCase("a benchmark told 0", "profiling/bench_threads.py 0", "'0' is not a whole number", slow=True),
     BadInputCase("a benchmark of another kind", (

@@ -1,4 +1,4 @@
-"""A headless Chromium for what is shown in a browser, driven through two pipes: nothing to install but it.
+"""A headless Chromium, driven over DevTools through two pipes; needs nothing but the browser.
 
 with HeadlessChromium() as browser:
     browser.open(path, width=1200, height=800, dark=True)
