@@ -162,7 +162,9 @@ def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_pa
 
 def test_evaluate_compares_settings_of_the_shipped_reader(corpus_file):
     words = ["--corpus", str(corpus_file), "--compare", "committed,interleaved+decode.commit_threshold=0.9"]
-    read = parse_command_line("", words, typed=False, answers=True, options=evaluate.EVALUATE_OPTIONS)
+    read = parse_command_line(
+        "", words, ("decode", "out", "retrieval", "compare"), options=evaluate.EVALUATE_OPTIONS
+    )
     first, second = evaluate.plan_from_command_line(read).settings.values()
     assert first.model == second.model == load_config(READER_CONFIG).model
     assert (first.decode.commit_threshold, second.decode.commit_threshold) == (0.97, 0.9)
@@ -685,10 +687,11 @@ ODD = ("[/nope]", "$x_{$", "a|b", "\x1b[31mred", "\u4e2d\u6587", "[bold]")
 
 def test_names_that_look_like_markup_are_shown_as_they_are(call, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
     row = {"question": "Who wrote Emma?", "golden_answers": ["x"]}
     rows = [row | {"id": f"[/{label}]", label: True} for label in ODD]
     path, out = write_jsonl_file(tmp_path / "q.jsonl", rows), tmp_path / "[/runs]"
-    prompts = [f"static+retrieval.query_prompt={text}" for text in ("$x$[/b]", "\x1b[2J")]
+    prompts = [f"static+retrieval.index_dir={text}" for text in ("$x$[/b]", "\x1b[2J")]
     words = ("--questions", path, "--out", out, "--compare", ",".join(["static", *prompts]))
     code, screen, err = call(*words, program=evaluate)
     assert code == 0 and "\x1b" not in screen + err

@@ -41,7 +41,8 @@ from dlm_rag.training.rl.reward import RewardParts, compute_advantages, compute_
 from dlm_rag.training.rl.rollouts import WeightedStep, fill_rollout_buffer, sample_rollout_steps
 from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms
 
-RL = [*MICRO_SETTINGS, "train.objective=rl", "train.optimizer=adamw", "train.learning_rate=0.01",
+RL = [*MICRO_SETTINGS, "train.objective=rl", "train.prompts_per_step=2", "train.num_generations=4",
+      "train.optimizer=adamw", "train.learning_rate=0.01",
       "train.warmup_steps=0",
       "train.f1_weight=1", "train.recall_weight=1", "train.forward_cost=0.01", "train.max_hops=1",
       "decode.max_new_tokens=48", "decode.batch_size=16", "decode.commit_threshold=0.05",

@@ -56,8 +56,8 @@ from dlm_rag.training.validation import QuestionValidation
 
 MICRO_SETTINGS = [
     "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
-    "train.passage_sets_per_step=2", "train.prompts_per_step=2",
-    "train.rows_per_set=4", "train.num_generations=4", "train.world_passages=100", "train.max_steps=8",
+    "train.passage_sets_per_step=2", "train.rows_per_set=4", "train.world_passages=100",
+    "train.max_steps=8",
     "train.save_steps=2", "train.worlds=2",
     "train.steps_per_world=2", "train.eval_steps=100", "train.eval_questions=1",
     "decode.max_new_tokens=120", "retrieval.top_k=3",
@@ -485,7 +485,7 @@ def test_the_scale_of_losses_in_float16_is_that_of_torch(tmp_path, monkeypatch):
             optimizer.zero_grad(set_to_none=True)
         trainer._scaler.update()
 
-    words, scales = ["train.dtype=float16", "train.rows_per_set=2", "train.num_generations=2"], []
+    words, scales = ["train.dtype=float16", "train.rows_per_set=2"], []
     trainers = [make_trainer(tmp_path / name, *words) for name in ("ours", "theirs")]
     monkeypatch.setattr(trainers[1], "_update", partial(by_torch, trainers[1]))
     for step in range(6):
@@ -675,7 +675,6 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
         tmp_path / "long",
         "train.max_steps=100000",
         "train.passage_sets_per_step=200",
-        "train.prompts_per_step=200",
     )
     time.sleep(1.2)
     process.send_signal(signal.SIGINT)

@@ -19,21 +19,26 @@ from dlm_rag.training.trainer import Trainer
 from dlm_rag.training.validation import Validation
 
 STEPS = 4
+FRESH = ["train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400"]
+WORLDS = ["train.world_passages=100", "train.eval_questions=1"]
 SHAPE = [
-    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400", "train.world_passages=100",
-    "train.worlds=1", "train.eval_questions=1", "train.max_steps=4", "train.warmup_steps=0",
+    "train.max_steps=4", "train.warmup_steps=0",
     "decode.max_new_tokens=48", "retrieval.top_k=3", "train.optimizer=adamw", "train.learning_rate=0.001",
 ]  # fmt: skip
 SFT = [
+    *FRESH,
+    *WORLDS,
     *SHAPE,
+    "train.worlds=1",
     "train.passage_sets_per_step=4",
-    "train.prompts_per_step=4",
     "train.rows_per_set=4",
-    "train.num_generations=4",
 ]
 RL = [
-    *SFT,
+    *WORLDS,
+    *SHAPE,
     "train.objective=rl",
+    "train.prompts_per_step=4",
+    "train.num_generations=4",
     "train.trainable=all",
     "decode.commit_rule=threshold",
     "decode.commit_threshold=0.05",
@@ -66,7 +71,8 @@ ROWS_ON_ONE = {
 }
 SHARDED = [*RL, "train.parallel=fsdp", "train.kl_coef=0.5"]
 PRETRAIN = [
-    *SHAPE, "train.objective=pretrain", "train.sequence_length=96", "train.batch_tokens=384",
+    *FRESH, *SHAPE, "train.world_passages=100", "train.objective=pretrain",
+    "train.sequence_length=96", "train.batch_tokens=384",
 ]  # fmt: skip
 BFLOAT16 = "train.dtype=bfloat16"
 ADAPTERS = [*SFT, BFLOAT16, "train.lora_rank=4", "model.path={checkpoint}", "train.passage_length=96"]

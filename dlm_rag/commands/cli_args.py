@@ -2,9 +2,10 @@
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dlm_rag.cli import CommandParser, parse_int, print_note
@@ -14,23 +15,30 @@ from dlm_rag.config import (
     dump_config,
     is_existing_file,
     list_setting_fields,
+    list_setting_help,
     load_config,
 )
+from dlm_rag.config.checked import list_choices, read_help
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.files.record_readers import expand_path
 
+# What programs that answer questions read; sections stand for all of their keys.
+ANSWER_SETTINGS = (
+    "model", "retrieval", "decode", "engine", "questions", "limit", "quick", "out", "record_provisional",
+    "workers", "energy",
+)  # fmt: skip
 READER_CONFIG = str(CONFIG_FOLDER / "reader.yaml")
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 _FILE_NAME = re.compile(r"\S+\.(jsonl?|csv|tsv|parquet|ya?ml|txt|md|gz|safetensors)")
 
 SETTING_BY_FLAG = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
-    f"--{name}": name for name in ("questions", "out", "trace", "html", "compare")
+    f"--{name}": name for name in ("questions", "limit", "out", "trace", "html", "compare")
 }
 
 
 def parse_int_args(description: str, argv: list[str], what: str, default: list[int]) -> list[int]:
-    """The words of a program that is told whole numbers above 0 only; `--help` prints and exits."""
+    """The words of a program that takes whole numbers above 0; `--help` prints and exits."""
     parser = CommandParser(description)
     parser.add_argument("numbers", nargs="*", metavar="NUMBER", help=f"{what} ({default})")
     return [parse_int(word) for word in parser.parse_args(argv).numbers] or default
@@ -38,13 +46,13 @@ def parse_int_args(description: str, argv: list[str], what: str, default: list[i
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line, read: the resolved config, the questions typed, the switches that are on."""
+    """A parsed command line: the resolved config, the typed questions, the switches that are on."""
 
     config: Config
     questions: list[str]
     switches: set[str]
     options: dict[str, Any]
-    file: str | None  # of --config, or READER where the reader that ships stands in
+    file: str | None  # of --config, or READER_CONFIG where the shipped reader answers
     settings: list[str]  # KEY=VALUE, of words and flags
 
     def config_with(self, more: list[str]) -> Config:
@@ -52,11 +60,11 @@ class CommandLine:
         return load_config(self.file, self.settings + more)
 
     def announce_reader(self) -> None:
-        """Says that the reader answers, where nobody has named it."""
+        """Says that the shipped reader answers, where nobody has named it."""
         if self.file == READER_CONFIG:
             print_note(
-                "the shipped reader answers, as configs/reader.yaml says: it is small, and knows three\n"
-                "ways to ask, as 'What is Emma?' (docs/synthesis.md); for any question give --model\n"
+                "the shipped reader answers (configs/reader.yaml): it is small and knows three kinds of\n"
+                "questions, such as 'What is Emma?' (docs/synthesis.md); for any question give --model\n"
                 "DIR_OR_HUB_ID (GSAI-ML/LLaDA-8B-Instruct)"
             )
 
@@ -64,51 +72,33 @@ class CommandLine:
 def parse_command_line(
     description: str,
     argv: list[str],
+    reads: Sequence[str] = (),
     *,
-    typed: bool = True,
-    chosen: bool = False,
-    answers: bool = False,
-    switches: dict[str, str] | None = None,
-    options: Mapping[str, tuple[str | int | tuple[()], str]] | None = None,
+    typed: bool = False,
+    switches: Mapping[str, str] = MappingProxyType({}),
+    options: Mapping[str, tuple[str | int | tuple[()], str]] = MappingProxyType({}),
+    effects: bool = True,
 ) -> CommandLine:
-    """Reads a command line.
+    """Parses a command line. `--help` and `--print-config` print and exit. Raises `ConfigError`.
 
-    typed: whether questions may be typed. chosen: whether --limit and --quick choose among those of a file.
-    answers: whether the reader that ships answers where a corpus of one's own is named, and neither model
-    nor --config.
-    switches: flags without a value, with their help texts. options: flags with a value, with default and
-    help text; where the default is a whole number, so is the value, and above 0 unless the default is 0.
+    reads: sections and keys that the program reads, with `-KEY` for those of a section that it does not;
+    other settings are refused; empty: all are read. Where `decode` and `out` are read, the shipped reader
+    answers if a corpus is given, but neither a model nor --config.
+    typed: whether questions may be typed.
+    switches: flags without a value, with their help texts. options: flags with a value: its default and
+    help text. Where the default is a whole number, so is the value, and above 0 unless the default is 0.
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
-
-    `--help` and `--print-config` print and exit. Raises `ConfigError`.
+    effects: whether settings without effect are refused (`load_config`).
     """
-    before = sys.argv[1 : max(1, len(sys.argv) - len(argv))]  # `dlm-rag sample` is two words
-    parser = CommandParser(
-        description,
-        prog=" ".join([Path(sys.argv[0]).name, *before]),
-        epilog="KEY=VALUE sets any field of the config:\n" + _list_keys(),
-    )
-    what = "a question, or KEY=VALUE" if typed else "KEY=VALUE"
-    parser.add_argument("words", nargs="*", metavar="WORD", help=what)
-    parser.add_argument("--config", metavar="NAME", help="YAML file, as given or one that ships")
-    keys = list_setting_fields()
-    flags = SETTING_BY_FLAG | ({"--limit": "limit"} if chosen else {})
-    for flag, key in flags.items():
-        metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
-        parser.add_argument(flag, metavar=metavar, help=f"{keys[key].metadata['help']} ({key})")
-    offered = {"print-config": "print the resolved config"} | (switches or {})
-    if chosen:
-        offered["quick"] = f"{keys['quick'].metadata['help']} (quick)"
-    for name, help_text in offered.items():
-        parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
-    for name, (default, help_text) in (options or {}).items():
-        shown = help_text if default in ("", ()) else f"{help_text} ({default})"
-        several: dict[str, Any] = {"nargs": "+", "metavar": "WORD"} if default == () else {}
-        parser.add_argument(
-            f"--{name}", **{"metavar": name.upper(), "default": default, "help": shown} | several
-        )
-    given = parser.parse_intermixed_args(argv)
-    for name in options or {}:
+    flags = {flag: key for flag, key in SETTING_BY_FLAG.items() if is_read(key, reads)}
+    for flag in SETTING_BY_FLAG.keys() - flags:
+        if any(word == flag or word.startswith(f"{flag}=") for word in argv):
+            raise _unread(SETTING_BY_FLAG[flag], reads)
+    switches = {"print-config": "print the resolved config"} | dict(switches)
+    if is_read("quick", reads):
+        switches["quick"] = f"{read_help(Config)['quick']} (quick)"
+    given = _build_parser(description, argv, flags, switches, options, typed).parse_intermixed_args(argv)
+    for name in options:
         if isinstance(words := getattr(given, name), list):
             given.words += [word for word in words if "," not in word]
             setattr(given, name, [word for word in words if "," in word])
@@ -119,29 +109,82 @@ def parse_command_line(
         if not typed:
             raise ConfigError(f"'{word}' is neither a flag nor KEY=VALUE")
     for flag, key in flags.items():
-        value = getattr(given, flag.strip("-"))
-        if value is not None:
+        if (value := getattr(given, flag.strip("-"))) is not None:
             if any(word.startswith(f"{key}=") for word in settings):
-                raise ConfigError(f"{flag} and {key}= name the same setting: leave one out")
+                raise ConfigError(f"{flag} and {key}= set the same setting: leave one out")
             settings.append(f"{key}={value}")
-    if getattr(given, "quick", False):
-        settings.append("quick=true")
-    config = load_config(given.config, settings)
-    if answers and given.config is None and _uses_shipped_reader(config, settings):
+    settings += ["quick=true"] * getattr(given, "quick", False)
+    check_read(settings, reads)
+    config = load_config(given.config, settings, effects=effects)
+    if {"decode", "out"} <= {*reads} and given.config is None and _uses_shipped_reader(config, settings):
         given.config = READER_CONFIG
-        config = load_config(READER_CONFIG, settings)
+        config = load_config(READER_CONFIG, settings, effects=effects)
     for key in ("out", "trace", "html"):  # what is read is expanded where it is opened
         if (path := getattr(config, key) or "").startswith("~"):
             setattr(config, key, str(expand_path(path, ConfigError)))
-    on = {name for name in offered if getattr(given, name)}
-    if "print-config" in on:
+    if getattr(given, "print-config"):
         print(dump_config(config), end="")
         raise SystemExit(0)
-    with_values = {name: getattr(given, name) for name in options or {}}
-    for name, (default, _) in (options or {}).items():
+    values = {name: getattr(given, name) for name in options}
+    for name, (default, _) in options.items():
         if isinstance(default, int):
-            with_values[name] = parse_int(str(with_values[name]), min(default, 1), f"--{name} ")
-    return CommandLine(config, questions, on, with_values, given.config, settings)
+            values[name] = parse_int(str(values[name]), min(default, 1), f"--{name} ")
+    on = {name for name in switches if getattr(given, name)}
+    return CommandLine(config, questions, on, values, given.config, settings)
+
+
+def _build_parser(
+    description: str,
+    argv: list[str],
+    flags: dict[str, str],
+    switches: Mapping[str, str],
+    options: Mapping[str, tuple[str | int | tuple[()], str]],
+    typed: bool,
+) -> CommandParser:
+    """The parser of a program, whose help lists every setting."""
+    before = sys.argv[1 : max(1, len(sys.argv) - len(argv))]  # `dlm-rag sample` is two words
+    parser = CommandParser(
+        description,
+        prog=" ".join([Path(sys.argv[0]).name, *before]),
+        epilog="KEY=VALUE sets any field of the config:\n" + _list_keys(),
+    )
+    what = "a question, or KEY=VALUE" if typed else "KEY=VALUE"
+    parser.add_argument("words", nargs="*", metavar="WORD", help=what)
+    parser.add_argument("--config", metavar="NAME", help="YAML file, as given or one that ships")
+    for flag, key in flags.items():
+        metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
+        parser.add_argument(flag, metavar=metavar, help=f"{list_setting_help()[key]} ({key})")
+    for name, help_text in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
+    for name, (default, help_text) in options.items():
+        shown = help_text if default in ("", ()) else f"{help_text} ({default})"
+        several: dict[str, Any] = {"nargs": "+", "metavar": "WORD"} if default == () else {}
+        parser.add_argument(
+            f"--{name}", **{"metavar": name.upper(), "default": default, "help": shown} | several
+        )
+    return parser
+
+
+def is_read(key: str, reads: Sequence[str]) -> bool:
+    """Whether a program reads a setting."""
+    section = key.partition(".")[0]
+    left_out = f"-{key}" in reads or f"-{section}" in reads
+    return not reads or (not left_out and (key in reads or section in reads))
+
+
+def check_read(settings: Sequence[str], reads: Sequence[str]) -> None:
+    """Raises `ConfigError` for a setting that a program does not read, of words KEY=VALUE."""
+    keys = list_setting_fields()
+    for key in (word.partition("=")[0] for word in settings):
+        if key in keys and not is_read(key, reads):
+            raise _unread(key, reads)
+
+
+def _unread(key: str, reads: Sequence[str]) -> ConfigError:
+    leaf = key.rpartition(".")[2]
+    others = [each for each in list_setting_fields() if each.endswith(f".{leaf}") and is_read(each, reads)]
+    remedy = f"set {others[0]}" if others and others[0] != key else "leave it out"
+    return ConfigError(f"{key} has no effect here, for this program does not read it: {remedy}")
 
 
 def _uses_shipped_reader(config: Config, settings: list[str]) -> bool:
@@ -163,28 +206,29 @@ def is_setting(word: str) -> bool:
 
 
 def _reject_mistaken_word(word: str) -> None:
-    """Raises `ConfigError` for a setting without its equals sign, a file without its flag, odd dashes."""
+    """Raises `ConfigError` for a setting without its equals sign, a file without its flag, other dashes."""
     if re.match(r"[‐-―−]|-\W*$", word):  # a text editor makes one dash of two
-        raise ConfigError(f"'{word}' is no question: flags begin with two hyphens, as --out; `-` is none")
+        raise ConfigError(f"'{word}' is not a question: flags begin with two hyphens, as in --out")
     word = word.strip("“”‘’„«»")
     key = re.match(r"([a-z_]+)[.,:]\s*[^\s=]+\s*(=|$)", word)
     if word in list_setting_fields() or (
         key and any(known.startswith(f"{key[1]}.") for known in list_setting_fields())
     ):
         key_alone = re.split(r"[^\w.]", word.replace(",", "."))[0]
-        raise ConfigError(f"'{word}' is no question: write settings as {key_alone}=VALUE, in one word")
+        raise ConfigError(f"'{word}' is not a question: write settings as {key_alone}=VALUE, in one word")
     if (there := is_existing_file(word)) or _FILE_NAME.fullmatch(word):
         kind = "a file" if there else "the name of a file"
-        raise ConfigError(f"'{word}' is {kind} and no question: name it behind its flag, as --questions")
+        raise ConfigError(f"'{word}' is {kind}, not a question: give it after its flag, as in --questions")
 
 
 def _list_keys() -> str:
     lines = []
     for key, item in list_setting_fields().items():
         rule = item.metadata
-        choices = f" [{', '.join(rule['choices'])}]" if rule["choices"] else ""
+        found = list_choices(item)
+        choices = f" [{', '.join(found)}{', module:function' * bool(rule['table'])}]" if found else ""
         default = "unset" if item.default is None else repr(item.default)
         if item.default is MISSING:
             default = repr(item.default_factory())
-        lines.append(f"  {key}={default}\n      {rule['help']}{choices}")
+        lines.append(f"  {key}={default}\n      {list_setting_help()[key]}{choices}")
     return "\n".join(lines)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, plan_answer_job
-from dlm_rag.commands.cli_args import READER_CONFIG, CommandLine, parse_command_line
+from dlm_rag.commands.cli_args import ANSWER_SETTINGS, READER_CONFIG, CommandLine, parse_command_line
 from dlm_rag.commands.evaluation_outputs import (
     check_question_selection,
     get_plot_file_name,
@@ -39,6 +39,7 @@ from dlm_rag.commands.evaluation_outputs import (
 )
 from dlm_rag.commands.startup import ResourceCache, apply_shipped_defaults, gather_questions
 from dlm_rag.config import dump_config, load_config
+from dlm_rag.config.effects import check_effects
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.atomic import write_text_atomic
 from dlm_rag.progress import report_progress
@@ -70,18 +71,11 @@ class EvaluationPlan:
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(
-        __doc__ or "", argv, typed=False, chosen=True, answers=True, options=EVALUATE_OPTIONS
-    )
+    reads = (*ANSWER_SETTINGS, "compare", "f1_rule")
+    words = parse_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS, effects=False)
     out = words.config.out
     if out in (None, "-"):
         raise ConfigError("evaluation needs --out FOLDER")
-    if words.config.trace is not None:
-        raise ConfigError("evaluation keeps its traces in the folder of --out: leave --trace out")
-    if words.config.html is not None:
-        raise ConfigError(
-            "evaluation makes no page: leave --html out, and make it of a trace with dlm-rag page"
-        )
     if words.options["reproduce"] and words.file == READER_CONFIG:  # who answers, the result says
         words = replace(words, file=None)
     wanted = plan_from_result(words) if words.options["reproduce"] else plan_from_command_line(words)
@@ -162,12 +156,13 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
     if both := sorted({*swept} & {word.partition("=")[0] for word in words.settings}):
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
     if config.compare is None and not swept:
+        load_config(words.file, words.settings, effects=True)
         return EvaluationPlan(
             config, {f"{config.decode.query_policy} {config.retrieval.method}": config}, True, said
         )
     if swept:
         said["swept"] = swept
-    settings = {}
+    settings, variants = {}, []
     for name, more in expand_sweep(
         parse_compared_settings(config.compare) if config.compare else {"": []}, swept
     ).items():
@@ -175,6 +170,8 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
             settings[name] = words.config_with(more)
         except ConfigError as error:
             raise ConfigError(f"'{name}': {error}") from None
+        variants.append((settings[name], [word.partition("=")[0] for word in (*words.settings, *more)]))
+    check_effects(variants)
     return EvaluationPlan(config, settings, False, said)
 
 

@@ -10,18 +10,20 @@ stopped goes on when the same command is given again; one that is finished is le
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.cli_args import parse_command_line
-from dlm_rag.config import Config, RetrievalConfig
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import show_status
 
 WRITE_TIMEOUT_SECONDS = 60.0  # that one write may take: a server stores more slowly than it searches
+READS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle")
 
 
 def main(argv: list[str]) -> None:
     target = "URL of the collection to build, milvus://HOST:PORT/COLLECTION; none: the index is kept here"
-    words = parse_command_line(__doc__ or "", argv, typed=False, options={"to": ("", target)})
+    words = parse_command_line(__doc__ or "", argv, READS, options={"to": ("", target)})
     config, url = words.config, words.options["to"]
-    _check_index_settings(config)
+    if config.retrieval.corpus is None or config.retrieval.method == "none":
+        raise ConfigError("a corpus is indexed: give --corpus FILE, and another method than none")
     if url:
         _build_collection(url, config.retrieval)
         return
@@ -32,19 +34,6 @@ def main(argv: list[str]) -> None:
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
     load_retriever(config.retrieval, corpus)
     print_note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
-
-
-def _check_index_settings(config: Config) -> None:
-    """Raises `ConfigError` for what an index does not need, and where the corpus lacks."""
-    unread = {"questions": config.questions, "out": config.out, "trace": config.trace}
-    unread |= {"compare": config.compare, "model": config.model.path, "retrieval.url": config.retrieval.url}
-    for name, value in unread.items():
-        if value is not None:
-            raise ConfigError(f"an index has no use for {name}: leave it out")
-    if config.retrieval.corpus is None:
-        raise ConfigError("no corpus: give --corpus a file of passages")
-    if config.retrieval.method == "none":
-        raise ConfigError("retrieval.method=none has no index: choose bm25, dense or hybrid")
 
 
 def _build_collection(url: str, config: RetrievalConfig) -> None:

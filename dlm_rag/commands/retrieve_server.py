@@ -12,17 +12,19 @@ Ctrl-C or SIGTERM ends it. Whoever reaches the port may search: by default that 
 """
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.cli_args import CommandLine, parse_command_line
+from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.commands.serve import SERVE_OPTIONS, bind_socket, get_socket_url
 from dlm_rag.errors import ConfigError
 from dlm_rag.progress import show_status
 
-UNREAD_SETTINGS = ("retrieval.url", "retrieval.timeout", "retrieval.oracle", "retrieval.bm25_cache_gib")
+READS = (
+    "retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle", "-retrieval.bm25_cache_gib",
+    "serving.max_connections",
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, typed=False, options=SERVE_OPTIONS)
-    check_retrieve_server_settings(words)
+    words = parse_command_line(__doc__ or "", argv, READS, options=SERVE_OPTIONS)
     config = words.config.retrieval
     try:
         from dlm_rag.serving.http_server import run_server
@@ -33,8 +35,8 @@ def main(argv: list[str]) -> None:
     from dlm_rag.retrieval import load_retriever
     from dlm_rag.retrieval.corpus import open_corpus
 
-    if config.corpus is None:
-        raise ConfigError("no corpus: give --corpus FILE")
+    if config.corpus is None or config.url is not None or config.method == "none":
+        raise ConfigError("a corpus is searched: give --corpus FILE, and neither a URL nor method=none")
     with bind_socket(words.options["host"], words.options["port"]) as sock:
         corpus = open_corpus(config.corpus, config.index_dir)
         # Whoever asks is not known, so nothing is kept of what was asked before.
@@ -46,16 +48,3 @@ def main(argv: list[str]) -> None:
         searched = f"{len(corpus)} passages, by {config.method}, are searched at {url}"
         run_server(service, sock, lambda: print_note(f"{searched}; Ctrl-C ends it"))
     print_note("ended")
-
-
-def check_retrieve_server_settings(words: CommandLine) -> None:
-    """Raises `ConfigError` for settings that a server does not read."""
-    for setting in words.settings:
-        key = setting.partition("=")[0]
-        if key != "serving.max_connections" and (
-            not key.startswith("retrieval.") or key in UNREAD_SETTINGS
-        ):
-            raise ConfigError(f"a server reads settings of retrieval, and not {key}: leave it out")
-    config = words.config.retrieval
-    if config.url is not None or config.oracle or config.method == "none":
-        raise ConfigError("a server searches a corpus: leave retrieval.url, oracle and kind=none out")

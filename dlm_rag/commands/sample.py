@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.answer_job import check_output_files, plan_answer_job
-from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.cli_args import ANSWER_SETTINGS, parse_command_line
 from dlm_rag.commands.startup import (
     SHIPPED_FOLDER,
     apply_shipped_defaults,
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, chosen=True, answers=True)
-    if words.config.compare is not None:
-        raise ConfigError("sample answers under one setting: leave compare out, or run evaluate")
+    words = parse_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, "trace", "html"), typed=True)
     if words.config.workers is not None and words.config.out is None:
         raise ConfigError("workers= answers into a file, not to the screen: add --out FILE")
     config = apply_shipped_defaults(words.config, words.questions)

@@ -16,7 +16,7 @@ import socket
 from pathlib import Path
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.cli_args import CommandLine, parse_command_line
+from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.commands.startup import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
@@ -26,12 +26,15 @@ SERVE_OPTIONS: dict[str, tuple[str | int, str]] = {
     "port": (8000, "where it listens"),
     "host": ("127.0.0.1", "the address it listens at; 0.0.0.0 lets other machines in"),
 }
-SERVE_SECTIONS = ("model", "retrieval", "decode", "engine", "serving", "energy")
+SERVE_SETTINGS = ("model", "retrieval", "-retrieval.oracle", "decode", "engine", "serving", "energy")
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, typed=False, answers=True, options=SERVE_OPTIONS)
-    check_serve_settings(words)
+    words = parse_command_line(__doc__ or "", argv, SERVE_SETTINGS, options=SERVE_OPTIONS)
+    if words.config.retrieval.oracle:
+        raise ConfigError(
+            "retrieval.oracle needs supporting_ids, which the questions of clients do not have"
+        )
     config = apply_shipped_defaults(words.config, [""])
     try:
         from dlm_rag.serving.api_keys import ApiKeys
@@ -70,16 +73,6 @@ def main(argv: list[str]) -> None:
                 lambda: print_note(f"{name} answers at {get_socket_url(sock)}/; Ctrl-C ends it"),
             )
         print_note(f"ended: {service.engine.counts['answered']} answered")
-
-
-def check_serve_settings(words: CommandLine) -> None:
-    """Raises `ConfigError` for settings that a server does not read."""
-    for setting in words.settings:
-        key = setting.partition("=")[0]
-        if key.partition(".")[0] not in SERVE_SECTIONS or key == "retrieval.oracle":
-            raise ConfigError(f"serve does not read {key}: leave it out")
-    if words.config.retrieval.oracle:
-        raise ConfigError("retrieval.oracle needs supporting_ids, which typed questions do not have")
 
 
 def get_served_model_name(path: str) -> str:

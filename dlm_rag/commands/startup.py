@@ -339,7 +339,8 @@ def _wrap_oracle(inner: Retriever, questions: list[Question], query: str) -> Ret
     from dlm_rag.retrieval.oracle import OracleRetriever
     from dlm_rag.retrieval.query import build_query
 
-    assert isinstance(inner, CorpusRetriever), "see RetrievalConfig"
+    if not isinstance(inner, CorpusRetriever):
+        raise ConfigError("retrieval.oracle=true needs --corpus FILE, not retrieval.url")
     if query != "question":
         raise ConfigError(
             "retrieval.oracle=true needs decode.query_policy=question: its evidence never changes"

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.answer_job import PreparedQuestions
-from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.cli_args import ANSWER_SETTINGS, check_read, parse_command_line
 from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.machine import get_code_commit
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dlm_rag.decode.rollout import Rollout
     from dlm_rag.synthesis.shards import RowsFolder, SourceOutcome
 
+SYNTHESIS_SETTINGS = ("synthesis", "-record_provisional")
 # Settings of the section that rows depend on: of all, and of one kind.
 COMMON_ROW_SETTINGS = ("method", "dedup_threshold", "format")
 ROW_SETTINGS_BY_KIND = {
@@ -70,18 +71,12 @@ class SynthesisWork:
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, typed=False, chosen=True, answers=True)
+    words = parse_command_line(__doc__ or "", argv, (*ANSWER_SETTINGS, *SYNTHESIS_SETTINGS))
     config = words.config
+    if config.synthesis.method != "traces":  # nothing is decoded
+        check_read(words.settings, ("retrieval", "questions", "limit", "quick", "out", "synthesis"))
     if config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
-    unread = ("trace", "html", "record_provisional", "compare")
-    if other := [key for key in unread if getattr(config, key) not in (None, False)]:
-        raise ConfigError(f"synthesis has no use for {other[0]}: leave it out")
-    if config.workers is not None and config.synthesis.method != "traces":
-        raise ConfigError(
-            f"workers= decode traces, and synthesis.method={config.synthesis.method} decodes none: leave "
-            "it out"
-        )
     from dlm_rag.synthesis.dedup import check_datasketch
     from dlm_rag.synthesis.shards import RowsFolder, check_file_format
 
@@ -91,7 +86,6 @@ def main(argv: list[str]) -> None:
         check_datasketch()
     # which reads evaluation sets: what is wrong is said before the work
     depends_on = collect_row_settings(config)
-    check_synthesis_settings(words.settings, settings.method)
     work = {"traces": plan_trace_rows, "corpus": plan_corpus_rows, "writer": plan_writer_rows}[
         settings.method
     ](config)
@@ -101,16 +95,6 @@ def main(argv: list[str]) -> None:
     if failed:
         print_note(f"{failed} failed; the same command asks again")
         raise SystemExit(1)
-
-
-def check_synthesis_settings(given: list[str], kind: str) -> None:
-    """Raises `ConfigError` for settings that rows of a kind do not depend on."""
-    others = {f"synthesis.{key}" for keys in ROW_SETTINGS_BY_KIND.values() for key in keys}
-    others -= {f"synthesis.{key}" for key in ROW_SETTINGS_BY_KIND[kind]}
-    decoding = () if kind == "traces" else ("model.", "decode.", "engine.")
-    for key in (word.partition("=")[0] for word in given):
-        if key in others or key.startswith(decoding):
-            raise ConfigError(f"{key} has no effect with synthesis.method={kind}: leave it out")
 
 
 def run_synthesis(work: SynthesisWork, folder: "RowsFolder", config: "Config") -> int:

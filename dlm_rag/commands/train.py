@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import check_writable, print_note
-from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.cli_args import check_read, parse_command_line
+from dlm_rag.config.effects import check_effects
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.atomic import acquire_file_lock, open_atomic_folder, release_file_lock
 
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from dlm_rag.training.trainer import Trainer
     from dlm_rag.training.validation import Validation
 
+TRAIN_SETTINGS = (
+    "model", "retrieval", "-retrieval.corpus", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle",
+    "decode", "engine", "train", "data", "plan", "out", "energy",
+)  # fmt: skip
 TRAIN_SWITCHES = {
     "resume": "go on from the last checkpoint",
     "plan": "print what the run takes in memory, time and energy, and do nothing",
@@ -45,11 +50,11 @@ TRAIN_SWITCHES = {
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, typed=False, switches=TRAIN_SWITCHES)
+    words = parse_command_line(__doc__ or "", argv, TRAIN_SETTINGS, switches=TRAIN_SWITCHES)
     config, resume = words.config, "resume" in words.switches
     folder = Path(config.out or "runs/train")
-    if config.limit or config.quick:
-        raise ConfigError("training takes all of its questions: leave limit and quick out")
+    if "plan" not in words.switches:
+        check_read(words.settings, ("-plan", *TRAIN_SETTINGS))
     check_train_settings(config)
     if "plan" not in words.switches:
         prepare_run_folder(folder, resume)
@@ -87,43 +92,18 @@ def main(argv: list[str]) -> None:
 
 
 def check_train_settings(config: "Config") -> None:
-    """Raises `ConfigError` for data that are named and would not be trained on."""
-    given = {"questions": config.questions, "corpus": config.retrieval.corpus}
-    if other := [name for name, path in given.items() if path is not None]:
-        raise ConfigError(f"training reads data.questions and data.corpus: give these, not --{other[0]}")
-    if config.retrieval.url is not None:
-        raise ConfigError("training searches data.corpus, or worlds of its own: leave retrieval.url out")
-    unread = ("trace", "html", "record_provisional", "compare", "workers")
-    if other := [name for name in unread if getattr(config, name) not in (None, False)]:
-        raise ConfigError(f"training has no use for {other[0]}: leave it out")
+    """Raises `ConfigError` for data that would not be trained on, and what they cannot be used for."""
     phases = config.train.get_phase_configs().values()
-    objectives = {phase.objective for phase in phases}
     learned = any(phase.objective == "rl" and phase.trainable != "policy_heads" for phase in phases)
     if learned and config.decode.copy_penalty is not None:
         raise ConfigError(
             "rl of the denoiser computes steps again from its own logits, without what decode.copy_penalty "
             "makes of them: leave it out, or set train.trainable=policy_heads"
         )
-    if config.data.documents and objectives <= {"sft", "rl"}:
-        raise ConfigError(
-            "data.documents are read by pretrain and adapt: set train.objective to one of them"
-        )
-    if config.data.questions and not objectives & {"sft", "rl"}:
-        raise ConfigError(
-            "data.questions are read by sft and rl: set train.objective, or name data.documents"
-        )
+    check_effects([(config, ["data.documents", "data.questions", "train.counterfactual_share"])])
     made = config.data.corpus is not None and config.data.questions is None
-    for phase in phases:
-        if phase.counterfactual_share and not (made and phase.objective == "sft"):
-            raise ConfigError(
-                f"train.counterfactual_share={phase.counterfactual_share} is for sft on questions that "
-                "are made: give data.corpus "
-                "without data.questions, or set train.counterfactual_share=0"
-            )
-        if made and phase.max_hops == 1 and phase.objective in ("sft", "rl"):
-            raise ConfigError(
-                "train.max_hops=1: what is made of data.corpus alone are chains of 2 passages or more"
-            )
+    if made and any(phase.max_hops == 1 and phase.objective in ("sft", "rl") for phase in phases):
+        raise ConfigError("train.max_hops=1: questions made of data.corpus need 2 hops or more")
 
 
 class StopSignal(threading.Event):

@@ -1,8 +1,9 @@
 """The configuration: one tree of dataclasses, the only home of every default.
 
 Settings arrive in this order, later ones winning: the dataclasses, a YAML file, `key=value` words.
-A field's metadata holds its help text and, where it has them, its choices or bounds; both the
-command line and the constructors check them. This room knows no other room of the package.
+A field's metadata holds its choices or bounds, which constructors check, and the settings that it needs
+(`only_with`), which command lines check; the string below a field is its help text. This room imports no
+other room of the package, but the tables that a setting names.
 """
 
 from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
@@ -17,6 +18,7 @@ from dlm_rag.config.tree import (
     is_existing_file,
     list_changed_settings,
     list_setting_fields,
+    list_setting_help,
     load_config,
 )
 
@@ -37,5 +39,6 @@ __all__ = [
     "is_existing_file",
     "list_changed_settings",
     "list_setting_fields",
+    "list_setting_help",
     "load_config",
 ]

@@ -1,28 +1,62 @@
-"""Fields that carry their help text and their bounds, and refuse what is outside them."""
+"""Fields that carry their help text, their bounds and what they need, and refuse what is outside them."""
 
+import ast
+import inspect
 import sys
-from dataclasses import field, fields, replace
+from dataclasses import Field, field, fields, replace
+from functools import cache
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from dlm_rag.config.renamed import find_new_value
+from dlm_rag.config.tables import import_object
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 MAX_SHOWN_CHARS = 60  # characters of a value
+SET = object()  # in `only_with`: any value but null, 0, false and the empty one
+Need = dict[str, Any]  # the values of other settings, by dotted key: `SET`, or a tuple of values
 
 
 def setting(
     default: Any,
-    help: str,
     *,
     choices: tuple[str, ...] = (),
+    table: str = "",
     low: float | None = None,
     high: float | None = None,
+    only_with: Need | tuple[Need, ...] = (),
 ) -> Any:
-    """A dataclass field with its help text and its allowed values (bounds are inclusive)."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high}
+    """A dataclass field with its allowed values (bounds are inclusive); the text below it is its help.
+
+    table: `module:NAME` of a table whose names are the choices; a value may then also be `module:function`.
+    only_with: without these values of other settings this one has no effect (dlm_rag/config/effects.py); of
+    several such dicts one must hold.
+    """
+    needs = (only_with,) if isinstance(only_with, dict) else only_with
+    metadata = {"choices": choices, "table": table, "low": low, "high": high, "only_with": needs}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+@cache
+def read_help(holder: type) -> dict[str, str]:
+    """The help texts of a class of settings by field: the strings below the fields."""
+    (tree,) = ast.parse(inspect.getsource(holder)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for item, after in pairwise(tree.body):
+        if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr):
+            assert isinstance(item.target, ast.Name) and isinstance(after.value, ast.Constant)
+            found[item.target.id] = " ".join(str(after.value.value).split())
+    return found
+
+
+def list_choices(item: Field[Any]) -> tuple[str, ...]:
+    """The names that a field accepts; none where it accepts any value."""
+    if table := item.metadata.get("table"):
+        return tuple(import_object(table, item.name))
+    return item.metadata.get("choices", ())
 
 
 class CheckedSettings:
@@ -30,42 +64,47 @@ class CheckedSettings:
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
-            value, rule = getattr(self, item.name), item.metadata
-            if value is None or not rule:
-                continue
-            if item.type == str | None and not str(value).strip():  # the variable of a script that is unset
-                raise ConfigError(f"{item.name} is empty: give it a value, or leave it out")
-            for part in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(part, str) and "\0" in part:
-                    raise ConfigError(f"{item.name} holds a NUL character: take it out")
-                if isinstance(part, str) and part != part.encode(errors="replace").decode():
-                    locale = sys.getfilesystemencoding()
-                    remedy = f"set PYTHONUTF8=1, for the locale is {locale}"
-                    if locale == "utf-8":
-                        remedy = "write it in that, or rename"
-                    raise ConfigError(f"{item.name}={shorten_repr(part)} is not UTF-8: {remedy}")
-                if isinstance(part, int | float) and not -(2**63) < part < 2**63:  # nor NaN
-                    raise ConfigError(
-                        f"{item.name}={shorten_repr(part)} is out of range: it must be a number below 2^63"
-                    )
-            if (new := find_new_value(item.name, value)) and value not in rule["choices"]:
-                raise ConfigError(f"{item.name}={value} is now {item.name}={new}: write that")
-            if rule["choices"] and value not in rule["choices"]:
-                raise ConfigError(
-                    f"{item.name}={shorten_repr(value)} is not one of {', '.join(rule['choices'])}"
-                    f"{suggest_nearest(str(value), rule['choices'])}"
-                )
-            low, high = rule["low"], rule["high"]
-            if (low is not None and not value >= low) or (high is not None and not value <= high):
-                bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise ConfigError(f"{item.name}={value} is out of range: it must be {bounds}")
+            value = getattr(self, item.name)
+            if value is not None and value is not item.default and item.metadata:
+                _check_value(item, value)
+
+
+def _check_value(item: "Field[Any]", value: Any) -> None:
+    name, rule = item.name, item.metadata
+    if item.type == str | None and not str(value).strip():  # an unset variable of a shell script
+        raise ConfigError(f"{name} is empty: give it a value, or leave it out")
+    for part in value.values() if isinstance(value, dict) else (value,):
+        if isinstance(part, str):
+            _check_text(name, part)
+        elif isinstance(part, int | float) and not -(2**63) < part < 2**63:  # nor NaN
+            raise ConfigError(f"{name}={shorten_repr(part)} is out of range: give a number below 2^63")
+    own = rule["table"] and isinstance(value, str) and ":" in value
+    if (choices := list_choices(item)) and value not in choices and not own:
+        if new := find_new_value(name, value):
+            raise ConfigError(f"{name}={value} is now {name}={new}: write that")
+        names = ", ".join(choices) + " or module:function" * bool(rule["table"])
+        hint = suggest_nearest(str(value), choices)
+        raise ConfigError(f"{name}={shorten_repr(value)} is not one of {names}{hint}")
+    low, high = rule["low"], rule["high"]
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ConfigError(f"{name}={value} is out of range: it must be {bounds}")
+
+
+def _check_text(name: str, text: str) -> None:
+    if "\0" in text:
+        raise ConfigError(f"{name} contains a NUL character: remove it")
+    if text != text.encode(errors="replace").decode():
+        locale = sys.getfilesystemencoding()
+        remedy = "rename it" if locale == "utf-8" else f"the locale is {locale}: set PYTHONUTF8=1"
+        raise ConfigError(f"{name}={shorten_repr(text)} is not UTF-8: {remedy}")
 
 
 Settings = TypeVar("Settings", bound=CheckedSettings)
 
 
 def replace_settings(settings: Settings, **values: Any) -> Settings:
-    """`settings` with these values, checked; itself where it has them already, for checks take time.
+    """`settings` with these values, checked; itself where nothing changes, for checks take time.
 
     Raises `ConfigError`.
     """

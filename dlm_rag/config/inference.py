@@ -1,140 +1,103 @@
 """Settings of the model, the retriever and the denoising loop."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from dlm_rag.config.checked import CheckedSettings, setting, shorten_repr
+from dlm_rag.config.checked import SET, CheckedSettings, setting, shorten_repr
 from dlm_rag.errors import ConfigError, suggest_nearest
 
-# What can be searched by URL, and which settings of retrieval the service decides, or has no use for.
-_UNUSED_BY_SERVICE = (
-    "method", "oracle", "embedding_model", "embedding_batch_size", "query_prompt", "passage_prompt",
-    "fusion_depth", "bm25_cache_gib", "index_dir",
+SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
+# What settings need, as `only_with` says it. A service at http(s) chooses how it searches.
+NO_URL = {"retrieval.url": (None,)}
+NO_SERVICE = {"retrieval.url": (None, "milvus://")}
+SEARCHING = ("bm25", "dense", "hybrid")
+DENSE = NO_SERVICE | {"retrieval.method": ("dense", "hybrid")}
+MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
+DETERMINISTIC = (
+    "threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded", "sequential"
 )  # fmt: skip
-UNUSED_SETTINGS_BY_SCHEME = {
-    "http": _UNUSED_BY_SERVICE,
-    "https": _UNUSED_BY_SERVICE,
-    "milvus": ("oracle", "bm25_cache_gib", "index_dir"),
-}
+STOCHASTIC = ("sampled", "policy_head")
+CHANGING_QUERY = {"decode.query_policy": ("proxy", "committed", "two_rounds", "feedback", "response")}
+ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
 
 
 @dataclass
 class ModelConfig(CheckedSettings):
     """Which denoiser, where it runs, and who sees whom."""
 
-    path: str | None = setting(None, "checkpoint to load: a Hugging Face style folder or a hub id")
-    device: str = setting(
-        "auto", "device to run on: cpu, cuda, cuda:1 or mps; auto takes CUDA if available"
-    )
-    dtype: str = setting(
-        "auto",
-        "dtype of the weights; auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
-    attn_implementation: str = setting(
-        "auto",
-        "attention kernel: flash (flash-attn), varlen (torch's own) or sdpa; auto takes the first that "
-        "works",
-        choices=("auto", "flash", "varlen", "sdpa"),
-    )
-    evidence_layout: str | None = setting(
-        None,
-        "which parts of the prompt attend to each other; unset takes the checkpoint's own (public ones: "
-        "joint)",
-        choices=("joint", "prefix", "independent"),
-    )
-    block_size: int | None = setting(
-        None,
-        "block length of block-causal attention, 0 for full attention; for training, and for checkpoints "
-        "that do not say; unset takes the checkpoint's own",
-        low=0,
-        high=2**20,
-    )
+    path: str | None = setting(None)
+    """checkpoint to load: a Hugging Face style folder or a hub id"""
+    device: str = setting("auto")
+    """device to run on: cpu, cuda, cuda:1 or mps; auto takes CUDA if available"""
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    """dtype of the weights; auto takes bfloat16 on CUDA (float16 before Ampere) and float32 elsewhere"""
+    attn_implementation: str = setting("auto", choices=("auto", "flash", "varlen", "sdpa"))
+    """attention kernel: flash (flash-attn), varlen (torch's own) or sdpa; auto takes the first that
+    works"""
+    evidence_layout: str | None = setting(None, choices=("joint", "prefix", "independent"))
+    """which parts of the prompt attend to each other; unset takes the checkpoint's own (public ones:
+    joint)"""
+    block_size: int | None = setting(None, low=0, high=2**20)
+    """block length of block-causal attention, 0 for full attention; for training, and for checkpoints
+    that do not say; unset takes the checkpoint's own"""
 
 
 @dataclass
 class RetrievalConfig(CheckedSettings):
     """Which passages can become evidence, and how they are found."""
 
-    corpus: str | None = setting(
-        None, "passages to search: a file, a folder of texts, or an index folder built from one"
-    )
-    method: str = setting("bm25", "search method", choices=("bm25", "dense", "hybrid", "none"))
-    top_k: int = setting(7, "number of passages given as evidence (K)", low=1)
-    oracle: bool = setting(False, "put the passages that support a question first (needs supporting_ids)")
-    index_dir: str | None = setting(
-        None, "folder where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"
-    )
-    embedding_model: str = setting(
-        "sentence-transformers/all-MiniLM-L6-v2",
-        "sentence-transformers model for dense search: a folder or a hub id",
-    )
-    embedding_batch_size: int = setting(64, "number of texts embedded at once", low=1)
-    query_prompt: str = setting("", "prefix of every dense query ('query: ' for E5)")
-    passage_prompt: str = setting("", "prefix of every dense passage ('passage: ' for E5)")
+    corpus: str | None = setting(None, only_with=NO_URL)
+    """passages to search: a file, a folder of texts, or an index folder built from one"""
+    method: str = setting("bm25", choices=("bm25", "dense", "hybrid", "none"), only_with=NO_SERVICE)
+    """search method"""
+    top_k: int = setting(7, low=1, only_with={"retrieval.method": SEARCHING})
+    """number of passages given as evidence (K)"""
+    oracle: bool = setting(False, only_with=NO_URL)
+    """put the passages that support a question first (needs supporting_ids)"""
+    index_dir: str | None = setting(None, only_with=NO_URL)
+    """folder where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"""
+    embedding_model: str = setting("sentence-transformers/all-MiniLM-L6-v2", only_with=DENSE)
+    """sentence-transformers model for dense search: a folder or a hub id"""
+    embedding_batch_size: int = setting(64, low=1, only_with=DENSE)
+    """number of texts embedded at once"""
+    query_prompt: str = setting("", only_with=DENSE)
+    """prefix of every dense query ('query: ' for E5)"""
+    passage_prompt: str = setting("", only_with=DENSE)
+    """prefix of every dense passage ('passage: ' for E5)"""
     bm25_query: str = setting(
-        "whole",
-        "how BM25, also in hybrid, searches a query: as a whole, or the question and each sentence in "
-        "turn, as dense search does",
-        choices=("whole", "sentences"),
+        "whole", choices=("whole", "sentences"), only_with={"retrieval.method": ("bm25", "hybrid")}
     )
-    fusion_depth: int = setting(50, "number of BM25 and dense results that hybrid search fuses", low=1)
+    """how BM25, also in hybrid, searches a query: as a whole, or the question and each sentence in
+    turn, as dense search does"""
+    fusion_depth: int = setting(50, low=1, only_with=NO_SERVICE | {"retrieval.method": ("hybrid",)})
+    """number of BM25 and dense results that hybrid search fuses"""
     bm25_cache_gib: float = setting(
-        1.0,
-        "memory for BM25 scores kept between the queries of one question, in GiB; 0 searches from scratch "
-        "every time",
-        low=0,
-        high=2**20,
+        1.0, low=0, high=2**20, only_with=NO_URL | {"retrieval.method": ("bm25", "hybrid")}
     )
-    url: str | None = setting(
-        None,
-        "search a service instead of a corpus: http://HOST:PORT/retrieve, https:// or "
-        "milvus://HOST:PORT/COLLECTION",
-    )
-    timeout: float = setting(
-        15.0,
-        "time limit of a search by URL in seconds; failed attempts are retried until then, and each "
-        "attempt gets a third",
-        low=0.01,
-        high=2**20,
-    )
+    """memory for BM25 scores kept between the queries of one question, in GiB; 0 searches from scratch
+    every time"""
+    url: str | None = setting(None)
+    """search a service instead of a corpus: http://HOST:PORT/retrieve, https:// or
+    milvus://HOST:PORT/COLLECTION"""
+    timeout: float = setting(15.0, low=0.01, high=2**20, only_with={"retrieval.url": SET})
+    """time limit of a search by URL in seconds; failed attempts are retried until then, and each
+    attempt gets a third"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
-        if self.url is None:
-            if "timeout" in changed:
-                raise ConfigError("retrieval.timeout has no effect without retrieval.url: leave it out")
-            return
-        unused = UNUSED_SETTINGS_BY_SCHEME[_parse_url_scheme(self.url)]
-        for name in changed:
-            if name == "corpus":
-                raise ConfigError(
-                    f"retrieval.url={self.url} is searched instead of a corpus: leave one of the two out"
-                )
-            if name == "oracle" and name in unused:
-                raise ConfigError(
-                    f"retrieval.oracle=true needs passages by their ids, which {self.url} does not give: "
-                    "give a corpus"
-                )
-            if name in unused:
-                raise ConfigError(
-                    f"retrieval.{name} has no effect on the service at {self.url}, which decides that "
-                    "itself: leave it out"
-                )
+        if self.url is not None:
+            _check_search_url(self.url)
 
 
-def _parse_url_scheme(url: str) -> str:
-    """How a service is spoken to; raises `ConfigError` for what is no URL of one."""
+def _check_search_url(url: str) -> None:
+    """Raises `ConfigError` for what is not the URL of a search service."""
     scheme, begun, _ = url.partition("://")
-    known = ", ".join(f"{name}://" for name in UNUSED_SETTINGS_BY_SCHEME)
+    known = ", ".join(f"{name}://" for name in SEARCH_SCHEMES)
     said = f"retrieval.url={shorten_repr(url)}"
     if not begun:
         raise ConfigError(f"{said} has no scheme: begin it with one of {known}")
-    if scheme not in UNUSED_SETTINGS_BY_SCHEME:
-        raise ConfigError(
-            f"{said} begins with none of {known}{suggest_nearest(scheme, UNUSED_SETTINGS_BY_SCHEME)}"
-        )
+    if scheme not in SEARCH_SCHEMES:
+        raise ConfigError(f"{said} begins with none of {known}{suggest_nearest(scheme, SEARCH_SCHEMES)}")
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(f"{said} holds a character that no URL has: write it as %20 or the like")
     try:
@@ -150,7 +113,6 @@ def _parse_url_scheme(url: str) -> str:
             "retrieval.url names a user or a fragment, which are not sent: leave them out"
             f" (a token is ${'MILVUS_TOKEN' if scheme == 'milvus' else 'DLM_RAG_RETRIEVAL_TOKEN'})"
         )
-    return scheme
 
 
 DEFAULT_ENTROPY_BOUND_NATS = 0.1  # nats, where neither settings nor checkpoint say one
@@ -160,168 +122,138 @@ DEFAULT_ENTROPY_BOUND_NATS = 0.1  # nats, where neither settings nor checkpoint 
 class DecodeConfig(CheckedSettings):
     """The denoising loop: what is committed, what is asked, when evidence is refreshed."""
 
-    max_new_tokens: int | None = setting(
-        None,
-        "length of the response canvas in tokens, all masked at first; unset takes the checkpoint's own "
-        "(100)",
-        low=1,
-        high=2**20,
-    )
-    block_length: int | None = setting(
-        None,
-        "commit tokens only within the first unfinished block of this length, 0 for anywhere; unset takes "
-        "the checkpoint's own",
-        low=0,
-    )
+    max_new_tokens: int | None = setting(None, low=1, high=2**20)
+    """length of the response canvas in tokens, all masked at first; unset takes the checkpoint's own
+    (100)"""
+    block_length: int | None = setting(None, low=0, only_with=MASKED)
+    """commit tokens only within the first unfinished block of this length, 0 for anywhere; unset takes
+    the checkpoint's own"""
     finished_block_context: str | None = setting(
         None,
-        "what finished blocks attend to after new evidence arrives, in checkpoints with block attention: "
-        "recompute (they are run again with the new evidence), no_evidence (response text only), append "
-        "(what they saw, then the new passages) or frozen (what they saw); unset takes the checkpoint's "
-        "own, else recompute",
         choices=("recompute", "no_evidence", "append", "frozen"),
+        only_with=MASKED | {"attention_blocks": (True,)},
     )
+    """what finished blocks attend to after new evidence arrives, in checkpoints with block attention:
+    recompute (they are run again with the new evidence), no_evidence (response text only), append (what
+    they saw, then the new passages) or frozen (what they saw); unset takes the checkpoint's own, else
+    recompute"""
     query_window: int = setting(
         8,
-        "number of positions after the current block whose predictions may enter a query, in checkpoints "
-        "with block attention",
         low=0,
         high=2**20,
+        only_with=MASKED | {"attention_blocks": (True,), "decode.query_policy": ("proxy", "response")},
     )
+    """number of positions after the current block whose predictions may enter a query, in checkpoints
+    with block attention"""
     commit_rule: str | None = setting(
         None,
-
-        "rule that decides which masked positions are committed at a step; unset takes the checkpoint's "
-        "own, else threshold",
         choices=(
-            "threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded", "sequential", "sampled",
+            "threshold",
+            "top_k",
+            "entropy",
+            "margin",
+            "entropy_bound",
+            "grounded",
+            "sequential",
+            "sampled",
             "policy_head",
         ),
-    )  # fmt: skip
+        only_with=MASKED,
+    )
+    """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
+    own, else threshold"""
     commit_threshold: float = setting(
         0.9,
-        "confidence at which a position is committed (tau_c), for the rules threshold and grounded; for "
-        "sampled and policy_head the confidence at which a gate opens with probability 1/2",
         low=0,
         high=1,
+        only_with=(MASKED | {"decode.commit_rule": ("threshold", "grounded", *STOCHASTIC)}, ROLLOUTS),
     )
+    """confidence at which a position is committed (tau_c), for the rules threshold and grounded; for
+    sampled and policy_head the confidence at which a gate opens with probability 1/2"""
     gate_temperature: float = setting(
-        0.5, "softness of that threshold for sampled and policy_head, in logits", low=1e-3, high=100
+        0.5, low=1e-3, high=100, only_with=(MASKED | {"decode.commit_rule": STOCHASTIC}, ROLLOUTS)
     )
+    """softness of that threshold for sampled and policy_head, in logits"""
     head_threshold: float | None = setting(
-        0.5, "probability at which a policy head says yes; unset (null) samples its decision", low=0, high=1
+        0.5,
+        low=0,
+        high=1,
+        only_with=(
+            MASKED | {"decode.commit_rule": ("policy_head",)},
+            MASKED | {"decode.retrieval_gate": ("policy_head",)},
+        ),
     )
+    """probability at which a policy head says yes; unset (null) samples its decision"""
     tokens_per_step: int | None = setting(
-        None,
-        "number of positions committed per step: exactly this many for top_k, entropy, margin and "
-        "sequential (unset: 1), at most this many for the other rules (unset: no limit)",
-        low=1,
+        None, low=1, only_with=MASKED | {"decode.commit_rule": DETERMINISTIC}
     )
+    """number of positions committed per step: exactly this many for top_k, entropy, margin and
+    sequential (unset: 1), at most this many for the other rules (unset: no limit)"""
     steps_per_block: int | None = setting(
-        None,
-        "number of steps per block (or per canvas, without blocks): sets what a step commits for top_k, "
-        "entropy, margin and sequential, and the minimum for the other rules (unset: 1 position)",
-        low=1,
-        high=2**20,
+        None, low=1, high=2**20, only_with={"decode.commit_rule": DETERMINISTIC}
     )
+    """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
+    entropy, margin and sequential, and the minimum for the other rules (unset: 1 position)"""
     schedule: str = setting(
         "even",
-        "how the positions of a block are divided over steps_per_block if it does not divide evenly: the "
-        "first steps take more, or each step takes its rounded share of the rest",
         choices=("even", "rounded"),
+        only_with=MASKED | {"decode.steps_per_block": SET, "decode.commit_rule": DETERMINISTIC},
     )
-    entropy_bound: float | None = setting(
-        None,
-        "joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1",
-        low=0,
-    )
-    remask_threshold: float | None = setting(
-        None, "committed tokens that fall below this probability are masked again, once; unset: never",
-        low=0, high=1,
-    )  # fmt: skip
+    """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
+    first steps take more, or each step takes its rounded share of the rest"""
+    entropy_bound: float | None = setting(None, low=0, only_with={"decode.commit_rule": ("entropy_bound",)})
+    """joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1"""
+    remask_threshold: float | None = setting(None, low=0, high=1, only_with=MASKED)
+    """committed tokens that fall below this probability are masked again, once; unset: never"""
     edit_threshold: float | None = setting(
-        None,
-        "confidence at which another token replaces a committed one within the current attention block; "
-        "unset: never",
-        low=0,
-        high=1,
+        None, low=0, high=1, only_with=MASKED | {"attention_blocks": (True,)}
     )
-    max_edit_steps: int = setting(
-        16, "maximum number of steps that edit a block after its last mask is gone", low=0, high=2**20
-    )
-    copy_penalty: float | None = setting(
-        None,
-
-        "cost in nats of a token that is in neither question nor evidence, and of each jump between "
-        "places in them; unset: no cost",
-        low=0, high=50,
-    )  # fmt: skip
-    temperature_high: float | None = setting(
-        None,
-        "uniform noise only: temperature of a block's first step, which then falls linearly; unset takes "
-        "the checkpoint's own",
-        low=1e-6,
-        high=2**20,
-    )
-    temperature_low: float | None = setting(
-        None,
-        "uniform noise only: temperature that the last step approaches; unset takes the checkpoint's own",
-        low=0,
-        high=2**20,
-    )
-    convergence_steps: int | None = setting(
-        None,
-        "uniform noise only: a block is finished if its most probable tokens have not changed for this "
-        "many steps and stop_entropy holds; unset takes the checkpoint's own",
-        low=0,
-        high=2**10,
-    )
-    stop_entropy: float | None = setting(
-        None,
-        "uniform noise only: mean entropy in nats below which a block that has converged is finished, 0 "
-        "for never; unset takes the checkpoint's own",
-        low=0,
-        high=2**20,
-    )
+    """confidence at which another token replaces a committed one within the current attention block;
+    unset: never"""
+    max_edit_steps: int = setting(16, low=0, high=2**20, only_with=MASKED | {"decode.edit_threshold": SET})
+    """maximum number of steps that edit a block after its last mask is gone"""
+    copy_penalty: float | None = setting(None, low=0, high=50, only_with=MASKED)
+    """cost in nats of a token that is in neither question nor evidence, and of each jump between places
+    in them; unset: no cost"""
+    temperature_high: float | None = setting(None, low=1e-6, high=2**20, only_with=UNIFORM)
+    """uniform noise only: temperature of a block's first step, which then falls linearly; unset takes
+    the checkpoint's own"""
+    temperature_low: float | None = setting(None, low=0, high=2**20, only_with=UNIFORM)
+    """uniform noise only: temperature that the last step approaches; unset takes the checkpoint's own"""
+    convergence_steps: int | None = setting(None, low=0, high=2**10, only_with=UNIFORM)
+    """uniform noise only: a block is finished if its most probable tokens have not changed for this
+    many steps and stop_entropy holds; unset takes the checkpoint's own"""
+    stop_entropy: float | None = setting(None, low=0, high=2**20, only_with=UNIFORM)
+    """uniform noise only: mean entropy in nats below which a block that has converged is finished, 0
+    for never; unset takes the checkpoint's own"""
     query_policy: str = setting(
-        "proxy",
-        "what becomes the search query",
-        choices=("proxy", "committed", "question", "two_rounds", "feedback", "response"),
+        "proxy", choices=("proxy", "committed", "question", "two_rounds", "feedback", "response")
     )
+    """what becomes the search query"""
     query_threshold: float = setting(
-        0.0,
-        "confidence at which a prediction may enter the query (tau_q); 1 for committed tokens only",
-        low=0,
-        high=1,
+        0.0, low=0, high=1, only_with={"decode.query_policy": ("proxy", "response")}
     )
-    retrieval_interval: int = setting(1, "number of steps between two refreshes of the evidence", low=1)
-    retrieval_threshold: float | None = setting(
-        None,
-        "refresh the evidence only if the lowest confidence is below this; unset: always",
-        low=0,
-        high=1,
-    )
+    """confidence at which a prediction may enter the query (tau_q); 1 for committed tokens only"""
+    retrieval_interval: int = setting(1, low=1, only_with=CHANGING_QUERY)
+    """number of steps between two refreshes of the evidence"""
+    retrieval_threshold: float | None = setting(None, low=0, high=1, only_with=CHANGING_QUERY)
+    """refresh the evidence only if the lowest confidence is below this; unset: always"""
     retrieval_gate: str | None = setting(
-        None,
-        "whether to search with a query that has changed: always, or if the policy head says so; unset "
-        "takes the checkpoint's own, else always",
-        choices=("always", "policy_head"),
+        None, choices=("always", "policy_head"), only_with=MASKED | CHANGING_QUERY
     )
-    temperature: float = setting(
-        0.0, "sampling temperature of committed tokens; 0 takes the most probable token", low=0
-    )
-    seed: int = setting(0, "random seed of sampling; every question has a generator of its own")
-    batch_size: int = setting(8, "number of questions denoised together", low=1, high=2**16)
-    overlap: str = setting(
-        "none",
-        "search while the model runs: pipeline (on the other half of the batch; the same tokens) or "
-        "stale_evidence (evidence arrives one step late)",
-        choices=("none", "pipeline", "stale_evidence"),
-    )
-    early_stopping: bool = setting(
-        True,
-        "stop once an end token and everything before it is committed, since the text can no longer change",
-    )
+    """whether to search with a query that has changed: always, or if the policy head says so; unset
+    takes the checkpoint's own, else always"""
+    temperature: float = setting(0.0, low=0, only_with=MASKED)
+    """sampling temperature of committed tokens; 0 takes the most probable token"""
+    seed: int = setting(0)
+    """random seed of sampling; every question has a generator of its own"""
+    batch_size: int = setting(8, low=1, high=2**16)
+    """number of questions denoised together"""
+    overlap: str = setting("none", choices=("none", "pipeline", "stale_evidence"))
+    """search while the model runs: pipeline (on the other half of the batch; the same tokens) or
+    stale_evidence (evidence arrives one step late)"""
+    early_stopping: bool = setting(True, only_with={"decode.remask_threshold": (None,)})
+    """stop once an end token and everything before it is committed, since the text can no longer change"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -339,11 +271,6 @@ class DecodeConfig(CheckedSettings):
                 f"commit_threshold={self.commit_threshold} has no logit, which commit_rule=sampled needs: "
                 "set it between 0 and 1"
             )
-        if self.query_policy == "committed" and self.query_threshold not in (0.0, 1.0):
-            raise ConfigError(
-                f"query_threshold={self.query_threshold} has no effect with query=committed: "
-                "set query=proxy, or query_threshold=0"
-            )
 
     @property
     def samples_actions(self) -> bool:
@@ -360,33 +287,19 @@ class EngineConfig(CheckedSettings):
     is kept.
     """
 
-    memory_gib: float | None = setting(
-        None,
-        "memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step "
-        "together; the cache gets what is left; unset: the machine's limit",
-        low=2**-20,
-        high=2**20,
-    )
-    prefix_cache_gib: float | None = setting(
-        None,
-        "memory for cached keys and values of evidence on the device in GiB, in addition to those of the "
-        "current batch; unset: what memory_gib leaves, or half of the free memory (on a CPU a quarter); "
-        "0: no cache",
-        low=0,
-    )
+    memory_gib: float | None = setting(None, low=2**-20, high=2**20, only_with=MASKED)
+    """memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step
+    together; the cache gets what is left; unset: the machine's limit"""
+    prefix_cache_gib: float | None = setting(None, low=0, only_with=MASKED)
+    """memory for cached keys and values of evidence on the device in GiB, in addition to those of the
+    current batch; unset: what memory_gib leaves, or half of the free memory (on a CPU a quarter); 0: no
+    cache"""
     cpu_offload_gib: float = setting(
-        0.0, "host memory in GiB for cached evidence that leaves the device", low=0
+        0.0, low=0, only_with=MASKED | {"engine.prefix_cache_gib": (None, SET)}
     )
-    compile: bool = setting(
-        False, "compile around attention with torch.compile: faster after half a minute; changes rounding"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cpu_offload_gib and self.prefix_cache_gib == 0:
-            raise ConfigError(
-                "cpu_offload_gib has no effect without a pool on the device: set prefix_cache_gib too"
-            )
+    """host memory in GiB for cached evidence that leaves the device"""
+    compile: bool = setting(False, only_with=MASKED)
+    """compile around attention with torch.compile: faster after half a minute; changes rounding"""
 
     @property
     def for_training_rollouts(self) -> "EngineConfig":

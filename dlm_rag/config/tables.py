@@ -6,7 +6,7 @@ A setting that names an entry of a table also accepts `module:function`, one of 
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,14 +15,19 @@ from dlm_rag.errors import ConfigError, suggest_nearest
 Entry = TypeVar("Entry")
 
 
-def load_object(path: str, key: str) -> Any:
-    """The object at `module:name`, with the working folder importable; `ConfigError` names `key`."""
+def import_object(path: str, key: str) -> Any:
+    """The object at `module:name`; `ConfigError` names `key`."""
     module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"{key}={path} cannot be imported: {error}") from error
+
+
+def load_object(path: str, key: str) -> Any:
+    """The user's own object at `module:name`, with the working folder importable."""
     with _working_folder_first():
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, SyntaxError) as error:
-            raise ConfigError(f"{key}={path} cannot be imported: {error}") from error
+        return import_object(path, key)
 
 
 def look_up(table: Mapping[str, Entry], value: str, key: str) -> Entry | Any:
@@ -37,7 +42,7 @@ def look_up(table: Mapping[str, Entry], value: str, key: str) -> Entry | Any:
 
 
 @contextmanager
-def _working_folder_first() -> Any:
+def _working_folder_first() -> Iterator[None]:
     folder = os.getcwd()  # noqa: PTH109
     sys.path.insert(0, folder)
     try:

@@ -7,7 +7,15 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from dlm_rag.config.checked import MAX_SHOWN_CHARS, CheckedSettings, setting, shorten_repr
+from dlm_rag.config.checked import (
+    MAX_SHOWN_CHARS,
+    SET,
+    CheckedSettings,
+    read_help,
+    setting,
+    shorten_repr,
+)  # fmt: skip
+from dlm_rag.config.effects import check_effects
 from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
 from dlm_rag.config.renamed import find_new_key, upgrade_tree
 from dlm_rag.config.serving import ServingConfig
@@ -39,49 +47,34 @@ class Config(CheckedSettings):
     plan: PlanConfig = field(default_factory=PlanConfig)
     synthesis: SynthesisConfig = field(default_factory=SynthesisConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
-    questions: str | None = setting(
-        None,
-        "file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such files, "
-        "or - for standard input",
-    )
-    limit: int | None = setting(
-        None,
-        "use only this many questions of the file, drawn evenly from all hops and labels; always the same "
-        "ones, and a larger limit adds to them",
-        low=1,
-    )
-    quick: bool = setting(False, "short for limit=200")
-    out: str | None = setting(
-        None, "where results are written: a file (sample) or a folder (evaluate, train)"
-    )
-    compare: str | None = setting(
-        None,
-        "settings to compare in evaluate: all, or a list such as "
-        "interleaved,static,oracle+retrieval.method=dense",
-    )
-    f1_rule: str = setting(
-        "auto",
-        "how evaluate computes F1: hotpotqa gives 0 if exactly one side is yes, no or noanswer; auto "
-        "takes it if the file or folder of the questions says hotpotqa or 2wikimultihopqa",
-        choices=("auto", "squad", "hotpotqa"),
-    )
-    trace: str | None = setting(None, "file for decoding traces, one JSON line per question")
-    record_provisional: bool = setting(
-        False,
-        "record in traces what is predicted at masked positions, which the page shows; always on with html",
-    )
-    workers: str | None = setting(
-        None,
-        "number of worker processes that each load the model, auto (one per GPU, or else per core, as "
-        "memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process",
-    )
-    energy: str = setting(
-        "auto",
-        "measure energy with the machine's own sensors: auto (all that is drawn), idle (also the idle "
-        "power, for 10 s beforehand) or none",
-        choices=("auto", "idle", "none"),
-    )
-    html: str | None = setting(None, "file for an HTML page that replays the decoding (sample)")
+    questions: str | None = setting(None)
+    """file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such files,
+    or - for standard input"""
+    limit: int | None = setting(None, low=1)
+    """use only this many questions of the file, drawn evenly from all hops and labels; always the same
+    ones, and a larger limit adds to them"""
+    quick: bool = setting(False)
+    """short for limit=200"""
+    out: str | None = setting(None)
+    """where results are written: a file (sample) or a folder (evaluate, train)"""
+    compare: str | None = setting(None)
+    """settings to compare in evaluate: all, or a list such as
+    interleaved,static,oracle+retrieval.method=dense"""
+    f1_rule: str = setting("auto", choices=("auto", "squad", "hotpotqa"))
+    """how evaluate computes F1: hotpotqa gives 0 if exactly one side is yes, no or noanswer; auto takes
+    it if the file or folder of the questions says hotpotqa or 2wikimultihopqa"""
+    trace: str | None = setting(None)
+    """file for decoding traces, one JSON line per question"""
+    record_provisional: bool = setting(False, only_with=({"trace": SET}, {"html": SET}))
+    """record in traces what is predicted at masked positions, which the page shows; always on with html"""
+    workers: str | None = setting(None)
+    """number of worker processes that each load the model, auto (one per GPU, or else per core, as
+    memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process"""
+    energy: str = setting("auto", choices=("auto", "idle", "none"))
+    """measure energy with the machine's own sensors: auto (all that is drawn), idle (also the idle
+    power, for 10 s beforehand) or none"""
+    html: str | None = setting(None)
+    """file for an HTML page that replays the decoding (sample)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +97,15 @@ def list_setting_fields(node: type = Config, prefix: str = "") -> dict[str, Any]
         else:
             keys[prefix + item.name] = item
     return keys
+
+
+def list_setting_help(node: type = Config, prefix: str = "") -> dict[str, str]:
+    """The help text of every dotted key."""
+    found = {f"{prefix}{name}": text for name, text in read_help(node).items()}
+    for item in fields(node):
+        if is_dataclass(item.type):
+            found |= list_setting_help(item.type, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+    return found
 
 
 def find_config_file(name: str) -> Path:
@@ -130,17 +132,18 @@ def is_existing_file(path: str | Path, of_any_kind: bool = False) -> bool:
 
 
 def load_config(
-    name: str | None = None, overrides: list[str] | None = None, stored: bool = False
+    name: str | None = None, overrides: list[str] | None = None, stored: bool = False, effects: bool = False
 ) -> Config:
     """The resolved tree: defaults, then the YAML file `name`, then `key=value` words.
 
     stored: the file is one that a run has left, perhaps under the names of an older version.
+    effects: whether settings without effect are refused, as `check_effects` says: for command lines.
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
     from omegaconf import OmegaConf
 
-    tree = OmegaConf.structured(Config)
-    sources = []
+    tree, tree_of_file = OmegaConf.structured(Config), None
+    sources, given = [], {True: list[str](), False: list[str]()}
     if name is not None:
         path = find_config_file(name)
         if path.stat().st_size > MAX_CONFIG_BYTES:
@@ -167,13 +170,33 @@ def load_config(
     for origin, source in sources:
         if not OmegaConf.is_dict(source):
             raise ConfigError(f"{origin} holds no settings: write `section: {{key: value}}`")
-        _reject_unknown(OmegaConf.to_container(source, resolve=False), "", origin)
+        plain = OmegaConf.to_container(source, resolve=False)
+        _reject_unknown(plain, "", origin)
+        given[source is not tree_of_file] += _list_given_keys(plain)
         with _as_config_error(f"{origin} has the wrong type"):
             tree = OmegaConf.merge(tree, source)
     with _as_config_error("the settings cannot be resolved"):
         config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
+    if effects:
+        check_effects([(config, given[True])])
+        check_effects([(config, given[False])], given[True])
     return config
+
+
+def _list_given_keys(node: Any, prefix: str = "") -> list[str]:
+    """The dotted keys that nested settings give; those of a phase as `train.phases.NAME.KEY`."""
+    keys = list_setting_fields()
+    found = []
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and prefix == "train.phases.":
+            found += [f"{key}.{each}" for each in value]
+        elif isinstance(value, dict) and (key not in keys or key == "train.phases"):
+            found += _list_given_keys(value, f"{key}.")
+        else:
+            found.append(key)
+    return found
 
 
 @contextmanager

@@ -25,6 +25,7 @@ import torch
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.checked import replace_settings
+from dlm_rag.config.effects import check_checkpoint_effects
 from dlm_rag.config.inference import DEFAULT_ENTROPY_BOUND_NATS
 from dlm_rag.decode.canvas import Canvas, UniformNoiseCanvas
 from dlm_rag.decode.model_runner import ModelRunner
@@ -44,12 +45,6 @@ from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import Tokenizer
 
-UNIFORM_ONLY_SETTINGS = ("temperature_high", "temperature_low", "convergence_steps", "stop_entropy")
-MASKED_ONLY_SETTINGS = (
-    "commit_threshold", "gate_temperature", "head_threshold", "tokens_per_step", "schedule",
-    "remask_threshold",
-    "edit_threshold", "max_edit_steps", "temperature", "copy_penalty",
-)  # fmt: skip
 _tickets = count(1)  # of all engines of the process: a retriever may serve several
 
 
@@ -228,21 +223,14 @@ def with_checkpoint_defaults(settings: DecodeConfig, own: DenoiserConfig) -> Dec
 
     Raises `ConfigError` for settings that the checkpoint cannot be decoded by.
     """
+    _check_effects(settings, own)
     if own.noise is not None:
         return _with_uniform_defaults(settings, own, own.noise)
-    for name in UNIFORM_ONLY_SETTINGS:
-        if getattr(settings, name) is not None:
-            raise ConfigError(f"{name} has no effect on a model that denoises from masks: leave it out")
     canvas, block = settings.max_new_tokens or own.canvas_length, settings.block_length
     if block is None:
         block = own.block_length or 0
         if block > canvas:  # blocks of attention may be longer than the canvas, and are written whole
             block = canvas if own.block_size is None else 0
-    if settings.edit_threshold is not None and own.block_size is None:
-        raise ConfigError(
-            f"edit_threshold={settings.edit_threshold} is for checkpoints whose attention has blocks, and "
-            "this one's has none: leave it out, or set remask_threshold"
-        )
     return replace_settings(
         settings,
         max_new_tokens=canvas,
@@ -256,24 +244,30 @@ def with_checkpoint_defaults(settings: DecodeConfig, own: DenoiserConfig) -> Dec
     )
 
 
+def _check_effects(settings: DecodeConfig, own: DenoiserConfig) -> None:
+    """Raises `ConfigError` for settings that have no effect on the checkpoint."""
+    facts = {"noise": "mask" if own.noise is None else "uniform", "attention_blocks": bool(own.block_size)}
+    names = ("commit_rule", "retrieval_gate")
+    left = {name: getattr(own, name) for name in names if getattr(settings, name) is None}
+    facts |= {f"decode.{name}": value for name, value in left.items()}
+    check_checkpoint_effects("decode", settings, facts, _own_settings(own))
+
+
+def _own_settings(own: DenoiserConfig) -> dict[str, Any]:
+    """The settings that a checkpoint gives, as far as they cannot be others."""
+    found: dict[str, Any] = {"finished_block_context": own.finished_block_context}
+    if own.noise is not None:
+        found |= {"block_length": own.block_size, "commit_rule": own.commit_rule}
+        found |= {"retrieval_gate": own.retrieval_gate, "query_window": 0}
+    return found
+
+
 def _with_uniform_defaults(
     settings: DecodeConfig, own: DenoiserConfig, noise: UniformNoiseConfig
 ) -> DecodeConfig:
     """`settings` with the checkpoint's own schedule, bound and stopping rule; a canvas of whole blocks."""
     block = own.block_size
     assert block is not None
-    fixed: dict[str, Any] = {
-        "block_length": block, "finished_block_context": own.finished_block_context,
-        "commit_rule": own.commit_rule,
-        "retrieval_gate": own.retrieval_gate, "query_window": 0,
-    }  # fmt: skip
-    usual = DecodeConfig()
-    for name in (*fixed, *MASKED_ONLY_SETTINGS):
-        value, default = getattr(settings, name), getattr(usual, name)
-        if value not in (default, fixed.get(name, default)):
-            raise ConfigError(
-                f"{name}={value} has no effect on a model that denoises from uniform noise: leave it out"
-            )
     low, high = settings.temperature_low, settings.temperature_high
     low = noise.temperature_low if low is None else low
     high = noise.temperature_high if high is None else high
@@ -286,7 +280,7 @@ def _with_uniform_defaults(
     sure = settings.stop_entropy
     return replace_settings(
         settings,
-        **fixed,
+        **_own_settings(own),
         max_new_tokens=-(-least // block) * block,
         steps_per_block=settings.steps_per_block or noise.steps,
         entropy_bound=noise.entropy_bound if bound is None else bound,

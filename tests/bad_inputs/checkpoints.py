@@ -477,7 +477,7 @@ CASES = [
         )
     ),
     *(
-        BadInputCase(f"a masked model and {name}", f"{SAMPLE_COMMAND} decode.{name}=1", f"{name} has no effect on a model that denoises from masks")
+        BadInputCase(f"a masked model and {name}", f"{SAMPLE_COMMAND} decode.{name}=1", (f"{name}=", "has no effect on a model that denoises from masks"))
         for name in ("temperature_high", "temperature_low", "convergence_steps", "stop_entropy")
     ),
     BadInputCase("a question that is an image", "sample --model model --corpus corpus.jsonl --questions asked.jsonl", "asked.jsonl, line 1: the question comes with an 'image', and only texts are answered", {"asked.jsonl": '{"id": "1", "image": "cat.png"}\n'}),
