@@ -23,7 +23,7 @@ from dlm_rag.model.packed_batch import AttentionMetadata, RaggedLengths, Segment
 CPU = torch.device("cpu")
 
 
-def by_the_book(q, k, v, limits=None):
+def by_the_book(q, k, v, limits=None, allowed=None):
     """softmax(q k / sqrt(D)) v for one row, each key head repeated for its group of query heads."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -32,6 +32,8 @@ def by_the_book(q, k, v, limits=None):
     if limits is not None:
         hidden = torch.arange(scores.shape[-1]) >= torch.as_tensor(limits)[:, None]
         scores = scores.masked_fill(hidden, float("-inf"))
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
     return (scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1)
 
 

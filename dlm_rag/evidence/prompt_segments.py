@@ -60,6 +60,7 @@ class LaidOutPrompt:
             self.canvas_prefix.start,
             self.first_block_length,
             self.block_size,
+            len(self.canvas_prefix.ids),
         )
 
     def block_bounds(self, position: int) -> tuple[int, int]:
@@ -185,7 +186,12 @@ def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[
 
 
 def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, layout: str) -> None:
-    """Raises `ConfigError` for an order that the layout cannot have, where attention has blocks."""
+    """Raises `ConfigError` for a layout or an order of finished blocks that the attention rules out."""
+    if shape.attention_patterns and layout != "joint":
+        raise ConfigError(
+            f"evidence_layout={layout}: the attention of this model reads the prompt in one piece; set "
+            "evidence_layout=joint"
+        )
     if shape.block_size and finished_block_context != "recompute" and layout != "independent":
         raise ConfigError(
             f"finished_block_context={finished_block_context} needs evidence_layout=independent: "

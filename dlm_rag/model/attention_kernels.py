@@ -1,65 +1,148 @@
 """Attention over ragged rows, through one function with three interchangeable kernels.
 
-Rows are packed one behind another without padding, so a question gets the same arithmetic alone
-and in a batch. Who sees whom is decided by which keys a row is given, and by how many of them a token sees.
+Rows are packed one after another without padding, so a question gets the same arithmetic alone and in a
+batch. Who sees whom is decided by which keys a row is given, by how many of them a token sees, and by the
+attention pattern of the layer. Rows that need a mask run under SDPA with a boolean mask on a CPU, under
+FlexAttention on a GPU: there SDPA would compute grouped heads with a mask from whole matrices of scores.
 
 Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads (H a multiple of Hk);
 D head width.
 
-What the kernels of other versions do, read in the sources and wheels of torch 2.11 to 2.13 (a GPU has not
-confirmed it): `attention_backends.py`.
+What the kernels of other versions do, read in the sources and wheels of torch 2.11 to 2.13 (not yet
+confirmed on a GPU): `attention_backends.py`.
 """
 
+from collections.abc import Callable
+from functools import cache
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dlm_rag.model.attention_backends import get_paged_attention_support
+from dlm_rag.model.attention_patterns import AttentionPattern
 from dlm_rag.model.kv_store import PAGE_TOKENS
 from dlm_rag.model.packed_batch import AttentionMetadata, RaggedLengths
 
+FLEX_MIN_HEAD_DIM = 16  # FlexAttention has no narrower heads on a GPU
+MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
 
-def compute_attention(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str) -> Tensor:
+
+def compute_attention(
+    q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, backend: str,
+    pattern: AttentionPattern | None = None,
+) -> Tensor:  # fmt: skip
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
-    With `sight.stored`, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk, D): row r sees the
-    tokens from its start on, as many as its keys. `backend` is one of
-    `attention_backends.choose_backend`'s.
+    With `sight.cached_rows`, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk, D): row r sees
+    the tokens from its start on, as many as its keys. `backend`: one of
+    `attention_backends.choose_backend`'s. `pattern`: what else hides keys, for rows whose keys are their
+    own tokens.
     """
-    if any(sight.partial_view_rows) and not sight.causal:
-        backend = "sdpa"  # the only one that takes a mask
+    if sight.has_block_mask or pattern is not None:  # no other kernel takes a mask
+        return _KERNELS["sdpa"](q, k, v, sight, pattern)
     return _KERNELS[backend](q, k, v, sight)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, pattern: AttentionPattern | None = None
+) -> Tensor:
     bounded = sight.partial_view_rows or (False,) * len(sight.queries.lengths)
     shapes = list(zip(sight.queries.lengths, sight.keys.lengths, bounded, strict=True))
-    if sight.cached_rows is None:  # rows of equal lengths behind one another are one call
+    if sight.cached_rows is None:  # consecutive rows of equal lengths are one call
         runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]
         run_keys, run_values = (x.split([rows * n for rows, _, n, _ in runs]) for x in (k, v))
     else:
         runs = [(1, *shape) for shape in shapes]
         run_keys, run_values = (sight.cached_rows.slice_rows(x, sight.keys.lengths) for x in (k, v))
-    found, at = [], 0
+    found, at, row = [], 0, 0
     run_queries = q.split([rows * n for rows, n, *_ in runs])
-    for (rows, n, seen, masked), *packed in zip(runs, run_queries, run_keys, run_values, strict=True):
+    for (rows, n, seen, partial), *packed in zip(runs, run_queries, run_keys, run_values, strict=True):
         run_q, run_k, run_v = (
             x.unflatten(0, (rows, length)).transpose(1, 2)
             for x, length in zip(packed, (n, seen, seen), strict=True)
         )
-        mask = None
-        if masked and not sight.causal:
-            assert sight.visible_counts is not None
-            limits = sight.visible_counts[at : at + rows * n].view(rows, 1, n, 1)
-            mask = torch.arange(seen, device=q.device) < limits
-        out = F.scaled_dot_product_attention(
-            run_q, run_k, run_v, mask, is_causal=masked and sight.causal, enable_gqa=True
-        )
+        if n and (pattern is not None or (partial and not sight.causal)):
+            rule = build_mask_rule(sight, slice(row, row + rows), slice(at, at + rows * n), pattern)
+            out = attend_masked(run_q, run_k, run_v, rule, sight.masks, (row, pattern))
+        else:
+            causal = partial and sight.causal
+            out = F.scaled_dot_product_attention(run_q, run_k, run_v, is_causal=causal, enable_gqa=True)
         found.append(out.transpose(1, 2).flatten(0, 1))
-        at += rows * n
+        at, row = at + rows * n, row + rows
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def build_mask_rule(
+    sight: AttentionMetadata, rows: slice, queries: slice, pattern: AttentionPattern | None
+) -> MaskRule:
+    """Who sees whom in some rows of equal lengths, by the places of queries and keys in their row.
+
+    rows, queries: which rows of a call, and which of its packed queries.
+    """
+    number = rows.stop - rows.start
+    limits = None if sight.visible_counts is None else sight.visible_counts[queries].view(number, -1)
+    if pattern is None:
+        assert limits is not None
+        return lambda row, head, query, key: key < limits[row, query]
+    assert sight.positions is not None and sight.prompt_lengths is not None and sight.cached_rows is None
+    positions = sight.positions if sight.output_indices is None else sight.positions[sight.output_indices]
+    positions, prompts = positions[queries].view(number, -1), sight.prompt_lengths[rows]
+
+    def sees(row: Any, head: Any, query: Any, key: Any) -> Tensor:
+        visible = pattern(positions[row, query], key, (key >= prompts[row]).int())
+        return visible if limits is None else visible & (key < limits[row, query])
+
+    return sees
+
+
+def attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, masks: dict[Any, Any], name: Any
+) -> Tensor:
+    """Attention of q (rows, H, n, D) to k, v (rows, Hk, m, D) under a mask, kept in `masks` by its name."""
+    flex = q.is_cuda and q.shape[-1] >= FLEX_MIN_HEAD_DIM
+    if name not in masks:
+        masks[name] = (build_flex_mask if flex else build_dense_mask)(rule, q, k)
+    if flex:
+        return attend_flex(q, k, v, masks[name])
+    repeat = q.is_cuda and q.shape[1] > k.shape[1]  # with a mask SDPA's kernels take no grouped heads there
+    if repeat:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, masks[name], enable_gqa=not repeat)
+
+
+def build_dense_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Tensor:
+    """(rows, 1, n, m) bool."""
+    rows, queries, keys = (torch.arange(x, device=q.device) for x in (len(q), q.shape[2], k.shape[2]))
+    return rule(rows[:, None, None, None], None, queries[:, None], keys)
+
+
+def build_flex_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Any:
+    """The mask of FlexAttention, which knows the tiles that nobody or everybody sees."""
+    make = _compile_flex()[0] if q.is_cuda else _import_flex()[0]
+    return make(rule, len(q), None, q.shape[2], k.shape[2], device=q.device)
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """FlexAttention, compiled on a GPU; without its decoding kernel, which splits keys by the batch."""
+    attend = _compile_flex()[1] if q.is_cuda else _import_flex()[1]
+    options = {"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else None
+    found: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+    return found
+
+
+def _import_flex() -> tuple[Any, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return create_block_mask, flex_attention
+
+
+@cache
+def _compile_flex() -> tuple[Any, Any]:
+    make, attend = _import_flex()
+    return torch.compile(make), torch.compile(attend)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
@@ -94,12 +177,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
 
 
 def _max_query_length(queries: RaggedLengths) -> int:
-    """What a kernel is told of the longest row.
-
-    Told of one query at most, FlashAttention 2 takes a way of its own for grouped heads: it fails where a
-    row has none, and may split keys by how many rows there are.
+    """The longest row, at least 2: for single queries FlashAttention 2 has a path for grouped heads that
+    fails where a row has no query, and that may split keys by how many rows there are.
     """
     return max(2, queries.max_length)
 
 
-_KERNELS = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
+_KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}

@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dlm_rag.model.attention_kernels import compute_attention
+from dlm_rag.model.attention_patterns import AttentionPattern
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.feedforward import Linear, build_feed_forward
 from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows
@@ -84,6 +85,7 @@ class ForwardContext:
     rows: PackedRows
     backend: str
     probe: AttentionProbe | None = None
+    patterns: tuple[AttentionPattern | None, ...] = ()  # one a layer, or none at all
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: AttentionMetadata) -> Tensor:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
@@ -91,7 +93,8 @@ class ForwardContext:
         if self.probe is not None and self.probe.layer == layer:
             self.probe.queries, self.probe.keys, self.probe.key_lengths = q, k, sight.keys.lengths
             self.probe.visible_counts = sight.visible_counts
-        return compute_attention(q, k, v, sight, self.backend)
+        pattern = self.patterns[layer] if self.patterns else None
+        return compute_attention(q, k, v, sight, self.backend, pattern)
 
 
 class TransformerLayer(nn.Module):

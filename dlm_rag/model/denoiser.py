@@ -190,7 +190,7 @@ class Denoiser(nn.Module):
         layer.
         """
         self._count(rows)
-        call = ForwardContext(rows, self.backend, probe)
+        call = ForwardContext(rows, self.backend, probe, self.config.attention_patterns)
         angles = rows.positions.float()[:, None, None] * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)

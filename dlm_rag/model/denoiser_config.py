@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
+from dlm_rag.model.attention_patterns import AttentionPattern
+
 EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
 BLOCK_GRIDS = ("prompt", "canvas")
 # what they see: `evidence/prompt_segments.py`
@@ -104,6 +106,9 @@ class DenoiserConfig:
     # (1: causal), counted from the first token of the prompt or of the canvas.
     block_size: int | None = None
     block_grid: str = "canvas"
+    # What a family's layers hide otherwise, one pattern a layer (None: nothing); empty: all see all. Only a
+    # family's file sets it: it is not written to config.json.
+    attention_patterns: tuple[AttentionPattern | None, ...] = ()
     # As in DecodeConfig, where the config names none; `policy_head` where heads lie beside the weights.
     finished_block_context: str = "recompute"
     commit_rule: str = "threshold"
@@ -141,6 +146,12 @@ class DenoiserConfig:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r:.60} is none of {', '.join(known)}")
+        if len(self.attention_patterns) not in (0, self.num_hidden_layers):
+            raise ValueError(
+                f"attention_patterns must have one entry for each of {self.num_hidden_layers} layers"
+            )
+        if self.attention_patterns and (self.block_size or self.evidence_layout != "joint"):
+            raise ValueError("attention_patterns need evidence_layout=joint and no block_size")
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)
             if self.rotary_dim < self.head_dim:

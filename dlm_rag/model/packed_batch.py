@@ -1,11 +1,11 @@
 """Packed rows: what one call of the denoiser runs over, and what each row sees.
 
-Rows stand behind one another without padding. All that a call needs to know of them (ids, positions,
-where rows end, where keys go) is made on the host and goes to the device in one copy.
+Rows follow one another without padding. All that a call needs to know about them (ids, positions, where
+rows end, where keys go) is made on the host and goes to the device in one copy.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -25,14 +25,16 @@ CachedContext = SharedContext | CachedRows
 class Segment:
     """Token ids at consecutive positions from `start`.
 
-    With a `block`, tokens see what is before them and their own block only: the `first` tokens are one,
-    then every `block` of them. Without, each of them sees all.
+    With a `block`, a token sees its own block and everything before it: the `first` tokens are one block,
+    then every `block` of them. Without, each token sees all. The first `prompt_length` tokens are the
+    prompt, for families with attention patterns.
     """
 
     ids: tuple[int, ...]
     start: int
     first: int = 0
     block: int | None = None
+    prompt_length: int = 0
 
     @property
     def end(self) -> int:
@@ -100,11 +102,13 @@ class RaggedLengths:
 class AttentionMetadata:
     """Who sees whom: row r of the queries sees row r of the keys.
 
-    num_attention_pairs: how many pairs of a query and a key it sees there are. partial_view_rows: the rows
-    of which some tokens see only the first keys, as many as `visible_counts` (Tq,) int32 says; causal:
-    where these are rows without context, each of whose tokens sees itself and what is before. cached_rows:
-    the rows whose keys lie in slots; block_table: (rows, pages) int32 where they are, key_counts: (rows,)
-    int32 how many of them are keys.
+    num_attention_pairs: pairs of a query and a key that it sees, attention patterns aside.
+    partial_view_rows: rows with tokens that see only their first keys, `visible_counts` (Tq,) of them;
+    causal: these rows have no context, and each token sees itself and what precedes it.
+    cached_rows: the rows whose keys are in slots; block_table: (rows, pages) int32 where they are,
+    key_counts: (rows,) int32 how many there are.
+    positions, output_indices, prompt_lengths: as in `PackedRows` and `Segment`, for attention patterns.
+    masks: those of this call, made once for all layers that share them.
     """
 
     queries: RaggedLengths
@@ -116,6 +120,15 @@ class AttentionMetadata:
     cached_rows: CachedRows | None = None
     block_table: Tensor | None = None
     key_counts: Tensor | None = None
+    positions: Tensor | None = None
+    output_indices: Tensor | None = None
+    prompt_lengths: Tensor | None = None
+    masks: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def has_block_mask(self) -> bool:
+        """Whether some token sees only a part of its row's keys, in a way that only a mask can say."""
+        return any(self.partial_view_rows) and not self.causal
 
 
 @dataclass(frozen=True)
@@ -183,6 +196,7 @@ def pack_rows(
         "positions": concatenate_ranges(starts, lengths),
         "queries": _ends(lengths),
         "keys": _ends(keys),
+        "prompts": np.array([run.prompt_length for run in runs], dtype=np.int32),
     }
     if read is not None:
         first = _ends(lengths)[:-1].astype(np.int64)
@@ -213,7 +227,7 @@ def pack_rows(
     sight = AttentionMetadata(
         RaggedLengths(lengths, at["queries"]), RaggedLengths(keys, at["keys"]), pairs, bounded,
         at.get("limits"), causal,
-        stored, at.get("table"), at.get("counts"),
+        stored, at.get("table"), at.get("counts"), at["positions"], None, at["prompts"],
     )  # fmt: skip
     last = sight
     if read is not None and not causal:  # the kernels' own causal rule is for whole rows
@@ -222,8 +236,9 @@ def pack_rows(
         if any(bounded):
             last_pairs = int(sent["last_limits"].sum())
         last = replace(
-            sight, queries=reads, num_attention_pairs=last_pairs, visible_counts=at.get("last_limits")
-        )
+            sight, queries=reads, num_attention_pairs=last_pairs, visible_counts=at.get("last_limits"),
+            output_indices=at["read"],
+        )  # fmt: skip
     return PackedRows(
         at["ids"], at["positions"], sight, last, at.get("read"), context, at.get("places"),
         at.get("sources"), stretches, at.get("order"), tuple(there[len(sent) :]),
@@ -236,17 +251,15 @@ def pack_rectangle(ids: Tensor, block: int | None = None) -> PackedRows:
     lengths = (length,) * rows
     row = Segment((0,) * length, 0, block=block)
     limits = np.tile(row.visible_counts, rows)
-    ends, there = to_device([_ends(lengths), limits], ids.device)
+    prompts = np.zeros(rows, dtype=np.int32)
+    ends, there, no_prompts = to_device([_ends(lengths), limits, prompts], ids.device)
     whole, bounded = RaggedLengths(lengths, ends), (row.has_partial_view,) * rows
+    positions = torch.arange(length, device=ids.device).repeat(rows)
     sight = AttentionMetadata(
-        whole,
-        whole,
-        int(limits.sum()),
-        bounded,
-        there if row.has_partial_view else None,
-        row.has_partial_view and block == 1,
-    )
-    return PackedRows(ids.flatten(), torch.arange(length, device=ids.device).repeat(rows), sight, sight)
+        whole, whole, int(limits.sum()), bounded, there if row.has_partial_view else None,
+        row.has_partial_view and block == 1, positions=positions, prompt_lengths=no_prompts,
+    )  # fmt: skip
+    return PackedRows(ids.flatten(), positions, sight, sight)
 
 
 def _ends(lengths: Sequence[int]) -> NDArray[np.int32]:

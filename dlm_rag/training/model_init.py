@@ -119,19 +119,24 @@ def _check_masks(config: Config) -> None:
 
 
 def _check_blocks(config: Config, shape: DenoiserConfig) -> None:
-    """Raises `ConfigError` for what attention in blocks does not go with in training."""
-    if not shape.block_size:
-        return
+    """Raises `ConfigError` for what cannot be trained where some tokens are hidden from others."""
     check_finished_blocks(shape, shape.finished_block_context, shape.evidence_layout)
+    if not shape.block_size and not shape.attention_patterns:
+        return
+    phases = config.train.get_phase_configs().values()
+    if any(train.context_parallel > 1 for train in phases):
+        raise ConfigError(
+            "context_parallel needs a model whose tokens all see each other: set context_parallel=1"
+        )
+    if shape.attention_patterns and any(
+        t.pointer_loss_weight or t.final_pointer_loss_weight for t in phases
+    ):
+        raise ConfigError("pointer_loss_weight: this model's layers hide tokens by a pattern; set it to 0")
     if shape.shifted and shape.finished_block_context == "no_evidence":
         raise ConfigError(
             "finished_block_context=no_evidence is trained for models that predict in place, and this one "
             "predicts the "
             "next token: set decode.finished_block_context=recompute"
-        )
-    if any(train.context_parallel > 1 for train in config.train.get_phase_configs().values()):
-        raise ConfigError(
-            f"context_parallel needs whole attention, and this has blocks of {shape.block_size}"
         )
 
 
@@ -246,6 +251,10 @@ def _open_layers_checkpoint(path: str) -> Checkpoint:
     found = open_checkpoint(path)
     if found.config.noise is not None:
         raise CheckpointError(f"{found.folder} is a model of uniform noise: give it as model.path instead")
+    if found.config.attention_patterns:
+        raise CheckpointError(
+            f"{found.folder} has attention patterns of its own: give it as model.path instead"
+        )
     if found.config.shifted:
         raise CheckpointError(f"{found.folder} predicts the next token: a fresh denoiser predicts in place")
     return found
