@@ -21,7 +21,7 @@ from dlm_rag.decode.model_runner import ModelInput
 from dlm_rag.decode.uniform_runner import UniformModelRunner
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
+from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.model.families.diffusion_gemma import DUMMY_VISION_CONFIG
 from dlm_rag.tokenizer import Prompt
 
@@ -107,7 +107,7 @@ def make_gemma_runner(device: str, shape: str = "26b-a4b") -> UniformModelRunner
         block_size=model.config.canvas_length,
         evidence_layout="prefix",
     )
-    return UniformModelRunner(DiffusionGemmaDenoiser(model, config))
+    return UniformModelRunner(DiffusionGemma(model, config))
 
 
 def count_model_bytes() -> dict[str, int]:

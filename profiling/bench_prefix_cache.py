@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dlm_rag.evidence.causal_prompt_cache import PrefixKVCache
+from dlm_rag.decode.uniform_runner import PrefixKVCache
 from dlm_rag.evidence.prompt_segments import order_by_arrival
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever

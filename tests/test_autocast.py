@@ -22,7 +22,7 @@ from test_decoder import QUESTIONS
 from dlm_rag import Decoder, Tokenizer, load_retriever
 from dlm_rag.config import DecodeConfig
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
+from dlm_rag.model.diffusion_gemma import DiffusionGemma
 
 AUTOCAST = torch.autocast("cpu", torch.bfloat16)
 
@@ -56,7 +56,7 @@ def test_the_first_proposals_are_those_of_float32_but_for_rounding(corpus_file, 
 @pytest.mark.slow
 def test_a_model_of_uniform_noise_answers(folder, corpus_file):
     checkpoint = open_checkpoint(folder / "gemma")
-    denoiser = DiffusionGemmaDenoiser.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
+    denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
     retriever, settings = (
         load_retriever(corpus_file, top_k=2),
         DecodeConfig(max_new_tokens=24, batch_size=2),

@@ -11,13 +11,12 @@ from tiny_diffusion_gemma import END, PAD, write_tiny_gemma
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import UniformNoiseCanvas
 from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.uniform_runner import PrefixKVCache
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.uniform_decoding import anneal_temperature, has_converged, uniform_tokens
-from dlm_rag.evidence.causal_prompt_cache import PrefixKVCache
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.diffusion_gemma import (
-    DiffusionGemmaDenoiser,
-    count_text_weight_bytes,
+    DiffusionGemma,
     load_diffusion_gemma,
 )
 from dlm_rag.questions import Question
@@ -36,7 +35,7 @@ def tiny(tmp_path_factory):
 
 def make_gemma_decoder(folder, retriever, dtype=torch.float32, **settings):
     checkpoint = open_checkpoint(folder)
-    denoiser = DiffusionGemmaDenoiser.from_pretrained(checkpoint, torch.device("cpu"), dtype)
+    denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device("cpu"), dtype)
     if dtype == torch.float64:  # which grouped products of experts do not have
         denoiser.model.set_experts_implementation("eager")
     return Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), DecodeConfig(**settings))
@@ -55,7 +54,7 @@ def test_a_checkpoint_opens_without_its_weights_and_loads_as_it_was_written(tmp_
         assert torch.equal(ours, value), name
     seen = sum(value.numel() for name, value in theirs.model.decoder.named_parameters())
     scalars = 2 * len(theirs.model.decoder.layers)  # buffers, also of the encoder
-    assert count_text_weight_bytes(checkpoint, 2) == 2 * (seen + scalars)
+    assert checkpoint.count_weight_bytes(2) == 2 * (seen + scalars)
 
 
 class SameNoise:
@@ -223,7 +222,7 @@ def test_rows_of_different_lengths_are_what_each_is_alone(tiny, corpus, overlap)
 
 def test_logits_beside_longer_texts_are_those_of_the_text_alone(tiny):
     checkpoint = open_checkpoint(tiny)
-    denoiser = DiffusionGemmaDenoiser.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
+    denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
     torch.manual_seed(0)
     texts = [denoiser.extend_cache([], torch.randint(0, 256, (n,)).tolist()) for n in (5, 40, 17)]
     canvas, before = torch.randint(0, 256, (3, 12)), [None, torch.randn(12, 261), torch.randn(12, 261)]
@@ -438,7 +437,7 @@ def test_the_large_shape_takes_a_step_on_a_gpu(monkeypatch):
 def test_a_gpu_gives_the_logits_of_the_cpu(tiny):
     checkpoint, found = open_checkpoint(tiny), []
     for device in ("cpu", "cuda"):
-        denoiser = DiffusionGemmaDenoiser.from_pretrained(checkpoint, torch.device(device), torch.float32)
+        denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device(device), torch.float32)
         with torch.inference_mode():
             texts = denoiser.stack_caches([denoiser.extend_cache([], range(n)) for n in (5, 40)], 12)
             canvas = torch.arange(24, device=device).view(2, 12)

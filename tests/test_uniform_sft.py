@@ -52,10 +52,11 @@ def open_run(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def denoiser(folder):
-    from dlm_rag.training.trainable_gemma import TrainableGemma
+    from dlm_rag.model.diffusion_gemma import DiffusionGemma
 
-    made = TrainableGemma(open_checkpoint(folder))
-    made.load(CPU)
+    checkpoint = open_checkpoint(folder)
+    made = DiffusionGemma.build_on_meta(checkpoint)
+    made.load(checkpoint, CPU, torch.float32)
     return made
 
 
@@ -98,7 +99,7 @@ def test_rows_of_any_lengths_have_the_logits_that_each_has_alone(denoiser):
 
 def test_a_canvas_is_denoised_as_a_decoder_denoises_it(denoiser):
     """The same logits from keys and values that were kept, with the window cut by other code."""
-    rows, decoding = random_rows(4, seed=3), denoiser.as_noise_denoiser()
+    rows, decoding = random_rows(4, seed=3), denoiser
     noisy = torch.tensor([row.noisy for row in rows])
     with torch.no_grad():
         found = denoiser([row.prompt for row in rows], noisy, torch.zeros(4, dtype=torch.bool))
@@ -110,10 +111,11 @@ def test_a_canvas_is_denoised_as_a_decoder_denoises_it(denoiser):
 
 def test_gradients_flow_through_the_keys_and_values_of_the_prompt(folder):
     """Along a random direction of all weights, against differences in float64: of the encoder's too."""
-    from dlm_rag.training.trainable_gemma import TrainableGemma
+    from dlm_rag.model.diffusion_gemma import DiffusionGemma
 
-    denoiser = TrainableGemma(open_checkpoint(folder))
-    denoiser.load(CPU)
+    checkpoint = open_checkpoint(folder)
+    denoiser = DiffusionGemma.build_on_meta(checkpoint)
+    denoiser.load(checkpoint, CPU, torch.float32)
     denoiser.double().model.set_experts_implementation("eager")  # which alone has float64
     rows, objective = random_rows(3, seed=1), UniformObjective(denoiser, frozenset(), "cross_entropy")
     trained = [p for p in denoiser.parameters() if p.requires_grad]

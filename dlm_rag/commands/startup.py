@@ -109,21 +109,18 @@ class PreparedDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights once they are loaded."""
-        return _weight_bytes(self.checkpoint, self.dtype.itemsize)
+        return self.checkpoint.count_weight_bytes(self.dtype.itemsize)
 
     def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
         """Reads the weights, where they are not given."""
         show_status("reading weights")
         from dlm_rag.decode.decoder import Decoder
         from dlm_rag.decode.memory_budget import limit_cuda_allocator
-        from dlm_rag.model.denoiser import Denoiser
-        from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
+        from dlm_rag.model.denoiser import load_denoiser
 
         limit_cuda_allocator(self.config.engine, self.device)
-        if denoiser is None and self.checkpoint.config.noise is not None:
-            denoiser = DiffusionGemmaDenoiser.from_pretrained(self.checkpoint, self.device, self.dtype)
-        elif denoiser is None:
-            denoiser = Denoiser.from_pretrained(self.checkpoint, self.device, self.dtype, self.attention)
+        if denoiser is None:
+            denoiser = load_denoiser(self.checkpoint, self.device, self.dtype, self.attention)
         config, engine = self.config, replace(self.config.engine, memory_gib=None)
         decoder = Decoder(
             denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
@@ -315,7 +312,7 @@ def _open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callabl
 
 def check_weights_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
     """Raises `ConfigError` for weights that a device cannot hold, whatever else is on it."""
-    need, have = _weight_bytes(checkpoint, dtype.itemsize), get_device_memory_bytes(device)
+    need, have = checkpoint.count_weight_bytes(dtype.itemsize), get_device_memory_bytes(device)
     if need > have:
         half = "" if dtype.itemsize < 4 else "set model.dtype=bfloat16, or "
         raise ConfigError(
@@ -323,15 +320,6 @@ def check_weights_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch
             f"{device.type} has {format_bytes(have)} of memory: {half}choose a smaller model or a larger "
             "device; a model is not split between devices"
         )
-
-
-def _weight_bytes(checkpoint: Checkpoint, size: int) -> int:
-    from dlm_rag.model.diffusion_gemma import count_text_weight_bytes
-    from dlm_rag.model.flops import count_weight_bytes
-
-    if checkpoint.config.noise is not None:
-        return count_text_weight_bytes(checkpoint, size)
-    return count_weight_bytes(checkpoint.config, size)
 
 
 def _wrap_oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:

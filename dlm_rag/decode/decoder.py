@@ -12,14 +12,11 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.uniform_runner import UniformModelRunner
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.segment_kv_cache import CacheStats
-from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
+from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.policy_heads import copy_heads_to_cpu
 from dlm_rag.questions import Question, parse_typed_questions
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import Tokenizer
-
-AnyDenoiser = Denoiser | DiffusionGemmaDenoiser
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Decoder:
                 "leave it out here, and call `set_memory_budget`"
             )
         self.model_runner: MaskedModelRunner | UniformModelRunner
-        if isinstance(denoiser, DiffusionGemmaDenoiser):
+        if not isinstance(denoiser, Denoiser):
             self.model_runner = UniformModelRunner(denoiser)
             return
         if self._engine.compile:

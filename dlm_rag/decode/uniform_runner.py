@@ -1,6 +1,8 @@
 """How a model that denoises from uniform noise answers a step: `ModelRunner` for DiffusionGemma."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -11,19 +13,61 @@ from dlm_rag.decode.model_runner import ModelInput
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.policy import sample_at_quantile
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.causal_prompt_cache import PrefixKVCache, PrefixSlot
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device, to_host
-from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser, StackedCaches
+from dlm_rag.model.diffusion_gemma import DiffusionGemma, PromptKeysValues, StackedCaches
 from dlm_rag.nvtx_ranges import profile_stage
 
 
-class UniformModelRunner:
-    """One call over the open blocks of all rows; of the texts before them what has changed is run."""
+@dataclass
+class PrefixSlot:
+    """What is kept for a row: its text, and the logits that the next step of the same block is shown."""
 
-    def __init__(self, denoiser: DiffusionGemmaDenoiser) -> None:
+    ids: tuple[int, ...] = ()
+    keys_values: PromptKeysValues = field(default_factory=list)
+    logits_block_start: int = -1  # where the block begins that `logits` are of
+    previous_logits: Tensor | None = None
+
+
+class PrefixKVCache:
+    """Prompts whose tokens see only what precedes them, in slots: one that changes runs from there on.
+
+    `cache_stats` counts the tokens that rows see, and those that were run.
+    """
+
+    def __init__(self, denoiser: DiffusionGemma) -> None:
+        self._denoiser, self.slots, self.cache_stats = denoiser, dict[int, PrefixSlot](), CacheStats()
+
+    def prefill(self, number: int, ids: Sequence[int]) -> PrefixSlot:
+        """The slot with the keys and values of `ids`, at least one; runs those that are missing."""
+        slot, wanted = self.slots.setdefault(number, PrefixSlot()), tuple(ids)
+        self.cache_stats.requested_tokens += len(wanted)
+        if slot.ids == wanted:
+            return slot
+        pairs = zip(slot.ids, wanted, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        kept = (
+            [(keys[:, :, :same], values[:, :, :same]) for keys, values in slot.keys_values] if same else []
+        )
+        if rest := wanted[same:]:  # none where the text has been cut
+            self.cache_stats.encoded_tokens += len(rest)
+            kept = self._denoiser.extend_cache(kept, rest)
+        slot.ids, slot.keys_values = wanted, kept
+        return slot
+
+    def release(self, number: int) -> None:
+        """Drops what is kept under this number."""
+        self.slots.pop(number, None)
+
+
+class UniformModelRunner:
+    """One call over the open blocks of all rows; of the texts before them, what has changed is run."""
+
+    pool = None  # of evidence: prompts are kept row by row
+
+    def __init__(self, denoiser: DiffusionGemma) -> None:
         self.denoiser = denoiser
         self.reset_cache()
 
@@ -116,22 +160,18 @@ def _proposals(view: ModelInput, found: np.ndarray) -> Proposals:
 
 
 def check_uniform_settings(model: ModelConfig, engine: EngineConfig) -> str:
-    """The attention kernel of such a model; raises `ConfigError` for settings that it cannot have."""
-    if model.attn_implementation not in ("auto", "sdpa"):
-        raise ConfigError(
-            f"attention={model.attn_implementation} cannot be had for a model that denoises from uniform "
-            "noise: set "
-            "model.attn_implementation=sdpa"
-        )
-    if model.evidence_layout not in (None, "prefix"):
-        raise ConfigError(
-            f"evidence_layout={model.evidence_layout} cannot be had for a model that denoises from uniform "
-            "noise, whose prompt sees itself alone: set model.evidence_layout=prefix"
-        )
+    """The attention kernel of such a model; raises `ConfigError` for settings that it does not support."""
+    for name, supported in (
+        ("attn_implementation", ("auto", "sdpa")),
+        ("evidence_layout", (None, "prefix")),
+    ):
+        if (value := getattr(model, name)) not in supported:
+            raise ConfigError(
+                f"model.{name}={value} is not supported by a model of uniform noise: set "
+                f"model.{name}={supported[1]}"
+            )
     usual = EngineConfig()
     for name in ("memory_gib", "prefix_cache_gib", "cpu_offload_gib", "compile"):
         if getattr(engine, name) != getattr(usual, name):
-            raise ConfigError(
-                f"engine.{name} has no effect on a model that denoises from uniform noise: leave it out"
-            )
-    return DiffusionGemmaDenoiser.backend
+            raise ConfigError(f"engine.{name} has no effect on a model of uniform noise: leave it out")
+    return DiffusionGemma.backend

@@ -6,11 +6,15 @@ and 1 in the canvas. A family gives one pattern a layer (`DenoiserConfig.attenti
 tokens have a faster form of their own: `Segment.block`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:  # configs name patterns, and `--help` does not wait for torch
+    from torch import Tensor
 
-AttentionPattern = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionPattern = Callable[[Any, Any, Any], Any]  # tensors
 
 
 def sliding_window(size: int) -> AttentionPattern:

@@ -24,9 +24,10 @@ from dlm_rag.errors import CheckpointError, suggest_nearest
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_json, resolve_hub_folder
 from dlm_rag.model.denoiser_config import DenoiserConfig, list_tensor_shapes
-from dlm_rag.model.families import FAMILIES, diffusion_gemma, get_family_name
+from dlm_rag.model.families import FAMILIES, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, TensorSource
 from dlm_rag.model.families.mask_token import find_mask_token_id
+from dlm_rag.model.flops import count_weight_bytes
 from dlm_rag.model.headers import WEIGHTS_FILE, match_tensors, match_tensors_by_name
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.progress import report_progress
@@ -103,6 +104,13 @@ class Checkpoint:
                     found[(number - rows.start, *place)] = part.read(file)
         return found
 
+    def count_weight_bytes(self, size: int) -> int:
+        """Bytes of the weights that are used, with numbers of `size` bytes; a tied head is there once."""
+        if self.family.list_named_shapes is not None:
+            named = self.family.list_named_shapes(self.raw_config, self.folder / "config.json")
+            return size * sum(math.prod(shape) for shape, _ in named.values())
+        return count_weight_bytes(self.config, size)
+
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return list_tensor_shapes(self.config)
@@ -178,7 +186,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         )
     family = FAMILIES[kind]
     if block_size is not None:
-        if kind == "diffusion_gemma":
+        if family.complete_config is not None:
             raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")
         raw[BLOCK_SIZE_KEY] = block_size
     try:
@@ -192,11 +200,10 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
             config = replace(config, mask_token_id=find_mask_token_id(folder, family.mask_token))
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-    if kind == "diffusion_gemma":
-        config = diffusion_gemma.add_noise_config(folder, config)
-        homes = match_tensors_by_name(
-            folder, diffusion_gemma.list_text_tensor_shapes(raw, folder / "config.json")
-        )
+    if family.complete_config is not None:
+        config = family.complete_config(folder, config)
+    if family.list_named_shapes is not None:
+        homes = match_tensors_by_name(folder, family.list_named_shapes(raw, folder / "config.json"))
     else:
         homes = match_tensors(folder, config, family)
     found = Checkpoint(folder, family, raw, config, homes)

@@ -32,6 +32,7 @@ from dlm_rag.model.block import (
 )
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.model.feedforward import Linear, MixtureOfExperts, get_compute_dtype, is_autocast
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.kv_store import KeysValues
@@ -236,6 +237,15 @@ class Denoiser(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
+def load_denoiser(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str = "auto"
+) -> AnyDenoiser:
+    """The model of a checkpoint with its weights, of the class that its family runs on."""
+    if checkpoint.config.noise is not None:
+        return DiffusionGemma.from_pretrained(checkpoint, device, dtype)
+    return Denoiser.from_pretrained(checkpoint, device, dtype, attention)
+
+
 @cache
 def _list_saved_ops() -> list[Any]:
     """What selective checkpointing keeps: the results of matrix products and of attention."""
@@ -266,3 +276,6 @@ def _count_compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
+
+
+AnyDenoiser = Denoiser | DiffusionGemma

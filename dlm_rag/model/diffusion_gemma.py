@@ -1,33 +1,28 @@
 """DiffusionGemma through the class of `transformers`: text only, its code, weights from safetensors.
 
-A causal encoder writes keys and values of the prompt, once; the decoder, of the same weights, sees them
-and a canvas, which sees itself whole. In layers with a sliding window the canvas sees the last `window` - 1
+A causal encoder writes keys and values of the prompt, once; the decoder, of the same weights, sees them and
+a canvas, which sees itself whole. In layers with a sliding window the canvas sees the last `window` - 1
 tokens before it; their keys are kept all the same, so that a prompt can be cut back to any length.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dlm_rag.errors import CheckpointError, is_failure, summarize_error
 from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
-from dlm_rag.model.families.diffusion_gemma import (
-    VISION_PREFIXES,
-    build_gemma_config,
-    list_text_tensor_shapes,
-)
+from dlm_rag.model.families.diffusion_gemma import VISION_PREFIXES, build_gemma_config
+from dlm_rag.model.flops import FlopCount
 
-# of each layer: keys and values (1, heads, tokens, head_dim)
-PromptKeysValues = list[tuple[Tensor, Tensor]]
+PromptKeysValues = list[tuple[Tensor, Tensor]]  # of each layer, each (1, heads, tokens, head_dim)
 
 
 def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
@@ -40,12 +35,12 @@ def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: to
 
     disable_progress_bar()  # of theirs
     kind: Any = DiffusionGemmaForBlockDiffusion
-    place = checkpoint.folder / "config.json"
+    folder = checkpoint.folder
     straight = device.type != "cpu" and find_spec("accelerate") is not None
     try:
-        model, told = kind.from_pretrained(
-            checkpoint.folder,
-            config=build_gemma_config(checkpoint.raw_config, place),
+        model, report = kind.from_pretrained(
+            folder,
+            config=build_gemma_config(checkpoint.raw_config, folder / "config.json"),
             dtype=dtype,
             use_safetensors=True,
             local_files_only=True,
@@ -57,38 +52,57 @@ def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: to
     except BaseException as error:  # the library raises many unrelated types
         if not is_failure(error):
             raise
-        raise CheckpointError(f"{checkpoint.folder} cannot be loaded: {summarize_error(error)}") from None
-    lacking = sorted(name for name in told["missing_keys"] if not name.startswith(VISION_PREFIXES))
-    if lacking:
-        raise CheckpointError(f"{checkpoint.folder} lacks the tensor {lacking[0]}")
-    return model.to(device).eval()
+        raise CheckpointError(f"{folder} cannot be loaded: {summarize_error(error)}") from None
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(VISION_PREFIXES))
+    if missing:
+        raise CheckpointError(f"{folder}: the tensor {missing[0]} is missing")
+    return freeze_vision(model.to(device).eval())
 
 
-def count_text_weight_bytes(checkpoint: Checkpoint, size: int) -> int:
-    """Bytes of the weights that text meets, with numbers of `size` bytes."""
-    shapes = list_text_tensor_shapes(checkpoint.raw_config, checkpoint.folder / "config.json")
-    return size * sum(prod(shape) for shape, _ in shapes.values())
+def freeze_vision(model: Any) -> Any:
+    """The model with what text never needs frozen."""
+    for name, parameter in model.named_parameters():
+        if name.startswith(VISION_PREFIXES):
+            parameter.requires_grad_(False)
+    return model
 
 
-class DiffusionGemmaDenoiser:
-    """DiffusionGemma as a decoder needs it: with what it has in common with `Denoiser`, by its names."""
+class DiffusionGemma(nn.Module):
+    """The class of `transformers` with what decoding and training ask of a denoiser.
 
-    heads = None
-    compilations = None
-    backend = "sdpa"
+    Decoding calls `extend_cache`, `stack_caches` and `compute_canvas_logits`; training calls `forward`.
+    """
+
+    backend, compilations, heads = "sdpa", None, None
 
     def __init__(self, model: Any, config: DenoiserConfig) -> None:
-        """model: as `load_diffusion_gemma` gives it."""
+        """model: as `load_diffusion_gemma` and `build_on_meta` give it."""
+        super().__init__()
         self.model, self.config = model, config
+        self.attention, self.flop_count = "auto", FlopCount()
+        self.from_others = False  # whether its logits go by the other positions alone, as the NELBO has it
         text = model.config.text_config
         self._window, self._kinds = text.sliding_window, text.layer_types
 
     @classmethod
     def from_pretrained(
         cls, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-    ) -> "DiffusionGemmaDenoiser":
+    ) -> "DiffusionGemma":
         """The model of a checkpoint; raises `CheckpointError`."""
         return cls(load_diffusion_gemma(checkpoint, device, dtype), checkpoint.config)
+
+    @classmethod
+    def build_on_meta(cls, checkpoint: Checkpoint) -> "DiffusionGemma":
+        """The model without weights; raises `CheckpointError`."""
+        from transformers import DiffusionGemmaForBlockDiffusion
+
+        config = build_gemma_config(checkpoint.raw_config, checkpoint.folder / "config.json")
+        with torch.device("meta"):
+            return cls(freeze_vision(DiffusionGemmaForBlockDiffusion(config)), checkpoint.config)
+
+    def load(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        """Takes the weights of a checkpoint, for training; raises `CheckpointError`."""
+        self.model = load_diffusion_gemma(checkpoint, device, dtype).train()
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +113,16 @@ class DiffusionGemmaDenoiser:
     def dtype(self) -> torch.dtype:
         found: torch.dtype = self.model.dtype
         return found
+
+    @property
+    def activation_checkpointing(self) -> str:
+        """`none`, or `full`: activations of the decoder's layers are computed again."""
+        return "full" if self.model.is_gradient_checkpointing else "none"
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, value: str) -> None:
+        if value == "full":
+            self.model.gradient_checkpointing_enable()
 
     def extend_cache(self, kept: PromptKeysValues, ids: Sequence[int]) -> PromptKeysValues:
         """The keys and values of a text whose beginning is `kept`, and whose rest `ids` are run."""
@@ -167,6 +191,65 @@ class DiffusionGemmaDenoiser:
             decoder_position_ids=texts.positions,
         ).logits
         return found
+
+    def forward(
+        self, prompts: Sequence[Sequence[int]], canvases: Tensor, conditioned: Sequence[bool]
+    ) -> Tensor:
+        """Logits (rows, n, V) for canvases (rows, n) behind prompts of any lengths.
+
+        conditioned: which rows are shown the logits of a first pass, without gradients, as decoding
+        shows those of the step before (Analog Bits, arXiv 2208.04202).
+        """
+        (rows, n), longest = canvases.shape, max(map(len, prompts))
+        arrays = [
+            np.array([[0] * (longest - len(p)) + list(p) for p in prompts]),
+            np.array([[len(p)] for p in prompts]), np.array(conditioned),
+        ]  # fmt: skip
+        ids, lengths, shown = to_device(arrays, canvases.device)
+        # Padding stands in front: layers with a sliding window keep what is last.
+        there = torch.arange(longest, device=canvases.device) >= longest - lengths
+        places = torch.arange(n, device=canvases.device) + lengths
+        encoder = self.model.model.encoder
+        kept = encoder(
+            input_ids=ids, attention_mask=there.long(), position_ids=(there.cumsum(-1) - 1).clamp(min=0)
+        ).past_key_values
+        seen = torch.cat([there, there.new_ones(rows, n)], dim=1)[:, None, None].expand(-1, -1, n, -1)
+        # Whole masks: of a row of flags transformers asks whether anything is hidden, and waits.
+        window = min(longest, self._window - 1)
+        masks = {"full_attention": seen, "sliding_attention": seen[..., longest - window :]}
+
+        def denoise(before: Tensor | None) -> Tensor:
+            found: Tensor = self.model(
+                past_key_values=kept,
+                decoder_input_ids=canvases,
+                decoder_attention_mask=masks,
+                decoder_position_ids=places,
+                self_conditioning_logits=before,
+                self_conditioning_mask=None if before is None else shown,
+            ).logits
+            return found
+
+        before, twice = None, any(conditioned)
+        if twice:
+            with torch.no_grad():
+                before = denoise(None)
+        self._count_flops([len(p) for p in prompts], n, twice)
+        return denoise(before)
+
+    def _count_flops(self, lengths: Sequence[int], n: int, twice: bool) -> None:
+        """Adds the FLOPs of a call without logits; a first pass, which has no backward, counts a third."""
+        passes, config = 1 + twice / 3, self.model.config.text_config
+        prompts, canvases = sum(lengths), len(lengths) * n * passes
+        share, flops, attention = config.top_k_experts / config.num_experts, 0.0, 0.0
+        for layer in self.model.model.decoder.layers:
+            each = sum(
+                p.numel() * (share if p.dim() == 3 else 1) for p in layer.parameters() if p.dim() > 1
+            )
+            seen = layer.self_attn.sliding_window or max(lengths)
+            pairs = sum(k * min(k, seen) / 2 + n * passes * (n + min(k, seen)) for k in lengths)
+            flops += 2 * each * (prompts + canvases)
+            attention += 4 * config.num_attention_heads * layer.self_attn.head_dim * pairs
+        self.flop_count += FlopCount(flops + attention, attention, 0.0, 1, prompts + round(canvases))
 
 
 @dataclass(frozen=True)

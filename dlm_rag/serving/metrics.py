@@ -26,7 +26,7 @@ def render_prometheus_metrics(
 ) -> str:
     """The figures of an engine, its evidence pool and its meter; joules where something counts them."""
     reuse = proposer.cache_stats
-    pool = proposer.pool if isinstance(proposer, MaskedModelRunner) else None
+    pool = proposer.pool
     lines: list[str] = []
 
     def add(name: str, kind: str, words: str, *values: tuple[str, float]) -> None:

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_rag.config import Config, TrainConfig
+from dlm_rag.config import Config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.diffusion_gemma import DiffusionGemma
+from dlm_rag.model.families.diffusion_gemma import to_checkpoint_names
 from dlm_rag.model.policy_heads import HEADS_PREFIX
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, load_tokenizer
 from dlm_rag.training.initial_weights import allocate_denoiser, build_meta_denoiser, init_weights
 from dlm_rag.training.tokenizer_training import iterate_corpus_texts, iterate_world_texts, train_tokenizer
-from dlm_rag.training.trainable_gemma import TrainableGemma, check_gemma_training, to_checkpoint_names
+from dlm_rag.training.uniform_checks import check_noise_settings
 
 LONG_QUESTION_TOKENS = (
     64  # tokens of a long question of a world; small vocabularies need up to twice as many
@@ -46,7 +48,7 @@ class InitialModel:
         """The denoiser on the meta device; `frozen`: of weights beside which others are
         trained."""
         if self.config.noise is not None and self.checkpoint is not None:
-            return TrainableGemma(self.checkpoint)
+            return DiffusionGemma.build_on_meta(self.checkpoint)
         return build_meta_denoiser(self.config, self.lora_rank, frozen, self.heads_only)
 
     def materialize(self, denoiser: Any, device: torch.device, trained: bool = True) -> None:
@@ -54,8 +56,8 @@ class InitialModel:
 
         trained: as in `init_weights`.
         """
-        if isinstance(denoiser, TrainableGemma):
-            denoiser.load(device)
+        if self.config.noise is not None and self.checkpoint is not None:
+            denoiser.load(self.checkpoint, device, torch.float32)
             return
         allocate_denoiser(denoiser, device)
         init_weights(denoiser, self.checkpoint, self.seed, trained, self.layers_checkpoint)
@@ -75,7 +77,7 @@ class InitialModel:
         """
         whole = merge_lora_weights(tensors, self.lora_rank)
         if self.config.noise is not None and self.checkpoint is not None:
-            whole = to_checkpoint_names(whole, self.checkpoint)
+            whole = to_checkpoint_names(whole, self.checkpoint.raw_config, self.checkpoint.folder)
         tensors = {
             n: value if n.startswith(HEADS_PREFIX) else value.to(dtype) for n, value in whole.items()
         }
@@ -101,21 +103,11 @@ def open_initial_model(config: Config) -> InitialModel:
     origin = (
         _fresh_model(config) if config.model.path is None else _from_checkpoint(config, config.model.path)
     )
+    if origin.checkpoint is None:
+        check_noise_settings(config, None)
     if origin.config.noise is None:
-        _check_masks(config)
         _check_blocks(config, origin.config)
     return origin
-
-
-def _check_masks(config: Config) -> None:
-    """Raises `ConfigError` for what only a model of uniform noise is trained with."""
-    plain = TrainConfig()
-    for train in config.train.get_phase_configs().values():
-        for name in ("uniform_loss", "self_conditioning"):
-            if (value := getattr(train, name)) != getattr(plain, name):
-                raise ConfigError(
-                    f"{name}={value} is for models of uniform noise, and this one has masks: leave it out"
-                )
 
 
 def _check_blocks(config: Config, shape: DenoiserConfig) -> None:
@@ -143,8 +135,7 @@ def _check_blocks(config: Config, shape: DenoiserConfig) -> None:
 def _from_checkpoint(config: Config, path: str) -> InitialModel:
     checkpoint = open_checkpoint(path, config.model.block_size)
     train, own = config.train, checkpoint.config
-    if own.noise is not None:
-        check_gemma_training(config, checkpoint)
+    check_noise_settings(config, checkpoint)
     inner = load_tokenizer(checkpoint.folder)
     mask_id = own.mask_token_id
     if mask_id is None:

@@ -17,13 +17,13 @@ from dlm_rag.diffusion.nelbo import token_losses
 from dlm_rag.diffusion.noise import NOISE_SCHEDULES, sample_antithetic_times
 from dlm_rag.diffusion.uniform_process import add_uniform_noise, uniform_nelbo
 from dlm_rag.model.device_io import to_device
+from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.training.data.example import Example
 from dlm_rag.training.model_init import InitialModel
 from dlm_rag.training.objective import LossWeights
 from dlm_rag.training.supervised_tasks import ExampleSource, SftTask
-from dlm_rag.training.trainable_gemma import TrainableGemma
 
 LINEAR = NOISE_SCHEDULES["linear"]
 
@@ -115,7 +115,7 @@ class UniformSftTask(SftTask):
 class UniformObjective(nn.Module):
     """The loss of a batch as one call, which is what DDP wraps."""
 
-    def __init__(self, denoiser: TrainableGemma, end_ids: frozenset[int], loss: str) -> None:
+    def __init__(self, denoiser: DiffusionGemma, end_ids: frozenset[int], loss: str) -> None:
         super().__init__()
         self.denoiser, self.end_ids, self.loss = denoiser, end_ids, loss
         denoiser.from_others = loss == "nelbo"

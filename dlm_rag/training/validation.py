@@ -25,7 +25,6 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.example import Example
 from dlm_rag.training.objective import LossWeights, count_examples, encode_batch
-from dlm_rag.training.trainable_gemma import TrainableGemma
 from dlm_rag.training.trainer import Trainer, sum_counts
 
 NELBO_TIMES_PER_QUESTION = 4  # for each question
@@ -72,8 +71,7 @@ class QuestionValidation:
     ) -> dict[str, float]:
         """Over some of the questions, under names that do not depend on which."""
         asked = [self._questions[number] for number in which]
-        weights = denoiser.as_noise_denoiser() if isinstance(denoiser, TrainableGemma) else denoiser
-        decoder = Decoder(weights, self._retriever, tokenizer, self._config, engine=self._engine)
+        decoder = Decoder(denoiser, self._retriever, tokenizer, self._config, engine=self._engine)
         found = dict.fromkeys(
             ["exact_match", *map(_hop_metric_name, self._hops()), "forwards_per_answer"], 0.0
         )

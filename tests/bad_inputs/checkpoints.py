@@ -470,8 +470,8 @@ CASES = [
             ("decode.query_window=4", "query_window=4 has no effect"),
             ("decode.temperature=0.5", "temperature=0.5 has no effect"),
             ("decode.temperature_low=3", "temperature_low=3.0 is above temperature_high=0.8"),
-            ("model.attn_implementation=varlen", "attention=varlen cannot be had for a model that denoises from uniform noise"),
-            ("model.evidence_layout=joint", "evidence_layout=joint cannot be had for a model"),
+            ("model.attn_implementation=varlen", "attn_implementation=varlen is not supported by a model of uniform noise"),
+            ("model.evidence_layout=joint", "evidence_layout=joint is not supported by a model of uniform noise"),
             ("model.block_size=4", "block_size=4 has no effect on"),
             ("engine.prefix_cache_gib=1", "engine.prefix_cache_gib has no effect"),
         )

@@ -25,7 +25,7 @@ PAGE = 256  # a page of keys is a multiple of so many tokens
 def checked_kernels(flash: bool = False, implementation: str | None = None) -> Iterator[list[str]]:
     """While it is open, flash-attn is there or not (`flash`), and torch's own kernel is `implementation`.
 
-    Yields what was called, in order: "sdpa", "varlen", "varlen, paged", "flash", "flash, paged".
+    Yields what was called, in order: "sdpa", "varlen", "varlen, paged", "flash", "flash, paged", "flex".
     """
     calls, sights, varlen = list[str](), [], of_torch.varlen_attn
 
@@ -53,6 +53,12 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         check(sights[-1], (q, k, v), ends, window_size, block_table)
         return q + 0 * (k.mean() + v.mean())
 
+    def of_flex(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        calls.append("flex")
+        assert mask.dtype == torch.bool and mask.shape == (len(q), 1, q.shape[2], k.shape[2])
+        assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0 and q.shape[-1] >= 16
+        return q + 0 * (k.mean() + v.mean())
+
     module = ModuleType(attention_backends.FLASH_MODULE)
     module.__spec__ = ModuleSpec(attention_backends.FLASH_MODULE, None)
     module.flash_attn_varlen_func = of_flash
@@ -63,6 +69,8 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
     spied = {name: known(name, kernel) for name, kernel in attention_kernels._KERNELS.items()}
     with (
         mock.patch.dict(attention_kernels._KERNELS, spied),
+        mock.patch.object(attention_kernels, "attend_flex", of_flex),
+        mock.patch.object(attention_kernels, "build_flex_mask", attention_kernels.build_dense_mask),
         mock.patch.object(of_torch, "varlen_attn", of_varlen),
         mock.patch("torch.nn.attention.current_flash_attention_impl", lambda: implementation),
         mock.patch.dict(sys.modules, package if flash else {}),

@@ -23,7 +23,7 @@ from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import EvidencePool
 from dlm_rag.machine import choose_dtype
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.diffusion_gemma import DiffusionGemmaDenoiser
+from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
@@ -350,7 +350,7 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch, fault):
 def test_a_model_of_uniform_noise_answers(tmp_path, corpus_file, canvas_length):
     checkpoint = open_checkpoint(write_tiny_gemma(tmp_path))
     with fake_cuda() as seen:
-        denoiser = DiffusionGemmaDenoiser.from_pretrained(checkpoint, CUDA, torch.bfloat16)
+        denoiser = DiffusionGemma.from_pretrained(checkpoint, CUDA, torch.bfloat16)
         settings = DecodeConfig(max_new_tokens=canvas_length, batch_size=2)
         retriever = load_retriever(corpus_file, top_k=2)
         decoder = Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), settings)

@@ -7,7 +7,7 @@ from dlm_rag.errors import CheckpointError, suggest_nearest
 from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, require_key
 from dlm_rag.model.families.dense import DENSE_FAMILIES
-from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY as GEMMA
+from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY
 from dlm_rag.model.families.sparse import MOE_FAMILIES
 
 
@@ -35,7 +35,7 @@ def _read_experts_config(raw: Any) -> ExpertsConfig:
 
 FAMILIES = {
     "dlm_rag": Family(_read_dlm_rag_config, lambda name: name, separate_experts=False), **DENSE_FAMILIES,
-    **MOE_FAMILIES, "diffusion_gemma": GEMMA
+    **MOE_FAMILIES, "diffusion_gemma": DIFFUSION_GEMMA_FAMILY
 }  # fmt: skip
 
 

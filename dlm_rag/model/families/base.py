@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from dlm_rag.errors import CheckpointError, suggest_nearest
 from dlm_rag.model.denoiser_config import DenoiserConfig
 
+NamedShapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 BLOCK_SIZE_KEY = "attention_block"  # our key: a public `block_size` may be something else
 
 
@@ -47,6 +49,10 @@ class Family:
 
     fused_qkv: bool = False  # one tensor holds queries, keys and values, in this order
     separate_experts: bool = True  # each expert has tensors of its own
+    # Of a family that runs on the class of another library: what other files of a folder add to its config,
+    # and from config.json the tensors that it needs, each with its shape and the names of those tied to it.
+    complete_config: Callable[[Path, DenoiserConfig], DenoiserConfig] | None = None
+    list_named_shapes: Callable[[dict[str, Any], Path], NamedShapes] | None = None
 
     def list_sources(self, ours: str, config: DenoiserConfig) -> list[TensorSource]:
         """Of which tensors of theirs one of ours consists."""

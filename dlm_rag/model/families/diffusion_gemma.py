@@ -1,21 +1,23 @@
-"""DiffusionGemma: what its config and generation config say in our words, and the tensors that it asks for.
+"""DiffusionGemma: what its configs say in our words, and the tensors that it needs; text only.
 
-The transformer itself is the class of `transformers` (`model/diffusion_gemma.py`); text only.
+The transformer itself is the class of `transformers` (`model/diffusion_gemma.py`).
 """
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dlm_rag.errors import CheckpointError, is_failure, suggest_nearest, summarize_error
 from dlm_rag.files.hub import read_json
 from dlm_rag.model.denoiser_config import DenoiserConfig, UniformNoiseConfig
-from dlm_rag.model.families.base import Family, require_key
+from dlm_rag.model.families.base import Family, NamedShapes, require_key
 
 LAYER_KINDS = ("sliding_attention", "full_attention")
-# weights that text never meets
-VISION_PREFIXES = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-# In place of the tower that looks at images, where a folder of text alone has none.
+VISION_PREFIXES = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")  # no use for text
+# For a folder of text alone, which has no tower that looks at images.
 DUMMY_VISION_CONFIG = {
     "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1, "head_dim": 8, "patch_size": 2, "position_embedding_size": 4,
@@ -23,35 +25,29 @@ DUMMY_VISION_CONFIG = {
 }  # fmt: skip
 
 
-def _read(raw: dict[str, Any]) -> DenoiserConfig:
-    """The shape without its noise, which the generation config says (`add_noise_config`)."""
+def read_gemma_config(raw: dict[str, Any]) -> DenoiserConfig:
+    """The shape without its noise, which is in the generation config (`add_noise_config`)."""
     text, block = require_key(raw, "text_config"), require_key(raw, "canvas_length")
     if not isinstance(text, dict):
         raise CheckpointError(f"text_config={text!r:.60} must be an object")
     layers = text.get("layer_types")
-    kinds = layers if isinstance(layers, list) else []
-    for kind in kinds:
+    for kind in layers if isinstance(layers, list) else []:
         if kind not in LAYER_KINDS:
-            known = f"{', '.join(LAYER_KINDS)}{suggest_nearest(str(kind), LAYER_KINDS)}"
-            raise CheckpointError(f"layer_types has a layer of the kind {kind!r:.60}, known are {known}")
+            hint = suggest_nearest(str(kind), LAYER_KINDS)
+            raise CheckpointError(f"layer_types has {kind!r:.60}, known are {', '.join(LAYER_KINDS)}{hint}")
     if text.get("use_bidirectional_attention") == "all":
         raise CheckpointError(
-            "use_bidirectional_attention='all' lets a prompt see what is behind it, so that nothing of it "
-            "could be kept: only null and 'vision' are done"
+            "use_bidirectional_attention='all' is not supported: only null and 'vision' are, with which a "
+            "prompt can be kept"
         )
     if not require_key(text, "sliding_window") > 1:
-        raise CheckpointError(
-            f"sliding_window={text['sliding_window']!r:.60} leaves a canvas no token to see"
-        )
+        raise CheckpointError(f"sliding_window={text['sliding_window']!r:.60} must be at least 2")
+    same = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "intermediate_size", "max_position_embeddings",
+    )  # fmt: skip
     return DenoiserConfig(
-        vocab_size=require_key(text, "vocab_size"),
-        hidden_size=require_key(text, "hidden_size"),
-        num_hidden_layers=require_key(text, "num_hidden_layers"),
-        num_attention_heads=require_key(text, "num_attention_heads"),
-        num_key_value_heads=require_key(text, "num_key_value_heads"),
-        head_dim=require_key(text, "head_dim"),
-        intermediate_size=require_key(text, "intermediate_size"),
-        max_position_embeddings=require_key(text, "max_position_embeddings"),
+        **{name: require_key(text, name) for name in same},
         tie_word_embeddings=True,
         mask_token_id=require_key(text, "pad_token_id"),  # in records, where nothing is accepted
         evidence_layout="prefix",
@@ -60,9 +56,6 @@ def _read(raw: dict[str, Any]) -> DenoiserConfig:
         block_size=block,
         commit_rule="entropy_bound",
     )
-
-
-DIFFUSION_GEMMA_FAMILY = Family(_read, lambda name: name, separate_experts=False)
 
 
 def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
@@ -78,7 +71,7 @@ def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
     path = folder / "generation_config.json"
     if not path.exists():
         raise CheckpointError(
-            f"{folder} has no generation_config.json, which says how its noise is taken away: fetch it too"
+            f"{folder} has no generation_config.json, which has the settings of its decoding: fetch it too"
         )
     raw = read_json(path)
     try:
@@ -114,14 +107,11 @@ def build_gemma_config(raw: dict[str, Any], place: Path) -> Any:
         raise CheckpointError(f"{place}: {summarize_error(error)}") from None
 
 
-def list_text_tensor_shapes(
-    raw: dict[str, Any], place: Path
-) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """Every tensor that text meets, by its name in the class: its shape, and other names that it may have.
+def list_text_tensor_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
+    """Every tensor that text needs, by its name in the class: its shape, and the names of those tied to it.
 
-    Those are of tensors that are tied to it. Raises `CheckpointError`.
+    Raises `CheckpointError`.
     """
-    import torch
     from transformers import DiffusionGemmaForBlockDiffusion
 
     config = build_gemma_config(raw, place)
@@ -141,3 +131,21 @@ def list_text_tensor_shapes(
         for name, value in model.state_dict().items()
         if name not in tied and not name.startswith(VISION_PREFIXES)
     }
+
+
+def to_checkpoint_names(state: dict[str, Tensor], raw: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """The tensors of a `DiffusionGemma` by a checkpoint's names, each once, without what it never had."""
+    text, sees = list_text_tensor_shapes(raw, folder / "config.json"), bool(raw.get("vision_config"))
+    named = {name.removeprefix("model."): value for name, value in state.items()}
+    return {
+        name: v for name, v in named.items() if name in text or (sees and name.startswith(VISION_PREFIXES))
+    }
+
+
+DIFFUSION_GEMMA_FAMILY = Family(
+    read_gemma_config,
+    lambda name: name,
+    separate_experts=False,
+    complete_config=add_noise_config,
+    list_named_shapes=list_text_tensor_shapes,
+)
