@@ -112,14 +112,12 @@ class LoggingMeter:
 
 @dataclass(frozen=True)
 class FakeDecoderFactory:
-    """As `worker.DecoderFactory`."""
+    """As `a DecoderFactory of workers`."""
 
     places: int = 4
     seconds: float = 0.02
     dies_while_loading: bool = False
-    model: object = "fake"
-    energy: str = "none"
-    interval_log: str = ""  # file for the moments between which workers load, and measure with `energy`
+    interval_log: str = ""  # file for the moments between which workers load and measure
 
     def __call__(self, denoiser, sharing):
         if self.interval_log:

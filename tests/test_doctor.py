@@ -87,11 +87,11 @@ def test_which_builds_have_code_for_which_gpus(capability, built_for, expected):
 def test_a_gpu_that_is_too_new_for_the_build_is_a_problem(gpu):
     gpu((13, 0))
     finding = found(doctor.check_torch)
-    assert finding.state == PROBLEM and "no code for NVIDIA Fake (sm_130)" in finding.what
+    assert finding.state == PROBLEM and "has no code" in finding.what
     assert finding.remedy.startswith("pip install")
     gpu((12, 1))
-    assert found(doctor.check_torch).state == OK
-    assert "96 GB, compute capability 12.1" in found(doctor.check_gpus).what
+    finding = found(doctor.check_torch)
+    assert finding.state == OK and "96 GB, compute capability 12.1" in finding.what
 
 
 def test_a_gpu_beside_a_build_for_cpus_is_a_hint(monkeypatch):
@@ -127,31 +127,24 @@ def test_the_kernel_comes_with_why_not_a_better_one(gpu, monkeypatch):
     )
 
 
-def test_nsys_that_is_not_there_or_does_not_show_ranges(monkeypatch):
+def test_missing_nsys_is_a_hint(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     finding = found(doctor.check_nsys)
     assert finding.state == HINT and "--with torch" in finding.remedy
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nsys")
-    answer = SimpleNamespace(stdout="NVIDIA Nsight Systems version 2022.4.2.1-df9881f\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-    finding = found(doctor.check_nsys)
-    assert finding.state == OK and finding.what.startswith("2022.4.2.1, nvtx 0.2.1")
-    monkeypatch.setattr(doctor, "version", lambda name: "0.2.13")
-    finding = found(doctor.check_nsys)
-    assert finding.state == HINT and finding.remedy.startswith("pip install 'nvtx")
 
 
 def test_packages_that_lack_or_are_newer(monkeypatch):
     def faked(name):
         if name == "torch":
             return "99.0"
-        if name == "bm25s":
+        if name in ("bm25s", "ray"):
             raise metadata.PackageNotFoundError(name)
         return metadata.version(name)
 
     monkeypatch.setattr(doctor, "version", faked)
     by_name = {finding.name: finding for finding in doctor.check_packages(Config())}
     assert by_name["torch"].state == HINT and "99.0 is outside" in by_name["torch"].what
+    assert "pip install 'dlm_rag[workers]'" in by_name["packages"].what
     assert by_name["bm25s"].state == PROBLEM and by_name["bm25s"].remedy.startswith("pip install 'bm25s")
 
 
@@ -161,9 +154,7 @@ def of_cache(folder) -> Finding:
 
 def test_the_cache_its_size_its_disk_and_whether_it_can_be_written(tmp_path, monkeypatch):
     (tmp_path / "indexes").mkdir()
-    (tmp_path / "indexes" / "one").write_bytes(bytes(3_000_000))
-    finding = of_cache(tmp_path / "indexes")
-    assert finding.state == OK and "holds 3.0 MB" in finding.what
+    assert of_cache(tmp_path / "indexes").state == OK
     assert of_cache(tmp_path / "not" / "yet").state == OK and not (tmp_path / "not").exists()
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 0))
@@ -176,14 +167,11 @@ def test_the_cache_its_size_its_disk_and_whether_it_can_be_written(tmp_path, mon
     assert finding.state == PROBLEM and "cannot be written" in finding.what
 
 
-def test_threads_and_memory(monkeypatch):
+def test_too_many_threads_and_little_memory_are_hints(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
-    finding = found(doctor.check_cores)
-    assert finding.state == HINT and finding.remedy.startswith("export OMP_NUM_THREADS=")
     monkeypatch.setattr(doctor, "read_host_memory", lambda: {"total": 8 * 10**9, "available": 10**9})
-    assert found(doctor.check_memory).state == HINT
-    monkeypatch.setattr(doctor, "read_host_memory", dict)
-    assert found(doctor.check_memory).state == OK
+    cores, memory = doctor.check_cores_and_memory(Config())
+    assert cores.state == memory.state == HINT and "OMP_NUM_THREADS=" in cores.remedy
 
 
 def test_the_shipped_model_answers_and_a_wrong_answer_is_a_problem(monkeypatch):
@@ -199,10 +187,10 @@ def test_a_check_that_fails_leaves_the_others_alone(monkeypatch, capsys):
         raise RuntimeError("[red]no[/] such library\nat line 1")
         yield
 
-    monkeypatch.setattr(doctor, "DOCTOR_CHECKS", {"first": broken, "second": doctor.check_python})
+    monkeypatch.setattr(doctor, "DOCTOR_CHECKS", {"first": broken, "second": doctor.check_energy})
     first, second = run_checks(Config())
     assert first == Finding("first", PROBLEM, "cannot be looked at: [red]no[/] such library")
-    assert second.state == OK
+    assert second.name == "energy"
     with pytest.raises(SystemExit) as stop:
         dispatch(["doctor"])
     assert stop.value.code == 1
@@ -219,7 +207,7 @@ def test_hints_leave_the_exit_status_alone_and_json_holds_the_machine(monkeypatc
     assert written["findings"] == [
         {"name": "nsys", "state": HINT, "what": "not found", "remedy": hint.remedy}
     ]
-    assert written["machine"]["attention"] == "sdpa" and "torch" in written["machine"]
+    assert "PyTorch version" in written["environment"]
 
 
 @pytest.mark.slow

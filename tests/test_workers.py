@@ -1,5 +1,6 @@
 """Workers without Ray: who is asked what, how many there are, what one of them does."""
 
+import asyncio
 import json
 import logging
 import pickle
@@ -16,17 +17,16 @@ from conftest import (
     hypothesis_settings,
     strip_times_and_confidences,
     tiny_denoiser,
-    write_jsonl_file,
 )
 from fake_workers import FakeDecoder, FakeDecoderFactory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlm_rag import machine
-from dlm_rag.commands.answer_job import plan_answer_job
-from dlm_rag.commands.executors import make_job_opening, open_engines
+from dlm_rag.commands.answer_job import PreparedQuestions, plan_answer_job
+from dlm_rag.commands.executors import make_decoder_factory, open_engines
 from dlm_rag.commands.startup import check_weights_fit, prepare_decoder
-from dlm_rag.config import Config
+from dlm_rag.config import Config, load_config
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.model.checkpoint import open_checkpoint
@@ -61,7 +61,7 @@ def test_every_question_is_answered_or_given_up_once_whoever_dies(data):
         worker = data.draw(st.integers(0, workers - 1))
         given = shares.assign(worker, most, workers)
         held[worker] += given
-        assert shares.count_unanswered(worker) == len(held[worker]) <= most
+        assert len(held[worker]) <= most
         alone = [q for q in held[worker] if deaths[q.id] >= MAX_SHARED_DEATHS]
         assert not alone or len(held[worker]) == 1, "a suspect has no company"
         poisoned = [question.id for question in held[worker] if question.id in bad]
@@ -73,8 +73,7 @@ def test_every_question_is_answered_or_given_up_once_whoever_dies(data):
             held[worker] = []
         elif held[worker]:
             question = held[worker].pop(data.draw(st.integers(0, len(held[worker]) - 1)))
-            assert shares.mark_answered(worker, question.id)
-            assert not shares.mark_answered(worker, question.id), "twice"
+            shares.mark_answered(worker, question.id)
             answered.append(question.id)
     assert shares.done
     assert sorted(answered + given_up) == sorted(question.id for question in ASKED)
@@ -88,7 +87,9 @@ def test_who_shared_a_worker_with_a_bad_question_is_answered():
         if any(question.id == "q3" for question in given) or not given:
             lost = shares.requeue(0)
             continue
-        answered += [question.id for question in given if shares.mark_answered(0, question.id)]
+        for question in given:
+            shares.mark_answered(0, question.id)
+            answered.append(question.id)
     assert [question.id for question in lost] == ["q3"] and len(answered) == len(set(answered)) == 39
 
 
@@ -157,7 +158,7 @@ def test_one_worker_for_each_gpu(eight_cores, monkeypatch):
     gpu = torch.device("cuda")
     assert plan_local_workers("auto", gpu, 10**9) == WorkerPlacement(4, 2, 1, gpus_per_worker=1)
     assert plan_local_workers("2", gpu, 10**9) == WorkerPlacement(2, 4, 1, gpus_per_worker=1)
-    with pytest.raises(ConfigError, match="workers=5, and 4 GPUs are visible here: set at most workers=4"):
+    with pytest.raises(ConfigError, match="workers=5: 4 GPUs .* workers=4"):
         plan_local_workers("5", gpu, 10**9)
     for one in ("cuda:1", "mps"):
         with pytest.raises(ConfigError, match=f"model.device={one} is one"):
@@ -167,12 +168,12 @@ def test_one_worker_for_each_gpu(eight_cores, monkeypatch):
 def test_workers_of_a_cluster_are_as_many_as_its_nodes_offer():
     nodes = [{"CPU": 16.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}]
     assert plan_cluster_workers(nodes, True, 10**12) == WorkerPlacement(8, 2, 1, gpus_per_worker=1)
-    with pytest.raises(ConfigError, match="8 GPUs and this machine none"):
+    with pytest.raises(ConfigError, match="8 GPUs, and model.device=cpu"):
         plan_cluster_workers(nodes, False, 1)
     nodes = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 8.0, "memory": 64e9}, {"memory": 64e9}]
     assert plan_cluster_workers(nodes, False, 10**9) == WorkerPlacement(12, 1, 8)
     assert plan_cluster_workers(nodes, False, 2 * 10**9) == WorkerPlacement(10, 1, 8)
-    with pytest.raises(ConfigError, match="no GPU, and this machine has"):
+    with pytest.raises(ConfigError, match="0 GPUs, and model.device=cuda"):
         plan_cluster_workers(nodes, True, 1)
     with pytest.raises(ConfigError, match="no CPU to offer"):
         plan_cluster_workers([{}], False, 1)
@@ -194,7 +195,6 @@ def test_bytes_of_weights_are_those_of_the_denoiser(tied):
 
 @pytest.fixture
 def config(tmp_path, corpus_file) -> Config:
-    """A job that can be planned, in `tmp_path`."""
     tiny_denoiser().save_pretrained(tmp_path / "model", eos_token_id=257)
     byte_tokenizer().save_pretrained(tmp_path / "model")
     found = Config(out=str(tmp_path / "a.jsonl"), trace=str(tmp_path / "t.jsonl"))
@@ -226,79 +226,79 @@ def worker(monkeypatch):
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     handlers = list(logging.getLogger("dlm_rag").handlers)
-    yield Worker(threads=1, sharing=2)
+    yield Worker(threads=1, workers_per_machine=2)
     logging.getLogger("dlm_rag").handlers = handlers
 
 
-def test_a_worker_answers_as_a_decoder_does(config, worker, tmp_path):
-    """The opening goes through pickle, as to another process; questions come in shares."""
+def make_factory(config, questions=ASKED):
+    """What a job sends to its workers, through pickle as to another process."""
+    asked = PreparedQuestions(config, questions, prepare_decoder(config, questions))
+    return pickle.loads(pickle.dumps(make_decoder_factory(asked)))
+
+
+def open_worker(worker, factory):
+    return asyncio.run(worker.open(factory, factory.config.model))
+
+
+def answer_all(worker, questions):
+    async def gather():
+        return await asyncio.gather(*(worker.answer(question) for question in questions))
+
+    return asyncio.run(gather())
+
+
+def test_worker_answers_equal_those_of_a_decoder(config, worker, tmp_path):
     job = plan_answer_job(config, ASKED)
     with open_engines(None, [job.prepared]) as engines:
         job.run(engines)
     expected = {
         rollout.id: strip_times_and_confidences(rollout) for rollout in read_trace(tmp_path / "t.jsonl")
     }
-    opening = pickle.loads(
-        pickle.dumps(make_job_opening(replace(config, record_provisional=True), job.prepared, ASKED))
-    )
-    described = worker.open(opening)
+    described = open_worker(worker, make_factory(replace(config, record_provisional=True)))
     stamp = json.loads((tmp_path / "a.jsonl.run.json").read_text())
     assert [described] == stamp["machines"], "stamped alike"
-    found, questions = [], list(ASKED)
-    while len(found) < len(ASKED):
-        share, questions = questions[:5], questions[5:]
-        found += worker.advance(share).rollouts
-    assert {rollout.id for rollout in found} == set(expected) and len(found) == len(ASKED)
-    for rollout in found:
+    answers = answer_all(worker, ASKED)
+    for question, answer in zip(ASKED, answers, strict=True):
+        rollout, other = answer.rollout, expected[question.id]
         assert all((step.guesses is None) == (step.step == 0) for step in rollout.steps)
-        assert (
-            rollout.citations and strip_times_and_confidences(rollout).steps == expected[rollout.id].steps
-        )
-        assert (rollout.response, rollout.settings) == (
-            expected[rollout.id].response,
-            expected[rollout.id].settings,
-        )
-    turn = worker.advance([])
-    assert not turn.rollouts and turn.machinery.describe().startswith("cpu float32")
+        assert rollout.citations and strip_times_and_confidences(rollout).steps == other.steps
+        assert (rollout.response, rollout.settings) == (other.response, other.settings)
+    assert answers[-1].stats.describe().startswith("cpu float32")
 
 
-def test_the_next_job_of_a_worker_keeps_its_weights_and_its_share_of_the_memory(
-    config, worker, monkeypatch
-):
-    opening = make_job_opening(config, prepare_decoder(config, ASKED), ASKED)
-    worker.open(opening)
+def test_next_job_of_a_worker_keeps_weights_and_its_share_of_memory(config, worker, monkeypatch):
+    factory = make_factory(config)
+    open_worker(worker, factory)
     before = worker._decoder
     monkeypatch.setattr("dlm_rag.evidence.segment_kv_cache.measure_free_bytes", lambda device: 8 * 2**30)
-    worker.open(replace(opening, config=replace(opening.config, limit=None)))
+    open_worker(worker, factory)
     assert worker._decoder is not before and worker._decoder.denoiser is before.denoiser
-    assert worker._decoder.model_runner._engine.prefix_cache_gib == 1, (
-        "a quarter of what is free, for two workers"
-    )
-    other = replace(opening.config.model, attn_implementation="sdpa")
-    worker.open(replace(opening, config=replace(opening.config, model=other)))
+    assert worker._decoder.model_runner._engine.prefix_cache_gib == 1, "a quarter of what is free, halved"
+    other = replace(factory.config.model, attn_implementation="sdpa")
+    open_worker(worker, replace(factory, config=replace(factory.config, model=other)))
     assert worker._decoder.denoiser is not before.denoiser
 
 
-def test_what_is_lacking_on_a_node_or_other_there_names_the_node(config, worker, corpus_file):
-    opening = make_job_opening(config, prepare_decoder(config, ASKED), ASKED)
-    assert Path(opening.config.retrieval.corpus).is_absolute()
+def test_a_worker_with_another_corpus_names_its_node(config, worker, corpus_file):
+    factory = make_factory(config)
+    assert Path(factory.config.retrieval.corpus).is_absolute()
     corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Oslo"))
-    with pytest.raises(ConfigError, match=r"on \S+: corpus is \w+, and \w+ where the command was given"):
-        worker.open(opening)
+    with pytest.raises(ConfigError, match=r"on \S+: corpus is \w+, and \w+ in the main process"):
+        open_worker(worker, factory)
     corpus_file.unlink()
-    with pytest.raises(CorpusError, match=r"on \S+: .*corpus.jsonl' was not found"):
-        worker.open(opening)
+    with pytest.raises(CorpusError, match=r"on \S+: .*corpus.jsonl"):
+        open_worker(worker, factory)
 
 
-def test_a_worker_of_other_code_is_refused_before_it_loads(config, worker, monkeypatch):
-    opening = make_job_opening(config, prepare_decoder(config, ASKED), ASKED)
+def test_a_worker_with_other_code_is_refused_before_it_loads(config, worker, monkeypatch):
+    factory = make_factory(config)
     monkeypatch.setattr("dlm_rag.commands.executors.prepare_decoder", None)
     monkeypatch.setattr("dlm_rag.commands.executors.compute_code_digest", lambda: "another")
-    with pytest.raises(ConfigError, match=r"on \S+: dlm_rag is \S+ \(another\), and .* install the same"):
-        worker.open(opening)
+    with pytest.raises(ConfigError, match=r"on \S+: dlm_rag is \S+ \(another\)"):
+        open_worker(worker, factory)
 
 
-def test_the_digest_of_code_tells_every_byte_and_name_and_no_folder(tmp_path):
+def test_code_digest_depends_on_every_byte_and_name_and_no_folder(tmp_path):
     found = set()
     for name, text in (("a", "x = 1"), ("a", "x = 2"), ("b", "x = 2")):
         package = tmp_path / f"{len(found)}" / "package"
@@ -311,50 +311,32 @@ def test_the_digest_of_code_tells_every_byte_and_name_and_no_folder(tmp_path):
     assert len(found) == 3
 
 
-def test_warnings_of_a_worker_are_handed_on(worker, monkeypatch):
-    monkeypatch.setattr(
-        FakeDecoder, "submit", lambda *_, **__: logging.getLogger("dlm_rag.x").warning("%d!", 3)
-    )
-    worker.open(FakeDecoderFactory())
-    assert worker.advance(ASKED[:1]).warning_records == [(logging.WARNING, "3!")]
-    assert worker.advance([]).warning_records == []
+def test_warnings_of_a_worker_travel_with_its_answers(worker, monkeypatch):
+    submit = FakeDecoder.submit
+
+    def submit_with_warning(*words, **more):
+        logging.getLogger("dlm_rag.x").warning("%d!", 3)
+        submit(*words, **more)
+
+    monkeypatch.setattr(FakeDecoder, "submit", submit_with_warning)
+    asyncio.run(worker.open(FakeDecoderFactory(), "fake"))
+    warnings = [answer.warnings for answer in answer_all(worker, ASKED[:2])]
+    assert warnings == [[(logging.WARNING, "3!")] * 2, []]
 
 
-def test_a_turn_ends_after_a_moment_and_goes_on_with_the_next(worker):
-    worker.open(FakeDecoderFactory(places=2, seconds=0.1))
-    turns = [worker.advance(ASKED[:4]), *(worker.advance([]) for _ in range(3))]
-    assert [len(turn.rollouts) for turn in turns] == [2, 2, 0, 0]
-    assert turns[-1].machinery.answers == 4
+def test_an_error_of_the_engine_fails_every_call(worker):
+    asyncio.run(worker.open(FakeDecoderFactory(places=2), "fake"))
+
+    async def gather():
+        asked = [*ASKED[:5], Question("bad", "raise")]
+        return await asyncio.gather(*map(worker.answer, asked), return_exceptions=True)
+
+    answers = asyncio.run(gather())
+    assert [isinstance(answer, CorpusError) for answer in answers] == [False] * 4 + [True] * 2
+    assert answers[0].stats.answers == 2, "batches of two"
 
 
-def test_typed_settings_reach_the_config(tmp_path):
-    write_jsonl_file(tmp_path / "c.yaml", [])
-    (tmp_path / "c.yaml").write_text("workers: 4\n")
-    from dlm_rag.config import load_config
-
-    assert load_config(str(tmp_path / "c.yaml")).workers == "4"
-    assert load_config(None, ["workers=ray://[::1]:10001"]).workers == "ray://[::1]:10001"
-    assert load_config(None, ["workers=null"]).workers is None
-
-
-def test_a_worker_measures_from_when_it_is_told_to(monkeypatch):
-    """Not from its opening: others still load, and what they draw is not idle power."""
-    from dlm_rag.energy import meter
-
-    drawn = []
-
-    class Gauge:
-        def start(self):
-            drawn.append("start")
-
-        def stop(self):
-            return drawn
-
-    monkeypatch.setattr(meter, "open_meter", lambda choice, device: drawn.append(choice) or Gauge())
-    worker = Worker(1, 1)
-    worker.open(FakeDecoderFactory(energy="idle"))
-    assert not worker.measured().was_requested and not drawn
-    worker.measure("idle")
-    assert worker.measured() is drawn and drawn == ["idle", "start"]
-    worker.open(FakeDecoderFactory())
-    assert not worker.measured().was_requested
+@pytest.mark.parametrize("words", ["workers=4", "workers=ray://[::1]:10001", "workers=null"])
+def test_typed_settings_reach_the_config(words):
+    expected = words.partition("=")[2]
+    assert load_config(None, [words]).workers == (None if expected == "null" else expected)

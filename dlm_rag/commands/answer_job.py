@@ -52,9 +52,9 @@ class EngineSource(Protocol):
     """Where an engine for each of several jobs comes from."""
 
     def open(
-        self, asked: PreparedQuestions, met: Callable[[dict[str, str | int]], None] | None = None
+        self, asked: PreparedQuestions, on_machine: Callable[[dict[str, str | int]], None] | None = None
     ) -> AnswerEngine:
-        """Reads the weights, where they are not there; met: told of every other machine that answers."""
+        """Reads the weights, unless they are loaded; on_machine gets every other machine that answers."""
         ...
 
     def energy_gauge(self, asked: PreparedQuestions) -> EnergyGauge:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,40 +21,40 @@ from dlm_rag.machine import compute_code_digest, describe_machine
 from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dlm_rag.config import ModelConfig
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder
     from dlm_rag.workers.worker_pool import WorkerPool
 
-    Met = Callable[[dict[str, str | int]], None]
+    OnMachine = Callable[[dict[str, str | int]], None]
 
 
 @contextmanager
 def open_engines(workers: str | None, jobs: Iterable[PreparedDecoder]) -> Iterator[EngineSource]:
-    """What `Job.run` needs, for these jobs, until the end of the block.
+    """The engines of these jobs, until the end of the block; nothing starts before the first question.
 
-    Nothing is started before a question is asked. Raises `ConfigError` for workers that cannot be.
+    Raises `ConfigError` for workers that are not possible.
     """
     if workers is None:
         yield LocalEngines()
         return
     import torch
 
-    from dlm_rag.workers.placement import is_ray_cluster, plan_cluster_workers, plan_local_workers
+    from dlm_rag.workers.placement import plan_cluster_workers, plan_local_workers
     from dlm_rag.workers.worker_pool import WorkerPool
 
     jobs = list(jobs)
     device, weights = jobs[0].device, max(job.weight_bytes for job in jobs)
     if len({job.device for job in jobs}) > 1:
         raise ConfigError("workers= has one device for all settings: leave model.device out of compare")
-    if is_ray_cluster(workers):
-        pool = WorkerPool(
-            workers, partial(plan_cluster_workers, gpus=device.type == "cuda", weights=weights)
-        )
-        threads = 1
+    if workers.startswith("ray://"):
+        plan = partial(plan_cluster_workers, gpus=device.type == "cuda", weights=weights)
+        pool, threads = WorkerPool(workers, plan), 1
     else:
-        places = plan_local_workers(workers, device, weights)
-        pool, threads = WorkerPool("local", places), places.threads_per_worker
-    torch.set_num_threads(threads)  # of the stamp: a worker's
+        placement = plan_local_workers(workers, device, weights)
+        pool, threads = WorkerPool("local", placement), placement.threads_per_worker
+    torch.set_num_threads(threads)  # the stamp names a worker's
     with pool:
         yield WorkerEngines(pool)
 
@@ -66,7 +66,7 @@ class LocalEngines:
         self._model: ModelConfig | None = None
         self._denoiser: AnyDenoiser | None = None
 
-    def open(self, asked: PreparedQuestions, met: Met | None = None) -> AnswerEngine:
+    def open(self, asked: PreparedQuestions, on_machine: OnMachine | None = None) -> AnswerEngine:
         """The decoder of a job; the same weights are not read twice."""
         model = asked.prepared.config.model
         decoder = asked.prepared.load(self._denoiser if model == self._model else None)
@@ -78,28 +78,26 @@ class LocalEngines:
 
 
 class WorkerEngines:
-    """Decoders in processes of their own, of which this one knows as much as of a decoder."""
+    """Decoders in processes of their own, used as one decoder is."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
+        self.describe = pool.describe
 
-    def open(self, asked: PreparedQuestions, met: Met | None = None) -> AnswerEngine:
-        """Gets the workers ready for a job; met: told of their machines."""
-        opening = make_job_opening(asked.config, asked.prepared, asked.questions)
-        for machine in self._pool.open(opening, asked.config.decode.batch_size):
-            if met:
-                met(machine)
+    def open(self, asked: PreparedQuestions, on_machine: OnMachine | None = None) -> AnswerEngine:
+        """Gets the workers ready for a job; on_machine is called with each machine."""
+        factory, batch_size = make_decoder_factory(asked), asked.config.decode.batch_size
         self._prepared = asked.prepared
+        for machine in self._pool.open(factory, factory.config.model, factory.config.energy, batch_size):
+            if on_machine:
+                on_machine(machine)
         return self
 
     def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]:
-        return self._pool.stream(questions, self._given_up)
-
-    def describe(self) -> str:
-        return self._pool.describe()
+        return self._pool.stream(questions, self._make_failed_rollout)
 
     def energy_gauge(self, asked: PreparedQuestions) -> WorkerEngines:
-        """Itself: every worker has a meter, which runs from when all of them are open."""
+        """Itself: the meters of the workers run from when all are open."""
         self.reading = EnergyReading(0.0)
         return self
 
@@ -109,75 +107,71 @@ class WorkerEngines:
     def __exit__(self, *error: object) -> None:
         self.reading = self._pool.read_energy()
 
-    def _given_up(self, question: Question, error: str) -> Rollout:
-        own = self._prepared.config.decode
-        assert own.max_new_tokens is not None
+    def _make_failed_rollout(self, question: Question, error: str) -> Rollout:
+        decode = self._prepared.config.decode
+        assert decode.max_new_tokens is not None
         return Rollout(
-            question.id, question.question, self._prepared.evidence_layout, own.max_new_tokens,
-            settings=asdict(own), finished=True, error=error,
+            question.id, question.question, self._prepared.evidence_layout, decode.max_new_tokens,
+            settings=asdict(decode), finished=True, error=error,
         )  # fmt: skip
 
 
-def make_job_opening(config: Config, prepared: PreparedDecoder, questions: list[Question]) -> JobOpening:
-    """How a worker gets ready for a job: its paths mean the same in any folder, its device is settled."""
-    model = replace(
-        config.model,
-        path=_absolute(config.model.path),
-        device=prepared.device.type,
-        dtype=str(prepared.dtype).removeprefix("torch."),
-    )
+def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
+    """Makes a job's decoders in workers: with absolute paths, and the device and dtype of here."""
+    config, prepared = asked.config, asked.prepared
+    dtype = str(prepared.dtype).removeprefix("torch.")
+    path = _make_absolute(config.model.path)
+    model = replace(config.model, path=path, device=prepared.device.type, dtype=dtype)
     retrieval = replace(config.retrieval)
     for name in ("corpus", "index_dir", "embedding_model"):
-        setattr(retrieval, name, _absolute(getattr(retrieval, name)))
-    config = replace(config, model=model, retrieval=retrieval)
-    asked = questions if config.retrieval.oracle else []
-    return JobOpening(config, asked, prepared.answers_depend_on(), describe_code_version())
+        setattr(retrieval, name, _make_absolute(getattr(retrieval, name)))
+    return CheckedDecoderFactory(
+        replace(config, model=model, retrieval=retrieval),
+        asked.questions if config.retrieval.oracle else [],
+        prepared.answers_depend_on(),
+        describe_code_version(),
+    )
 
 
 def describe_code_version() -> str:
-    """The code of this process, for comparison with that of others."""
+    """The version and a digest of this process's sources."""
     return f"{__version__} ({compute_code_digest()})"
 
 
-def _absolute(path: str | None) -> str | None:
-    """The path of what is there; hub ids and what is not there stay."""
+def _make_absolute(path: str | None) -> str | None:
+    """The absolute path of a file or folder; anything else (a hub id, None) unchanged."""
     found = Path(path or "").expanduser()
     return str(found.absolute()) if path and found.exists() else path
 
 
 @dataclass(frozen=True)
-class JobOpening:
-    """Opens what has been checked, in a worker; `questions`: where the evidence depends on them."""
+class CheckedDecoderFactory:
+    """Makes a decoder in a worker, if code, corpus and checkpoint are those of the main process.
+
+    questions: only for oracle evidence.
+    """
 
     config: Config
     questions: list[Question]
     depends_on: dict[str, Any]
     code: str
 
-    @property
-    def model(self) -> ModelConfig:
-        return self.config.model
-
-    @property
-    def energy(self) -> str:
-        return self.config.energy
-
-    def __call__(self, denoiser: AnyDenoiser | None, sharing: int) -> tuple[Decoder, dict[str, str | int]]:
-        """As in `worker.DecoderFactory`. Raises `UserError` for what is not here, or not the same."""
+    def __call__(
+        self, denoiser: AnyDenoiser | None, workers_per_machine: int
+    ) -> tuple[Decoder, dict[str, str | int]]:
+        """As `workers.worker.DecoderFactory`. Raises `UserError` for what is missing here or differs."""
         from dlm_rag.evidence.segment_kv_cache import default_pool_bytes
 
         if (code := describe_code_version()) != self.code:
-            raise ConfigError(
-                f"dlm_rag is {code}, and {self.code} where the command was given: install the same version "
-                "on both"
-            )
+            raise ConfigError(f"dlm_rag is {code}, and {self.code} in the main process: install the same")
         prepared = prepare_decoder(self.config, self.questions)
         here = prepared.answers_depend_on()
         for key, value in self.depends_on.items():
             if here.get(key) != value:
-                raise ConfigError(f"{key} is {here.get(key)}, and {value} where the command was given")
+                raise ConfigError(f"{key} is {here.get(key)}, and {value} in the main process")
         engine = prepared.config.engine
         if engine.prefix_cache_gib is None:
-            engine = replace(engine, prefix_cache_gib=default_pool_bytes(prepared.device) / 2**30 / sharing)
+            gib = default_pool_bytes(prepared.device) / 2**30 / workers_per_machine
+            engine = replace(engine, prefix_cache_gib=gib)
             prepared = replace(prepared, config=replace(prepared.config, engine=engine))
         return prepared.load(denoiser), describe_machine(prepared.device, prepared.attention)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.reading import EnergyReading, format_energy, format_unmeasured_energy, summarise_energy
+from dlm_rag.energy.reading import EnergyReading, format_energy, summarise_energy
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.progress import show_status
 from dlm_rag.text import find_word_spans, get_title_line, normalize_whitespace, replace_control_chars
@@ -233,11 +233,7 @@ class RunTotals:
                 f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
                 *([f"time: {spent}"] if spent else []),
                 backend,
-                *(
-                    [format_energy(measured) if measured else format_unmeasured_energy(energy["reason"])]
-                    if energy
-                    else []
-                ),
+                *([format_energy(measured, energy["reason"])] if energy else []),
             ]
         )
 

@@ -61,6 +61,6 @@ def render_prometheus_metrics(
             ("", pool.capacity_bytes),
         )
     add("processor_seconds_total", "counter", "Processor time of all threads.", ("", process_time()))
-    if meter.sensors:
-        add("joules_total", "counter", "Drawn since the start.", ("", fsum(meter.read(needed_only=False))))
+    if meter.counters:
+        add("joules_total", "counter", "Drawn since the start.", ("", fsum(meter.count_joules())))
     return "\n".join(lines) + "\n"

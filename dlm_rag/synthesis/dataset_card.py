@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.energy.reading import format_energy, format_unmeasured_energy, summarise_energy
+from dlm_rag.energy.reading import format_energy, summarise_energy
 
 TEMPLATE_DESCRIPTIONS = {
     "trace": "questions with a reasoning trace that was decoded, its supporting_ids the passages it cites",
@@ -57,7 +57,7 @@ def _format_energy(parts: list[dict[str, Any]]) -> list[str]:
         return []
     found = summarise_energy(parts)
     return [
-        f"{format_energy(found) if found else format_unmeasured_energy(str(parts[-1].get('reason')))}.",
+        f"{format_energy(found, str(parts[-1].get('reason')))}.",
         "",
     ]
 

@@ -1,16 +1,16 @@
-"""Who is asked what: questions in small shares, asked again where a worker died with them."""
+"""Which worker is asked which question; the questions of a worker that died are asked again."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
 
 from dlm_rag.questions import Question
 
-MAX_SHARED_DEATHS = 2  # deaths that a question may have seen among others; from then on it is asked alone
-MAX_SOLO_DEATHS = 3  # deaths that it may cause alone
+MAX_SHARED_DEATHS = 2  # deaths of a question's worker after which it is asked alone
+MAX_SOLO_DEATHS = 3  # deaths of a worker that had this question alone, after which it is given up
 
 
 class QuestionQueue:
-    """The questions of a run: waiting, held by a worker, or done; each in one of these at any time."""
+    """The questions of a run; each is waiting, held by a worker, or done."""
 
     def __init__(self, questions: Iterable[Question]) -> None:
         self._waiting = deque(questions)
@@ -23,44 +23,35 @@ class QuestionQueue:
         """Whether every question was answered or given up."""
         return not (self._waiting or self._suspects or any(self._held.values()))
 
-    def count_unanswered(self, worker: int) -> int:
-        """How many questions a worker has that it has not answered."""
-        return len(self._held.get(worker, ()))
-
     def assign(self, worker: int, most: int, workers: int) -> list[Question]:
-        """What a worker is to be asked beside what it holds, up to `most` together.
+        """New questions for a worker, which then holds at most `most`; the last are shared evenly.
 
-        Of few that are left each of `workers` gets its part. A suspect is asked when nothing else waits,
-        and alone.
+        A suspect is asked alone, once nothing else waits.
         """
         held = self._held.setdefault(worker, {})
         if any(self._deaths[name] >= MAX_SHARED_DEATHS for name in held):
             return []
-        if not self._waiting:
-            given = [self._suspects.popleft()] if self._suspects and not held else []
-        else:
-            left = len(self._waiting) + sum(map(len, self._held.values()))
-            fair = min(most, -(-left // workers)) - len(held)
+        if self._waiting:
+            unanswered = len(self._waiting) + sum(map(len, self._held.values()))
+            fair = min(most, -(-unanswered // workers)) - len(held)
             given = [self._waiting.popleft() for _ in range(min(fair, len(self._waiting)))]
+        else:
+            given = [self._suspects.popleft()] if self._suspects and not held else []
         held.update({question.id: question for question in given})
         return given
 
-    def mark_answered(self, worker: int, name: str) -> bool:
-        """Takes note of an answer; whether it was this worker's to give."""
-        return self._held.get(worker, {}).pop(name, None) is not None
+    def mark_answered(self, worker: int, name: str) -> None:
+        del self._held[worker][name]
 
     def requeue(self, worker: int) -> list[Question]:
-        """What a worker held is to be asked again, first; returns what is given up instead."""
-        held = list(self._held.pop(worker, {}).values())
-        self._deaths.update(question.id for question in held)
-        for question in reversed(held):
+        """Queues again, first of all, what a dead worker held; returns the questions that are given up."""
+        given_up = []
+        for question in reversed(self._held.pop(worker, {}).values()):
+            self._deaths[question.id] += 1
             if self._deaths[question.id] < MAX_SHARED_DEATHS:
                 self._waiting.appendleft(question)
-        suspects = [question for question in held if self._deaths[question.id] >= MAX_SHARED_DEATHS]
-        given_up = [
-            question
-            for question in suspects
-            if self._deaths[question.id] >= MAX_SHARED_DEATHS + MAX_SOLO_DEATHS
-        ]
-        self._suspects.extend(question for question in suspects if question not in given_up)
+            elif self._deaths[question.id] < MAX_SHARED_DEATHS + MAX_SOLO_DEATHS:
+                self._suspects.append(question)
+            else:
+                given_up.append(question)
         return given_up

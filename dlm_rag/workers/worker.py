@@ -1,18 +1,19 @@
-"""What runs in a process of its own: an engine that is handed questions and hands back rollouts.
+"""The Ray actor: an engine in a process of its own, which answers each question as it finishes.
 
-Ray calls one method after another. `advance` steps the engine for a moment and returns what was finished
-until then; what was not stays in flight, so the batch never drains between two calls.
+Ray calls `answer` once for each question. All calls share one engine, which steps as long as any is
+unanswered, so the batch never drains between two of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import platform
 from collections import deque
-from dataclasses import dataclass
-from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from logging.handlers import BufferingHandler
+from typing import TYPE_CHECKING, NamedTuple
 
 from dlm_rag.errors import UserError
 
@@ -20,116 +21,107 @@ if TYPE_CHECKING:
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder, DecoderStats
     from dlm_rag.decode.engine import Engine
     from dlm_rag.decode.rollout import Rollout
+    from dlm_rag.energy.meter import EnergyMeter
     from dlm_rag.energy.reading import EnergyReading
     from dlm_rag.questions import Question
 
-ADVANCE_SECONDS = 0.25  # of `advance`, where a step does not take longer
+    # Makes the decoder of a job, around this denoiser if there is one, for so many workers on the machine;
+    # returns it with `describe_machine`. It is pickled, so it comes from a module that workers can import.
+    DecoderFactory = Callable[[AnyDenoiser | None, int], tuple[Decoder, dict[str, str | int]]]
 
 
-class DecoderFactory(Protocol):
-    """How a worker gets ready for a job; pickled, so of a module that workers can import."""
-
-    @property
-    def model(self) -> object:
-        """What the weights depend on: for an equal one those that are there serve again."""
-        ...
-
-    @property
-    def energy(self) -> str:
-        """As in `Config.energy`."""
-        ...
-
-    def __call__(self, denoiser: AnyDenoiser | None, sharing: int) -> tuple[Decoder, dict[str, str | int]]:
-        """The decoder, with this denoiser where there is one, and `describe_machine` of here.
-
-        sharing: how many workers share the memory.
-        """
-        ...
+class NotOpenedError(Exception):
+    """The worker was restarted since it was opened."""
 
 
-@dataclass(frozen=True)
-class AdvanceResult:
-    """What came of an `advance`."""
+class WorkerAnswer(NamedTuple):
+    """A finished rollout, with the worker's statistics and the warnings (level, text) logged meanwhile."""
 
-    rollouts: list[Rollout]
-    machinery: DecoderStats
-    warning_records: list[tuple[int, str]]  # warnings of the package: level and text
+    rollout: Rollout
+    stats: DecoderStats
+    warnings: list[tuple[int, str]]
 
 
 class Worker:
-    """The actor; a process of its own, and the only engine in it."""
+    """Answers questions for a `WorkerPool`."""
 
-    def __init__(self, threads: int, sharing: int) -> None:
+    def __init__(self, threads: int, workers_per_machine: int) -> None:
         for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):  # read when torch and numba load
             os.environ[name] = str(threads)
-        self._sharing = sharing
+        self._workers_per_machine = workers_per_machine
         self._decoder: Decoder | None = None
         self._engine: Engine | None = None
         self._model: object = None
+        self._meter: EnergyMeter | None = None
         self._waiting: deque[Question] = deque()
-        self._said = _WarningBuffer()
-        logging.getLogger("dlm_rag").addHandler(self._said)
+        self._answers: dict[str, asyncio.Future[WorkerAnswer]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        self._warnings = BufferingHandler(10**6)
+        self._warnings.setLevel(logging.WARNING)
+        logging.getLogger("dlm_rag").addHandler(self._warnings)
 
-    def open(self, opening: DecoderFactory) -> dict[str, str | int]:
-        """Gets ready for a job; describes the machine. Raises `UserError` that names the machine."""
+    async def ping(self) -> None:
+        """Returns once the actor runs."""
+
+    async def open(self, factory: DecoderFactory, model: object) -> dict[str, str | int]:
+        """Gets ready for a job and describes the machine; the weights of an equal `model` are kept.
+
+        Raises `UserError` that names the machine.
+        """
         if self._engine is not None:
             self._engine.close()
-        kept = self._decoder.denoiser if self._decoder and opening.model == self._model else None
-        # What was kept of evidence is freed first: the next pool is a share of what is free.
-        self._engine = self._decoder = None
+        kept = self._decoder.denoiser if self._decoder and model == self._model else None
+        self._engine = self._decoder = None  # frees the KV pool: the next one is a share of what is free
+        self._waiting.clear()
+        self._answers.clear()
         try:
-            self._decoder, machine = opening(kept, self._sharing)
+            self._decoder, machine = factory(kept, self._workers_per_machine)
         except UserError as error:
             raise type(error)(f"on {platform.node()}: {error}") from None
-        self._engine, self._model = self._decoder.new_engine(), opening.model
-        self._said.take()  # whoever asked has said the same
-        from dlm_rag.energy.meter import EnergyMeter
-
-        self._meter = EnergyMeter()  # until `measure`
-        self._meter.start()
+        self._engine, self._model = self._decoder.new_engine(), model
+        self._warnings.buffer.clear()  # the main process has logged the same
         return machine
 
-    def measure(self, energy: str) -> None:
-        """Begins to measure, after the idle power where `energy` says so: for that no other may load."""
+    async def start_energy(self, choice: str) -> None:
+        """Starts the meter; `choice` as in `Config.energy`. For idle power no worker may be loading."""
         from dlm_rag.energy.meter import open_meter
 
         assert self._decoder is not None, "opened first"
-        self._meter = open_meter(energy, self._decoder.denoiser.device)
+        self._meter = open_meter(choice, self._decoder.denoiser.device)
         self._meter.start()
 
-    def measured(self) -> EnergyReading:
-        """What was drawn since `measure`."""
+    async def read_energy(self) -> EnergyReading:
+        """The energy used since `start_energy`."""
+        assert self._meter is not None, "started first"
         return self._meter.stop()
 
-    def advance(self, questions: list[Question]) -> AdvanceResult:
-        """Takes questions in, and steps for a moment or until nothing is left.
+    async def answer(self, question: Question) -> WorkerAnswer:
+        """Raises whatever the engine raises, out of memory or `UserError`; and `NotOpenedError`."""
+        if self._engine is None:
+            raise NotOpenedError("it was killed, or it crashed")
+        self._waiting.append(question)
+        answer = self._answers[question.id] = asyncio.get_running_loop().create_future()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step_until_idle())
+        return await answer
 
-        Raises what the model raises (no memory, say), and `UserError` for what is wrong with them all.
-        """
-        assert self._decoder is not None and self._engine is not None, "opened first"
-        self._waiting.extend(questions)
-        rollouts, end = [], perf_counter() + ADVANCE_SECONDS
-        while True:
-            while self._waiting and self._engine.capacity:
-                self._engine.submit(self._waiting.popleft(), guesses=self._decoder.record_provisional)
-            if not self._engine.busy:
-                break
-            rollouts += [event.rollout for event in self._engine.step() if event.finished]
-            if perf_counter() > end:
-                break
-        return AdvanceResult(rollouts, self._decoder.stats, self._said.take())
-
-
-class _WarningBuffer(logging.Handler):
-    """Keeps warnings for the process that has a person before it."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._lines: list[tuple[int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append((record.levelno, record.getMessage()))
-
-    def take(self) -> list[tuple[int, str]]:
-        taken, self._lines = self._lines, []
-        return taken
+    async def _step_until_idle(self) -> None:
+        while self._answers:
+            assert self._decoder is not None and self._engine is not None, "opened first"
+            try:
+                while self._waiting and self._engine.capacity:
+                    self._engine.submit(self._waiting.popleft(), guesses=self._decoder.record_provisional)
+                finished = [event.rollout for event in self._engine.step() if event.finished]
+            except Exception as error:
+                for answer in self._answers.values():
+                    answer.set_exception(error)
+                self._answers.clear()
+                self._waiting.clear()
+                return
+            for rollout in finished:
+                warnings = [(record.levelno, record.getMessage()) for record in self._warnings.buffer]
+                self._warnings.buffer.clear()
+                self._answers.pop(rollout.id).set_result(
+                    WorkerAnswer(rollout, self._decoder.stats, warnings)
+                )
+            await asyncio.sleep(0)  # Ray's calls come in and go out
