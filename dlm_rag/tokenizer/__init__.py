@@ -8,7 +8,6 @@ where the tokenizers of the public checkpoints break too, so the ids equal those
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, is_failure, summarize_error
 from dlm_rag.files.hub import read_json
-from dlm_rag.tokenizer.chat_template import render_chat_template
+from dlm_rag.tokenizer.chat_template import render_chat_affixes
 from dlm_rag.tokenizer.safe_encode import PlainTextEncoder
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
     from dlm_rag.model.checkpoint import Checkpoint
 
-# Stands for the user's message: what a template changes in it, it would change in every message.
-_CONTENT = 'Who said: "Ünder  <b> & 1\\2"?\n\nit\'s {me}.'
 _MARK = re.compile(r"\W?(<(?!0x)[^<>]{2,}>|\[[^][]{2,}\])")  # <|turn|>, [INST]; <0x0A> is a byte
 TEXT_CACHE_SIZE = 16384  # of passages, whose ids are kept: some 100 MB of texts of 100 words
 QUESTION_CACHE_SIZE = 1024  # of questions: each is asked about again while it is answered
@@ -119,7 +116,7 @@ class Tokenizer:
             raise CheckpointError(f"mask_token_id={mask_id} is no token of the tokenizer")
         if getattr(backend.model, "dropout", None):
             raise CheckpointError("the tokenizer drops merges at random: set its dropout to null")
-        prefix, suffix = self._render_chat_affixes()
+        prefix, suffix = render_chat_affixes(inner)
         try:
             self._prefix = self._encode_checked(partial(inner.encode, prefix, add_special_tokens=False))
             tail = suffix + self.template.tail
@@ -175,33 +172,6 @@ class Tokenizer:
         )
         inner = load_tokenizer(checkpoint.folder)
         return cls(inner, config.mask_token_id, template, checkpoint.end_token_ids, config.vocab_size)
-
-    def _render_chat_affixes(self) -> tuple[str, str]:
-        """What the chat template writes before and behind the user's message."""
-        template = self.inner.chat_template
-        if not template:
-            return self.inner.bos_token or "", ""
-        if isinstance(template, dict):
-            template = template.get("default")
-        if not isinstance(template, str):
-            raise CheckpointError("the chat template is no text, nor are there several, one called default")
-        values = {
-            **self.inner.special_tokens_map,
-            "messages": [{"role": "user", "content": _CONTENT}],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-        }
-        try:
-            text = render_chat_template(template, json.dumps(values, default=str))
-        except ValueError as error:
-            raise CheckpointError(f"the chat template cannot be rendered: {error}") from None
-        prefix, found, suffix = text.partition(_CONTENT)
-        if not found:
-            raise CheckpointError("the chat template does not show the user's message as it is")
-        if _CONTENT in suffix:
-            raise CheckpointError("the chat template shows the user's message more than once")
-        return prefix, suffix
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.inner.decode(ids, clean_up_tokenization_spaces=False))
