@@ -15,10 +15,7 @@ from dlm_rag.decode.uniform_runner import PrefixKVCache
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.uniform_decoding import anneal_temperature, has_converged, uniform_tokens
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.diffusion_gemma import (
-    DiffusionGemma,
-    load_diffusion_gemma,
-)
+from dlm_rag.model.diffusion_gemma import DiffusionGemma, load_diffusion_gemma
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.retrieval.base import CorpusRetriever

@@ -2,17 +2,12 @@
 
 import asyncio
 import json
-import re
-import shutil
-import subprocess
 import sys
-from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from unittest.mock import patch
 
-import httpx
 import pytest
-from conftest import ROOT, strip_times_and_confidences, write_jsonl_file
+from conftest import strip_times_and_confidences, write_jsonl_file
 from test_diffusion_gemma import QueryHashRetriever, make_gemma_decoder
 from test_serve import (
     QUESTIONS,
@@ -24,7 +19,6 @@ from test_serve import (
     send_request,
     serve_decoder,
 )
-from test_serve_process import find_free_port, start_server_process
 from tiny_diffusion_gemma import END, TURN_END, write_tiny_gemma
 
 from dlm_rag.cli import run_program
@@ -101,24 +95,6 @@ def test_what_is_streamed_is_never_taken_back(decoder):
     assert taken_back > 10, "else nothing of it was tested"
 
 
-def played(side):
-    """The canvas after each step, as the page's own script has it."""
-    source = (ROOT / "dlm_rag" / "page" / "page.js").read_text()
-    script = re.search(r"^class Rollout \{.*?^\}", source, re.MULTILINE | re.DOTALL)[0]
-    play = (
-        "const EDITED = 1, END = 2;" + script + "const side = JSON.parse(require('fs').readFileSync(0));"
-        "const rollout = new Rollout(side.canvas); for (const step of side.steps) rollout.addStep(step);"
-        "const canvas = () => rollout.canvas.map((token) => token && token.text);"
-        "const shown = side.steps.map((_, step) => { rollout.move(step); return canvas(); });"
-        "rollout.move(0); console.log(JSON.stringify([shown, canvas().every((text) => text === null)]))"
-    )
-    done = subprocess.run(["node", "-e", play], input=json.dumps(side), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    shown, empty = json.loads(done.stdout)
-    assert empty, "back at the first step"
-    return shown
-
-
 def test_the_page_gets_the_records_of_a_trace(decoder, tmp_path):
     """The page of a trace and the live one, with tokens that are taken back and guesses where they were."""
     decoder.record_provisional = True
@@ -134,11 +110,6 @@ def test_the_page_gets_the_records_of_a_trace(decoder, tmp_path):
     assert any(step.remasked for step in rollout.steps) and any(step.edited for step in rollout.steps)
     for state, guessed in zip(rollout.replay(), rollout.provisional_tokens(), strict=True):
         assert not {*state} & {*guessed}, "a guess stands where nothing is accepted"
-    if shutil.which("node"):
-        canvases = [
-            [state[n].token if n in state else None for n in range(36)] for state in rollout.replay()
-        ]
-        assert played(side) == canvases
 
 
 def test_no_masked_rows_are_made_of_its_trace(decoder):
@@ -246,53 +217,3 @@ def test_interleaved_and_static_are_compared(folder):
     settings = json.loads((folder / "runs" / "scores.json").read_text())["settings"]
     searches = {name: found["groups"]["all"]["searches"]["mean"] for name, found in settings.items()}
     assert searches["static"] == 1 < searches["interleaved"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("ray") is None, reason="pip install 'dlm_rag[workers]'")
-def test_workers_answer_as_one_process_does(folder, ray_token, capsys):
-    words = ("--out", "a.jsonl", "--trace", "t.jsonl")
-    assert called(sample, *words) == 0
-    others = tuple(word.replace(".jsonl", "-w.jsonl") for word in words)
-    assert called(sample, *others, "workers=2") == 0
-    one, other = (
-        {rollout.id: strip_times_and_confidences(rollout) for rollout in read_trace(folder / name)}
-        for name in ("t.jsonl", "t-w.jsonl")
-    )
-    assert other == one and len(one) == 6
-    assert "2 workers" in capsys.readouterr().err
-    assert called(evaluate, "--out", "runs", "--compare", "interleaved,static", "workers=2") == 0
-    record = {line["id"]: line for line in timeless(folder / "runs" / "interleaved" / "answers.jsonl")}
-    assert {name: line["response"] for name, line in record.items()} == {
-        name: rollout.response for name, rollout in one.items()
-    }
-
-
-@pytest.mark.slow
-def test_a_server_process_says_what_sample_says(folder):
-    """`dlm-rag serve` and `dlm-rag sample`, each a process of its own; streams beside other questions."""
-    said = {}
-    for question in QUESTIONS[:2]:
-        command = [sys.executable, str(ROOT / "sample.py"), question, *WORDS]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        said[question] = json.loads(done.stdout)
-    port = find_free_port()
-
-    async def asked():
-        base = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=base, timeout=120) as client:
-            assert 'id="ask"' in (await client.get("/")).text
-            bodies = [chat_body(question, stream=question in said) for question in QUESTIONS]
-            posts = [client.post("/v1/chat/completions", json=body) for body in bodies]
-            answers = await asyncio.gather(*posts)
-            return dict(zip(QUESTIONS, answers, strict=True))
-
-    with start_server_process(folder, port, *WORDS):
-        answers = asyncio.run(asked())
-    assert {answer.status_code for answer in answers.values()} == {200}
-    for question, record in said.items():
-        *chunks, (_, last), (_, done) = parse_events(answers[question])
-        texts = [body["choices"][0]["delta"]["content"] for _, body in [*chunks, (None, last)]]
-        assert done == "[DONE]" and "".join(texts) == record["response"]
-        for key in ("answer", "citations", "forwards", "retrievals", "tokens"):
-            assert last["dlm_rag"][key] == record[key], key

@@ -16,11 +16,9 @@ from dlm_rag.commands.train import main as train
 from dlm_rag.config import load_config
 from dlm_rag.diffusion.noise import sample_antithetic_times
 from dlm_rag.diffusion.uniform_process import uniform_nelbo
-from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.data.example import Example
-from dlm_rag.training.model_init import open_initial_model
 from dlm_rag.training.objective import LossWeights
 from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.trainer import sum_counts
@@ -320,11 +318,6 @@ def test_validation_bounds_a_response_canvas_by_canvas(denoiser):
         weight.copy_(kept)
     denoiser.from_others = False
     assert float(found.mean()) == pytest.approx(2 * BLOCK * math.log(TEXT["vocab_size"]), rel=0.06)
-
-
-def test_settings_of_uniform_noise_are_refused_for_masks():
-    with pytest.raises(ConfigError, match="self_conditioning=0.1 is for models of uniform noise"):
-        open_initial_model(load_config(None, ["train.self_conditioning=0.1"]))
 
 
 @pytest.mark.slow
