@@ -5,33 +5,22 @@ Settings, questions, service or corpus, checkpoint headers, lengths, index.
 
 from __future__ import annotations
 
-import datetime
-import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dlm_rag import __version__
-from dlm_rag.config import Config, RetrievalConfig
+from dlm_rag.commands.prepared_decoder import PreparedDecoder
+from dlm_rag.config import Config, DecodeConfig, RetrievalConfig
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.files.hub import SHIPPED_FOLDER
-from dlm_rag.machine import (
-    choose_device,
-    choose_dtype,
-    describe_machine,
-    get_code_commit,
-    get_device_memory_bytes,
-    get_machine_name,
-)
+from dlm_rag.machine import choose_device, choose_dtype, get_device_memory_bytes
 from dlm_rag.progress import format_bytes, show_status
 
 if TYPE_CHECKING:
     import torch
 
-    from dlm_rag.decode.decoder import AnyDenoiser, Decoder
     from dlm_rag.decode.memory_budget import DecodeBudget
-    from dlm_rag.decode.trace_file import TraceHeader
+    from dlm_rag.evidence.truncation import ContextBudget
     from dlm_rag.model.checkpoint import Checkpoint
     from dlm_rag.questions import Question
     from dlm_rag.retrieval.base import Retriever
@@ -41,17 +30,16 @@ Made = TypeVar("Made")
 
 
 class ResourceCache:
-    """What several jobs need is made once: corpora, indexes, services, tokenizers."""
+    """Makes once what several jobs need: corpora, indexes, services, tokenizers."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def __call__(self, make: Callable[[], Made], *key: Any) -> Made:
-        """What `make` returned for this key, which is known by its representation."""
+        """What `make` returned for this key, by its representation."""
         if (name := repr(key)) not in self._made:
             self._made[name] = make()
-        found: Made = self._made[name]
-        return found
+        return self._made[name]
 
 
 def gather_questions(config: Config, typed: list[str]) -> list[Question]:
@@ -92,193 +80,114 @@ def apply_shipped_defaults(config: Config, typed: list[str]) -> Config:
     return replace(config, model=model, retrieval=retrieval, questions=questions)
 
 
-@dataclass(frozen=True)
-class PreparedDecoder:
-    """Everything that was checked, and how to load the rest."""
-
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
-    retriever: Retriever
-    device: torch.device
-    dtype: torch.dtype
-    attention: str
-    evidence_layout: str
-    config: Config
-    budget: DecodeBudget | None = None  # what `engine.memory_gib` comes to
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights once they are loaded."""
-        return self.checkpoint.count_weight_bytes(self.dtype.itemsize)
-
-    def load(self, denoiser: AnyDenoiser | None = None) -> Decoder:
-        """Reads the weights, where they are not given."""
-        show_status("reading weights")
-        from dlm_rag.decode.decoder import Decoder
-        from dlm_rag.decode.memory_budget import limit_cuda_allocator
-        from dlm_rag.model.denoiser import load_denoiser
-
-        limit_cuda_allocator(self.config.engine, self.device)
-        if denoiser is None:
-            denoiser = load_denoiser(self.checkpoint, self.device, self.dtype, self.attention)
-        config, engine = self.config, replace(self.config.engine, memory_gib=None)
-        decoder = Decoder(
-            denoiser, self.retriever, self.tokenizer, config.decode, self.evidence_layout, engine
-        )
-        decoder.record_provisional = config.record_provisional or config.html is not None
-        if self.budget is not None:
-            decoder.set_memory_budget(self.budget)
-        return decoder
-
-    def answers_depend_on(self) -> dict[str, Any]:
-        """All that can change an answer; batch size, device and names of files and hosts cannot.
-
-        What answers at a URL, and what it searches, is in its fingerprint.
-        """
-        free = {"batch_size", "corpus", "index_dir", "embedding_batch_size", "bm25_cache_gib"}
-        free |= {"url", "timeout"}
-        settings = {
-            f"{section}.{key}": value
-            for section in ("retrieval", "decode")
-            for key, value in asdict(getattr(self.config, section)).items()
-            if key not in free
-        }
-        if settings["decode.overlap"] == "pipeline":  # the same tokens
-            settings["decode.overlap"] = "none"
-        return settings | {
-            "model": self.checkpoint.fingerprint,
-            "corpus": self.retriever.fingerprint,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "evidence_layout": self.evidence_layout,
-            "block_size": self.checkpoint.config.block_size,
-            "engine.compile": self.config.engine.compile,
-        }
-
-    def trace_header(self) -> TraceHeader:
-        """What the questions of a trace of this job have in common."""
-        from dlm_rag.decode.trace_file import build_trace_header
-
-        return build_trace_header(
-            self.checkpoint.config,
-            self.tokenizer,
-            self.evidence_layout,
-            self.config.decode,
-            top_k=self.config.retrieval.top_k,
-            model=self.checkpoint.fingerprint,
-            corpus=self.retriever.fingerprint,
-        )
-
-    def stamp(self) -> dict[str, Any]:
-        """What a result must carry to be understood later: code, settings, versions, machine."""
-        import torch
-
-        packages = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
-        return {
-            "commit": get_code_commit(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), "dlm_rag": __version__}
-            | {package: version(package) for package in packages},
-            "device": f"{self.device.type}: {get_machine_name(self.device)}",
-            "threads": torch.get_num_threads(),
-            "attention": self.attention,
-            "machines": [describe_machine(self.device, self.attention)],  # that have answered, in order
-            "seed": self.config.decode.seed,
-            "energy": None,  # of each part of the run, once it has ended
-            "answers_depend_on": self.answers_depend_on(),
-            "config": asdict(self.config),
-        }
-
-
 def prepare_decoder(
     config: Config, questions: list[Question], once: ResourceCache | None = None
 ) -> PreparedDecoder:
     """Checks checkpoint, questions, corpus and index, before any weight is read.
 
-    questions: none of them where all has been checked before, in another process. once: of the jobs that
-    share what they need. Raises `UserError` for what is wrong.
+    questions: empty where all has been checked before, in another process. once: of the jobs that share
+    what they need. Raises `UserError`.
     """
     once = once or ResourceCache()
-    assert config.model.path is not None, "see apply_shipped_defaults"
     find = _open_search_source(config.retrieval, once)
     show_status("checking the model")
-    from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
-    from dlm_rag.evidence.prompt_segments import check_finished_blocks
     from dlm_rag.model.checkpoint import open_checkpoint
-    from dlm_rag.model.policy_heads import read_heads
 
+    assert config.model.path is not None, "see apply_shipped_defaults"
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
-    if config.decode.finished_block_context and not checkpoint.config.block_size:
-        raise ConfigError(
-            f"finished_block_context={config.decode.finished_block_context} has no effect: the attention "
-            "of "
-            f"{checkpoint.folder} has no blocks"
-        )
-    decode = with_checkpoint_defaults(config.decode, checkpoint.config)
-    config = replace(config, decode=decode)
-    check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
-    assert decode.max_new_tokens is not None
+    config = replace(config, decode=_resolve_decode_settings(config.decode, checkpoint))
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
-    from dlm_rag.decode.uniform_runner import check_uniform_settings
-    from dlm_rag.model.attention_backends import choose_backend
-    from dlm_rag.tokenizer import Tokenizer
-
-    if checkpoint.config.noise is None:
-        attention = choose_backend(config.model.attn_implementation, device, dtype)
-    else:
-        attention = check_uniform_settings(config.model, config.engine)
+    attention = _choose_attention(config, checkpoint, device, dtype)
     check_weights_fit(checkpoint, device, dtype)
     show_status("reading the tokenizer")
-    layout = config.model.evidence_layout or checkpoint.config.evidence_layout
-    assert decode.finished_block_context is not None
-    check_finished_blocks(checkpoint.config, decode.finished_block_context, layout)
-    tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, layout), "tokenizer", *weights, layout)
-    from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
+    from dlm_rag.evidence.prompt_segments import check_finished_blocks
+    from dlm_rag.evidence.truncation import ContextBudget
+    from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
+    from dlm_rag.tokenizer import Tokenizer
 
-    room = ContextBudget.from_config(checkpoint.config, layout, decode.max_new_tokens)
-    too_long, longest = [], 0
+    canvas, layout = config.decode.max_new_tokens, config.model.evidence_layout
+    layout = layout or checkpoint.config.evidence_layout
+    assert canvas is not None and config.decode.finished_block_context is not None
+    check_finished_blocks(checkpoint.config, config.decode.finished_block_context, layout)
+    tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, layout), "tokenizer", *weights, layout)
+    room = ContextBudget.from_config(checkpoint.config, layout, canvas)
+    longest = _measure_longest_prompt(questions, tokenizer, room)
+    held = longest + canvas
+    work = count_encode_flops(checkpoint.config, [held], [held], [canvas], dtype.itemsize)
+    warn_slow_compute(work.flops, f"a denoising step with max_new_tokens={canvas}", device.type)
+    show_status("opening the index")
+    found = find()
+    oracle, query = config.retrieval.oracle, config.decode.query_policy
+    retriever = _wrap_oracle(found, questions, query) if oracle else found
+    prepared = PreparedDecoder(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
+    if config.engine.memory_gib is None:
+        return prepared
+    return replace(prepared, budget=_plan_budget(prepared, found, room, longest, len(questions)))
+
+
+def _resolve_decode_settings(settings: DecodeConfig, checkpoint: Checkpoint) -> DecodeConfig:
+    """The settings of decoding with the checkpoint's own for what is unset. Raises `ConfigError`."""
+    from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
+    from dlm_rag.model.policy_heads import read_heads
+
+    decode = with_checkpoint_defaults(settings, checkpoint.config)
+    check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
+    return decode
+
+
+def _choose_attention(
+    config: Config, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> str:
+    from dlm_rag.decode.uniform_runner import check_uniform_settings
+    from dlm_rag.model.attention_backends import choose_backend
+
+    if checkpoint.config.noise is not None:
+        return check_uniform_settings(config.model, config.engine)
+    return choose_backend(config.model.attn_implementation, device, dtype)
+
+
+def _measure_longest_prompt(questions: list[Question], tokenizer: Tokenizer, room: ContextBudget) -> int:
+    """Tokens of the longest prompt; raises `QuestionError` where no question at all fits.
+
+    One that does not fit among others that do is recorded as failed once it is asked.
+    """
+    from dlm_rag.evidence.truncation import truncate_evidence
+
+    lengths, error = [0], None
     for question in questions:
         try:
             prompt, _ = truncate_evidence(tokenizer.build_prompt(question.question, []), room)
-            longest = max(longest, len(prompt.ids))
-        except QuestionError as error:
-            too_long.append(f"question '{question.id}': {error}")
-    if too_long and len(too_long) == len(questions):  # others would be answered, these recorded as failed
-        raise QuestionError(too_long[0])
-    from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
+            lengths.append(len(prompt.ids))
+        except QuestionError as too_long:
+            error = error or QuestionError(f"question '{question.id}': {too_long}")
+    if error is not None and len(lengths) == 1:
+        raise error
+    return max(lengths)
 
-    canvas, held = decode.max_new_tokens, longest + decode.max_new_tokens
-    work = count_encode_flops(checkpoint.config, [held], [held], [canvas], dtype.itemsize)
-    warn_slow_compute(work.flops, f"a denoising step with canvas_length={canvas}", device.type)
-    show_status("opening the index")
-    found = find()
-    retriever = (
-        _wrap_oracle(found, questions, config.decode.query_policy) if config.retrieval.oracle else found
-    )
-    budget = None
-    if config.engine.memory_gib is not None:
-        from dlm_rag.decode.memory_budget import (
-            DecodeMemory,
-            LongestRow,
-            check_memory_bounded,
-            plan_decode_budget,
-        )
-        from dlm_rag.retrieval.base import CorpusRetriever
 
-        check_memory_bounded(decode)
-        passage = room.context_length  # of a service nothing is known
-        if isinstance(found, CorpusRetriever):  # in bytes: a token has one at least
-            passage = found.corpus.longest_line_bytes + len(tokenizer.template.fact)
-        row = LongestRow.from_budget(
-            room, checkpoint.config, longest or None, (config.retrieval.top_k, passage)
-        )
-        memory = DecodeMemory.from_config(checkpoint.config, dtype, decode, row)
-        rows = min(decode.batch_size, len(questions) or decode.batch_size)
-        budget = plan_decode_budget(memory, config.engine, device, rows)
-    return PreparedDecoder(
-        checkpoint, tokenizer, retriever, device, dtype, attention, layout, config, budget
+def _plan_budget(
+    prepared: PreparedDecoder, found: Retriever, room: ContextBudget, longest: int, questions: int
+) -> DecodeBudget:
+    """What `engine.memory_gib` comes to; longest: tokens of the longest prompt. Raises `ConfigError`."""
+    from dlm_rag.decode.memory_budget import (
+        DecodeMemory,
+        LongestRow,
+        check_memory_bounded,
+        plan_decode_budget,
     )
+    from dlm_rag.retrieval.base import CorpusRetriever
+
+    config, shape = prepared.config, prepared.checkpoint.config
+    check_memory_bounded(config.decode)
+    passage = room.context_length  # nothing is known of the passages of a service
+    if isinstance(found, CorpusRetriever):  # in bytes: a token has at least one
+        passage = found.corpus.longest_line_bytes + len(prepared.tokenizer.template.fact)
+    row = LongestRow.from_budget(room, shape, longest or None, (config.retrieval.top_k, passage))
+    memory = DecodeMemory.from_config(shape, prepared.dtype, config.decode, row)
+    rows = min(config.decode.batch_size, questions or config.decode.batch_size)
+    return plan_decode_budget(memory, config.engine, prepared.device, rows)
 
 
 def open_search_service(config: RetrievalConfig, once: ResourceCache) -> Retriever | None:

@@ -113,8 +113,6 @@ class RequestParser:
             check_policy_heads(settings, self._heads)
             if self._bounded:
                 check_memory_bounded(settings)
-            if given.get("finished_block_context") and not self._shape.block_size:
-                raise UserError("finished_block_context has no effect: the model's attention has no blocks")
             length = settings.max_new_tokens
             assert length is not None
             if length > self._most:
