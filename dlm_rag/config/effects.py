@@ -66,7 +66,9 @@ def check_checkpoint_effects(
             continue
         missing = [_missing(need, facts) for need in _list_needs(section, holder, item.name)]
         if missing and all(missing):
-            raise ConfigError(f"{item.name}={_show(value)} has no effect {missing[0]}: leave it out")
+            raise ConfigError(
+                f"{section}.{item.name}={_show(value)} has no effect {missing[0]}: leave it out"
+            )
 
 
 def _why_idle(config: Any, key: str, words: Iterable[str] | None) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import EngineConfig, ModelConfig
+from dlm_rag.config.effects import check_checkpoint_effects
 from dlm_rag.decode.model_runner import ModelInput
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.policy import sample_at_quantile
@@ -170,8 +171,5 @@ def check_uniform_settings(model: ModelConfig, engine: EngineConfig) -> str:
                 f"model.{name}={value} is not supported by a model of uniform noise: set "
                 f"model.{name}={supported[1]}"
             )
-    usual = EngineConfig()
-    for name in ("memory_gib", "prefix_cache_gib", "cpu_offload_gib", "compile"):
-        if getattr(engine, name) != getattr(usual, name):
-            raise ConfigError(f"engine.{name} has no effect on a model of uniform noise: leave it out")
+    check_checkpoint_effects("engine", engine, {"noise": "uniform"})
     return DiffusionGemma.backend

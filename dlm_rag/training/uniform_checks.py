@@ -2,23 +2,17 @@
 
 from collections.abc import Mapping
 
-from dlm_rag.config import Config, TrainConfig
+from dlm_rag.config import Config
+from dlm_rag.config.effects import check_checkpoint_effects
 from dlm_rag.decode.engine import with_checkpoint_defaults
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint
 
-UNIFORM_ONLY_SETTINGS = ("uniform_loss", "self_conditioning")
 # By setting: the values that go with uniform noise, the one to set first.
 SUPPORTED_OF_MODEL = {"evidence_layout": ("prefix", None), "attn_implementation": ("sdpa", "auto")}
 SUPPORTED_OF_PHASE = {
     "objective": ("sft",), "trainable": ("all", None), "parallel": ("ddp", "single"),
-    "activation_checkpointing": ("full", "none"),
-} | {
-    name: (getattr(TrainConfig(), name),)
-    for name in (
-        "lora_rank", "context_parallel", "compile", "rope_theta", "logit_chunk", "pointer_loss_weight",
-        "final_pointer_loss_weight",
-    )
+    "activation_checkpointing": ("full", "none"), "lora_rank": (0,),
 }  # fmt: skip
 
 
@@ -28,11 +22,10 @@ def check_noise_settings(config: Config, checkpoint: Checkpoint | None) -> None:
     checkpoint: what the run begins with; None or one without `noise` is a model of masks.
     """
     phases = list(config.train.get_phase_configs().values())
-    if checkpoint is None or checkpoint.config.noise is None:
-        for train in phases:
-            for name in UNIFORM_ONLY_SETTINGS:
-                if (value := getattr(train, name)) != getattr(TrainConfig(), name):
-                    raise ConfigError(f"{name}={value} is for models of uniform noise: leave it out")
+    noise = "mask" if checkpoint is None or checkpoint.config.noise is None else "uniform"
+    for train in phases:
+        check_checkpoint_effects("train", train, {"noise": noise})
+    if checkpoint is None or noise == "mask":
         return
     for train in phases:
         _check_supported(train, SUPPORTED_OF_PHASE, checkpoint)

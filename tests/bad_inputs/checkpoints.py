@@ -473,7 +473,7 @@ CASES = [
             ("model.attn_implementation=varlen", "attn_implementation=varlen is not supported by a model of uniform noise"),
             ("model.evidence_layout=joint", "evidence_layout=joint is not supported by a model of uniform noise"),
             ("model.block_size=4", "block_size=4 has no effect on"),
-            ("engine.prefix_cache_gib=1", "engine.prefix_cache_gib has no effect"),
+            ("engine.prefix_cache_gib=1", "engine.prefix_cache_gib=1.0 has no effect"),
         )
     ),
     *(
