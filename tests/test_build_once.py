@@ -114,7 +114,7 @@ def said(text):
     return lambda path: path.write_text(text)
 
 
-OFFSETS, WORDS, FACTS = "offsets.npy", "vocab.index.json", "columns.json"
+OFFSETS, WORDS = "offsets.npy", "vocab.index.json"
 SCORES, ROWS, STARTS = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
 FORGED = {
     "offsets of floats": (OFFSETS, saved(lambda old: old.astype(float))),
@@ -129,8 +129,6 @@ FORGED = {
     "words that are half": (WORDS, said('{"wrote": 0.5}')),
     "words that are texts": (WORDS, said('{"wrote": "a"}')),
     "a word that is a large number": (WORDS, said(f'{{"wrote": 1{"0" * 30}}}')),
-    "facts of nothing": (FACTS, said("{}")),
-    "facts that are texts": (FACTS, said('{"largest": "1", "ascending": true}')),
     "a pickle of scores": (SCORES, lambda path: np.save(path, np.array([{}]), allow_pickle=True)),
     "scores as integers": (SCORES, saved(lambda old: old.astype(np.int32))),
     "scores in a table": (SCORES, saved(lambda old: old[:, None])),

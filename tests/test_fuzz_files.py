@@ -218,7 +218,6 @@ READERS: dict[str, Callable[[Path], None]] = {
     "questions.parquet": ask("questions.parquet"),
     "corpus.jsonl": read_passages,
     "index/*/corpus.json": open_index,
-    "index/*/*/columns.json": search,
     "index/*/*/vocab.index.json": search,
     "index/*/*/params.index.json": search,
     "index/*/*/data.csc.index.npy": search,

@@ -199,7 +199,7 @@ def test_what_leaves_the_paper():
             ["decode.commit", "decode.temp"],
         ),
         (["model.path=elsewhere/m"], "tau_c 0.9", ["model.path=elsewhere/m (paper: checkpoints/sardi"]),
-        (["retrieval.bm25_cache_gib=0"], "tau_c 0.9", []),
+        (["retrieval.embedding_batch_size=8"], "tau_c 0.9", []),
     ):
         config = load_config("sardi.yaml", [f"model.path={PAPER_CHECKPOINT}", *words])
         assert find_paper_column(config) == column

@@ -120,3 +120,11 @@ def test_a_run_that_an_older_version_began_goes_on(objective):
             old["train"] |= {"groups": phase.prompts_per_step, "rows": phase.num_generations}
         flat = {f"{section}.{name}": value for section, own in old.items() for name, value in own.items()}
         assert {key: upgrade_settings(flat)[key] for key in held} == held
+
+
+def test_a_removed_setting_is_explained_and_dropped_from_stored_files():
+    with pytest.raises(ConfigError, match=r"retrieval\.bm25_cache_gib .* removed: .*leave it out"):
+        load_config(None, ["retrieval.bm25_cache_gib=0"])
+    assert upgrade_settings({"retrieval.bm25_cache_gib": 1.0, "retrieval.top_k": 3}) == {
+        "retrieval.top_k": 3
+    }

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +15,12 @@ from dlm_rag import load_retriever
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
+from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import MemoizedBatchFunction, fuse_rankings, interleave_rankings
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.hybrid import HybridRetriever
-from dlm_rag.retrieval.incremental_bm25 import IncrementalSearch
 from dlm_rag.retrieval.oracle import NoRetriever
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.sparse_vectors import extract_terms
@@ -324,74 +323,6 @@ def test_vectors_of_other_weights_or_settings_under_the_same_name_are_not_used(
     assert len(before) == 1 and len(after) == 3
 
 
-def random_edits(rng, words, vocabulary):
-    for _ in range(rng.randrange(4)):
-        place, what = rng.randrange(len(words) + 1), rng.random()
-        if what < 0.4 and len(words) > 1:
-            words.pop(place % len(words))
-        elif what < 0.8:
-            words.insert(place, rng.choice(vocabulary))
-        else:
-            rng.shuffle(words)
-
-
-@pytest.mark.parametrize(
-    ("passages", "size", "top_k"), [(3, 5, 3), (600, 5, 7), (2000, 30, 50), (2000, 400, 7)]
-)
-def test_successive_queries_find_what_fresh_ones_find_ties_included(
-    tmp_path, monkeypatch, passages, size, top_k
-):
-    """Short passages of few words: most scores are tied, and which tie stays follows from the heap."""
-    rng = random.Random(passages + size)
-    vocabulary = [f"w{n}" for n in range(size)]
-    texts = [
-        " ".join(rng.choices(vocabulary, [1 / (n + 1) for n in range(size)], k=rng.choice((1, 4, 4, 9))))
-        for _ in range(passages)
-    ]
-    lines = [{"id": str(n), "contents": text} for n, text in enumerate(texts)]
-    corpus = write_jsonl_file(tmp_path / "corpus.jsonl", lines)
-    fresh = load_retriever(corpus, top_k=top_k)
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
-    kept = load_retriever(corpus, top_k=top_k, bm25_cache_gib=2**-10)
-    assert kept._successive is not None
-    askers = {name: rng.choices(vocabulary, k=rng.randrange(1, 25)) for name in "abc"}
-    for _ in range(150):
-        name = rng.choice("abc")
-        random_edits(rng, askers[name], vocabulary)
-        text = " ".join(askers[name])
-        (expected,) = fresh.rank([Query(text, ())], top_k)
-        assert kept.rank([Query(text, (), name)], top_k) == [expected], text
-        if rng.random() < 0.1:
-            kept.forget(name)
-    assert len(kept._successive._kept) <= 3
-
-
-def test_kept_scores_stay_within_their_memory(corpus_file, monkeypatch):
-    """Two states of 512 passages, the least there is, fit; a third asker gets fresh searches."""
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
-    corpus = open_corpus(corpus_file)
-    retriever = BM25Retriever(corpus, 2, memory=2 * 4 * 512)
-    for asker in "abc":
-        assert retriever.rank([Query("novel", (), asker)], 2) == [[3, 0]]
-    assert list(retriever._successive._kept) == ["a", "b"]
-    retriever.forget("a")
-    retriever.rank([Query("novel", (), "c")], 2)
-    assert list(retriever._successive._kept) == ["b", "c"]
-    retriever = BM25Retriever(corpus, 2, memory=4 * 512 - 1)
-    assert retriever.rank([Query("novel", (), "a")], 2) == [[3, 0]]
-    assert not retriever._successive._kept
-
-
-def test_scores_under_the_unit_of_the_kept_sums_still_count():
-    """As those of a word that stands in nearly every passage of a large corpus."""
-    scores = np.array([3e-8, 1e-8, 5e-8, 2e-8, 0.5], dtype=np.float32)
-    rows = np.array([0, 1, 2, 3, 1], dtype=np.int32)  # the word 0 in passages 0 to 3, the word 1 in 1
-    successive = IncrementalSearch(scores, rows, np.array([0, 4, 5], dtype=np.int32), 6, 0.5, 2**20)
-    assert successive.rank("a", [0], 3) == [2, 0, 3]
-    assert successive.rank("a", [0, 1], 3) == [1, 2, 0]
-    assert successive.rank("a", [0, 0], 2) == [2, 0]
-
-
 def test_words_of_parts_takes_turns_of_a_search_for_each_part(corpus_file):
     """By hand: what bm25 finds for each part, the best of each first; the whole query finds otherwise."""
     parts = ("novel by Frank Herbert", "Jane Austen was born in", "village in Hampshire")
@@ -446,9 +377,7 @@ def test_hybrid_fuses_the_turns_of_parts_with_dense(corpus_file, monkeypatch):
         def rank(self, queries, depth):
             return [[4, 3, 2, 1, 0][:depth] for _ in queries]
 
-    monkeypatch.setattr(
-        "dlm_rag.retrieval._load_dense", lambda config, corpus: Backwards(corpus, config.top_k)
-    )
+    monkeypatch.setitem(RETRIEVERS, "dense", lambda config, corpus: Backwards(corpus, config.top_k))
     parts = ("novel by Frank Herbert", "Jane Austen was born in")
     query = Query(" ".join(parts), parts)
     hybrid = load_retriever(corpus_file, method="hybrid", top_k=3, bm25_query="sentences")

@@ -67,7 +67,7 @@ class PreparedDecoder:
 
         What answers at a URL, and what it searches, is in its fingerprint.
         """
-        free = {"batch_size", "corpus", "index_dir", "embedding_batch_size", "bm25_cache_gib"}
+        free = {"batch_size", "corpus", "index_dir", "embedding_batch_size"}
         free |= {"url", "timeout"}
         settings = {
             f"{section}.{key}": value

@@ -18,8 +18,7 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.progress import show_status
 
 READS = (
-    "retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle", "-retrieval.bm25_cache_gib",
-    "serving.max_connections",
+    "retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle", "serving.max_connections",
 )  # fmt: skip
 
 
@@ -39,8 +38,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("a corpus is searched: give --corpus FILE, and neither a URL nor method=none")
     with bind_socket(words.options["host"], words.options["port"]) as sock:
         corpus = open_corpus(config.corpus, config.index_dir)
-        # Whoever asks is not known, so nothing is kept of what was asked before.
-        retriever = load_retriever(config, corpus, bm25_cache_gib=0.0)
+        retriever = load_retriever(config, corpus)
         access = AccessControl(is_loopback(words.options["host"]))
         service = SearchService(retriever, config, words.config.serving, access)
         show_status()

@@ -10,8 +10,6 @@ SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
 # What settings need, as `only_with` says it. A service at http(s) chooses how it searches.
 NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
-SEARCHING = ("bm25", "dense", "hybrid")
-DENSE = NO_SERVICE | {"retrieval.method": ("dense", "hybrid")}
 MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
 DETERMINISTIC = (
     "threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded", "sequential"
@@ -48,34 +46,28 @@ class RetrievalConfig(CheckedSettings):
 
     corpus: str | None = setting(None, only_with=NO_URL)
     """passages to search: a file, a folder of texts, or an index folder built from one"""
-    method: str = setting("bm25", choices=("bm25", "dense", "hybrid", "none"), only_with=NO_SERVICE)
+    method: str = setting("bm25", table="dlm_rag.retrieval:RETRIEVERS", only_with=NO_SERVICE)
     """search method"""
-    top_k: int = setting(7, low=1, only_with={"retrieval.method": SEARCHING})
+    top_k: int = setting(7, low=1)
     """number of passages given as evidence (K)"""
     oracle: bool = setting(False, only_with=NO_URL)
     """put the passages that support a question first (needs supporting_ids)"""
     index_dir: str | None = setting(None, only_with=NO_URL)
     """folder where indexes are kept; unset takes $DLM_RAG_CACHE or ~/.cache/dlm_rag"""
-    embedding_model: str = setting("sentence-transformers/all-MiniLM-L6-v2", only_with=DENSE)
+    embedding_model: str = setting("sentence-transformers/all-MiniLM-L6-v2", only_with=NO_SERVICE)
     """sentence-transformers model for dense search: a folder or a hub id"""
-    embedding_batch_size: int = setting(64, low=1, only_with=DENSE)
+    embedding_batch_size: int = setting(64, low=1, only_with=NO_SERVICE)
     """number of texts embedded at once"""
-    query_prompt: str = setting("", only_with=DENSE)
+    query_prompt: str = setting("", only_with=NO_SERVICE)
     """prefix of every dense query ('query: ' for E5)"""
-    passage_prompt: str = setting("", only_with=DENSE)
+    passage_prompt: str = setting("", only_with=NO_SERVICE)
     """prefix of every dense passage ('passage: ' for E5)"""
     bm25_query: str = setting(
-        "whole", choices=("whole", "sentences"), only_with={"retrieval.method": ("bm25", "hybrid")}
-    )
+        "whole", choices=("whole", "sentences"), only_with=NO_URL)
     """how BM25, also in hybrid, searches a query: as a whole, or the question and each sentence in
     turn, as dense search does"""
-    fusion_depth: int = setting(50, low=1, only_with=NO_SERVICE | {"retrieval.method": ("hybrid",)})
+    fusion_depth: int = setting(50, low=1, only_with=NO_SERVICE)
     """number of BM25 and dense results that hybrid search fuses"""
-    bm25_cache_gib: float = setting(
-        1.0, low=0, high=2**20, only_with=NO_URL | {"retrieval.method": ("bm25", "hybrid")}
-    )
-    """memory for BM25 scores kept between the queries of one question, in GiB; 0 searches from scratch
-    every time"""
     url: str | None = setting(None)
     """search a service instead of a corpus: http://HOST:PORT/retrieve, https:// or
     milvus://HOST:PORT/COLLECTION"""

@@ -1,4 +1,4 @@
-"""Settings that had other names before: errors give the new one, and files that we wrote still open."""
+"""Settings that were renamed or removed: errors say so, and files that we wrote still open."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _RENAMED = {
     "retrieval": {
         "kind": "method", "index_folder": "index_dir", "dense_model": "embedding_model",
         "dense_batch_size": "embedding_batch_size", "words_of": "bm25_query",
-        "search_memory_gib": "bm25_cache_gib", "url_seconds": "timeout",
+        "url_seconds": "timeout",
     },
     "decode": {
         "canvas_length": "max_new_tokens", "finished_blocks": "finished_block_context",
@@ -45,6 +45,11 @@ _RENAMED = {
         "tokens": "max_tokens", "connections": "max_connections",
     },
 }  # fmt: skip
+# Settings that are gone, in stored files too: a sentence on each, by its dotted key.
+_REMOVED = {
+    "retrieval.bm25_cache_gib": "BM25 keeps no scores any more, and finds the same: leave it out",
+    "retrieval.search_memory_gib": "BM25 keeps no scores any more, and finds the same: leave it out",
+}
 # Values that had other names, by the setting that has them, without its section.
 _RENAMED_VALUES = {
     "bm25_query": {"query": "whole", "parts": "sentences"},
@@ -71,6 +76,11 @@ def find_new_key(key: str) -> str | None:
     return new
 
 
+def explain_removed_key(key: str) -> str | None:
+    """Why a dotted key is no longer a setting, with the remedy; None for any other key."""
+    return _REMOVED.get(key)
+
+
 def find_new_value(key: str, value: Any) -> str | None:
     """The present name of a value of a setting; None for any other value."""
     renamed = _RENAMED_VALUES.get(key.rpartition(".")[2], {})
@@ -81,6 +91,8 @@ def upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings by dotted keys, as older versions stored them, under the names of today."""
     upgraded: dict[str, Any] = {}
     for key, value in settings.items():
+        if key in _REMOVED:
+            continue
         path, _, leaf = key.rpartition(".")
         section = "train" if path.startswith("train.phases.") else path
         renamed = _RENAMED.get(section, {}) | ({} if section else {"attention_block": "block_size"})

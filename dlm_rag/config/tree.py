@@ -17,7 +17,7 @@ from dlm_rag.config.checked import (
 )  # fmt: skip
 from dlm_rag.config.effects import check_effects
 from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
-from dlm_rag.config.renamed import find_new_key, upgrade_tree
+from dlm_rag.config.renamed import explain_removed_key, find_new_key, upgrade_tree
 from dlm_rag.config.serving import ServingConfig
 from dlm_rag.config.synthesis import SynthesisConfig
 from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
@@ -300,6 +300,8 @@ def _unknown_key(key: str, origin: str) -> ConfigError:
         return ConfigError(f"{origin} holds what is no setting: write `section: {{key: value}}`")
     if new := find_new_key(key):
         return ConfigError(f"{key} in {origin} is now called {new}: write that")
+    if reason := explain_removed_key(key):
+        return ConfigError(f"{key} in {origin} was removed: {reason}")
     keys = list(list_setting_fields())
     leaf = key.rpartition(".")[2]
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]

@@ -31,7 +31,6 @@ UNCOMPARED_SETTINGS = {
     "corpus",
     "index_dir",
     "embedding_batch_size",
-    "bm25_cache_gib",
     "query_policy",
     "commit_threshold",
 }

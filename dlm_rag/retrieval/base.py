@@ -62,7 +62,12 @@ class PartialSearchError(RuntimeError):
 
 
 class CorpusRetriever(ABC):
-    """A `Retriever` of the `top_k` best rows of a corpus in this process. Subclasses rank rows."""
+    """A `Retriever` of the `top_k` best rows of a corpus in this process. Subclasses rank rows.
+
+    query_fields: the fields of `Query` that a result depends on.
+    """
+
+    query_fields: tuple[str, ...] = ("text",)
 
     def __init__(self, corpus: Corpus, top_k: int) -> None:
         self.corpus, self.top_k = corpus, min(top_k, len(corpus))
@@ -81,9 +86,9 @@ class CorpusRetriever(ABC):
             {row: 1 / rank for rank, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)
         ]
 
-    @abstractmethod
     def key(self, query: Query) -> Hashable:
         """As in `Retriever`."""
+        return tuple(getattr(query, name) for name in self.query_fields)
 
     def forget(self, asker: str) -> None:  # noqa: B027 - most keep nothing
         """As in `Retriever`."""

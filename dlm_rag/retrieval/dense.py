@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -54,6 +54,8 @@ class DenseRetriever(CorpusRetriever):
     is middling for every part (`profiling/bench_retrieval.py`, docs/log.md).
     """
 
+    query_fields = ("parts",)
+
     def __init__(
         self,
         corpus: Corpus,
@@ -68,9 +70,6 @@ class DenseRetriever(CorpusRetriever):
         mapped = torch.from_numpy(vectors)
         self._vectors = mapped.to(device) if _fits_device_memory(vectors.nbytes, device) else mapped
         self._device = device
-
-    def key(self, query: Query) -> Hashable:
-        return query.parts
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         parts = list(dict.fromkeys(part for query in queries for part in query.parts))

@@ -1,6 +1,6 @@
 """Hybrid retrieval: several retrievers over one corpus, their rankings fused."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse_rankings
 from dlm_rag.retrieval.query import Query
@@ -12,13 +12,7 @@ class HybridRetriever(CorpusRetriever):
     def __init__(self, retrievers: Sequence[CorpusRetriever], top_k: int, fusion_depth: int) -> None:
         super().__init__(retrievers[0].corpus, top_k)
         self._retrievers, self._fusion_depth = retrievers, fusion_depth
-
-    def key(self, query: Query) -> Hashable:
-        return tuple(retriever.key(query) for retriever in self._retrievers)
-
-    def forget(self, asker: str) -> None:
-        for retriever in self._retrievers:
-            retriever.forget(asker)
+        self.query_fields = tuple(dict.fromkeys(name for r in retrievers for name in r.query_fields))
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         *others, last = self._retrievers

@@ -1,6 +1,6 @@
 """Sparse retrieval part by part, as dense retrieval has it: the parts of a query take turns."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from dlm_rag.retrieval.base import CorpusRetriever, MemoizedBatchFunction, Ranking, interleave_rankings
 from dlm_rag.retrieval.query import Query
@@ -14,6 +14,8 @@ class MultiQueryRetriever(CorpusRetriever):
     by it: nothing belongs to one asker.
     """
 
+    query_fields = ("parts",)
+
     def __init__(self, inner: CorpusRetriever) -> None:
         super().__init__(inner.corpus, inner.top_k)
 
@@ -21,9 +23,6 @@ class MultiQueryRetriever(CorpusRetriever):
             return inner.rank([Query(part, (part,)) for part, _ in asked], asked[0][1])
 
         self._rankings = MemoizedBatchFunction(rank)
-
-    def key(self, query: Query) -> Hashable:
-        return query.parts
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         parts = list(dict.fromkeys(part for query in queries for part in query.parts))

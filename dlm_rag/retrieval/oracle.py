@@ -11,8 +11,7 @@ from dlm_rag.retrieval.query import Query
 class NoRetriever(CorpusRetriever):
     """Finds nothing: what the denoiser knows by itself."""
 
-    def key(self, query: Query) -> Hashable:
-        return ()
+    query_fields = ()
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         return [[] for _ in queries]
@@ -40,9 +39,6 @@ class OracleRetriever(CorpusRetriever):
 
     def key(self, query: Query) -> Hashable:
         return query.parts[0]
-
-    def forget(self, asker: str) -> None:
-        self._inner.forget(asker)
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         found = self._inner.rank(queries, depth)

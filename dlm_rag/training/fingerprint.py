@@ -32,7 +32,7 @@ CHANGEABLE_KEYS = frozenset({
     "train.compile", "train.parallel",
     "train.context_parallel", "model.device", "model.dtype", "model.attn_implementation",
     "decode.batch_size",
-    "retrieval.embedding_batch_size", "retrieval.bm25_cache_gib",
+    "retrieval.embedding_batch_size",
     # Where something is kept, and what training does not read.
     "retrieval.index_dir", "retrieval.corpus", "retrieval.url", "retrieval.timeout",
 })  # fmt: skip
