@@ -12,6 +12,7 @@ import torch
 from conftest import write_jsonl_file
 
 from dlm_rag import load_retriever
+from dlm_rag.config import load_config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import read_questions
@@ -384,3 +385,34 @@ def test_hybrid_fuses_the_turns_of_parts_with_dense(corpus_file, monkeypatch):
     turns = load_retriever(corpus_file, top_k=5, bm25_query="sentences").rank([query], 50)[0]
     assert hybrid.rank([query], 3) == [fuse_rankings([turns, [4, 3, 2, 1, 0]], 3, 50)]
     assert hybrid.key(query) != load_retriever(corpus_file, method="hybrid").key(query)
+
+
+OWN_RETRIEVER = """
+from dlm_rag.retrieval.base import CorpusRetriever
+
+class LongestFirst(CorpusRetriever):
+    def rank(self, queries, depth):
+        rows = sorted(range(len(self.corpus)), key=lambda row: -len(self.corpus[row].text))
+        return [rows[:depth] for _ in queries]
+
+def load(config, corpus):
+    return LongestFirst(corpus, config.top_k)
+"""
+
+
+def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_path, monkeypatch):
+    """One file of 9 lines, and nothing of the package is changed."""
+    (tmp_path / "longest_first.py").write_text(OWN_RETRIEVER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    words = [f"retrieval.corpus={corpus_file}", "retrieval.method=longest_first:load", "retrieval.top_k=2"]
+    config = load_config(None, words).retrieval
+    retriever = load_retriever(config, open_corpus(corpus_file))
+    lengths = {passage.id: len(passage.text) for passage in retriever.corpus}
+    assert list_passage_ids(retriever.search([make_query("x")])) == [
+        sorted(lengths, key=lengths.get)[:-3:-1]
+    ]
+    with pytest.raises(ConfigError, match=r"retrieval\.method=longest_first:other cannot be imported"):
+        load_retriever(config, retriever.corpus, method="longest_first:other")
+    with pytest.raises(ConfigError, match=r"method='bm52' is not one of .*bm25.*nearest: 'bm25'"):
+        load_retriever(config, retriever.corpus, method="bm52")

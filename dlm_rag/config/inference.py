@@ -62,8 +62,7 @@ class RetrievalConfig(CheckedSettings):
     """prefix of every dense query ('query: ' for E5)"""
     passage_prompt: str = setting("", only_with=NO_SERVICE)
     """prefix of every dense passage ('passage: ' for E5)"""
-    bm25_query: str = setting(
-        "whole", choices=("whole", "sentences"), only_with=NO_URL)
+    bm25_query: str = setting("whole", choices=("whole", "sentences"), only_with=NO_URL)
     """how BM25, also in hybrid, searches a query: as a whole, or the question and each sentence in
     turn, as dense search does"""
     fusion_depth: int = setting(50, low=1, only_with=NO_SERVICE)
