@@ -30,8 +30,6 @@ from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.planning.plan import (
     ROLLOUT_EXTRA_KEY,
     count_forward_flops,
-    make_sample_examples,
-    make_sample_microbatch,
     plan_phases,
 )
 
@@ -116,10 +114,8 @@ def measure_planned_step(
         trainer, _ = open_trainer(config, Path(folder), processes)
     shape = trainer.origin.config
     (plan,) = plan_phases(config, shape, trainer.dtype)
-    part, terms = (
-        make_sample_microbatch(config, config.train, shape, plan.microbatch_items),
-        trainer.task.loss_weights(0),
-    )
+    part = trainer.task.sample_microbatch(shape, plan.microbatch_items)
+    terms = trainer.task.loss_weights(0)
     counts = trainer.task.count_microbatch(part, terms)
 
     def step() -> None:
@@ -136,9 +132,8 @@ def measure_planned_step(
         held = plan.memory.gradients
     else:
         trainer.denoiser.zero_grad(set_to_none=True)
-    layout = "joint" if config.train.objective == "pretrain" else shape.evidence_layout
-    examples = make_sample_examples(config, config.train, shape, plan.microbatch_items)
-    work = count_forward_flops(shape, examples, layout)
+    examples = trainer.task.sample_examples(shape, plan.microbatch_items)
+    work = count_forward_flops(shape, examples, trainer.task.layout(shape))
     held_all_along = ("weights", "reference", "optimizer", ROLLOUT_EXTRA_KEY)
     return PlanComparison(
         predicted_bytes=sum(n for name, n in plan.bytes_per_device().items() if name not in held_all_along),

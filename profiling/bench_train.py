@@ -40,7 +40,7 @@ from dlm_rag.training.data.documents import PackedDocuments, open_token_file
 from dlm_rag.training.data.example import Example
 from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE
 from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
-from dlm_rag.training.phase_setup import write_world_documents
+from dlm_rag.training.phase_data import write_world_documents
 from dlm_rag.training.planning.step_memory import MemoryTracker
 from dlm_rag.training.tokenizer_training import iterate_world_texts, train_tokenizer
 
@@ -61,7 +61,9 @@ def make_document_batches(steps: int, folder: Path, joined: bool) -> list[list[E
         path.write_text(json.dumps({"text": "\n\n".join(texts)}) + "\n", encoding="utf-8")
     source = {"worlds": open_token_file(path, tokenizer, str(folder))}
     batches = PackedDocuments(source, tokenizer, train, "", shifted=True)
-    return [batches.examples(step, range(train.items)) for step in range(steps)]
+    return [
+        batches.examples(step, range(train.batch_tokens // train.sequence_length)) for step in range(steps)
+    ]
 
 
 class PaddedDataset(torch.utils.data.Dataset[Any]):

@@ -427,13 +427,12 @@ def measure_denoising(what: DenoiseSpec, record: PartRecord, folder: Path) -> No
 def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
     """Steps of one trainer whose switches are turned; memory beside that of the plan."""
     import tempfile
-    from functools import partial
 
     from dlm_rag.config import load_config
     from dlm_rag.training.distributed import DistributedContext
+    from dlm_rag.training.initial_model import InitialModel
     from dlm_rag.training.initial_weights import allocate_denoiser
-    from dlm_rag.training.model_init import InitialModel, open_initial_model
-    from dlm_rag.training.planning.plan import make_sample_examples
+    from dlm_rag.training.model_init import open_initial_model
     from dlm_rag.training.planning.step_memory import StepMemoryEstimator
     from dlm_rag.training.supervised_tasks import PretrainTask
     from dlm_rag.training.trainer import Trainer, free_memory
@@ -456,9 +455,8 @@ def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
     origin = open_initial_model(config)
     shape = replace(origin.config, vocab_size=what.vocabulary)
     origin = Fresh(shape, origin.tokenizer, None, origin.seed, 0)
-    sampled = make_sample_examples(config, config.train, shape, config.train.items)
-    documents: Any = Sampled()
-    task = PretrainTask(documents, config.train, origin.tokenizer.end_ids)
+    task = PretrainTask(Sampled(), config, config.train, origin)
+    sampled = task.sample_examples(shape, task.items)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(config, origin, task, Path(scratch), DistributedContext(0, 1, 0))
     root: Any = trainer.root
@@ -492,9 +490,8 @@ def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
         changed = replace(
             config.train, activation_checkpointing=denoiser.activation_checkpointing, logit_chunk=chunk
         )
-        sample = partial(make_sample_examples, config, changed, shape)
-        task = PretrainTask(documents, changed, origin.tokenizer.end_ids)
-        planned = StepMemoryEstimator(task, sample, shape, changed, trainer.dtype).estimate(changed.items)
+        task = PretrainTask(None, config, changed, origin)
+        planned = StepMemoryEstimator(task, shape, changed, trainer.dtype).estimate(task.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
         record.add(line=line | {"planned_gib": whole / GIB})
         if switch == what.switches[0]:

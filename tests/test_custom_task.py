@@ -6,20 +6,28 @@ from test_training import MICRO_SETTINGS
 from torch import nn
 
 from dlm_rag.config import load_config
-from dlm_rag.errors import CheckpointError
+from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.model_init import open_initial_model
+from dlm_rag.training.phase_setup import open_trainer
+from dlm_rag.training.planning.plan import plan_phases
+from dlm_rag.training.task import Task
+from dlm_rag.training.tasks import check_task_settings
 from dlm_rag.training.trainer import Trainer
 
 
-class Regression:
+class Regression(Task):
     """Brings a gain of the denoiser to a number, which is the task's state and falls with every step.
 
     As in a policy gradient, parts are made with the weights of the step.
     """
 
-    name, items, rows, updates, can_prefetch = "regression", 4, 4, 1, False
+    name, can_prefetch = "regression", False
+
+    @staticmethod
+    def count_items(train):
+        return 4, 1
 
     def objective(self, denoiser, share):
         self.denoiser = denoiser
@@ -64,7 +72,9 @@ def make_trainer(folder):
         "train.gradient_accumulation_steps=2",
     ]
     config = load_config(None, [*words, "train.warmup_steps=0"])
-    return Trainer(config, open_initial_model(config), Regression(), folder, DistributedContext(0, 1, 0))
+    origin = open_initial_model(config)
+    task = Regression(None, config, config.train, origin)
+    return Trainer(config, origin, task, folder, DistributedContext(0, 1, 0))
 
 
 def test_a_task_of_ones_own_is_stepped_saved_and_resumed(tmp_path):
@@ -91,3 +101,46 @@ def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(tmp_path, recor
     for look in (lambda: find_resume_point(tmp_path, [""]), lambda: make_trainer(tmp_path)):
         with pytest.raises(CheckpointError, match="goes on with format 2 only: end the run"):
             look()
+
+
+EARLY_TOKENS = """
+from dlm_rag.training.objective import LossWeights
+from dlm_rag.training.supervised_tasks import SftTask
+
+
+class EndTokens(SftTask):
+    name = "end_tokens"
+
+    def loss_weights(self, step):
+        return LossWeights(end_token=2.0)
+"""
+
+
+def test_an_objective_of_ones_own_is_named_on_the_command_line(tmp_path, monkeypatch):
+    """One file, its nine lines: trained, planned and checked."""
+    (tmp_path / "early.py").write_text(EARLY_TOKENS)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(None, [*MICRO_SETTINGS, "train.objective=early:EndTokens"])
+    check_task_settings(config)
+    trainer, _ = open_trainer(config, tmp_path / "run")
+    assert trainer.task.name == "end_tokens" and trainer.task.loss_weights(0).end_token == 2.0
+    assert trainer.step()["loss"] > 0 and trainer.save().exists()
+    (plan,) = plan_phases(config, trainer.origin.config, torch.float32)
+    assert plan.items == trainer.task.items and plan.memory.activations > 0
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["train.objective=sftt"], "sft"),
+        (["train.objective=math:floor"], "Task"),
+        (["train.objective=no_such_module:Task"], "no_such_module"),
+        (["train.trainable=policy_heads"], "trainable"),
+        (["train.objective=rl"], "model.path"),
+        (["train.objective=rl", "model.path=x", "train.reward=math:no_such"], "train.reward"),
+        (["train.objective=rl", "model.path=x", "train.min_hops=4", "train.max_hops=2"], "min_hops"),
+    ],
+)
+def test_settings_that_no_objective_reads_are_refused(words, named):
+    with pytest.raises(ConfigError, match=named):
+        check_task_settings(load_config(None, words))

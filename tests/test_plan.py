@@ -23,7 +23,7 @@ from dlm_rag.training.planning.gpu_specs import GPU_SPECS
 from dlm_rag.training.planning.plan import (
     check_run_fits,
     count_forward_flops,
-    make_sample_examples,
+    make_planned_task,
     plan_phases,
     resolve_shape,
 )
@@ -62,7 +62,7 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
     config = load_config(None, words)
     denoiser = open_initial_model(config).build_denoiser(CPU)
     add_lora_adapters(denoiser, 2)
-    examples = make_sample_examples(config, config.train, denoiser.config, 1)
+    examples = make_planned_task(config, config.train, denoiser.config).sample_examples(denoiser.config, 1)
     objective = MaskedObjective(denoiser, "joint", frozenset({1}))
 
     def step():

@@ -14,6 +14,7 @@ from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.errors import ConfigError
 from dlm_rag.training.fingerprint import collect_phase_settings, collect_run_settings
+from dlm_rag.training.tasks import find_task
 
 KEYS = [
     (f"{section}.{old}".removeprefix("."), f"{section}.{new}".removeprefix("."))
@@ -110,7 +111,7 @@ def test_a_run_that_an_older_version_began_goes_on(objective):
     """Every setting that a run depends on comes back from what it was called in a checkpoint."""
     config = load_config(None, [*WORDS, f"train.objective={objective}", "train.trainable=null"])
     for phase in config.train.get_phase_configs().values():
-        held = collect_run_settings(config) | collect_phase_settings(config, phase)
+        held = collect_run_settings(config) | collect_phase_settings(config, phase, find_task(phase))
         tree: dict = {}
         for key, value in held.items():
             section, _, name = key.partition(".")

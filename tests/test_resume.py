@@ -5,7 +5,6 @@ import os
 import shutil
 import struct
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,10 @@ from dlm_rag.config import list_setting_fields, load_config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point, skip_damaged_checkpoints
 from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
-from dlm_rag.training.model_init import InitialModel
+from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.phase_setup import open_trainer
+from dlm_rag.training.rl.task import RlTask
+from dlm_rag.training.supervised_tasks import SftTask
 from dlm_rag.training.trainer import Trainer
 
 FOUR = [*MICRO_SETTINGS, "train.max_steps=4"]  # with checkpoints of steps 2 and 4
@@ -329,6 +330,6 @@ def test_every_setting_is_held_or_stands_in_the_table():
     config = load_config(None, ["train.objective=rl"])
     sections = ("model.", "retrieval.", "data.", "train.", "decode.")
     known = {key for key in list_setting_fields() if key.startswith(sections)}
-    held = {*collect_run_settings(config), *collect_phase_settings(config, config.train)}
-    held |= collect_phase_settings(config, replace(config.train, objective="sft")).keys()
+    held = {*collect_run_settings(config), *collect_phase_settings(config, config.train, RlTask)}
+    held |= collect_phase_settings(config, config.train, SftTask).keys()
     assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS

@@ -37,7 +37,7 @@ from dlm_rag.training.rl.policy_loss import (
     compute_clipped_surrogate,
     make_policy_rows,
 )
-from dlm_rag.training.rl.reward import RewardParts, compute_advantages, compute_reward, compute_reward_parts
+from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
 from dlm_rag.training.rl.rollouts import WeightedStep, fill_rollout_buffer, sample_rollout_steps
 from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms
 
@@ -234,12 +234,21 @@ def test_the_reward_by_hand():
         RolloutStep(2, "s", ("b", "x"), True),
     ]
     rollout = Rollout("q", "Who?", "joint", 8, steps, response="It was her. ### Jane Bennet")
-    found = compute_reward_parts(rollout, question)
-    assert found == RewardParts(0.0, 0.5, 0.5, 2.0, 2.0, 0.0)
+    found = compute_reward_parts(rollout, question, "exact_match")
+    assert list(found.values()) == [0.0, 0.5, 0.5, 2.0, 2.0, 0.0, 0.0]
     train = TrainConfig(f1_weight=0.5, recall_weight=0.1, forward_cost=0.01, search_cost=0.02)
     assert compute_reward(found, train, priced=False) == pytest.approx(0.25 + 0.05)
     assert compute_reward(found, train, priced=True) == pytest.approx(0.25 + 0.05 - 0.02 - 0.04)
-    assert compute_reward_parts(replace(rollout, response="It was her."), question).unanswered == 1.0
+    assert compute_reward_parts(replace(rollout, response="It was her."), question, "f1")["unanswered"] == 1
+
+
+def test_a_reward_of_ones_own_is_named_on_the_command_line(tmp_path, monkeypatch):
+    """One file, its two lines."""
+    (tmp_path / "brief.py").write_text("def score(rollout, question):\n    return -len(rollout.response)\n")
+    monkeypatch.chdir(tmp_path)
+    rollout = Rollout("q", "Who?", "joint", 8, [], response="### Jane")
+    found = compute_reward_parts(rollout, Question("q", "Who?", ("Jane",)), "brief:score")
+    assert compute_reward(found, TrainConfig(f1_weight=0.5), priced=False) == -8 + 0.5
 
 
 def test_advantages_by_hand():
@@ -320,7 +329,7 @@ def test_alarms_by_hand():
         "only prices were learned" in find_alarms(calm | {"unmixed": ALARM_PATIENCE_STEPS}, True)["unmixed"]
     )
     assert "nothing new is tried" in find_alarms(calm | {"certain": ALARM_PATIENCE_STEPS}, False)["certain"]
-    assert "search twice as often" in find_alarms(calm | {"searches": 10.5}, False)["searches"]
+    assert "search_cost" in find_alarms(calm | {"searches": 10.5}, False)["searches"]
 
 
 def test_an_alarm_is_reported_once_for_each_cause_of_a_run(tmp_path, model):

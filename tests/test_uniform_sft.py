@@ -200,7 +200,7 @@ def test_a_canvas_is_whole_and_what_is_finished_belongs_to_the_prompt():
 
 def test_rows_are_drawn_anew_where_masks_would_be_and_follow_from_step_and_item(open_run):
     task = open_run().task
-    examples = task._answers.examples(3, [0, 1], (1, 1))
+    examples = task._source.examples(3, [0, 1], (1, 1))
     rows = task.make_microbatch(3, [0, 1], (1, 1))
     assert len(rows) == len(examples) == 4
     stood = drawn = 0

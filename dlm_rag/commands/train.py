@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from dlm_rag.config import Config
     from dlm_rag.training.distributed import DistributedContext
     from dlm_rag.training.energy import EnergyWindows
+    from dlm_rag.training.initial_model import InitialModel
     from dlm_rag.training.metrics_logger import MetricsLogger
-    from dlm_rag.training.model_init import InitialModel
+    from dlm_rag.training.task import Validation
     from dlm_rag.training.trainer import Trainer
-    from dlm_rag.training.validation import Validation
 
 TRAIN_SETTINGS = (
     "model", "retrieval", "-retrieval.corpus", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle",
@@ -92,18 +92,11 @@ def main(argv: list[str]) -> None:
 
 
 def check_train_settings(config: "Config") -> None:
-    """Raises `ConfigError` for data that would not be trained on, and what they cannot be used for."""
-    phases = config.train.get_phase_configs().values()
-    learned = any(phase.objective == "rl" and phase.trainable != "policy_heads" for phase in phases)
-    if learned and config.decode.copy_penalty is not None:
-        raise ConfigError(
-            "rl of the denoiser computes steps again from its own logits, without what decode.copy_penalty "
-            "makes of them: leave it out, or set train.trainable=policy_heads"
-        )
+    """Raises `ConfigError` for data that is not trained on, and settings that an objective excludes."""
     check_effects([(config, ["data.documents", "data.questions", "train.counterfactual_share"])])
-    made = config.data.corpus is not None and config.data.questions is None
-    if made and any(phase.max_hops == 1 and phase.objective in ("sft", "rl") for phase in phases):
-        raise ConfigError("train.max_hops=1: questions made of data.corpus need 2 hops or more")
+    from dlm_rag.training.tasks import check_task_settings
+
+    check_task_settings(config)
 
 
 class StopSignal(threading.Event):
@@ -208,10 +201,7 @@ def run_training(
     windows = None
     canvas, device = origin.config.canvas_length, processes.local_device(config.model.device)
     each = count_encode_flops(origin.config, [canvas], [canvas], [canvas], 4)
-    rows = (
-        max(phase.items * phase.item_rows for phase in config.train.get_phase_configs().values())
-        / processes.world_size
-    )
+    rows = max(task.rows for task, _ in opened.values()) / processes.world_size
     if processes.is_main:
         what = f"a training step with canvas_length={canvas}"
         warn_slow_compute(rows * each.flops_with_backward(False), what, device.type)

@@ -79,10 +79,10 @@ class TrainConfig(CheckedSettings):
     lora_rank: int = setting(0, low=0, only_with={"train.trainable": (None, "lora"), "model.path": SET})
     """rank of low-rank adapters on frozen weights (needs peft); 0 trains all weights"""
     # What a phase trains on.
-    objective: str = setting("sft", choices=("sft", "pretrain", "adapt", "rl"))
+    objective: str = setting("sft", table="dlm_rag.training.tasks:TASKS")
     """training objective: sft (questions, evidence and responses), pretrain (documents), adapt
     (documents, from an autoregressive checkpoint whose attention becomes bidirectional) or rl (rewarded
-    rollouts)"""
+    rollouts); or a class of your own as module:Class"""
     uniform_loss: str = setting(
         "cross_entropy", choices=("cross_entropy", "nelbo"), only_with=SFT | {"noise": ("uniform",)}
     )
@@ -186,6 +186,8 @@ class TrainConfig(CheckedSettings):
     )
     """number of steps after which the oldest world is replaced"""
     # Learning by reward: exact match, with these parts and prices added.
+    reward: str = setting("exact_match", table="dlm_rag.training.rl.reward:REWARDS", only_with=RL)
+    """rl: reward of a rollout before weights and costs; or a function of your own as module:function"""
     f1_weight: float = setting(0.0, low=0, only_with=RL)
     """rl: weight of the answer's F1 in the reward"""
     recall_weight: float = setting(0.0, low=0, only_with=RL)
@@ -237,27 +239,7 @@ class TrainConfig(CheckedSettings):
                 "the "
                 "rank"
             )
-        phases = self.get_phase_configs()
-        if self.trainable == "policy_heads" and any(phase.objective != "rl" for phase in phases.values()):
-            raise ConfigError("learn=heads is for objective=rl: nothing else teaches when to commit")
-        if self.committed_only and self.num_iterations > 1:
-            raise ConfigError("committed_only has no ratio to be clipped: set updates=1")
-        if self.objective == "rl" and self.min_hops > self.max_hops:
-            raise ConfigError(f"min_hops={self.min_hops} is more than hops={self.max_hops}")
-
-    @property
-    def items(self) -> int:
-        """What the processes share in a step: sets of passages (sft), or packed sequences."""
-        if self.objective == "sft":
-            return self.passage_sets_per_step
-        if self.objective == "rl":
-            return self.prompts_per_step
-        return self.batch_tokens // self.sequence_length
-
-    @property
-    def item_rows(self) -> int:
-        """Rows of one of these items."""
-        return {"sft": self.rows_per_set, "rl": self.num_generations}.get(self.objective, 1)
+        self.get_phase_configs()
 
     @property
     def is_denoiser_frozen(self) -> bool:

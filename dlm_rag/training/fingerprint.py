@@ -18,8 +18,8 @@ from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
 from dlm_rag.files.record_readers import expand_path, list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.model_init import InitialModel
-from dlm_rag.training.rl.rollouts import make_rollout_settings
+from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.task import SIZE_SETTINGS, Task
 from dlm_rag.training.train_state import CheckpointRecord
 
 CHANGEABLE_KEYS = frozenset({
@@ -42,7 +42,6 @@ FINGERPRINTED_KEYS = (
 )  # fmt: skip
 # of `decode`: a denoiser is trained for them
 DECODE_SHAPE_FIELDS = ("max_new_tokens", "block_length", "finished_block_context")
-SFT_FIELDS, RL_FIELDS = ("passage_sets_per_step", "rows_per_set"), ("prompts_per_step", "num_generations")
 FIRST_PHASE_FIELD = "objective"  # the first field of `TrainConfig` that a phase may set
 
 
@@ -56,15 +55,15 @@ def collect_run_settings(config: Config) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in CHANGEABLE_KEYS}
 
 
-def collect_phase_settings(config: Config, train: TrainConfig) -> dict[str, Any]:
-    """What the steps of a phase, whose settings are `train`, depend on beside that."""
+def collect_phase_settings(config: Config, train: TrainConfig, task: type[Task]) -> dict[str, Any]:
+    """What the steps of a phase, whose settings are `train`, also depend on."""
     own = [item.name for item in fields(TrainConfig)]
-    unread = SFT_FIELDS if train.objective == "rl" else RL_FIELDS
+    unread = SIZE_SETTINGS - task.size_settings
     names = (name for name in own[own.index(FIRST_PHASE_FIELD) :] if name not in unread)
     found = {f"train.{name}": getattr(train, name) for name in names}
-    if train.objective == "rl":
-        found |= {f"decode.{k}": v for k, v in asdict(make_rollout_settings(config, train)).items()}
-    held = {"train.max_steps"} if train.objective == "adapt" else set()
+    if (decode := task.rollout_settings(config, train)) is not None:
+        found |= {f"decode.{k}": v for k, v in asdict(decode).items()}
+    held = set(task.fixed_settings)
     if config.data.questions is not None:
         held.add("train.eval_questions")
     return {key: value for key, value in found.items() if key not in CHANGEABLE_KEYS - held}
@@ -109,7 +108,7 @@ def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
 
 
 def check_resume_settings(
-    record: CheckpointRecord, config: Config, phase: str, held: dict[str, str]
+    record: CheckpointRecord, config: Config, phase: str, held: dict[str, str], task: type[Task]
 ) -> None:
     """Raises `ConfigError` for the first thing that is not as it was when a checkpoint was written.
 
@@ -117,15 +116,14 @@ def check_resume_settings(
     setting that is younger than the checkpoint had its default.
     """
     train, fingerprints = config.train.get_phase_configs()[phase], record.fingerprints
-    then = collect_run_settings(Config()) | collect_phase_settings(
-        Config(), replace(TrainConfig(), objective="rl")
-    )
+    plain = replace(TrainConfig(), objective=train.objective)
+    then = collect_run_settings(Config()) | collect_phase_settings(Config(), plain, task)
     if not fingerprints:  # older versions noted names in place of contents, and not all settings
         then = {key: value for key, value in then.items() if key.startswith("train.")}
     then |= upgrade_settings(record.phase | record.run)
     now = [("the run", collect_run_settings(config))]
     if record.state.phase == phase:
-        now.append(("the phase" if phase else "the run", collect_phase_settings(config, train)))
+        now.append(("the phase" if phase else "the run", collect_phase_settings(config, train, task)))
     for what, settings in now:
         for key, value in settings.items():
             alike = _comparable_value if fingerprints and key in FINGERPRINTED_KEYS else lambda value: value

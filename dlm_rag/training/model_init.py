@@ -1,101 +1,22 @@
-"""What a run begins with, and what it ends in: a denoiser and its tokenizer, fresh or of a checkpoint."""
+"""What the config says a run begins with: a fresh architecture and tokenizer, or a checkpoint's."""
 
-from __future__ import annotations
-
-import shutil
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import replace
 
 from dlm_rag.config import Config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
-from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
-from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.diffusion_gemma import DiffusionGemma
-from dlm_rag.model.families.diffusion_gemma import to_checkpoint_names
-from dlm_rag.model.policy_heads import HEADS_PREFIX
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, load_tokenizer
-from dlm_rag.training.initial_weights import allocate_denoiser, build_meta_denoiser, init_weights
+from dlm_rag.training.data.sample_rows import LONG_QUESTION_TOKENS
+from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.tasks import find_task
 from dlm_rag.training.tokenizer_training import iterate_corpus_texts, iterate_world_texts, train_tokenizer
 from dlm_rag.training.uniform_checks import check_noise_settings
 
-LONG_QUESTION_TOKENS = (
-    64  # tokens of a long question of a world; small vocabularies need up to twice as many
-)
 DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
 ADDED_MASK_TOKEN = "<|mask|>"  # for tokenizers that have none
-
-
-@dataclass(frozen=True)
-class InitialModel:
-    """An architecture with its tokenizer, before any weight is there."""
-
-    config: DenoiserConfig
-    tokenizer: Tokenizer
-    checkpoint: Checkpoint | None  # that the weights come from; None: fresh ones
-    seed: int
-    lora_rank: int
-    heads_only: bool = False  # beside weights that stay
-    layers_checkpoint: Checkpoint | None = None  # of which a fresh denoiser has the layers
-
-    def build_on_meta(self, frozen: torch.dtype) -> Any:
-        """The denoiser on the meta device; `frozen`: of weights beside which others are
-        trained."""
-        if self.config.noise is not None and self.checkpoint is not None:
-            return DiffusionGemma.build_on_meta(self.checkpoint)
-        return build_meta_denoiser(self.config, self.lora_rank, frozen, self.heads_only)
-
-    def materialize(self, denoiser: Any, device: torch.device, trained: bool = True) -> None:
-        """Gives what `empty` made, or its shards, memory on the device and the first weights.
-
-        trained: as in `init_weights`.
-        """
-        if self.config.noise is not None and self.checkpoint is not None:
-            denoiser.load(self.checkpoint, device, torch.float32)
-            return
-        allocate_denoiser(denoiser, device)
-        init_weights(denoiser, self.checkpoint, self.seed, trained, self.layers_checkpoint)
-
-    def build_denoiser(self, device: torch.device, frozen: torch.dtype = torch.float32) -> Denoiser:
-        """The whole denoiser with its first weights, float32 where they are trained."""
-        denoiser = self.build_on_meta(frozen)
-        self.materialize(denoiser, device)
-        return denoiser
-
-    def export(
-        self, folder: Path, tensors: dict[str, Tensor], rope_theta: float, dtype: torch.dtype
-    ) -> None:
-        """A folder that `sample.py --model` reads; of a public family, also that family's own classes.
-
-        tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
-        """
-        whole = merge_lora_weights(tensors, self.lora_rank)
-        if self.config.noise is not None and self.checkpoint is not None:
-            whole = to_checkpoint_names(whole, self.checkpoint.raw_config, self.checkpoint.folder)
-        tensors = {
-            n: value if n.startswith(HEADS_PREFIX) else value.to(dtype) for n, value in whole.items()
-        }
-        template = self.tokenizer.template
-        extra: dict[str, Any] = {
-            "prompt": {"head": template.head, "fact": template.fact, "tail": template.tail},
-            "eos_token_id": self.tokenizer.end_id,
-        }
-        if self.checkpoint is not None:
-            extra.pop("eos_token_id")
-        config = replace(self.config, rope_theta=rope_theta)
-        save_tensors(tensors, config, folder, extra, self.checkpoint)
-        self.tokenizer.inner.save_pretrained(folder)
-        if self.checkpoint is not None:
-            for path in self.checkpoint.folder.iterdir():
-                # The code that public classes consist of; it is copied, never run.
-                if path.is_file() and (path.suffix == ".py" or path.name == "generation_config.json"):
-                    shutil.copyfile(path, folder / path.name)
 
 
 def open_initial_model(config: Config) -> InitialModel:
@@ -140,7 +61,7 @@ def _from_checkpoint(config: Config, path: str) -> InitialModel:
     mask_id = own.mask_token_id
     if mask_id is None:
         first = next(iter(train.get_phase_configs().values()))
-        if first.objective != "adapt":
+        if not find_task(first).opens_causal_attention:
             raise ConfigError(
                 f"{checkpoint.folder} is an autoregressive model: begin with a phase of objective=adapt"
             )
@@ -169,7 +90,7 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
     longest = [
         p.sequence_length + 1
         for p in train.get_phase_configs().values()
-        if p.objective != "sft" and p.rope_theta
+        if p.rope_theta and find_task(p).reads_sequences
     ]
     return replace(
         own,
@@ -189,7 +110,7 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
 
 def _fresh_model(config: Config) -> InitialModel:
     train, layout = config.train, config.model.evidence_layout or "independent"
-    if any(phase.objective == "rl" for phase in list(train.get_phase_configs().values())[:1]):
+    if find_task(next(iter(train.get_phase_configs().values()))).needs_trained_model:
         raise ConfigError(
             "rl begins with a model that answers: set model.path, or put a phase of sft before"
         )
@@ -200,7 +121,9 @@ def _fresh_model(config: Config) -> InitialModel:
     # Positions for the question, the canvas, and all passages where they stand behind one another.
     passages = 1 if layout == "independent" else config.retrieval.top_k
     room = passages * train.passage_length + 2 * LONG_QUESTION_TOKENS + canvas
-    longest = [p.sequence_length + 1 for p in train.get_phase_configs().values() if p.objective != "sft"]
+    longest = [
+        p.sequence_length + 1 for p in train.get_phase_configs().values() if find_task(p).reads_sequences
+    ]
     layers = None if train.init_layers_from is None else _open_layers_checkpoint(train.init_layers_from)
     own = (
         layers.config
@@ -248,19 +171,4 @@ def _open_layers_checkpoint(path: str) -> Checkpoint:
         )
     if found.config.shifted:
         raise CheckpointError(f"{found.folder} predicts the next token: a fresh denoiser predicts in place")
-    return found
-
-
-def merge_lora_weights(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """A denoiser's tensors by their plain names, adapters added to the weights beside them: W + 2 B A."""
-    if not rank:
-        return tensors
-    found = {}
-    for name, value in tensors.items():
-        if ".lora_" in name:
-            continue
-        if ".base_layer." in name and name.endswith(".weight"):
-            a, b = (tensors[name.replace("base_layer", f"lora_{x}.default")].float() for x in "AB")
-            value = (value.float() + 2.0 * b @ a).to(value.dtype)
-        found[name.replace(".base_layer", "")] = value
     return found

@@ -1,22 +1,33 @@
-"""The tasks there are: to answer with evidence (sft), to model documents (pretrain), to become
-bidirectional (adapt).
+"""Supervised objectives: answering with evidence (sft), modelling documents (pretrain), adapting an
+autoregressive model (adapt).
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from dlm_rag.config import Config, TrainConfig
+from dlm_rag.errors import ConfigError
 from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.example import Example
-from dlm_rag.training.model_init import InitialModel
+from dlm_rag.training.data.sample_rows import sample_document_rows, sample_prompt_rows
+from dlm_rag.training.data.world_examples import WorldExamples
+from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
 from dlm_rag.training.optimizers import compute_decay_factor
-from dlm_rag.training.task import TaskState
+from dlm_rag.training.phase_data import (
+    make_question_examples,
+    open_documents,
+    open_question_data,
+    open_world_validation,
+)
+from dlm_rag.training.task import Phase, Task, TaskState, Validation
+from dlm_rag.training.validation import DocumentValidation
 
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
-STAGE_START_ACCURACY = 0.3  # the running accuracy that the next one begins with
+STAGE_START_ACCURACY = 0.3  # running accuracy that the next stage begins with
 
 
 class ExampleSource(Protocol):
@@ -27,43 +38,52 @@ class ExampleSource(Protocol):
         ...
 
 
-class PretrainTask:
+class PretrainTask(Task):
     """Packed documents: the NELBO per token."""
 
-    name, updates, can_prefetch = "pretrain", 1, True
+    name, reads_sequences = "pretrain", True
+    _source: PackedDocuments
 
-    def __init__(self, documents: PackedDocuments, train: TrainConfig, end_ids: frozenset[int]) -> None:
-        self._documents, self._train, self._end_ids = documents, train, end_ids
-        self.items = self.rows = train.items
+    @staticmethod
+    def count_items(train: TrainConfig) -> tuple[int, int]:
+        return train.batch_tokens // train.sequence_length, 1
+
+    @classmethod
+    def open_source(cls, phase: Phase) -> tuple[PackedDocuments, Validation]:
+        documents = open_documents(phase)
+        return documents, DocumentValidation(documents)
+
+    def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
+        return sample_document_rows(shape, self._train.sequence_length, count)
+
+    def layout(self, shape: DenoiserConfig) -> str:
+        return "joint"
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
-        return MaskedObjective(denoiser, "joint", self._end_ids, self._train.logit_chunk, share)
-
-    def conditions(self, state: TaskState) -> None:
-        return None
+        return MaskedObjective(
+            denoiser, "joint", self._origin.tokenizer.end_ids, self._train.logit_chunk, share
+        )
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> list[Example]:
-        return self._documents.examples(step, items)
+        return self._source.examples(step, items)
 
     def loss_weights(self, step: int) -> LossWeights:
         return LossWeights()
 
     def count_microbatch(self, part: list[Example], terms: LossWeights) -> dict[str, float]:
-        return count_examples(part, self._end_ids, terms.end_token)
+        return count_examples(part, self._origin.tokenizer.end_ids, terms.end_token)
 
     def metrics(
         self, sums: dict[str, float], counts: dict[str, float], state: TaskState
     ) -> dict[str, float]:
         return {"loss": sums["tokens"] / counts["divisor"]}
 
-    def advance(self, state: TaskState, metrics: dict[str, Any], counts: dict[str, float]) -> TaskState:
-        return state
-
 
 class AdaptTask(PretrainTask):
-    """The same from an autoregressive checkpoint, whose attention opens step by step."""
+    """Pre-training from an autoregressive checkpoint, whose attention opens step by step."""
 
-    name = "adapt"
+    name, opens_causal_attention = "adapt", True
+    fixed_settings = frozenset({"train.max_steps"})  # attention opens in a fraction of them
 
     def loss_weights(self, step: int) -> LossWeights:
         """From causal to bidirectional: blocks of 1, doubling at an even pace, then one block."""
@@ -73,21 +93,36 @@ class AdaptTask(PretrainTask):
         return LossWeights(block_size=round(self._train.sequence_length ** (step / opening)))
 
 
-class SftTask:
+class SftTask(Task):
     """Prompts with evidence and partly masked responses; on invented worlds, with a curriculum.
 
     The state is the stage of the curriculum and the running accuracy on names that ends it.
     """
 
-    name, updates, can_prefetch = "sft", 1, True
+    name = "sft"
+    _source: ExampleSource
 
-    def __init__(
-        self, answers: ExampleSource, config: Config, train: TrainConfig, origin: InitialModel
-    ) -> None:
-        self._answers, self._train, self._top_k = answers, train, config.retrieval.top_k
-        self._end_ids, self._fresh = origin.tokenizer.end_ids, origin.checkpoint is None
+    def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
+        super().__init__(source, config, train, origin)
+        self._top_k, self._end_ids = config.retrieval.top_k, origin.tokenizer.end_ids
         self._curriculum = config.data.questions is None
-        self.items, self.rows = train.items, train.items * train.item_rows
+        pointer = (0.3, 0.08) if origin.checkpoint is None else (0.0, 0.0)
+        asked = train.pointer_loss_weight, train.final_pointer_loss_weight
+        self._pointer, self._final_pointer = (
+            default if value is None else value for value, default in zip(asked, pointer, strict=True)
+        )
+
+    @classmethod
+    def open_source(cls, phase: Phase) -> tuple[ExampleSource, Validation]:
+        if phase.config.data.corpus is None:
+            top_k = phase.config.retrieval.top_k
+            worlds = WorldExamples(phase.tokenizer, phase.train, phase.origin.config, top_k)
+            return worlds, open_world_validation(phase)
+        data, validation = open_question_data(phase)
+        return make_question_examples(data, phase), validation
+
+    def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
+        return sample_prompt_rows(shape, self._train, self._top_k, count * [self._train.rows_per_set])
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
         layout = denoiser.config.evidence_layout
@@ -101,24 +136,15 @@ class SftTask:
     def make_microbatch(
         self, step: int, items: Sequence[int], conditions: tuple[int, int]
     ) -> list[Example]:
-        return self._answers.examples(step, items, conditions)
+        return self._source.examples(step, items, conditions)
 
     def loss_weights(self, step: int) -> LossWeights:
         """As the rate falls, end tokens count more and pointers less."""
-        train, left = (
-            self._train,
-            compute_decay_factor(step, self._train.max_steps, self._train.decay_fraction),
-        )
-        pointers, late = (
-            (default if self._fresh else 0.0) if value is None else value
-            for value, default in (
-                (train.pointer_loss_weight, 0.3),
-                (train.final_pointer_loss_weight, 0.08),
-            )
-        )
+        train = self._train
+        left = compute_decay_factor(step, train.max_steps, train.decay_fraction)
         return LossWeights(
             end_token=train.final_eos_weight + left * (train.eos_weight - train.final_eos_weight),
-            pointer=late + left * (pointers - late),
+            pointer=self._final_pointer + left * (self._pointer - self._final_pointer),
         )
 
     def count_microbatch(self, part: list[Example], terms: LossWeights) -> dict[str, float]:
@@ -143,3 +169,10 @@ class SftTask:
         if accuracy > self._train.curriculum_accuracy and stage + 1 < len(CURRICULUM_STAGES):
             stage, accuracy = stage + 1, STAGE_START_ACCURACY
         return {"stage": stage, "name_accuracy": accuracy}
+
+    @classmethod
+    def check_settings(cls, config: Config, train: TrainConfig) -> None:
+        super().check_settings(config, train)
+        made = config.data.corpus is not None and config.data.questions is None
+        if made and train.max_hops == 1:
+            raise ConfigError("train.max_hops=1: questions made from data.corpus need 2 passages or more")

@@ -1,75 +1,164 @@
-"""What a trainer asks of a task: how a step's parts are made, what their loss is, what is told of them.
+"""An objective: what a trainer, a plan and the checks of settings ask of it.
 
-Supervised fine-tuning, pre-training and adaptation are three (`supervised_tasks.py`), learning by reward a
-fourth (`task.py`): its `can_prefetch` is False, so that its parts are made with the weights of the step,
-by a decoder around the denoiser that `objective` was given.
+An objective is a subclass of `Task` with a line in `tasks.TASKS`, or of the user's own as
+`train.objective=module:Class`. Nothing else names it.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
+from dlm_rag.config import Config, DecodeConfig, TrainConfig
+from dlm_rag.errors import ConfigError
 from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.data.example import Example
+from dlm_rag.training.initial_model import InitialModel
 
-TaskState = dict[str, Any]  # what JSON can hold; empty at first
+# Sizes of a step: a config for several objectives may name those of the others.
+SIZE_SETTINGS = frozenset({"passage_sets_per_step", "rows_per_set", "prompts_per_step", "num_generations"})
+
+TaskState = dict[str, Any]  # JSON values; empty at first
 
 
-class Task(Protocol):
-    """A step consists of `items`, which processes share; a process computes its own in one or more parts.
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a run, before its data is opened."""
 
-    What a part is, only the task knows. Apart from what it was built with, a task depends on its arguments
-    alone: what changes over a run is its `TaskState`, which the trainer keeps and saves.
+    config: Config
+    name: str
+    origin: InitialModel
+    folder: Path  # of the run
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.config.train.get_phase_configs()[self.name]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.origin.tokenizer
+
+
+class Validation(Protocol):
+    """Says how good a denoiser is."""
+
+    def compute_scores(self, trainer: Any) -> dict[str, float]:
+        """Scores by name, the same on every process; all take part."""
+        ...
+
+
+class Task:
+    """One objective. A step consists of `items`, which processes share in one or more microbatches each.
+
+    Apart from what it was built with, a task depends on its arguments alone: what changes over a run is its
+    `TaskState`, which the trainer keeps and saves. What a microbatch is, only the task knows.
     """
 
-    name: str  # what its state is saved under
-    items: int  # of a step, over all processes
-    rows: int  # in a step
-    updates: int  # of the weights that a step makes with its parts
-    can_prefetch: bool  # whether parts may be made while the step before is computed, by another thread
+    name: ClassVar[str]  # what its state is saved under
+    can_prefetch: ClassVar[bool] = True  # microbatches may be made by another thread during the step before
+    size_settings: ClassVar[frozenset[str]] = frozenset({"passage_sets_per_step", "rows_per_set"})
+    fixed_settings: ClassVar[frozenset[str]] = frozenset()  # that --resume may not change, but others may
+    trainable: ClassVar[frozenset[str]] = frozenset({"all", "lora"})  # values of `train.trainable`
+    needs_trained_model: ClassVar[bool] = False
+    reads_sequences: ClassVar[bool] = False  # a model needs positions for `train.sequence_length`
+    opens_causal_attention: ClassVar[bool] = False  # can begin with an autoregressive checkpoint
+    updates = 1  # weight updates per step
+    runs_denoiser = True  # whether the loss runs its layers
+
+    def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
+        """source: of examples, from `open_source`; None for a plan."""
+        self._source, self._config, self._train, self._origin = source, config, train, origin
+        self.train = train
+        self.items, rows = self.count_items(train)
+        self.rows = self.items * rows
+
+    @staticmethod
+    def count_items(train: TrainConfig) -> tuple[int, int]:
+        """Items in a step, over all processes, and rows in an item."""
+        return train.passage_sets_per_step, train.rows_per_set
+
+    @classmethod
+    def check_settings(cls, config: Config, train: TrainConfig) -> None:
+        """Raises `ConfigError` for settings that do not go with the objective."""
+        if train.trainable is not None and train.trainable not in cls.trainable:
+            raise ConfigError(
+                f"trainable={train.trainable} does not go with objective={train.objective}: set it to "
+                f"{' or '.join(sorted(cls.trainable))}"
+            )
+
+    @classmethod
+    def rollout_settings(cls, config: Config, train: TrainConfig) -> DecodeConfig | None:
+        """How the objective decodes in training; None if it does not."""
+        return None
+
+    @classmethod
+    def open_source(cls, phase: Phase) -> tuple[Any, Validation]:
+        """What examples come from, and the validation; raises `UserError` for data that cannot be used."""
+        raise NotImplementedError
+
+    def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
+        """Typical rows of `count` items, for the plan."""
+        raise ConfigError(f"objective={self.name} has no plan: leave --plan out")
+
+    def sample_microbatch(self, shape: DenoiserConfig, count: int) -> Any:
+        """A typical microbatch of `count` items, for the plan."""
+        return self.sample_examples(shape, count)
+
+    def sample_decoding(self, shape: DenoiserConfig) -> list[Example]:
+        """A row for each decoding step of an item, for the plan."""
+        return []
+
+    def layout(self, shape: DenoiserConfig) -> str:
+        """The evidence layout of the rows."""
+        return shape.evidence_layout
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         """The loss as a module that holds the denoiser: what DDP and FSDP wrap; called as
 
             objective(part, counts, terms) -> (loss, {name: sum})
 
-        with the `counts` of the whole step, by which the loss is divided: the losses of all parts on all
-        processes add up to that of the step, and so do the sums, scalars on the device without gradients.
+        with the `counts` of the whole step, by which the loss is divided: the losses of all microbatches on
+        all processes add up to that of the step, and so do the sums, scalars on the device without
+        gradients.
 
-        A `reference` of the module, another denoiser, gets the weights that the phase began with. share:
-        processes that have a stretch each of the same items.
+        If the module has a `reference`, another denoiser, it gets the weights that the phase began with.
+        share: processes that each hold a part of the same items.
         """
-        ...
+        raise NotImplementedError
 
     def conditions(self, state: TaskState) -> Hashable:
-        """What of the state the parts of a step depend on."""
-        ...
+        """The part of the state that the microbatches of a step depend on."""
+        return None
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: Any) -> Any:
         """Some items of step number `step` of the phase.
 
-        Where parts are not made ahead of time, the denoiser may be called meanwhile, by every process as
-        often as it needs (`Trainer.evaluation_mode`).
+        Without `can_prefetch`, the denoiser may be called meanwhile, by every process as often as it needs
+        (`Trainer.evaluation_mode`).
         """
-        ...
+        raise NotImplementedError
 
     def loss_weights(self, step: int) -> Any:
         """What changes in the loss from step to step of the phase."""
-        ...
+        return None
 
     def count_microbatch(self, part: Any, terms: Any) -> dict[str, float]:
-        """What is known of a part beforehand, always under the same names: `rows`, `tokens` that the layers
-        run, `supervised` ones whose logits are computed, and whatever the task's own loss and metrics need.
+        """What is known of a microbatch beforehand, always under the same names: `rows`, `tokens` that the
+        layers run, `supervised` ones whose logits are computed, and whatever loss and metrics need.
         """
-        ...
+        raise NotImplementedError
 
     def metrics(
         self, sums: dict[str, float], counts: dict[str, float], state: TaskState
     ) -> dict[str, float]:
-        """What is told of a step, `loss` included, from sums and counts over all parts and processes."""
-        ...
+        """The metrics of a step, `loss` included, from sums and counts over all microbatches."""
+        raise NotImplementedError
 
     def advance(self, state: TaskState, metrics: dict[str, Any], counts: dict[str, float]) -> TaskState:
         """The state after a step."""
-        ...
+        return state

@@ -32,8 +32,8 @@ from dlm_rag.training.fingerprint import (
     collect_run_settings,
     fingerprint_files,
 )
+from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.initial_weights import allocate_denoiser, copy_weights
-from dlm_rag.training.model_init import InitialModel
 from dlm_rag.training.objective import make_autocast
 from dlm_rag.training.optimizers import LearningRateSchedule, make_optimizers
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
@@ -72,7 +72,7 @@ class Trainer:
         self._fingerprints = fingerprint_files(config, origin) if processes.is_main else {}
         if found is not None:
             record, held = found[1], self._fingerprints
-            processes.check_on_main(lambda: check_resume_settings(record, config, phase, held))
+            processes.check_on_main(lambda: check_resume_settings(record, config, phase, held, type(task)))
         self.processes, share = processes.with_context_parallel(train.context_parallel)
         self.device = device = processes.local_device(config.model.device)
         self.dtype = choose_dtype(train.dtype, device)
@@ -267,9 +267,9 @@ class Trainer:
         """Writes a checkpoint that is whole or not there; every process takes part."""
         with profile_stage("checkpoint"):
             record = CheckpointRecord(
-                self.state, collect_run_settings(self.config), collect_phase_settings(self.config,
-                self.train),
-                self._fingerprints, self._scaler.state_dict(),
+                self.state, collect_run_settings(self.config),
+                collect_phase_settings(self.config, self.train, type(self.task)), self._fingerprints,
+                self._scaler.state_dict(),
             )  # fmt: skip
             start = None if self._reference is None else self.state.step - self.state.phase_step
             return self._checkpoints.save(record, self.root, self.optimizers, keep=start)

@@ -21,7 +21,7 @@ from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.training.data.example import Example
-from dlm_rag.training.model_init import InitialModel
+from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.objective import LossWeights
 from dlm_rag.training.supervised_tasks import ExampleSource, SftTask
 
@@ -62,7 +62,7 @@ class UniformSftTask(SftTask):
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: tuple[int, int]) -> Any:
         """The rows of some items; noise and lots depend on step, item and row alone."""
-        examples = self._answers.examples(step, items, conditions)
+        examples = self._source.examples(step, items, conditions)
         found, rows = [], self._train.rows_per_set
         for place, item in enumerate(items):
             key = ("redrawn", self._train.seed, step, item)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +31,6 @@ NELBO_TIMES_PER_QUESTION = 4  # for each question
 LINEAR = NOISE_SCHEDULES["linear"]
 
 
-class Validation(Protocol):
-    """Says how good a denoiser is."""
-
-    def compute_scores(self, trainer: Trainer) -> dict[str, float]:
-        """Figures by name, the same on every process; all take part."""
-        ...
-
-
 class QuestionValidation:
     """Held-out questions with their true responses."""
 
@@ -46,7 +38,7 @@ class QuestionValidation:
         self, questions: list[Question], truths: list[str], retriever: CorpusRetriever,
         decode: DecodeConfig, seed: int, engine: EngineConfig | None = None,
     ) -> None:  # fmt: skip
-        self._questions, self._truths, self._seed = questions, truths, seed
+        self.questions, self._truths, self._seed = questions, truths, seed
         self._retriever, self._config, self._engine = retriever, decode, engine
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
@@ -54,9 +46,9 @@ class QuestionValidation:
 
         Each process answers its share of the questions.
         """
-        if not self._questions:
+        if not self.questions:
             return {}
-        mine = trainer.processes.local_items(len(self._questions))
+        mine = trainer.processes.local_items(len(self.questions))
         with profile_stage("evaluate"), trainer.evaluation_mode():
             sums = self.sum_scores(trainer.denoiser, trainer.origin.tokenizer, mine)
         whole = trainer.processes.all_reduce_sum(list(sums.values()))
@@ -64,13 +56,13 @@ class QuestionValidation:
 
     def score_denoiser(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
         """As `scores`, for a denoiser by itself."""
-        return self.average_scores(self.sum_scores(denoiser, tokenizer, range(len(self._questions))))
+        return self.average_scores(self.sum_scores(denoiser, tokenizer, range(len(self.questions))))
 
     def sum_scores(
         self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]
     ) -> dict[str, float]:
         """Over some of the questions, under names that do not depend on which."""
-        asked = [self._questions[number] for number in which]
+        asked = [self.questions[number] for number in which]
         decoder = Decoder(denoiser, self._retriever, tokenizer, self._config, engine=self._engine)
         found = dict.fromkeys(
             ["exact_match", *map(_hop_metric_name, self._hops()), "forwards_per_answer"], 0.0
@@ -86,16 +78,16 @@ class QuestionValidation:
 
     def average_scores(self, sums: dict[str, float]) -> dict[str, float]:
         """Per question and per token, from the sums over all questions."""
-        counts = {_hop_metric_name(n): sum(q.hops == n for q in self._questions) for n in self._hops()}
+        counts = {_hop_metric_name(n): sum(q.hops == n for q in self.questions) for n in self._hops()}
         found = {
-            name: value / counts.get(name, len(self._questions))
+            name: value / counts.get(name, len(self.questions))
             for name, value in sums.items()
             if name not in ("nelbo", "tokens")
         }
         return found | {"nelbo_per_token": sums["nelbo"] / sums["tokens"]}
 
     def _hops(self) -> list[int]:
-        return sorted({question.hops for question in self._questions if question.hops})
+        return sorted({question.hops for question in self.questions if question.hops})
 
     @torch.no_grad()
     def nelbo(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> tuple[float, float]:
@@ -108,7 +100,7 @@ class QuestionValidation:
         """
         total = tokens = 0.0
         for number in which:
-            question, truth = self._questions[number], self._truths[number]
+            question, truth = self.questions[number], self._truths[number]
             generator = make_keyed_generator("nelbo", self._seed, number)
             times = sample_antithetic_times(NELBO_TIMES_PER_QUESTION, generator)
             assert tokenizer.end_id is not None
@@ -129,7 +121,7 @@ class QuestionValidation:
     @cached_property
     def _support(self) -> dict[str, str]:
         """The texts of the passages that support the questions, by their ids."""
-        wanted = {name for question in self._questions for name in question.supporting_ids}
+        wanted = {name for question in self.questions for name in question.supporting_ids}
         return {passage.id: passage.text for passage in self._retriever.corpus if passage.id in wanted}
 
 

@@ -255,15 +255,15 @@ CASES = [
     BadInputCase("quick for training", f"{TRAIN} quick=true", "quick has no effect here"),
     # Learning by reward, and heads.
     BadInputCase("reward for nothing", f"{TRAIN} train.objective=rl", "rl begins with a model that answers: set model.path"),
-    BadInputCase("reward of what was copied", f"{TRAIN} --model model train.objective=rl decode.copy_penalty=4", "without what decode.copy_penalty makes of them"),
-    BadInputCase("heads by examples", f"{TRAIN} train.trainable=policy_heads", "learn=heads is for objective=rl"),
+    BadInputCase("reward of what was copied", f"{TRAIN} --model model train.objective=rl decode.copy_penalty=4", "decode.copy_penalty"),
+    BadInputCase("heads by examples", f"{TRAIN} train.trainable=policy_heads", "trainable=policy_heads does not go with objective=sft"),
     BadInputCase("adapters of no rank", f"{TRAIN} train.trainable=lora", "learn=lora does not go with lora_rank=0"),
     BadInputCase("kl for heads", f"{TRAIN} --model model train.objective=rl train.trainable=policy_heads train.kl_coef=1", "train.kl_coef=1.0 has no effect"),
     BadInputCase("no hops", f"{TRAIN} --model model train.objective=rl train.min_hops=4 train.max_hops=2", "min_hops=4 is more"),
     BadInputCase(
         "reward without answers",
         f"{TRAIN} --model model train.objective=rl train.passage_length=96 data.questions=questions.jsonl data.corpus=corpus.jsonl",
-        "has no 'golden_answers' to be rewarded by",
+        "has no 'golden_answers'",
         {"questions.jsonl": '{"id": "a", "question": "Who?"}\n'},
     ),
     word("decode.commit_rule=policy_head", "commit_rule=policy_head needs heads beside the model"),

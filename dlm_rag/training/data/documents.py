@@ -108,6 +108,7 @@ class PackedDocuments:
         shifted: the denoiser predicts a token from the row before it, so that every row needs one.
         """
         self._train, self._key = train, (train.seed, phase)
+        self._per_step = train.batch_tokens // train.sequence_length
         (end, *_) = sorted(tokenizer.end_ids)
         self._prompt = Prompt((end,) if shifted else (), (), ())
         weights = train.mixture or dict.fromkeys(sources, 1.0)
@@ -142,9 +143,9 @@ class PackedDocuments:
         offset = random.Random(f"times/{self._key}/{step}").random()
         found: list[Example] = []
         for item in items:
-            number = step * self._train.items + item
+            number = step * self._per_step + item
             # One time in each of equal parts of the interval: they vary less than independent ones.
-            time = (offset + item / self._train.items) % 1
+            time = (offset + item / self._per_step) % 1
             rng = np.random.default_rng([*map(ord, f"masks/{self._key}"), number])
             for row, ids in enumerate(self.sequence_rows(number)):
                 found.append(self._mask(ids, (time + row * GOLDEN_RATIO_STEP) % 1, rng))

@@ -85,7 +85,7 @@ class QuestionExamples:
         """
         moments = []
         for item in items:
-            epoch, place = divmod(step * self._train.items + item, len(self._questions))
+            epoch, place = divmod(step * self._train.passage_sets_per_step + item, len(self._questions))
             order = sample_permutation((*self._key, "questions", epoch), len(self._questions))
             rng = random.Random(f"answered/{self._key}/{step}/{item}")
             question, own = self._questions[int(order[place])], None

@@ -1,9 +1,7 @@
 """What a run takes, before anything is allocated: bytes, FLOPs, seconds; and what cannot be."""
 
 import math
-import random
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,17 +21,11 @@ from dlm_rag.model.families import FAMILIES
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.model.simulated_memory import RESERVED_MEMORY_FRACTION
-from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.data.example import Example
+from dlm_rag.training.data.sample_rows import LONG_QUESTION_TOKENS
 from dlm_rag.training.distributed import check_parallelism
-from dlm_rag.training.model_init import (
-    LONG_QUESTION_TOKENS,
-    InitialModel,
-    make_training_shape,
-    open_initial_model,
-)
-from dlm_rag.training.objective import lay_out_examples
-from dlm_rag.training.phase_setup import make_task
+from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.model_init import make_training_shape, open_initial_model
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.step_memory import (
     FLOAT32_BYTES,
@@ -41,16 +33,11 @@ from dlm_rag.training.planning.step_memory import (
     StepMemoryEstimator,
     count_optimizer_bytes,
 )
-from dlm_rag.training.rl.policy_loss import GateDecisions, PolicyRow
-from dlm_rag.training.rl.rollouts import make_rollout_settings
-from dlm_rag.training.rl.task import STEPS_PER_ROLLOUT, RlMicrobatch
 from dlm_rag.training.task import Task
+from dlm_rag.training.tasks import find_task
 
 GB, GIB = 1e9, 2**30
 ROLLOUT_EXTRA_KEY = "rollouts, beyond these"
-ROLLOUT_PASSAGE_FACTOR = (
-    2  # how many times top_k the passages are that all rollouts of a question see: 1.6 to 2.7 measured
-)
 MEMORY_REMEDY = (
     "see what fits with --plan (accumulate, checkpointing, parallel=fsdp on several devices, lora_rank, a "
     "smaller checkpoint)"
@@ -83,6 +70,7 @@ class PhasePlan:
     train: TrainConfig
     tokens: float  # of a step, prompts and canvases
     flops: float  # of a step: forward and backward, nothing computed twice
+    items: int  # of a step
     microbatch_items: int  # items that a device, or all that share sequences, compute at once
     memory: StepMemory  # with so many items
     decode_bytes: float  # bytes of keys, values and a step of those that are decoded together
@@ -160,7 +148,7 @@ class PhasePlan:
         room = (1 - RESERVED_MEMORY_FRACTION) * machine.memory - one
         if room < 0:
             return 0
-        return 1 + int(room / more) if more else self.train.items
+        return 1 + int(room / more) if more else self.items
 
 
 def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> list[PhasePlan]:
@@ -176,25 +164,26 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
     outside = sum(p.numel() for p in denoiser.parameters()) - in_layers
     for name, train in config.train.get_phase_configs().items():
         devices = config.plan.devices
-        check_parallelism(train, train.items, devices)
         train = replace(train, dtype=str(dtype).removeprefix("torch."))
-        layout = shape.evidence_layout if train.objective in ("sft", "rl") else "joint"
-        microbatches = devices * train.gradient_accumulation_steps
-        part = math.ceil(train.items * train.context_parallel / microbatches)
-        one, task = make_sample_examples(config, train, shape, 1), make_planned_task(config, train, shape)
-        sample = partial(make_sample_microbatch, config, train, shape)
-        memory = StepMemoryEstimator(task, sample, shape, train, dtype).estimate(part)
+        task = make_planned_task(config, train, shape)
+        check_parallelism(train, task.items, devices)
+        layout, microbatches = task.layout(shape), devices * train.gradient_accumulation_steps
+        part = math.ceil(task.items * train.context_parallel / microbatches)
+        one, decoded = task.sample_examples(shape, 1), task.sample_decoding(shape)
+        rollout_flops = count_forward_flops(shape, decoded, layout).flops if decoded else 0.0
+        memory = StepMemoryEstimator(task, shape, train, dtype).estimate(part)
         forward, denoisers = count_forward_flops(shape, one, layout), 2 if memory.reference else 1
         flops = forward.flops_with_backward(train.is_denoiser_frozen) + (denoisers - 1) * forward.flops
         found.append(
             PhasePlan(
                 name=name,
                 train=train,
-                tokens=float(train.items * count_layer_tokens(shape, one, layout)),
-                flops=train.items * (flops + estimate_rollout_flops(config, train, shape)),
+                tokens=float(task.items * count_layer_tokens(shape, one, layout)),
+                flops=task.items * (flops + rollout_flops),
+                items=task.items,
                 microbatch_items=part,
                 memory=memory,
-                decode_bytes=estimate_rollout_bytes(config, train, shape, dtype, part),
+                decode_bytes=estimate_rollout_bytes(config, task, shape, dtype, part),
                 devices=devices,
                 number_bytes=dtype.itemsize,
                 gathered_bytes=dtype.itemsize
@@ -216,56 +205,8 @@ def make_planned_task(config: Config, train: TrainConfig, shape: DenoiserConfig)
     """The task of a phase as it is trained, but for what its rows would come from."""
     tokenizer: Any = SimpleNamespace(end_ids=frozenset({0}), mask_id=shape.mask_token_id)
     here = replace(config, model=replace(config.model, device="cpu"))
-    return make_task(None, here, train, InitialModel(shape, tokenizer, None, train.seed, train.lora_rank))
-
-
-def make_sample_microbatch(config: Config, train: TrainConfig, shape: DenoiserConfig, count: int) -> Any:
-    """A part of a step of `count` items, as the task of the phase makes them."""
-    examples = make_sample_examples(config, train, shape, count)
-    if train.objective != "rl":
-        return examples
-    rows = [
-        PolicyRow(
-            state, example.supervised_positions, (-1,) * len(example.supervised_positions), False, 1.0, 0.0
-        )
-        for example, state in zip(examples, lay_out_examples(examples, shape), strict=True)
-    ]
-    nothing = GateDecisions.from_commits(())
-    return RlMicrobatch(
-        {"rollouts": float(count * train.num_generations), "failed": 0.0}, rows, nothing, nothing
-    )
-
-
-def make_sample_examples(
-    config: Config, train: TrainConfig, shape: DenoiserConfig, count: int
-) -> list[Example]:
-    """Rows as `count` items of a step have them: full prompts, half of each canvas masked."""
-    rng = random.Random(0)
-
-    def ids(length: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(shape.vocab_size) for _ in range(length))
-
-    if train.objective in ("pretrain", "adapt"):
-        length = train.sequence_length
-        hidden = tuple(n % 2 == 0 for n in range(length))
-        return [
-            Example(Prompt((), (), ()), ids(length), hidden, (), 1.0, float(length)) for _ in range(count)
-        ]
-    hidden = tuple(n % 2 == 0 for n in range(shape.canvas_length))
-    found, rows, top_k, searched = [], train.item_rows, config.retrieval.top_k, 1
-    if train.objective == "rl":  # the steps that are learned from; of heads none runs a layer
-        steps = train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
-        rows = 0 if train.trainable == "policy_heads" else rows * steps
-        searched = ROLLOUT_PASSAGE_FACTOR
-    for _ in range(count):
-        passages = [ids(train.passage_length) for _ in range(searched * top_k)]
-        questions = [ids(LONG_QUESTION_TOKENS) for _ in range(rows if searched == 1 else 1)]
-        for row in range(rows):
-            first = row % ((searched - 1) * top_k + 1)
-            facts = tuple(passages[first : first + top_k])
-            prompt = Prompt(questions[row % len(questions)], facts, ())
-            found.append(Example(prompt, ids(shape.canvas_length), hidden))
-    return found
+    origin = InitialModel(shape, tokenizer, None, train.seed, train.lora_rank)
+    return find_task(train)(None, here, train, origin)
 
 
 def count_layer_tokens(shape: DenoiserConfig, examples: list[Example], layout: str) -> int:
@@ -291,32 +232,19 @@ def _forward_calls(
     return [(segments, [0] * len(segments), [0] * len(segments)), canvases] if segments else [canvases]
 
 
-def estimate_rollout_flops(config: Config, train: TrainConfig, shape: DenoiserConfig) -> float:
-    """FLOPs of the rollouts of an item: `STEPS_PER_ROLLOUT` passes over each canvas, its evidence encoded
-    once.
-    """
-    if train.objective != "rl":
-        return 0.0
-    each = replace(train, trainable=None, train_steps_per_rollout=int(STEPS_PER_ROLLOUT))
-    return count_forward_flops(
-        shape, make_sample_examples(config, each, shape, 1), shape.evidence_layout
-    ).flops
-
-
 def estimate_rollout_bytes(
-    config: Config, train: TrainConfig, shape: DenoiserConfig, dtype: torch.dtype, part: int
+    config: Config, task: Task, shape: DenoiserConfig, dtype: torch.dtype, part: int
 ) -> float:
-    """Bytes beside the weights while those of `part` items are decoded; pools take what is left."""
-    if train.objective != "rl":
+    """Bytes in addition to the weights while `part` items are decoded; pools take what is left."""
+    train = task.train
+    settings = task.rollout_settings(config, train)
+    if settings is None:
         return 0.0
-    settings, passages = (
-        make_rollout_settings(config, train),
-        (config.retrieval.top_k, train.passage_length),
-    )
+    passages = config.retrieval.top_k, train.passage_length
     row = LongestRow.from_budget(ContextBudget.from_config(shape), shape, LONG_QUESTION_TOKENS, passages)
     memory, rows = (
         DecodeMemory.from_config(shape, dtype, settings, row),
-        min(settings.batch_size, part * train.num_generations),
+        min(settings.batch_size, part * task.rows // task.items),
     )
     return memory.kv_slot_bytes(rows) + memory.step_bytes(rows)
 
@@ -363,7 +291,7 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
     )
     each = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.get_phase_configs().values():
-        check_parallelism(train, train.items, count)
+        check_parallelism(train, find_task(train, shape.noise).count_items(train)[0], count)
         need = each / 2 if train.is_denoiser_frozen else 2 * each + count_optimizer_bytes(denoiser, train)
         if train.parallel == "fsdp":
             need /= count

@@ -8,7 +8,7 @@ torch's own MemTracker stops at frozen weights and takes ten times as long for 3
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,13 +54,9 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class StepMemoryEstimator:
-    """A step of training that is not taken, with the arithmetic in `dtype`; nothing is allocated.
-
-    sample_microbatch: makes a part of a step, of so many items of equal sizes.
-    """
+    """A step of training that is not taken, with the arithmetic in `dtype`; nothing is allocated."""
 
     task: Task
-    sample_microbatch: Callable[[int], Any]
     shape: DenoiserConfig
     train: TrainConfig
     dtype: torch.dtype
@@ -78,7 +74,7 @@ class StepMemoryEstimator:
         reference = getattr(root, "reference", None)
         pairs = [] if reference is None else zip(parameters, reference.parameters(), strict=True)
         peak = logits = moved = per_item = 0.0
-        if train.trainable != "policy_heads":
+        if self.task.runs_denoiser:
             other = items // 2 or 2
             course, less = self._timelines((items, other), root.logit_chunk)
             (moved, _), _ = course.pop(MOVED_BYTES_KEY), less.pop(MOVED_BYTES_KEY)
@@ -111,7 +107,7 @@ class StepMemoryEstimator:
         chunk: positions whose logits are there at a time.
         """
         terms = self.task.loss_weights(int(self.train.attention_anneal_fraction * self.train.max_steps / 2))
-        each = self.task.count_microbatch(self.sample_microbatch(1), terms)["supervised"]
+        each = self.task.count_microbatch(self.task.sample_microbatch(self.shape, 1), terms)["supervised"]
         few = math.ceil(MIN_LOGIT_CHUNKS * chunk * self.train.context_parallel / each)
         counts = items if max(items) <= 2 * few else (few, 2 * few)
         layers, least = self.shape.num_hidden_layers, _count_uneven_layers(self.shape) + 1 + TAIL_LAYERS
@@ -119,7 +115,7 @@ class StepMemoryEstimator:
         found = []
         with report_progress("planning a step", len(counts) * len(depths)) as advance:
             for count in counts:
-                part, runs = self.sample_microbatch(count), []
+                part, runs = self.task.sample_microbatch(self.shape, count), []
                 for depth in depths:
                     runs.append(self._simulate(part, terms, depth))
                     advance(1)

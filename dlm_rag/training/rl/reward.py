@@ -1,47 +1,51 @@
-"""What a rollout is worth: exact match, and what is added to it and taken off."""
+"""What a rollout is worth: a reward, with weighted scores added and prices taken off."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config import TrainConfig
+from dlm_rag.config.tables import look_up
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_evidence_recall, compute_exact_match, compute_f1
 from dlm_rag.questions import Question
 
-
-@dataclass(frozen=True)
-class RewardParts:
-    """One rollout against its question: scores from 0 to 1, and what it took."""
-
-    exact_match: float
-    f1: float
-    recall: float  # of the supporting passages, in the last evidence; 0 where none is known
-    forwards: float
-    searches: float
-    unanswered: float  # 1 where the text has no answer in it
-
-
-def compute_reward_parts(rollout: Rollout, question: Question) -> RewardParts:
-    """The parts of the reward of a rollout without an error."""
-    golden = question.golden_answers
-    return RewardParts(
-        exact_match=compute_exact_match(rollout.answer, golden),
-        f1=compute_f1(rollout.answer, golden),
-        recall=compute_evidence_recall(rollout.evidence, question.supporting_ids) or 0.0,
-        forwards=float(rollout.forwards),
-        searches=float(rollout.retrievals),
-        unanswered=float(not rollout.answer),
-    )
+Reward = Callable[[Rollout, Question], float]
+REWARDS: dict[str, Reward] = {  # each is logged as `rollout_NAME`; `train.reward` names one of them
+    "exact_match": lambda rollout, question: compute_exact_match(rollout.answer, question.golden_answers),
+    "f1": lambda rollout, question: compute_f1(rollout.answer, question.golden_answers),
+    # of the supporting passages, in the last evidence; 0 where none is known
+    "recall": lambda rollout, question: (
+        compute_evidence_recall(rollout.evidence, question.supporting_ids) or 0.0
+    ),
+    "forwards": lambda rollout, _: float(rollout.forwards),
+    "searches": lambda rollout, _: float(rollout.retrievals),
+    "unanswered": lambda rollout, _: float(not rollout.answer),
+}
+WEIGHTS = {"f1": "f1_weight", "recall": "recall_weight"}  # entries of `REWARDS` that are added, by setting
+PRICES = {"forwards": "forward_cost", "searches": "search_cost"}  # and those that are subtracted
 
 
-def compute_reward(found: RewardParts, train: TrainConfig, priced: bool) -> float:
-    """R = EM + a F1 + b recall - c_f forwards - c_s searches, these last two where `priced`."""
-    value = found.exact_match + train.f1_weight * found.f1 + train.recall_weight * found.recall
-    prices = train.forward_cost * found.forwards + train.search_cost * found.searches
+def compute_reward_parts(rollout: Rollout, question: Question, reward: str) -> dict[str, float]:
+    """Every entry of `REWARDS`, and as `base` the one called `reward`, of a rollout without an error."""
+    found = {name: float(score(rollout, question)) for name, score in REWARDS.items()}
+    base = found[reward] if reward in found else look_up(REWARDS, reward, "train.reward")(rollout, question)
+    return found | {"base": float(base)}
+
+
+def compute_reward(parts: Mapping[str, float], train: TrainConfig, priced: bool) -> float:
+    """R = base + a F1 + b recall - c_f forwards - c_s searches, the last two where `priced`."""
+    value = parts["base"]
+    for name, weight in WEIGHTS.items():
+        value += getattr(train, weight) * parts[name]
+    prices = sum(getattr(train, price) * parts[name] for name, price in PRICES.items())
     return value - prices if priced else value
+
+
+def has_prices(train: TrainConfig) -> bool:
+    """Whether rollouts pay for anything."""
+    return any(getattr(train, price) for price in PRICES.values())
 
 
 def compute_advantages(rewards: Sequence[float], priced: bool) -> NDArray[np.float64]:

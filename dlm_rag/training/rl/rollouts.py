@@ -20,7 +20,14 @@ from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.data.world_examples import IndexedWorld, draw_world_question
-from dlm_rag.training.rl.reward import RewardParts, compute_advantages, compute_reward, compute_reward_parts
+from dlm_rag.training.rl.policies import find_policy
+from dlm_rag.training.rl.reward import (
+    REWARDS,
+    compute_advantages,
+    compute_reward,
+    compute_reward_parts,
+    has_prices,
+)
 
 
 class QuestionSource(Protocol):
@@ -67,7 +74,7 @@ class FileQuestionSource:
     def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
         found = []
         for item in items:
-            epoch, place = divmod(step * self._train.items + item, len(self._questions))
+            epoch, place = divmod(step * self._train.prompts_per_step + item, len(self._questions))
             order = sample_permutation((*self._key, "rl", epoch), len(self._questions))
             found.append(replace(self._questions[int(order[place])], id=f"{step}.{item}"))
         return found, self._retriever
@@ -104,13 +111,13 @@ def fill_rollout_buffer(
     with profile_stage("rollout"):
         rollouts = decoder.decode(members)
     with profile_stage("reward"):
-        priced = bool(train.forward_cost or train.search_cost) and share_done >= train.cost_start
+        priced = has_prices(train) and share_done >= train.cost_start
         taken: list[WeightedStep] = []
         sums = dict.fromkeys(ROLLOUT_SUMS, 0.0)
         for number, question in enumerate(asked):
             group = rollouts[number * train.num_generations : (number + 1) * train.num_generations]
             sound = [rollout for rollout in group if not rollout.error]
-            found = [compute_reward_parts(rollout, question) for rollout in sound]
+            found = [compute_reward_parts(rollout, question, train.reward) for rollout in sound]
             rewards = [compute_reward(part, train, priced) for part in found]
             count_rollout_group(sums, group, found, rewards)
             for rollout, advantage in zip(sound, compute_advantages(rewards, priced), strict=True):
@@ -135,21 +142,24 @@ def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig)
 
 
 ROLLOUT_SUMS = (
-    "rollouts", "failed", "reward", "exact_match", "f1", "recall", "forwards", "searches", "unanswered",
+    "rollouts", "failed", "reward", *REWARDS,
     "groups", "groups_right", "groups_wrong", "groups_mixed", "steps", "forced",
 )  # fmt: skip
 
 
 def count_rollout_group(
-    sums: dict[str, float], group: Sequence[Rollout], found: Sequence[RewardParts], rewards: Sequence[float]
-) -> None:
+    sums: dict[str, float],
+    group: Sequence[Rollout],
+    found: Sequence[dict[str, float]],
+    rewards: Sequence[float],
+) -> None:  # fmt: skip
     """Adds a group to the sums."""
     sums["rollouts"] += len(found)
     sums["failed"] += len(group) - len(found)
     sums["reward"] += sum(rewards)
-    for name in ("exact_match", "f1", "recall", "forwards", "searches", "unanswered"):
-        sums[name] += sum(getattr(part, name) for part in found)
-    right = sum(part.exact_match for part in found)
+    for name in REWARDS:
+        sums[name] += sum(part[name] for part in found)
+    right = sum(part["exact_match"] for part in found)
     sums["groups"] += 1
     kind = "right" if right == len(found) else "mixed" if right else "wrong"
     sums[f"groups_{kind}"] += 1
@@ -159,17 +169,10 @@ def count_rollout_group(
 
 
 def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
-    """How rollouts are decoded: as the config says, but by lot."""
-    if train.trainable == "policy_heads":
-        headed = {"commit_rule": "policy_head", "head_threshold": None, "temperature": 0.0}
-    else:
-        headed = {
-            "commit_rule": "sampled",
-            "temperature": train.rollout_temperature,
-            "retrieval_gate": "always",
-        }
-    places = min(config.decode.batch_size, train.items * train.num_generations)
-    return replace(config.decode, **headed, batch_size=places, seed=train.seed)  # type: ignore[arg-type]
+    """How rollouts are decoded: as the config says, but sampled."""
+    places = min(config.decode.batch_size, train.prompts_per_step * train.num_generations)
+    sampled = find_policy(train).rollout_settings(train)
+    return replace(config.decode, **sampled, batch_size=places, seed=train.seed)
 
 
 def make_rollout_decoder(

@@ -6,16 +6,22 @@ from typing import Any
 
 from torch import nn
 
-from dlm_rag.config import Config, TrainConfig
+from dlm_rag.config import Config, DecodeConfig, TrainConfig
+from dlm_rag.config.tables import look_up
 from dlm_rag.decode.engine import with_checkpoint_defaults
 from dlm_rag.decode.trace_file import build_trace_header
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.training.data.example import Example
+from dlm_rag.training.data.sample_rows import sample_prompt_rows
+from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.initial_weights import copy_frozen_denoiser
+from dlm_rag.training.objective import lay_out_examples
+from dlm_rag.training.phase_data import open_question_data, open_world_validation
+from dlm_rag.training.rl.policies import LEARNED_POLICIES, check_policy_shape, find_policy
 from dlm_rag.training.rl.policy_loss import (
     GateDecisions,
     HeadsObjective,
@@ -23,17 +29,21 @@ from dlm_rag.training.rl.policy_loss import (
     PolicyRow,
     make_policy_rows,
 )
+from dlm_rag.training.rl.reward import REWARDS, has_prices
 from dlm_rag.training.rl.rollouts import (
+    FileQuestionSource,
     QuestionSource,
     RolloutBuffer,
     WeightedStep,
+    WorldQuestionSource,
     fill_rollout_buffer,
     make_rollout_decoder,
     make_rollout_settings,
 )
-from dlm_rag.training.task import TaskState
+from dlm_rag.training.task import Phase, Task, TaskState, Validation
 
 STEPS_PER_ROLLOUT = 8.0  # that a rollout counts in the divisor, whatever it took
+ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
 ALARM_PATIENCE_STEPS = 10  # steps that something must last before it is reported
 MIN_ENTROPY_NATS = 0.02  # of entropy a step, under which nothing is tried any more
 
@@ -48,59 +58,108 @@ class RlMicrobatch:
     searches: GateDecisions
 
 
-class RlTask:
+class RlTask(Task):
     """Groups of rollouts by reward (GRPO, arXiv 2402.03300).
 
     The state is what the alarms count: steps without a mixed group, steps nearly without entropy, the
     searches of a rollout at first and now; and the alarms that the run has reported, each once.
     """
 
-    name, can_prefetch = "rl", False
+    name, can_prefetch, needs_trained_model = "rl", False, True
+    trainable = frozenset(LEARNED_POLICIES)
+    size_settings = frozenset({"prompts_per_step", "num_generations"})
+    _source: QuestionSource
 
-    def __init__(
-        self, questions: QuestionSource, config: Config, train: TrainConfig, tokenizer: Tokenizer
-    ) -> None:
-        self._questions, self._config, self._train = questions, config, train
-        self._tokenizer = tokenizer
-        self.items, self.rows, self.updates = (
-            train.items,
-            train.items * train.num_generations,
-            train.num_iterations,
-        )
+    def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
+        super().__init__(source, config, train, origin)
+        self.updates, self._tokenizer = train.num_iterations, origin.tokenizer
+        self.runs_denoiser = find_policy(train).runs_denoiser
         self._denoiser: Denoiser | None = None
+
+    @staticmethod
+    def count_items(train: TrainConfig) -> tuple[int, int]:
+        return train.prompts_per_step, train.num_generations
+
+    @classmethod
+    def check_settings(cls, config: Config, train: TrainConfig) -> None:
+        super().check_settings(config, train)
+        look_up(REWARDS, train.reward, "train.reward")
+        runs_denoiser = find_policy(train).runs_denoiser
+        if runs_denoiser and config.decode.copy_penalty is not None:
+            raise ConfigError(
+                "rl of the denoiser computes steps again without decode.copy_penalty: leave it out, or set "
+                "train.trainable=policy_heads"
+            )
+        if train.committed_only and train.num_iterations > 1:
+            raise ConfigError("committed_only has no ratio to clip: set num_iterations=1")
+        if train.min_hops > train.max_hops:
+            raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
+        if config.data.corpus is not None and config.data.questions is None and train.max_hops == 1:
+            raise ConfigError("train.max_hops=1: questions made from data.corpus need 2 passages or more")
+
+    @classmethod
+    def rollout_settings(cls, config: Config, train: TrainConfig) -> DecodeConfig:
+        return make_rollout_settings(config, train)
+
+    @classmethod
+    def open_source(cls, phase: Phase) -> tuple[QuestionSource, Validation]:
+        if phase.config.data.corpus is None:
+            worlds = WorldQuestionSource(phase.train, phase.config.retrieval.top_k)
+            return worlds, open_world_validation(phase)
+        data, validation = open_question_data(phase)
+        for question in (*data.questions, *validation.questions):
+            if not question.golden_answers:
+                raise QuestionError(f"question '{question.id}' has no 'golden_answers' to reward")
+        return FileQuestionSource(data.questions, data.retriever, phase.train, phase.name), validation
+
+    def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
+        steps = self._train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
+        return self._sample_steps(shape, count, steps if self.runs_denoiser else 0)
+
+    def sample_decoding(self, shape: DenoiserConfig) -> list[Example]:
+        return self._sample_steps(shape, 1, int(STEPS_PER_ROLLOUT))
+
+    def _sample_steps(self, shape: DenoiserConfig, count: int, steps: int) -> list[Example]:
+        rows = count * [steps * self._train.num_generations]
+        return sample_prompt_rows(
+            shape, self._train, self._config.retrieval.top_k, rows, ROLLOUT_PASSAGE_FACTOR
+        )
+
+    def sample_microbatch(self, shape: DenoiserConfig, count: int) -> "RlMicrobatch":
+        examples = self.sample_examples(shape, count)
+        rows = [
+            PolicyRow(
+                state, example.supervised_positions, (-1,) * len(example.supervised_positions), False, 1.0,
+                0.0,
+            )
+            for example, state in zip(examples, lay_out_examples(examples, shape), strict=True)
+        ]  # fmt: skip
+        nothing = GateDecisions.from_commits(())
+        rollouts = float(count * self._train.num_generations)
+        return RlMicrobatch({"rollouts": rollouts, "failed": 0.0}, rows, nothing, nothing)
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
-        check_rl_shape(denoiser.config, self._train)
+        check_policy_shape(denoiser.config, self._train)
         settings = make_rollout_settings(self._config, self._train)
-        if self._train.trainable == "policy_heads":
+        if not self.runs_denoiser:
             return HeadsObjective(denoiser, settings, self._train)
         dtype = choose_dtype(self._train.dtype, choose_device(self._config.model.device))
         reference = copy_frozen_denoiser(denoiser, dtype) if self._train.kl_coef else None
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self._train, reference)
 
-    def conditions(self, state: TaskState) -> None:
-        return None
-
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RlMicrobatch:
         buffer, layout = self.collect_rollouts(step, items)
-        rows = (
-            self.make_denoiser_rows(buffer.weighted_steps, layout)
-            if self._train.trainable != "policy_heads"
-            else []
-        )
-        return RlMicrobatch(
-            buffer.sums,
-            rows,
-            GateDecisions.from_commits(buffer.weighted_steps),
-            GateDecisions.from_searches(buffer.weighted_steps),
-        )
+        taken = buffer.weighted_steps
+        rows = self.make_denoiser_rows(taken, layout) if self.runs_denoiser else []
+        commits, searches = GateDecisions.from_commits(taken), GateDecisions.from_searches(taken)
+        return RlMicrobatch(buffer.sums, rows, commits, searches)
 
     def collect_rollouts(self, step: int, items: Sequence[int]) -> tuple[RolloutBuffer, str]:
         """The rollouts of some questions of a step, and how their evidence was laid out."""
         assert self._denoiser is not None
         train = self._train
-        asked, retriever = self._questions.draw_questions(step, items)
+        asked, retriever = self._source.draw_questions(step, items)
         decoder = make_rollout_decoder(self._denoiser, retriever, self._tokenizer, self._config, train)
         return fill_rollout_buffer(decoder, asked, train, step / train.max_steps), decoder.evidence_layout
 
@@ -115,9 +174,6 @@ class RlTask:
         )  # fmt: skip
         assert settings.finished_block_context is not None
         return make_policy_rows(taken, header, self._tokenizer, shape, settings.finished_block_context)
-
-    def loss_weights(self, step: int) -> None:
-        return None
 
     def count_microbatch(self, part: RlMicrobatch, terms: None) -> dict[str, float]:
         runs = [row.state.canvas_segment for row in part.rows]
@@ -134,10 +190,9 @@ class RlTask:
     ) -> dict[str, float]:
         rollouts, groups = max(1.0, counts["rollouts"]), max(1.0, counts["groups"])
         learned = max(1.0, sums["learned"])
-        means = ("reward", "exact_match", "f1", "recall", "forwards", "searches", "unanswered")
         found = {
             "loss": (self._train.kl_coef * sums["divergence"] - sums["policy"]) / counts["divisor"],
-            **{f"rollout_{name}": counts[name] / rollouts for name in means},
+            **{f"rollout_{name}": counts[name] / rollouts for name in ("reward", *REWARDS)},
             "rollouts_failed": counts["failed"],
             **{name: counts[name] / groups for name in ("groups_right", "groups_wrong", "groups_mixed")},
             "forced_share": counts["forced"] / max(1.0, counts["steps"]),
@@ -159,7 +214,7 @@ class RlTask:
             "searches_at_first": first,
             "searches": 0.9 * state.get("searches", first) + 0.1 * metrics["rollout_searches"],
         }
-        found = find_alarms(state, bool(self._train.forward_cost or self._train.search_cost))
+        found = find_alarms(state, has_prices(self._train))
         if new := found.keys() - reported:
             cause = min(new)
             metrics["alarm"], reported = found[cause], [*reported, cause]
@@ -172,33 +227,18 @@ def find_alarms(state: TaskState, priced: bool) -> dict[str, str]:
     if state["unmixed"] >= ALARM_PATIENCE_STEPS:
         learned = "only prices were" if priced else "nothing was"
         found["unmixed"] = (
-            f"no group of {ALARM_PATIENCE_STEPS} steps had both right and wrong rollouts, so {learned} "
-            "learned: ask "
-            "other questions (min_hops, hops), or reward parts of an answer (f1_weight, recall_weight)"
+            f"No group of the last {ALARM_PATIENCE_STEPS} steps had both right and wrong rollouts, so "
+            f"{learned} learned: ask other questions (min_hops, max_hops), or reward parts of an answer "
+            "(f1_weight, recall_weight)."
         )
     if state["certain"] >= ALARM_PATIENCE_STEPS:
         found["certain"] = (
-            "hardly anything is decided by lot any more, so nothing new is tried: lower the learning rate, "
-            "or raise rollout_temperature or decode.gate_temperature"
+            f"Policy entropy has been below {MIN_ENTROPY_NATS} nats per step for {ALARM_PATIENCE_STEPS} "
+            "steps, so nothing new is tried: lower the learning rate, or raise rollout_temperature or "
+            "decode.gate_temperature."
         )
     if state["searches"] > 2 * max(1.0, state["searches_at_first"]):
         found["searches"] = (
-            "rollouts search twice as often as at first: set search_cost, or look at the retriever"
+            "Rollouts search twice as often as at first: set search_cost, or look at the retriever."
         )
     return found
-
-
-def check_rl_shape(shape: DenoiserConfig, train: TrainConfig) -> None:
-    """Raises `ConfigError` for a denoiser whose steps cannot be computed again as they were."""
-    if train.trainable == "policy_heads" or not shape.block_size:
-        return
-    if shape.shifted or shape.finished_block_context in ("append", "frozen"):
-        raise ConfigError(
-            "rl of the denoiser computes steps again from the canvas alone, which does not do for "
-            + (
-                "shifted models in blocks"
-                if shape.shifted
-                else f"finished_block_context={shape.finished_block_context}"
-            )
-            + ": set train.trainable=policy_heads"
-        )

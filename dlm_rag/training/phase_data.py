@@ -1,0 +1,126 @@
+"""The data of a phase (worlds, questions, documents) and what it is validated with."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlm_rag.config import Config
+from dlm_rag.data.synthetic_world import build_passage_record, make_world, make_world_question, write_world
+from dlm_rag.errors import ConfigError
+from dlm_rag.questions import Question, read_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.retrieval.build_once import build_once
+from dlm_rag.retrieval.corpus import Passage, open_corpus
+from dlm_rag.training.data.corpus_questions import generate_corpus_questions
+from dlm_rag.training.data.documents import PackedDocuments, open_token_file
+from dlm_rag.training.data.question_examples import QuestionExamples, target_response
+from dlm_rag.training.task import Phase
+from dlm_rag.training.validation import QuestionValidation
+
+VALIDATION_SEED = 1_000_000  # test worlds of reports have small seeds
+DOCUMENT_WORLDS = 20
+
+
+@dataclass(frozen=True)
+class QuestionData:
+    """Questions to train on, and what answers their searches."""
+
+    questions: list[Question]
+    retriever: CorpusRetriever
+    single_passage: list[Question]
+    draw_counterfactual: Callable[[random.Random], tuple[Question, Passage]] | None
+
+
+def open_documents(phase: Phase) -> PackedDocuments:
+    """`data.documents`, or documents of worlds; raises `UserError`."""
+    config, train, shape = phase.config, phase.train, phase.origin.config
+    files = config.data.documents or {"worlds": str(write_world_documents(config, phase.folder))}
+    where = config.retrieval.index_dir
+    sources = {name: open_token_file(path, phase.tokenizer, where) for name, path in files.items()}
+    longest = shape.max_position_embeddings
+    if train.sequence_length + shape.shifted > longest and train.rope_theta is None:
+        raise ConfigError(
+            f"sequence_length={train.sequence_length} is beyond the model's {longest} positions: set "
+            "rope_theta too"
+        )
+    return PackedDocuments(sources, phase.tokenizer, train, phase.name, shape.shifted)
+
+
+def open_question_data(phase: Phase) -> tuple[QuestionData, QuestionValidation]:
+    """Questions of `data.questions`, or made from `data.corpus`; some are held out for validation."""
+    config, train = phase.config, phase.train
+    assert config.data.corpus is not None
+    corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
+    single: list[Question] = []
+    crossed = None
+    if config.data.questions is None:
+        made = generate_corpus_questions(
+            corpus, phase.tokenizer, phase.origin.config, train.max_hops, config.data.held_out
+        )
+        kept, single, crossed = made.chains, made.single_passage, made.draw_counterfactual
+        asked = sample_validation_questions(made.held_out, train.eval_questions, train.seed)
+    else:
+        questions = read_questions(config.data.questions)
+        held = min(train.eval_questions, len(questions) // 10)
+        kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
+    retriever = load_retriever(config.retrieval, corpus)
+    truths = [target_response(question) for question in asked]
+    validation = QuestionValidation(
+        asked, truths, retriever, config.decode, train.seed, config.engine.for_training_rollouts
+    )
+    return QuestionData(kept, retriever, single, crossed), validation
+
+
+def make_question_examples(data: QuestionData, phase: Phase) -> QuestionExamples:
+    """Training rows of questions."""
+    found = QuestionExamples(
+        data.questions, data.retriever, phase.tokenizer, phase.origin.config, phase.train, phase.name
+    )
+    return found.add_single_passage_questions(data.single_passage, data.draw_counterfactual)
+
+
+def sample_validation_questions(questions: list[Question], count: int, seed: int) -> list[Question]:
+    """`count` random questions, or all where there are fewer."""
+    return random.Random(f"validation/{seed}").sample(questions, min(count, len(questions)))
+
+
+def open_world_validation(phase: Phase) -> QuestionValidation:
+    """A test-split world, whose words training never sees, written once into the run's folder."""
+    config, train = phase.config, phase.train
+
+    def write(folder: Path) -> None:
+        seed, passages = VALIDATION_SEED + train.seed, train.world_passages
+        written = write_world(folder, seed, "test", passages, train.eval_questions, hops=train.max_hops)
+        truths = [question.reasoning for question in written]
+        (folder / "responses.json").write_text(json.dumps(truths), encoding="utf-8")
+
+    built = build_once(phase.folder / "validation", write)
+    questions = read_questions(built / "questions.jsonl")
+    truths = json.loads((built / "responses.json").read_text(encoding="utf-8"))
+    retriever = load_retriever(
+        built / "corpus.jsonl", top_k=config.retrieval.top_k, index_dir=str(built / "index")
+    )
+    engine = config.engine.for_training_rollouts
+    return QuestionValidation(questions, truths, retriever, config.decode, train.seed, engine)
+
+
+def write_world_documents(config: Config, folder: Path) -> Path:
+    """Passages and answered questions of training worlds as documents, written once into `folder`."""
+
+    def write(scratch: Path) -> None:
+        with (scratch / "documents.jsonl").open("w", encoding="utf-8") as file:
+            for number in range(DOCUMENT_WORLDS):
+                seed = config.train.seed * 1_000_003 + number
+                world = make_world(seed, "train", config.train.world_passages)
+                rng = random.Random(f"documents/{seed}")
+                texts = [build_passage_record(world, entity) for entity in world.entities]
+                lines = [f"{record['title']}\n{record['contents']}" for record in texts]
+                asked = (make_world_question(rng, world, rng.randint(1, 4), training=True) for _ in lines)
+                lines += [f"{q.question}\n{q.reasoning}" for q in asked if q is not None]
+                rng.shuffle(lines)
+                file.writelines(json.dumps({"text": line}) + "\n" for line in lines)
+
+    return build_once(folder / "documents", write) / "documents.jsonl"

@@ -1,0 +1,43 @@
+"""The objectives, by the names that `train.objective` gives them."""
+
+from typing import TYPE_CHECKING
+
+from dlm_rag.config import Config, TrainConfig
+from dlm_rag.config.tables import import_object, look_up
+from dlm_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dlm_rag.model.denoiser_config import UniformNoiseConfig
+    from dlm_rag.training.task import Task
+
+# Subclasses of `training.task.Task`, imported when they are needed: `--help` lists the names without torch.
+TASKS = {
+    "sft": "dlm_rag.training.supervised_tasks:SftTask",
+    "pretrain": "dlm_rag.training.supervised_tasks:PretrainTask",
+    "adapt": "dlm_rag.training.supervised_tasks:AdaptTask",
+    "rl": "dlm_rag.training.rl.task:RlTask",
+}
+UNIFORM_TASKS = {"sft": "dlm_rag.training.uniform_sft:UniformSftTask"}  # of models of uniform noise
+
+
+def find_task(train: TrainConfig, noise: "UniformNoiseConfig | None" = None) -> "type[Task]":
+    """The task of a phase; noise: the model's, None for masks. Raises `ConfigError`."""
+    from dlm_rag.training.task import Task
+
+    found = look_up(TASKS if noise is None else UNIFORM_TASKS, train.objective, "train.objective")
+    if isinstance(found, str):
+        found = import_object(found, "train.objective")
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise ConfigError(f"train.objective={train.objective} is not a subclass of training.task.Task")
+    return found
+
+
+def check_task_settings(config: Config) -> None:
+    """Raises `ConfigError` for settings that do not go with the objectives of a run."""
+    for number, train in enumerate(config.train.get_phase_configs().values()):
+        task = find_task(train)
+        if task.needs_trained_model and not number and config.model.path is None:
+            raise ConfigError(
+                f"{task.name} begins with a model that answers: set model.path, or put a phase of sft first"
+            )
+        task.check_settings(config, train)
