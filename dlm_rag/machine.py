@@ -120,7 +120,7 @@ def _read_cgroup_cpu_quota(root: Path = Path("/")) -> float:
 
 
 def _read_text_or_empty(path: Path) -> str:
-    """The text of a file; nothing where there is none."""
+    """The text of a file; empty if there is none."""
     try:
         return path.read_text()
     except OSError:
@@ -128,7 +128,7 @@ def _read_text_or_empty(path: Path) -> str:
 
 
 def read_host_memory() -> dict[str, int]:
-    """Bytes of memory, "total" and "available"; nothing where the system does not tell."""
+    """Bytes of memory, "total" and "available"; empty if the system does not tell."""
     listed = Path("/proc/meminfo")
     found = dict(re.findall(r"^Mem(\w+):\s+(\d+) kB", listed.read_text(), re.M)) if listed.is_file() else {}
     return {name.lower(): 1024 * int(size) for name, size in found.items()}
@@ -155,7 +155,7 @@ def get_code_commit() -> str | None:
 
 
 def compute_code_digest(package: Path = PACKAGE_FOLDER) -> str:
-    """12 hex digits over all sources of the package: any other byte, any other digest."""
+    """12 hex digits over all sources of the package: any change changes it."""
     found = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         found.update(f"{path.relative_to(package).as_posix()}\0".encode())
@@ -164,7 +164,7 @@ def compute_code_digest(package: Path = PACKAGE_FOLDER) -> str:
 
 
 def is_built_for_gpu(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a build has code for a GPU: of its generation and no newer, or such as is compiled for it.
+    """Whether a build has code for a GPU: of its generation, or compiled at load.
 
     built_for: as in `torch.cuda.get_arch_list`; of names of another form nothing is known, and all fits.
     """

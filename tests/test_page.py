@@ -232,7 +232,7 @@ def test_guesses_that_no_decode_has_made_are_refused(tmp_path):
     rollout = make_two_hop_rollout()
     rollout.steps[1] = replace(rollout.steps[1], guesses=ProvisionalDelta("50"))
     path = write_trace(tmp_path / "t.jsonl", rollout)
-    with pytest.raises(TraceError, match="t.jsonl: the line of question 'q1' is none of a decode"):
+    with pytest.raises(TraceError, match="t.jsonl: the line of question 'q1' is not from a decode"):
         read_trace_runs([path])
 
 

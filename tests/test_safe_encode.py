@@ -176,7 +176,7 @@ def test_a_tokenizer_that_no_text_is_safe_with_is_refused(change, says):
 def test_a_mask_that_is_one_character_is_refused():
     with pytest.raises(CheckpointError, match="'a' is the model's mask .* a single character"):
         Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level()), ord("a"))
-    with pytest.raises(CheckpointError, match="mask_token_id=999 is no token"):
+    with pytest.raises(CheckpointError, match="mask_token_id=999 is not a token"):
         Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level()), 999)
 
 

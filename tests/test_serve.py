@@ -235,7 +235,7 @@ REFUSED = {
     "no JSON": (b"{", "is not JSON"),
     "no UTF-8": (b"\xff", "is not UTF-8"),
     "half a character": (b'{"messages": "\\ud800"}', "half of a character"),
-    "endless nesting": (b"[" * 500_000, "nesting beyond all measure"),
+    "endless nesting": (b"[" * 500_000, "nesting that is too"),
     "a key twice": (b'{"n": 1, "n": 1}', "a second time"),
     "too long for the context": (chat_body("word " * 1000), "context"),
     "too long to be counted": (chat_body("word " * 50_000), "characters that are read"),

@@ -16,10 +16,8 @@ training never shows are marked `held_out_wording` and `held_out_path`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,20 +26,16 @@ from dlm_rag.cli import CommandParser, parse_int
 from dlm_rag.data.templates import (
     ANSWER_MARKER,
     ASIDE_TEMPLATES,
-    CODAS,
     ENTITY_KIND_SHARES,
     GENRES,
     HELD_OUT_WORDING_SHARE,
-    NAME_PATTERN_WORDS,
-    NAME_PATTERNS,
     OCCUPATIONS,
-    ONSETS,
     OPENING_TEMPLATES,
     PRODUCTS,
     RELATION_BY_NAME,
     RELATIONS,
-    VOWELS,
 )
+from dlm_rag.data.words import is_held_out_path, is_name_in_split, make_name, make_word
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.atomic import write_text_atomic
 from dlm_rag.files.record_readers import expand_path
@@ -113,26 +107,6 @@ class WorldQuestion:
         return [*found, (self.hops - 1, start, start + len(self.answer))]
 
 
-def get_word_split(word: str) -> str:
-    """The split that an invented word belongs to: a fifth of all words are for tests."""
-    return "test" if hashlib.sha256(word.encode()).digest()[0] % 5 == 0 else "train"
-
-
-def is_held_out_path(relations: Sequence[str]) -> bool:
-    """Whether training never asks along this path; an eighth of the paths of two hops and more."""
-    digest = hashlib.sha256("/".join(relations).encode()).digest()
-    return len(relations) > 1 and digest[0] % 8 == 0
-
-
-def make_word(rng: random.Random, split: str) -> str:
-    """A pronounceable word of two syllables that belongs to `split`."""
-    while True:
-        parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)]
-        word = ("".join(parts) + rng.choice(CODAS)).capitalize()
-        if get_word_split(word) == split:
-            return word
-
-
 def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
     """A world with `passages` entities; the same for the same arguments."""
     rng = random.Random(f"{split}/{seed}")
@@ -148,27 +122,14 @@ def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
 
 
 def _make_entities(rng: random.Random, pool: list[str], count: int, split: str) -> list[Entity]:
-    kinds = [
-        kind for kind, share in ENTITY_KIND_SHARES.items() for _ in range(max(2, round(share * count)))
-    ]
+    kinds = [k for k, share in ENTITY_KIND_SHARES.items() for _ in range(max(2, round(share * count)))]
     rng.shuffle(kinds)
-    entities, names = [], set[str]()
+    names: dict[str, Entity] = {}
     for number, kind in enumerate(track_progress(kinds, "inventing names")):
-        while (name := _make_name(rng, kind, pool)) in names or not is_name_in_split(name, split):
+        while (name := make_name(rng, kind, pool)) in names or not is_name_in_split(name, split):
             pass
-        names.add(name)
-        entities.append(Entity(f"e{number}", kind, name))
-    return entities
-
-
-def is_name_in_split(name: str, split: str) -> bool:
-    """Whether every invented word of a name belongs to the split ("Mabesland" is a word of its own)."""
-    return all(get_word_split(word) == split for word in name.split() if word not in NAME_PATTERN_WORDS)
-
-
-def _make_name(rng: random.Random, kind: str, pool: list[str]) -> str:
-    one, two = rng.sample(pool, 2)
-    return rng.choice(NAME_PATTERNS[kind]).format(one, two)
+        names[name] = Entity(f"e{number}", kind, name)
+    return list(names.values())
 
 
 def _assign_facts(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
@@ -238,21 +199,20 @@ def make_world_question(
         return None
     kind = subjects[0].kind
     phrase = f"the {kind} {subjects[0].name}" if kind in GENRES else subjects[0].name
-    wordings = [RELATION_BY_NAME[name].noun_phrases for name in relations[:-1]] + [
-        RELATION_BY_NAME[relations[-1]].question_templates
-    ]
+    wordings = [RELATION_BY_NAME[name].noun_phrases for name in relations[:-1]]
+    wordings.append(RELATION_BY_NAME[relations[-1]].question_templates)
     held_wording = not training and rng.random() < HELD_OUT_WORDING_SHARE
     held_at = rng.randrange(hops) if held_wording else None
     for hop, known in enumerate(wordings):
         phrase = (known[-1] if hop == held_at else rng.choice(known[:-1])).format(s=phrase)
     objects = [*subjects[1:], subjects[-1].facts[relations[-1]]]
     return WorldQuestion(
-        question=phrase,
-        objects=tuple(map(get_object_text, objects)),
-        subjects=tuple(subjects),
-        relations=tuple(relations),
-        held_out_path=held_path,
-        held_out_wording=held_wording,
+        phrase,
+        tuple(map(get_object_text, objects)),
+        tuple(subjects),
+        tuple(relations),
+        held_path,
+        held_wording,
     )
 
 
@@ -300,11 +260,6 @@ def make_world_questions(world: World, seed: int, per_hop: int = 100, hops: int 
     return list(found.values())
 
 
-def build_passage_record(world: World, entity: Entity) -> dict[str, str]:
-    """The line of `corpus.jsonl`."""
-    return {"id": entity.id, "title": entity.name, "contents": world.contents[entity.id]}
-
-
 def build_question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
     """The line of `questions.jsonl`."""
     return {
@@ -320,12 +275,17 @@ def build_question_record(number: int, question: WorldQuestion) -> dict[str, Any
     }
 
 
+def build_passage_record(world: World, entity: Entity) -> dict[str, str]:
+    """The line of `corpus.jsonl`."""
+    return {"id": entity.id, "title": entity.name, "contents": world.contents[entity.id]}
+
+
 def write_world(
     folder: Path, seed: int, split: str, passages: int, per_hop: int, hops: int = 4
 ) -> list[WorldQuestion]:
     """Writes `corpus.jsonl` and `questions.jsonl` into `folder`; returns the questions.
 
-    Raises `ConfigError` where one of them is there with other content, which stays.
+    Raises `ConfigError` if one of them exists with other content, which stays.
     """
     world = make_world(seed, split, passages)
     questions = make_world_questions(world, seed, per_hop, hops)
@@ -333,15 +293,12 @@ def write_world(
         "corpus.jsonl": [build_passage_record(world, entity) for entity in world.entities],
         "questions.jsonl": [build_question_record(n, q) for n, q in enumerate(questions)],
     }
-    texts = {
-        folder / name: "".join(json.dumps(record) + "\n" for record in records)
-        for name, records in files.items()
-    }
+    texts = {folder / name: "".join(json.dumps(r) + "\n" for r in files[name]) for name in files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
-                raise ConfigError(f"{path} is there and holds something else: name another folder")
+                raise ConfigError(f"{path} exists with other content: name another folder")
         for path, text in texts.items():
             if not path.exists():
                 write_text_atomic(path, text)

@@ -1,4 +1,4 @@
-"""What invented worlds are told in: sounds of names, relations with all their wordings, asides."""
+"""The texts of invented worlds: sounds of names, relations with all their wordings, asides."""
 
 from dataclasses import dataclass
 

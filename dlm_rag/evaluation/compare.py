@@ -82,9 +82,7 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[str]]:
             raise ConfigError(f"sweep: '{word}' is not KEY=VALUE,VALUE")
         if key not in keys:
             raise ConfigError(
-                f"sweep: '{key}' is none of the keys of {', '.join(COMPARED_SECTIONS)} in which settings "
-                "differ"
-                f"{suggest_nearest(key, keys)}"
+                f"sweep: '{key}' is not a key of {', '.join(COMPARED_SECTIONS)}{suggest_nearest(key, keys)}"
             )
         if "" in values:
             raise ConfigError(f"sweep: a value of {word} is empty: write {key}=VALUE,VALUE")

@@ -1,6 +1,5 @@
 """What exact match costs: the settings that no other one beats, in a table and a picture."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,8 +9,8 @@ from dlm_rag.evaluation.report import (
     compute_answers_per_second,
     format_estimate,
     format_percent,
+    open_two_panels,
 )
-from dlm_rag.files.atomic import open_atomic_file
 from dlm_rag.text import replace_control_chars
 
 SettingMetrics = Mapping[str, Estimate | None]  # of one setting in one group of questions
@@ -88,56 +87,43 @@ def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iter
     The first part of a setting's name is its colour, the rest its marker; swept: as in
     `build_overview_table`.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
-        _draw_pareto(path, summaries, list(swept))
-
-
-def _draw_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: list[str]) -> None:
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
+    keys = list(swept)
     parts = {
-        name: [replace_control_chars(part) for part in split_setting_name(name, swept)]
-        for name in summaries
+        name: [replace_control_chars(part) for part in split_setting_name(name, keys)] for name in summaries
     }
     halves = {name: (first, ", ".join(rest)) for name, (first, *rest) in parts.items()}
     firsts, rests = (list(dict.fromkeys(half)) for half in zip(*halves.values(), strict=True))
     palette = pyplot.get_cmap("viridis")
     colours = {first: palette(0.9 * n / max(1, len(firsts) - 1)) for n, first in enumerate(firsts)}
     markers = {rest: PLOT_MARKERS[n % len(PLOT_MARKERS)] for n, rest in enumerate(rests)}
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
-    for axis, cost in zip(axes, ("answers/s", "forwards"), strict=True):
-        for name, metrics in summaries.items():
-            match, price = metrics["exact_match"], compute_plot_costs(metrics)[cost]
-            if match is None or price is None:
-                continue
-            axis.errorbar(
-                price.mean, 100 * match.mean, **_make_error_bars(price, "xerr"), **_make_error_bars(match,
-                "yerr", 100),
-                color=colours[halves[name][0]], marker=markers[halves[name][1]], markersize=7,
-                linewidth=0, elinewidth=0.6, alpha=0.9,
-            )  # fmt: skip
-        best = [(price, summaries[name]["exact_match"]) for name in compute_pareto_front(summaries, cost)
-                if (price := compute_plot_costs(summaries[name])[cost])]  # fmt: skip
-        line = [(price.mean, 100 * match.mean) for price, match in best if match]
-        axis.plot(*zip(*line, strict=True), color="0.6", linewidth=1.2, zorder=0)
-        axis.set_xlabel(f"{cost}, {'more' if cost == 'answers/s' else 'fewer'} is better")
-        axis.grid(color="0.92")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("exact match %")
-    handles = [Line2D([], [], color=c, marker="o", linewidth=0, label=n) for n, c in colours.items()]
-    if len(rests) > 1 or rests[0]:
-        handles += [Line2D([], [], color="0.4", marker=m, linewidth=0, label=n or "(as is)")
-                    for n, m in markers.items()]  # fmt: skip
-    handles.append(Line2D([], [], color="0.6", label="Pareto front"))
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(swept))
-    with open_atomic_file(path) as scratch:
-        figure.savefig(scratch, dpi=150)
-    pyplot.close(figure)
+    with open_two_panels(path, (11, 5)) as (figure, axes):
+        for axis, cost in zip(axes, ("answers/s", "forwards"), strict=True):
+            for name, metrics in summaries.items():
+                match, price = metrics["exact_match"], compute_plot_costs(metrics)[cost]
+                if match is None or price is None:
+                    continue
+                axis.errorbar(
+                    price.mean, 100 * match.mean,
+                    **_make_error_bars(price, "xerr"), **_make_error_bars(match, "yerr", 100),
+                    color=colours[halves[name][0]], marker=markers[halves[name][1]], markersize=7,
+                    linewidth=0, elinewidth=0.6, alpha=0.9,
+                )  # fmt: skip
+            front = [summaries[name] for name in compute_pareto_front(summaries, cost)]
+            best = [(compute_plot_costs(metrics)[cost], metrics["exact_match"]) for metrics in front]
+            line = [(price.mean, 100 * match.mean) for price, match in best if price and match]
+            axis.plot(*zip(*line, strict=True), color="0.6", linewidth=1.2, zorder=0)
+            axis.set_xlabel(f"{cost}, {'more' if cost == 'answers/s' else 'fewer'} is better")
+            axis.grid(color="0.92")
+        axes[0].set_ylabel("exact match %")
+        handles = [Line2D([], [], color=c, marker="o", linewidth=0, label=n) for n, c in colours.items()]
+        if len(rests) > 1 or rests[0]:
+            handles += [Line2D([], [], color="0.4", marker=m, linewidth=0, label=n or "(as is)")
+                        for n, m in markers.items()]  # fmt: skip
+        handles.append(Line2D([], [], color="0.6", label="Pareto front"))
+        figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(keys))
 
 
 def _make_error_bars(

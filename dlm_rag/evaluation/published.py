@@ -2,7 +2,7 @@
 
 checkpoints/sardi-dream-7b/                             hf download pauljngr/sardi-dream-7b
 data/2wikimultihopqa/test.parquet                       hf download pauljngr/sardi-data
-data/2wikimultihopqa/corpus/index_chunked/corpus.jsonl  beside a bm25s index; ours is built anew
+data/2wikimultihopqa/corpus/index_chunked/corpus.jsonl  with a bm25s index; ours is built again
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ def resolve_dataset_files(dataset: str, settings: Sequence[str]) -> list[str]:
     if dataset not in PUBLISHED_DATASETS:
         known = ", ".join(PUBLISHED_DATASETS)
         raise ConfigError(
-            f"--dataset {dataset} is none of {known}{suggest_nearest(dataset, PUBLISHED_DATASETS)}"
+            f"--dataset {dataset} is not one of {known}{suggest_nearest(dataset, PUBLISHED_DATASETS)}"
         )
     given = {word.partition("=")[0] for word in settings}
     if both := sorted(given & {"questions", "retrieval.corpus"}):
@@ -85,7 +85,7 @@ def resolve_dataset_files(dataset: str, settings: Sequence[str]) -> list[str]:
 
 
 def find_paper_column(config: Config) -> str | None:
-    """The column of the table that a setting stands in; None for what is not published."""
+    """The column of the table that a setting belongs to; None if it is not published."""
     said = (config.decode.query_policy, config.decode.commit_threshold)
     return next((name for name, column in PAPER_COLUMNS.items() if column == said), None)
 
@@ -118,7 +118,7 @@ def _flatten_settings(config: Config) -> dict[str, Any]:
 
 
 def check_paper_index(corpus: Corpus) -> list[str]:
-    """In what the bm25s index beside a corpus scores otherwise than we do; nothing where there is none.
+    """How the bm25s index next to a corpus scores otherwise than ours; nothing if there is no index.
 
     Raises `ConfigError` for an index over another number of passages.
     """
@@ -134,7 +134,7 @@ def check_paper_index(corpus: Corpus) -> list[str]:
 
 
 def drop_incomplete_support(questions: Sequence[Question], corpus: Corpus) -> list[Question]:
-    """The questions, without supporting ids of which the corpus, cut anew into passages, lacks some."""
+    """The questions; supporting ids are dropped if the corpus, chunked again, has not all of them."""
     wanted = {i for question in questions for i in question.supporting_ids}
     there = {passage.id for passage in corpus if passage.id in wanted} if wanted else set()
     return [q if there.issuperset(q.supporting_ids) else replace(q, supporting_ids=()) for q in questions]
@@ -143,7 +143,7 @@ def drop_incomplete_support(questions: Sequence[Question], corpus: Corpus) -> li
 def build_paper_table(
     dataset: str, matches: Mapping[str, Estimate | None], columns: Mapping[str, str | None], count: int
 ) -> ResultTable:
-    """Our exact match beside the published one; count: of our questions."""
+    """Our exact match and the published one; count: of our questions."""
     published = PUBLISHED_DATASETS[dataset]
     figures = dict(zip(PAPER_COLUMNS, published.exact_match, strict=True))
     rows = []
@@ -152,8 +152,8 @@ def build_paper_table(
         if column is None or match is None:
             rows.append([name, "-", format_percent(match), "-", "-"])
             continue
-        told = figures[column] / 100
-        less = Estimate(match.mean - told, match.low - told, match.high - told)
+        paper = figures[column] / 100
+        less = Estimate(match.mean - paper, match.low - paper, match.high - paper)
         rows.append(
             [
                 name,

@@ -3,9 +3,10 @@
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -16,6 +17,9 @@ from dlm_rag.energy.reading import format_three_digits
 from dlm_rag.evaluation.compare import Estimate, GroupSummary, QuestionGroups, format_hops
 from dlm_rag.files.atomic import open_atomic_file
 from dlm_rag.text import replace_control_chars
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COST_METRICS = ("forwards", "searches")
 CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
@@ -187,50 +191,56 @@ def escape_markdown_cells(cells: Sequence[str]) -> list[str]:
     return [re.sub(r"([\\`*<|])", r"\\\1", cell) for cell in cells]
 
 
-def plot_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, GroupSummary]) -> None:
-    """Exact match and last evidence recall of every setting, by hops where they are known."""
+@contextmanager
+def open_two_panels(path: Path, size: tuple[float, float]) -> Iterator[tuple["Figure", Any]]:
+    """A figure of two panels with one y axis, saved as `path` at the end of the block."""
     import matplotlib
 
     matplotlib.use("agg")
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
-        _draw_by_hops(path, groups, summaries)
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box is drawn instead
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+        for axis in axes:
+            axis.spines[["top", "right"]].set_visible(False)
+        yield figure, axes
+        with open_atomic_file(path) as scratch:
+            figure.savefig(scratch, dpi=150)
+        pyplot.close(figure)
 
 
-def _draw_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, GroupSummary]) -> None:
-    from matplotlib import pyplot
-
+def plot_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, GroupSummary]) -> None:
+    """Exact match and last evidence recall of every setting, by hops if they are known."""
     shown = [format_hops(n) for n in range(1, 100) if format_hops(n) in groups] or ["all"]
-    below = max(map(len, summaries)) > 30  # names that would leave no room beside them
+    below = max(map(len, summaries)) > 30  # names that would leave no room for the axes
     size = (11, 4.2 + 0.25 * len(summaries) * below)
-    figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     panels = {"exact_match": "exact match", "recall_last": "evidence recall after the last step"}
-    for axis, (metric, title) in zip(axes, panels.items(), strict=True):
-        for number, (name, summary) in enumerate(summaries.items()):
-            points = [(place, e) for place, g in enumerate(shown) if (e := summary[g][metric]) is not None]
-            if not points:
-                continue
-            shift = 0.06 * (number - (len(summaries) - 1) / 2)
-            axis.errorbar(
-                [place + shift for place, _ in points],
-                [100 * e.mean for _, e in points],
-                yerr=[
-                    [100 * (e.mean - e.low) for _, e in points],
-                    [100 * (e.high - e.mean) for _, e in points],
-                ],
-                marker="o", markersize=5, linewidth=1.6, capsize=2, label=replace_control_chars(name),
-            )  # fmt: skip
-        axis.set_title(title, loc="left", fontsize=11)
-        axis.set_xticks(range(len(shown)), shown)
-        axis.set_ylim(-3, 103)
-        axis.grid(axis="y", color="0.9")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("%")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside lower left" if below else "outside right center",
-        frameon=False,
-    )
-    with open_atomic_file(path) as scratch:
-        figure.savefig(scratch, dpi=150)
-    pyplot.close(figure)
+    with open_two_panels(path, size) as (figure, axes):
+        for axis, (metric, title) in zip(axes, panels.items(), strict=True):
+            for number, (name, summary) in enumerate(summaries.items()):
+                points = [
+                    (place, e) for place, g in enumerate(shown) if (e := summary[g][metric]) is not None
+                ]
+                if not points:
+                    continue
+                shift = 0.06 * (number - (len(summaries) - 1) / 2)
+                axis.errorbar(
+                    [place + shift for place, _ in points],
+                    [100 * e.mean for _, e in points],
+                    yerr=[
+                        [100 * (e.mean - e.low) for _, e in points],
+                        [100 * (e.high - e.mean) for _, e in points],
+                    ],
+                    marker="o", markersize=5, linewidth=1.6, capsize=2, label=replace_control_chars(name),
+                )  # fmt: skip
+            axis.set_title(title, loc="left", fontsize=11)
+            axis.set_xticks(range(len(shown)), shown)
+            axis.set_ylim(-3, 103)
+            axis.grid(axis="y", color="0.9")
+        axes[0].set_ylabel("%")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside lower left" if below else "outside right center",
+            frameon=False,
+        )

@@ -1,4 +1,4 @@
-"""Stored results of evaluations: read, shown on a page, held against the same run of today.
+"""Stored results of evaluations: read, shown on a page, compared with the same run of today.
 
 python -m dlm_rag.evaluation.stored_results runs/tau_c runs/tau_q > results.md
 """
@@ -88,9 +88,9 @@ def make_setting_folder_name(setting: str) -> str:
 
 
 def read_result(path: Path) -> StoredResult:
-    """The result in a folder or behind its scores.json. Raises `ConfigError` for what is none."""
+    """The result in a folder, or of its scores.json. Raises `ConfigError` for anything else."""
     file = path / "scores.json" if path.is_dir() else path
-    none = f"{path} is no result: name a folder of evaluate's --out that has a scores.json"
+    none = f"{path} is not a result: name a folder of evaluate's --out that has a scores.json"
     if not file.is_file():
         raise ConfigError(none)
     record = parse_json_object(file.read_bytes(), str(file), ConfigError)

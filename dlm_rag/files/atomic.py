@@ -1,4 +1,4 @@
-"""Files and folders that are whole or as they were, the locks of those that grow, and the cache folder."""
+"""Atomic writes of files and folders, append-only files, locks, and the cache folder."""
 
 import logging
 import os
@@ -25,10 +25,9 @@ def get_cache_folder() -> Path:
 
 @contextmanager
 def open_atomic_file(path: Path) -> Iterator[Path]:
-    """A scratch file beside `path`, with its suffix, that takes its place at once when all is written.
+    """A scratch file in the folder of `path`, with its suffix, that replaces it when all is written.
 
-    Where that fails, or the process is killed, `path` is as it was. A link stays one: what it leads to
-    is replaced.
+    If that fails, or the process is killed, `path` is as it was. The target of a link is replaced.
     """
     path = Path(os.path.realpath(path))  # of a link to itself that link, which pathlib raises for
     scratch = path.with_name(f".part-{os.getpid()}{path.suffix}")
@@ -50,9 +49,9 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 @contextmanager
 def open_atomic_folder(path: Path) -> Iterator[Path]:
-    """A scratch folder beside `path` that takes its name when all is written.
+    """A scratch folder that is renamed to `path` when all is written.
 
-    Where `path` is there already its files are replaced one by one, each whole; others in it stay.
+    If `path` exists its files are replaced one by one; others in it stay.
     """
     scratch = path.with_name(f"{path.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -67,10 +66,10 @@ def open_atomic_folder(path: Path) -> Iterator[Path]:
 
 
 class AppendOnlyFile:
-    """A file that this process alone adds to; it is made with the first of what is added.
+    """A file that this process alone appends to; it is created by the first append.
 
-    What others do to it meanwhile is noticed before more is added: a file that was removed or renamed is
-    put back with all that was in it, and one that is another now is left to those who made it so.
+    Before each append it is checked: a file that was removed or renamed is restored, one that was
+    replaced or cut short is left as it is.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,12 +78,12 @@ class AppendOnlyFile:
         self._size = 0
 
     def open_existing(self) -> None:
-        """Opens the file, where it is there: from now on it is noticed what others do to it."""
+        """Opens the file if it exists; from now on changes by others are noticed."""
         if self._path.is_file():
             self._open()
 
     def append(self, data: bytes) -> None:
-        """Adds to the end, out at once. Raises `OSError`, and `RunError` where the file is another now."""
+        """Appends, unbuffered. Raises `OSError`, and `RunError` if another process changed the file."""
         file = self._file or self._open()
         try:
             now = self._path.stat()
@@ -106,7 +105,7 @@ class AppendOnlyFile:
         return self._file
 
     def _put_back(self, file: FileIO) -> FileIO:
-        log.warning("%s was removed or renamed while it was written: it is put back", self._path)
+        log.warning("%s was removed or renamed while it was written: it is restored", self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file.seek(0)
         with open_atomic_file(self._path) as scratch, scratch.open("wb") as copy:
@@ -121,8 +120,8 @@ class AppendOnlyFile:
 
 
 def acquire_file_lock(path: Path, what: str) -> "FileLock":
-    """The lock at `path`, until `release_file_lock`; raises `ConfigError` where another has it, or none
-    can be.
+    """The lock at `path`, until `release_file_lock`; raises `ConfigError` if another process has it, or
+    the file system has no locks.
     """
     from filelock import FileLock, Timeout
 

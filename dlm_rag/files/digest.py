@@ -63,9 +63,9 @@ def compute_file_digest(file: FileIO, path: Path) -> str:
 
 
 def create_hasher(size: int) -> blake3:
-    """BLAKE3 of so many bytes to come, on threads where they are many.
+    """BLAKE3 of so many bytes to come, on threads if they are many.
 
-    A fork lacks the threads that its parent began, and waits for them: small files need none.
+    A fork has not its parent's threads, and would wait for them: small files use none.
     """
     return blake3(max_threads=blake3.AUTO if size >= MIN_CACHED_FILE_BYTES else 1)
 

@@ -1,4 +1,4 @@
-"""Folders that somebody else made: found here or fetched from the hub, their files read with suspicion."""
+"""Checkpoint folders, found here or fetched from the hub; their files are not trusted."""
 
 import logging
 import re
@@ -24,14 +24,14 @@ LFS_POINTER_PREFIX = (
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]{0,95}/\w[\w.-]{0,95})(?<![.-])")
 SHIPPED_FOLDER = Path(__file__).resolve().parents[1] / "shipped"
 SHIPPED_PREFIX = "dlm_rag/shipped/"
-HUB_CONNECT_SECONDS = 3.0  # seconds that the hub has to take up a connection; a download may last
+HUB_CONNECT_SECONDS = 3.0  # in which the hub must answer; a download may take longer
 
 
 def resolve_hub_folder(name: str | Path, what: str) -> Path:
     """The folder called `name`, or that of a hub id (OWNER/NAME): from the hub's cache, else fetched.
 
     What ships is dlm_rag/shipped/NAME from any folder. Of the hub only data is fetched, never code or
-    pickles. what: the setting, for the error. Raises `CheckpointError`, soon where there is no network.
+    pickles. what: the setting, for the error. Raises `CheckpointError`, soon if there is no network.
     """
     folder, text = expand_path(name, CheckpointError), str(name)
     if folder.is_dir():
@@ -63,7 +63,7 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
         except Exception as error:
             reason = summarize_error(error)
     raise CheckpointError(
-        f"{what} '{text}' is no folder here and could not be fetched from the hub: {reason}; name "
+        f"{what} '{text}' is not a folder here and could not be fetched from the hub: {reason}; name "
         f"a folder, or run `hf download {text}` where there is a network"
     )
 
@@ -94,7 +94,7 @@ def _is_reachable(url: str) -> bool:
 
 
 def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:
-    """Raises `CheckpointError` for what is no regular file, or is too large to be read whole.
+    """Raises `CheckpointError` for anything but a regular file, and one that is too large to be read whole.
 
     Opening a pipe waits for ever. Links are followed: the hub's cache consists of them.
     """
@@ -102,12 +102,12 @@ def check_checkpoint_files(folder: Path, patterns: Iterable[str]) -> None:
         if path.is_symlink() and not path.exists():
             raise CheckpointError(f"{path} is a link that leads to nothing: fetch or copy the file again")
         if not path.is_file():
-            raise CheckpointError(f"{path} is no regular file")
+            raise CheckpointError(f"{path} is not a regular file")
         if path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER_PREFIX):
             raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` there")
         if path.suffix != ".safetensors" and path.stat().st_size > MAX_METADATA_FILE_BYTES:
             raise CheckpointError(
-                f"{path} is larger than {MAX_METADATA_FILE_BYTES >> 20} MiB, which no such file is"
+                f"{path} is larger than {MAX_METADATA_FILE_BYTES >> 20} MiB, too large for such a file"
             )
 
 
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_any_json(path: Path) -> Any:
     """What a JSON file holds; raises `CheckpointError` as `read_json` does."""
     if not path.exists():
-        raise CheckpointError(f"{path.parent} is no checkpoint: it has no {path.name}")
+        raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}")
     check_checkpoint_files(path.parent, [path.name])
     try:
         text = path.read_bytes()

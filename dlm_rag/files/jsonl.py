@@ -11,7 +11,7 @@ from typing import IO, Any
 from dlm_rag.errors import UserError
 
 MAX_LINE_BYTES = 2**28  # bytes
-MAX_SIDECAR_BYTES = 2**26  # bytes of what this program notes beside its files
+MAX_SIDECAR_BYTES = 2**26  # bytes of this program's own notes on its files
 
 
 def is_blank_line(line: bytes) -> bool:
@@ -44,7 +44,7 @@ def parse_json_object(line: bytes, place: str, error: type[UserError]) -> dict[s
 
 
 def repair_last_line(path: Path) -> None:
-    """Takes away a last line that a kill has cut short; one that lacks only its line break gets that."""
+    """Removes a last line that a kill cut short; adds a line break that is missing alone."""
     with path.open("rb+") as file:
         (last,) = deque(file, maxlen=1) or [b"\n"]
         if last.endswith(b"\n"):
@@ -57,9 +57,9 @@ def repair_last_line(path: Path) -> None:
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that this program has written; empty where it is none that can be read.
+    """The object in a JSON file that this program has written; empty if it cannot be read.
 
-    What is no regular file is not opened: a pipe would wait for ever, a device might not end.
+    Only a regular file is opened: a pipe would wait for ever, a device might not end.
     """
     try:
         if path.is_file() and path.stat().st_size <= MAX_SIDECAR_BYTES:
@@ -72,7 +72,7 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
 def parse_json(text: bytes, place: str, error: type[UserError], what: str = "line") -> Any:
     """The JSON value in UTF-8 (a byte order mark is skipped).
 
-    Raises `error`, its message beginning with `place`, for what is none, for a key that occurs twice in
+    Raises `error`, its message beginning with `place`, for anything else, for a key that occurs twice in
     one object, and for texts that no UTF-8 can hold (half of a surrogate pair, written as an escape).
     """
     try:
@@ -80,7 +80,7 @@ def parse_json(text: bytes, place: str, error: type[UserError], what: str = "lin
     except UnicodeDecodeError:
         raise error(f"{place}: the {what} is not UTF-8: save the file as UTF-8") from None
     except (ValueError, RecursionError) as problem:
-        reason = getattr(problem, "msg", "a number or a nesting beyond all measure")
+        reason = getattr(problem, "msg", "a number or a nesting that is too large")
         at = f" in its line {problem.lineno}" if what != "line" and hasattr(problem, "lineno") else ""
         raise error(f"{place}: the {what} is not JSON ({reason}{at})") from None
     if b"\\ud" in text.lower():
@@ -97,7 +97,7 @@ def _reject_lone_surrogates(value: Any, place: str, error: type[UserError]) -> N
     try:
         whole = is_utf8_encodable(json.dumps(value, ensure_ascii=False))
     except RecursionError:
-        raise error(f"{place}: a nesting beyond all measure") from None
+        raise error(f"{place}: a nesting that is too deep") from None
     if not whole:
         raise error(f"{place}: a text holds half of a character (a lone surrogate)")
 

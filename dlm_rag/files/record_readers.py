@@ -66,7 +66,7 @@ def get_record_id(record: dict[str, Any], what: str, place: str, error: type[Use
 
 
 def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path:
-    """The path with `~` read as a home folder; raises `error` where that, or a path, is none.
+    """The path with `~` as the home folder; raises `error` if it cannot be one.
 
     key: what names the path, for the error.
     """
@@ -78,7 +78,7 @@ def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path
         with suppress(FileNotFoundError, NotADirectoryError):
             found.stat()
     except RuntimeError:
-        raise error(f"{name}: there is no such home folder; write the whole path") from None
+        raise error(f"{name}: no such home folder; write the whole path") from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or "no path"
         raise error(f"{name} cannot be read ({reason})") from None
@@ -124,7 +124,7 @@ def read_folder_records(folder: Path, error: type[UserError]) -> Iterator[Record
 def list_row_files(folder: Path, error: type[UserError]) -> list[Path]:
     """The files in a folder, by name, whose suffix says that they hold rows.
 
-    JSON that is no lines is left out, as is what lies in folders below: notes, and other splits. Raises
+    JSON documents and subfolders (notes, other splits) are left out. Raises
     `error` for a folder that has no such file.
     """
     files = sorted(
@@ -147,7 +147,7 @@ def read_record_stream(
     try:
         yield from _choose_reader(opened, path, error, plain)(opened, str(path), error)
     except (EOFError, gzip.BadGzipFile, zlib.error):
-        raise error(f"{path} is a broken gzip file: compress it anew") from None
+        raise error(f"{path} is a broken gzip file: compress it again") from None
 
 
 def is_json_lines(path: Path, error: type[UserError]) -> bool:
@@ -177,7 +177,7 @@ def _choose_reader(file: Any, path: Path, error: type[UserError], plain: str | N
     if head[:4] == b"PAR1" or suffix == ".parquet":
         return _parquet_rows
     if head.startswith(UNSUPPORTED_MAGIC):
-        raise error(f"{path} is in no form that is read, whatever its name: {SUPPORTED_FORMATS}")
+        raise error(f"{path} is not in a format that is read: {SUPPORTED_FORMATS}")
     if suffix in (".csv", ".tsv"):
         return partial(_table_rows, delimiter="," if suffix == ".csv" else "\t")
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -193,7 +193,7 @@ def _choose_reader(file: Any, path: Path, error: type[UserError], plain: str | N
         return _json_lines
     if plain is not None and suffix in ("", ".txt"):
         return partial(_plain_lines, field=plain)
-    raise error(f"{path} is in no form that is read: {SUPPORTED_FORMATS}")
+    raise error(f"{path} is not in a format that is read: {SUPPORTED_FORMATS}")
 
 
 def _json_lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
@@ -236,10 +236,10 @@ def _table_rows(file: IO[bytes], path: str, error: type[UserError], delimiter: s
             yield place, _with_row_id(row, header, number)
     except csv.Error as problem:
         if "new-line" in str(problem):
-            raise error(f"{path}, line {before + 1}: a line ends as on old Macs: save it anew") from None
+            raise error(f"{path}, line {before + 1}: old Mac line ends: save it again") from None
         raise error(
-            f"{path}, line {before + 1}: the row cannot be read ({problem}); a cell that holds quotes "
-            "stands in quotes, and each of its own is doubled"
+            f"{path}, line {before + 1}: the row cannot be read ({problem}); put a cell that holds "
+            "quotes in quotes, and double its own"
         ) from None
 
 

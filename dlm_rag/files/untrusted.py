@@ -1,4 +1,4 @@
-"""What files say that others may have made: checked here before it is believed."""
+"""Checks of what is in files that others may have made."""
 
 import json
 import os
@@ -18,8 +18,8 @@ def resolve_path_inside(folder: Path, name: Any, place: str, error: type[UserErr
     """The file in `folder` that a file names, as in `rows-00000.parquet` or `held_out/rows-00000.parquet`.
 
     Raises `error`, its message beginning with `place`, for any name that leads elsewhere: an absolute path,
-    `..`, a subfolder that is a link out of the folder, no text at all. The file itself may be a link, since
-    the hub's cache consists of them.
+    `..`, a subfolder that is a link out of the folder, a value that is not a text. The file itself may be a
+    link: the hub's cache consists of them.
     """
     plain = isinstance(name, str) and "\0" not in name and name == os.path.normpath(name)
     if plain and name.split("/")[0] not in ("", ".", ".."):
@@ -33,7 +33,7 @@ def validate_json_value(kind: type[T], value: Any, place: str, error: type[UserE
     """A value that JSON has given as `kind`, a dataclass for example, by its annotations.
 
     A whole number may stand for a float and a list for a tuple; nothing else is converted. Keys that `kind`
-    does not have are passed over. Raises `error`, its message beginning with `place` and the key, as in
+    does not have are ignored. Raises `error`, its message beginning with `place` and the key, as in
     `steps.0.query`: for a value of another type, a missing key, a number that is not finite.
     """
     from pydantic import ValidationError
@@ -47,7 +47,7 @@ def validate_json_value(kind: type[T], value: Any, place: str, error: type[UserE
         key = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
         said = f"{key}{first['msg'][0].lower()}{first['msg'][1:]}"
     except (ValueError, RecursionError):
-        said = "it holds NaN, Infinity, or a nesting beyond all measure"
+        said = "it holds NaN, Infinity, or a nesting that is too deep"
     raise error(f"{place}: {said}")
 
 

@@ -5,10 +5,10 @@
             {"canvas": 96, "guesses": true, "ghosts": true, "settings": [...], "steps": [...],
              "end": {...}}]}]}
 
-A side is one trace of the question; two of them are shown beside one another. `guesses`: whether it asks
+A side is one trace of the question; two of them are shown side by side. `guesses`: whether it asks
 with guesses; `ghosts`: whether its steps have a record of them (`decode/provisional_log.py`).
 
-What a word is, and which passage stands behind it, is decided here (`text.py`, `citations.py`) and nowhere
+What a word is, and which passage it comes from, is decided here (`text.py`, `citations.py`) and nowhere
 in the page's script.
 """
 
@@ -41,7 +41,7 @@ class TraceRun:
 
 
 def read_trace_runs(paths: Sequence[Path]) -> list[TraceRun]:
-    """The traces of these files; raises `TraceError` for what is none, or holds no question."""
+    """The traces of these files; raises `TraceError` for anything else, or no question."""
     runs = []
     for path, name in zip(paths, _names(paths), strict=True):
         rollouts = list(read_trace(path))
@@ -49,7 +49,7 @@ def read_trace_runs(paths: Sequence[Path]) -> list[TraceRun]:
             raise TraceError(f"{path} holds no question that is finished: there is nothing to show")
         for rollout in rollouts:
             if not _is_sound(rollout):
-                raise TraceError(f"{path}: the line of question '{rollout.id}' is none of a decode")
+                raise TraceError(f"{path}: the line of question '{rollout.id}' is not from a decode")
         header = read_trace_header(path) if scan_trace(path).header else None
         runs.append(TraceRun(name, header, rollouts))
     return runs
@@ -229,7 +229,7 @@ def align_tokens(tokens: Iterable[str], text: str) -> list[Span]:
     """Where each token stands in a text that was made of them; without a tokenizer, so by their own texts.
 
     Blanks around a token are left out. Empty, where the token before ends, for a token that is not seen in
-    the text: a special one, a part of a character, or one behind the end.
+    the text: a special one, a part of a character, or one after the end.
     """
     spans, at = [], 0
     for token in tokens:

@@ -16,7 +16,7 @@ PAGE_MARKER = "<!doctype html><!-- a trace page of dlm_rag -->"
 
 
 def write_page(path: Path, runs: Sequence[TraceRun]) -> None:
-    """Writes the page of one run, or of two beside one another, whole; raises as `build_page_record`
+    """Writes the page of one run, or of two side by side, atomically; raises as `build_page_record`
     does.
     """
     write_text_atomic(path, render_page(runs))
@@ -37,7 +37,7 @@ def render_live_page(keyed: bool) -> str:
 def _render_html(
     record: Mapping[str, Any], form: str = "", scripts: Sequence[str] = ("page.js",), more: str = ""
 ) -> str:
-    """The page of a record; more: what its policy allows beside its own style and script."""
+    """The page of a record; more: what its policy allows besides its own style and script."""
     style, script = _read_asset("page.css"), "\n".join(map(_read_asset, scripts))
     # Escaped, no text ends the element that holds it (`</script>`), nor a line of script (U+2028).
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
@@ -62,11 +62,9 @@ def _csp_digest(text: str) -> str:
 
 
 def check_page_target(path: str) -> None:
-    """Raises `ConfigError` for a file that is there and is no page, which would be lost."""
+    """Raises `ConfigError` for a file that exists and is not a page: it would be lost."""
     page = Path(path)
     if page.is_file() and page.stat().st_size:
         with page.open("rb") as file:
             if file.read(len(PAGE_MARKER)) != PAGE_MARKER.encode():
-                raise ConfigError(
-                    f"html={path} holds something that is no page of this program: choose another file"
-                )
+                raise ConfigError(f"html={path} is not a page of this program: choose another file")

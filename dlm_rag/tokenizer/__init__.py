@@ -1,4 +1,4 @@
-"""Text <-> ids, and the prompt: the instruction, the question, the facts, around them the chat.
+"""Text to ids and back, and the prompt: chat prefix, instruction, question, facts, chat suffix.
 
 The prompt is made of segments that are tokenized apart and put together again: a head (chat prefix,
 instruction, question), one segment per fact, a tail (chat suffix). Segments break after line ends,
@@ -113,7 +113,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         backend = inner.backend_tokenizer
         if backend.id_to_token(mask_id) is None:
-            raise CheckpointError(f"mask_token_id={mask_id} is no token of the tokenizer")
+            raise CheckpointError(f"mask_token_id={mask_id} is not a token of the tokenizer")
         if getattr(backend.model, "dropout", None):
             raise CheckpointError("the tokenizer drops merges at random: set its dropout to null")
         prefix, suffix = render_chat_affixes(inner)
@@ -132,14 +132,14 @@ class Tokenizer:
         eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
         self.end_ids = frozenset({*end_ids, *eos, *turn_end})
         if vocabulary is not None and max(self.end_ids, default=0) >= vocabulary:
-            raise CheckpointError(f"the tokenizer ends texts with an id that the model's {vocabulary} lack")
+            raise CheckpointError(f"the tokenizer's end token is not among the model's {vocabulary} ids")
         if mask_id in self.end_ids:
             raise CheckpointError(f"mask_token_id={mask_id} is a token that ends texts as well")
         # Pieces of the vocabulary that nobody declares, and by which the chat template marks turns.
         chat = {*self._prefix, *self._suffix}
         marks = {token for token in chat if _MARK.fullmatch(backend.id_to_token(token) or "")}
         self._plain = PlainTextEncoder(backend, self.end_ids | {mask_id}, frozenset(marks))
-        # With which training fills the canvas behind a response.
+        # Training fills the canvas after a response with it.
         self.end_id = eos[0] if eos else min(self.end_ids, default=None)
         texts = (self._decode([token]) for token in sorted(self.special_ids))
         self._special_texts = [text for text in texts if text]
@@ -164,8 +164,8 @@ class Tokenizer:
         config = checkpoint.config
         if config.mask_token_id is None:
             raise CheckpointError(
-                f"{checkpoint.folder} has no mask_token_id: it is an autoregressive model, to be "
-                "adapted by training before it can denoise"
+                f"{checkpoint.folder} has no mask_token_id: it is an autoregressive model, which "
+                "must be adapted by training first"
             )
         template = PromptTemplate.from_checkpoint(
             checkpoint.raw_config.get("prompt"), evidence_layout or config.evidence_layout

@@ -141,12 +141,12 @@ CASES = [
     BadInputCase("a config nested 100,000 deep", SAMPLE_COMMAND, "config.json: the file is not JSON", {CONFIG: "[" * 100_000}),
     BadInputCase("a config that has a key twice", SAMPLE_COMMAND, "the key 'a' occurs a second time", {CONFIG: '{"a": 1, "a": 2}'}),
     BadInputCase("a config that is no UTF-8", SAMPLE_COMMAND, "config.json: the file is not UTF-8", {CONFIG: b"\xff\xfe{}"}),
-    BadInputCase("a config that is a pipe", SAMPLE_COMMAND, "config.json is no regular file", {CONFIG: pipe}),
-    BadInputCase("a config that is a folder", SAMPLE_COMMAND, "config.json is no regular file", {CONFIG: folder}),
+    BadInputCase("a config that is a pipe", SAMPLE_COMMAND, "config.json is not a regular file", {CONFIG: pipe}),
+    BadInputCase("a config that is a folder", SAMPLE_COMMAND, "config.json is not a regular file", {CONFIG: folder}),
     BadInputCase("a config of 300 MB", SAMPLE_COMMAND, "config.json is larger than", {CONFIG: huge}),
-    BadInputCase("weights that are a pipe", SAMPLE_COMMAND, "model.safetensors is no regular file", {WEIGHTS: pipe}),
-    BadInputCase("a tokenizer that is a pipe", SAMPLE_COMMAND, "tokenizer.json is no regular file", {TOKENIZER: pipe}),
-    BadInputCase("a chat template that is a pipe", SAMPLE_COMMAND, "is no regular file", {"model/chat_template.jinja": pipe}),
+    BadInputCase("weights that are a pipe", SAMPLE_COMMAND, "model.safetensors is not a regular file", {WEIGHTS: pipe}),
+    BadInputCase("a tokenizer that is a pipe", SAMPLE_COMMAND, "tokenizer.json is not a regular file", {TOKENIZER: pipe}),
+    BadInputCase("a chat template that is a pipe", SAMPLE_COMMAND, "is not a regular file", {"model/chat_template.jinja": pipe}),
     BadInputCase("ten million layers", SAMPLE_COMMAND, "for the 10000000 layers", {CONFIG: {"num_hidden_layers": 10**7}}),
     BadInputCase("heads as a text", SAMPLE_COMMAND, "num_attention_heads='4' must be a whole", {
         CONFIG: llama(num_attention_heads="4")
@@ -154,7 +154,7 @@ CASES = [
     BadInputCase("a width of true", SAMPLE_COMMAND, "hidden_size=True must be", {CONFIG: {"hidden_size": True}}),
     BadInputCase("a mask of true", SAMPLE_COMMAND, "mask_token_id=True must be", {CONFIG: {"mask_token_id": True}}),
     BadInputCase("a mask below 0", SAMPLE_COMMAND, "mask_token_id=-1 must be", {CONFIG: {"mask_token_id": -1}}),
-    BadInputCase("a mask that is no token", SAMPLE_COMMAND, "mask_token_id=258 is no token", {
+    BadInputCase("a mask that is no token", SAMPLE_COMMAND, "mask_token_id=258 is not a token", {
         CONFIG: {"mask_token_id": 258, "vocab_size": 259},
         WEIGHTS: tensors(lambda found: found.update(
             {name: found[name][[*range(258), 0]] for name in ("embed_tokens.weight", "lm_head.weight")}
@@ -257,7 +257,7 @@ CASES = [
         "dense/config.json": "{}",
     }),
     BadInputCase("an encoder of nothing", DENSE, "'dense' could not be loaded", {"dense/config.json": "{}"}),
-    BadInputCase("an encoder that is a pipe", DENSE, "no regular file", {
+    BadInputCase("an encoder that is a pipe", DENSE, "not a regular file", {
         "dense/config.json": "{}", "dense/tokenizer.json": pipe,
     }),
     BadInputCase("a model type in other letters", SAMPLE_COMMAND, "nearest: 'llada'", {CONFIG: {"model_type": "LLaDA"}}),

@@ -79,7 +79,7 @@ CASES = [
     BadInputCase("a page that is the trace", f"{SAMPLE_COMMAND} --trace a --html a", "trace and html are the same file"),
     BadInputCase("a page that is the answers", f"{SAMPLE_COMMAND} --out a --trace t --html a", "out and html are the same file"),
     BadInputCase("a page that is the lock", f"{SAMPLE_COMMAND} --out a --trace t --html a.lock", "html and the lock of out"),
-    BadInputCase("a page over something else", f"{SAMPLE_COMMAND} --html model/config.json", "is no page of this program"),
+    BadInputCase("a page over something else", f"{SAMPLE_COMMAND} --html model/config.json", "is not a page of this program"),
     BadInputCase("a page of answers without their traces", f"{SAMPLE_COMMAND} --out a --html page.html", "add --trace FILE"),
     BadInputCase("guesses without a trace", f"{SAMPLE_COMMAND} record_provisional=true", "record_provisional=true has no effect"),
     BadInputCase("guesses of a training run", f"{TRAIN} record_provisional=true", "record_provisional has no effect here"),
@@ -92,7 +92,7 @@ CASES = [
     BadInputCase("a page of nobody", "page t.jsonl --html '~nobody-here/p'", "no such home folder", {"t.jsonl": DECODED}),
     BadInputCase("a page of questions", "page questions.jsonl --html page.html", "questions.jsonl, line 1: this is no line"),
     BadInputCase("a page of a trace without questions", PAGE, "t.jsonl holds no question that is finished", {"t.jsonl": ""}),
-    BadInputCase("a page of a position off the canvas", PAGE, "the line of question 'q1' is none of a decode",
+    BadInputCase("a page of a position off the canvas", PAGE, "the line of question 'q1' is not from a decode",
          {"t.jsonl": DECODED.replace('"committed": []', f'"committed": {WRITTEN}')}),
     *(
         BadInputCase(f"a page of {what}", PAGE, ("t.jsonl, line 1: this is no line of a trace", key), {"t.jsonl": decoded(*change)})
@@ -113,7 +113,7 @@ CASES = [
         )
     ),
     *(
-        BadInputCase(f"a page of {what}", PAGE, "the line of question 'q1' is none of a decode", {"t.jsonl": decoded(*change)})
+        BadInputCase(f"a page of {what}", PAGE, "the line of question 'q1' is not from a decode", {"t.jsonl": decoded(*change)})
         for what, *change in (
             ("a canvas of 10^9", '"canvas_length": 2', '"canvas_length": 1000000000'),
             ("a canvas below nothing", '"canvas_length": 2', '"canvas_length": -2'),
@@ -126,7 +126,7 @@ CASES = [
     BadInputCase("a page in the place of its trace", "page t.jsonl --html t.jsonl", "html and trace t.jsonl are the same file",
          {"t.jsonl": DECODED}),
     BadInputCase("a page in the place of something else", "page t.jsonl --html questions.jsonl",
-         "html=questions.jsonl holds something that is no page of this program", {"t.jsonl": DECODED}),
+         "html=questions.jsonl is not a page of this program", {"t.jsonl": DECODED}),
     BadInputCase("a page of two traces of other questions", "page t.jsonl u.jsonl --html page.html",
          "the traces t and u have no question in common",
          {"t.jsonl": DECODED, "u.jsonl": DECODED.replace("Who?", "Why?")}),
@@ -164,7 +164,7 @@ CASES = [
     BadInputCase(
         "a world over another corpus",
         "dlm_rag.data.synthetic_world --seed 1 --passages 100 --per-hop 1 --out .",
-        "corpus.jsonl is there and holds something else",
+        "corpus.jsonl exists with other content",
     ),
     BadInputCase("a world of no seed", "dlm_rag.data.synthetic_world --out w", "arguments are required: --seed"),
     BadInputCase("a world of a word", "dlm_rag.data.synthetic_world --seed x --out w", "--seed 'x' is not a whole number"),
@@ -176,7 +176,7 @@ CASES = [
     BadInputCase("a world of nobody", "dlm_rag.data.synthetic_world --seed 1 --out '~nobody-here/w'", "no such home folder"),
     BadInputCase("a world in -", "dlm_rag.data.synthetic_world --seed 1 --out -", "--out needs the name of a folder"),
     BadInputCase("a world over a pipe", "dlm_rag.data.synthetic_world --seed 1 --passages 100 --per-hop 1 --out w",
-         "corpus.jsonl is there and holds something else", {"w/corpus.jsonl": os.mkfifo}),
+         "corpus.jsonl exists with other content", {"w/corpus.jsonl": os.mkfifo}),
     BadInputCase("a world in a file", "dlm_rag.data.synthetic_world --seed 1 --out w", "cannot hold a world", {"w": "mine"}),
     BadInputCase(
         "control characters in a name",

@@ -347,8 +347,8 @@ CASES = [
         BadInputCase(f"--sweep {sweep[:70]}", f"{EVALUATE} --out run --sweep {sweep}", says)
         for sweep, says in {
             "decode.comit_threshold=0.9,0.8": "nearest: 'decode.commit_threshold'",
-            "train.max_steps=1,2": "'train.max_steps' is none of the keys of model., retrieval., decode. in which",
-            "questions=a,b": "'questions' is none of the keys",
+            "train.max_steps=1,2": "'train.max_steps' is not a key of model., retrieval., decode.",
+            "questions=a,b": "'questions' is not a key",
             "0.9,0.8": "'0.9,0.8' is not KEY=VALUE,VALUE",
             "nonsense": "'nonsense' is neither a flag nor KEY=VALUE",
             "decode.seed=1": "no key has two values or more: write KEY=VALUE,VALUE",
@@ -368,7 +368,7 @@ CASES = [
     BadInputCase("a sweep of nothing", f"{EVALUATE} --out run --sweep", "argument --sweep: expected at least one argument"),
     BadInputCase("a sweep for sample", f"{SAMPLE_COMMAND} --sweep decode.seed=1,2", "unrecognized arguments: --sweep"),
     # The paper's table.
-    BadInputCase("a data set of nobody", "evaluate --dataset 2wikki --out run", ("is none of 2wiki, hotpotqa", "nearest: '2wiki'")),
+    BadInputCase("a data set of nobody", "evaluate --dataset 2wikki --out run", ("is not one of 2wiki, hotpotqa", "nearest: '2wiki'")),
     BadInputCase("a data set that is not there", "evaluate --dataset 2wiki --out run",
          ("data/2wikimultihopqa/test.parquet is not there", "hf download pauljngr/sardi-data")),
     BadInputCase("a data set without its passages", "evaluate --dataset synthworlds --out run",
@@ -388,12 +388,12 @@ CASES = [
     *(
         BadInputCase(f"a result to reproduce that is {what}", f"evaluate --reproduce old --out run {more}", says, files)
         for what, more, says, files in (
-            ("not there", "", "old is no result: name a folder of evaluate's --out", {}),
-            ("a folder of something else", "", "old is no result", {"old/notes.txt": "mine"}),
+            ("not there", "", "old is not a result: name a folder of evaluate's --out", {}),
+            ("a folder of something else", "", "old is not a result", {"old/notes.txt": "mine"}),
             ("no JSON", "", "old/scores.json: the line is not JSON", {"old/scores.json": "{"}),
-            ("another object", "", "old is no result", {"old/scores.json": '{"settings": {"a": 1}}'}),
-            ("a list of settings", "", "old is no result", {"old/scores.json": '{"settings": []}'}),
-            ("of other metrics", "", ("old is no result", "settings.a.groups.all.f1.mean:"),
+            ("another object", "", "old is not a result", {"old/scores.json": '{"settings": {"a": 1}}'}),
+            ("a list of settings", "", "old is not a result", {"old/scores.json": '{"settings": []}'}),
+            ("of other metrics", "", ("old is not a result", "settings.a.groups.all.f1.mean:"),
              {"old/scores.json": RESULT.replace("mean", "median")}),
             ("of an older program", "", "old has no config.yaml: an older program made it", {"old/scores.json": RESULT}),
             ("compared anew", "--compare all", "leave --compare out", {"old/scores.json": RESULT}),
@@ -408,9 +408,9 @@ CASES = [
     ),
     BadInputCase("a result into itself", "evaluate --reproduce old --out old", "are the same folder: choose another --out",
          {"old/scores.json": RESULT, "old/config.yaml": ""}),
-    BadInputCase("a page of what is no result", "dlm_rag.evaluation.stored_results model", "model is no result"),
+    BadInputCase("a page of what is no result", "dlm_rag.evaluation.stored_results model", "model is not a result"),
     *(
-        BadInputCase(f"a page of a result with {what}", "dlm_rag.evaluation.stored_results old", ("old is no result", key),
+        BadInputCase(f"a page of a result with {what}", "dlm_rag.evaluation.stored_results old", ("old is not a result", key),
              {"old/scores.json": json.dumps(json.loads(RESULT) | change)})
         for what, key, change in (
             ("an estimate that is a text", "settings.a.groups.all.f1:", {"settings": {"a": {"groups": {"all": {"f1": "0.5"}}, "stamp": {}}}}),
@@ -467,7 +467,7 @@ CASES = [
          env={"WANDB_API_KEY": None, "WANDB_MODE": None, "HOME": "."}, slow=True),
     BadInputCase("a cache that is a file", SAMPLE_COMMAND, "retrieval.index_dir", env={"DLM_RAG_CACHE": "corpus.jsonl"}),
     BadInputCase("a cache that cannot be made", SAMPLE_COMMAND, "retrieval.index_dir", env={"DLM_RAG_CACHE": "/proc/x"}),
-    BadInputCase("a cache of nobody", SAMPLE_COMMAND, "DLM_RAG_CACHE='~nobody-here': there is no such home folder",
+    BadInputCase("a cache of nobody", SAMPLE_COMMAND, "DLM_RAG_CACHE='~nobody-here': no such home folder",
          env={"DLM_RAG_CACHE": "~nobody-here"}),
     BadInputCase("a cache nested too deeply", SAMPLE_COMMAND, ("DLM_RAG_CACHE='a/a/", "cannot be read (File name too long)"),
          env={"DLM_RAG_CACHE": "a/" * 3000}),
