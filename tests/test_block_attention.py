@@ -294,14 +294,6 @@ def test_an_order_that_a_layout_cannot_have_is_refused(corpus_file, layout, orde
         make_decoder(corpus_file, layout, finished_block_context=order).decode(ASKED)
 
 
-def test_without_blocks_the_settings_of_blocks_change_nothing(corpus_file):
-    plain = what_happened(make_decoder(corpus_file, shape={"block_size": None}).decode(ASKED))
-    for order in ("no_evidence", "append", "frozen"):
-        settings = {"finished_block_context": order, "query_window": 0}
-        other = make_decoder(corpus_file, shape={"block_size": None}, **settings)
-        assert what_happened(other.decode(ASKED)) == plain
-
-
 @pytest.mark.parametrize("order", ["recompute", "no_evidence", "append", "frozen"])
 def test_engines_of_one_decoder_do_not_meet_in_a_slot(corpus_file, order):
     decoder = make_decoder(corpus_file, finished_block_context=order, batch_size=1)

@@ -213,7 +213,7 @@ def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
     with pytest.raises(CheckpointError, match="heads of another version"):
         read_heads(tmp_path)
     (tmp_path / HEADS_FILE).write_bytes(b"none")
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file"):
         read_heads(tmp_path)
 
 

@@ -87,7 +87,7 @@ class UniformModelRunner:
         self._stacked: tuple[list[tuple[int, tuple[int, ...]]], StackedCaches] | None = None
 
     def prefetch(self, arrangement: LaidOutPrompt) -> None:
-        """Does nothing: what a prompt lacks is known once its slot is."""
+        """Does nothing: what a prompt still needs is known once its slot is."""
 
     def release(self, slot: int) -> None:
         self._prefixes.release(slot)
@@ -100,8 +100,8 @@ class UniformModelRunner:
             texts = self._stack_texts([view.slot for view in views], slots)
         with profile_stage("denoise"):
             open_blocks = np.stack([view.canvas[view.finished_length :] for view in views])
-            lots = [view.quantiles.astype(np.float32) for view in views if view.quantiles is not None]
-            canvas, *drawn = to_device([open_blocks, *lots], self.denoiser.device)
+            quantiles = [view.quantiles.astype(np.float32) for view in views if view.quantiles is not None]
+            canvas, *drawn = to_device([open_blocks, *quantiles], self.denoiser.device)
             before = [
                 slot.previous_logits if slot.logits_block_start == view.finished_length else None
                 for slot, view in zip(slots, views, strict=True)
@@ -130,7 +130,7 @@ class UniformModelRunner:
 
 
 def _finished_ids(view: ModelInput) -> tuple[int, ...]:
-    """What stands before the block under work: the prompt, and the blocks that are finished."""
+    """The tokens before the open block: the prompt, and the finished blocks."""
     return (*view.laid_out_prompt.canvas_prefix.ids, *view.canvas[: view.finished_length].tolist())
 
 

@@ -28,18 +28,14 @@ from dlm_rag.model.families import FAMILIES, get_family_name
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, TensorSource
 from dlm_rag.model.families.mask_token import find_mask_token_id
 from dlm_rag.model.flops import count_weight_bytes
-from dlm_rag.model.headers import WEIGHTS_FILE, match_tensors, match_tensors_by_name
+from dlm_rag.model.headers import WEIGHTS_FILE, TensorSources, match_tensors, match_tensors_by_name
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.progress import report_progress
 
-# of what our own programs write
-FINGERPRINT_EXCLUDED_GLOBS = ["training.json", "scores.json", "*.run.json"]
+FINGERPRINT_EXCLUDED_GLOBS = ["training.json", "scores.json", "*.run.json"]  # which our programs write
 SHARD_BYTES = 5 * 10**9
-SAMPLED_VALUES_PER_TENSOR = (
-    256  # numbers of a tensor that are looked at: the rest stays on disk until it is needed
-)
-# By its key in config.json, what no public architecture knows and a checkpoint trained here carries all
-# the same.
+SAMPLED_VALUES_PER_TENSOR = 256  # that are checked: the rest stays on disk until it is needed
+# By their key in config.json, fields that no public architecture has and a checkpoint trained here carries.
 DLM_RAG_FIELDS = {
     name: name
     for name in (
@@ -57,8 +53,7 @@ class Checkpoint:
     family: Family
     raw_config: dict[str, Any]  # config.json as it stands
     config: DenoiserConfig
-    # our tensor name -> what it is made of, with its files
-    tensor_sources: dict[str, list[tuple[Path, TensorSource]]]
+    tensor_sources: TensorSources
 
     def iterate_tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`."""
@@ -67,22 +62,22 @@ class Checkpoint:
             for path, part in parts:
                 by_file.setdefault(path, []).append((ours, part))
         size = sum(path.stat().st_size for path in by_file)
-        begun: dict[str, Tensor] = {}  # those of which parts are there
-        lacking = {ours: len(parts) for ours, parts in self.tensor_sources.items()}
+        begun: dict[str, Tensor] = {}  # those with parts still to come
+        missing = {ours: len(parts) for ours, parts in self.tensor_sources.items()}
         with report_progress("reading weights", size, "bytes") as advance:
             for path, names in by_file.items():
                 with safe_open(path, framework="pt", device=str(device)) as file:
                     for ours, part in names:
                         value = part.read(file)
                         advance(value.nbytes)
-                        value = value.to(device, dtype)  # nothing is held beside it
-                        _check_sound(path, part.name, value, ours)
-                        lacking[ours] -= 1
+                        value = value.to(device, dtype)  # no second copy is held
+                        _check_values(path, part.name, value, ours)
+                        missing[ours] -= 1
                         if part.target_index:
                             if ours not in begun:
                                 begun[ours] = torch.empty(self._shapes[ours], device=device, dtype=dtype)
                             begun[ours][part.target_index] = value
-                            if lacking[ours]:
+                            if missing[ours]:
                                 continue
                             value = begun.pop(ours)
                         yield ours, value
@@ -117,30 +112,23 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all that is or may be read of the folder: any other byte, another digest.
+        """Digest of every file that is or may be read: the shards with the tensors, heads, and texts.
 
-        That is the shards that hold the tensors and, of the rest, whatever a checkpoint consists of
-        (`HUB_FILE_PATTERNS`), but for what our own programs write beside a model.
+        Texts are what a checkpoint consists of (`HUB_FILE_PATTERNS`) without what our own programs write.
         """
-        parts = [
-            path for pattern in (*HUB_FILE_PATTERNS, "*/*.jinja") for path in self.folder.glob(pattern)
-        ]
-        texts = {path for path in parts if path.is_file() and path.suffix != ".safetensors"}
-        texts -= {
-            path
-            for path in texts
-            if path.name.startswith(".") or any(map(path.match, FINGERPRINT_EXCLUDED_GLOBS))
-        }
-        shards = {path for parts in self.tensor_sources.values() for path, _ in parts}
-        shards |= {path for path in (self.folder / HEADS_FILE,) if path.is_file()}
-        lines = [f"{path.relative_to(self.folder)} {digest_file(path)}" for path in sorted(shards | texts)]
+        excluded = [".*", "*.safetensors", *FINGERPRINT_EXCLUDED_GLOBS]
+        paths = {path for parts in self.tensor_sources.values() for path, _ in parts}
+        for pattern in (*HUB_FILE_PATTERNS, "*/*.jinja"):
+            paths |= {path for path in self.folder.glob(pattern) if not any(map(path.match, excluded))}
+        paths = {path for path in (*paths, self.folder / HEADS_FILE) if path.is_file()}
+        lines = [f"{path.relative_to(self.folder)} {digest_file(path)}" for path in sorted(paths)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
         """Ids that end a response, from `generation_config.json`, else from `config.json`.
 
-        Raises `CheckpointError` for what is no id of the vocabulary.
+        Raises `CheckpointError` for ids outside the vocabulary.
         """
         path, found = self.folder / "generation_config.json", None
         if path.exists():
@@ -150,40 +138,36 @@ class Checkpoint:
         ids = [] if found is None else found if isinstance(found, list) else [found]
         for token in ids:
             if type(token) is not int or not 0 <= token < self.config.vocab_size:
-                raise CheckpointError(
-                    f"{path}: eos_token_id={found!r:.60} must be ids of the vocabulary, whole numbers "
-                    f"from 0 to {self.config.vocab_size - 1}"
-                )
+                last = self.config.vocab_size - 1
+                raise CheckpointError(f"{path}: eos_token_id={found!r:.60} must be ids from 0 to {last}")
         return tuple(ids)
 
 
 def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -> Checkpoint:
     """Finds a folder or hub id and checks its config and tensor headers; reads no weights.
 
-    block_size: instead of what the config says, or does not say; 0: whole.
-    Raises `CheckpointError` in one sentence: no such folder, an architecture that only its own code
-    can run, pickled weights only, a missing shard, a missing, extra or misshapen tensor.
+    block_size: replaces that of the config; 0: no blocks.
+    Raises `CheckpointError` in one sentence: no such folder, an architecture that only its own code can
+    run, only pickled weights, a missing shard, a missing, extra or misshapen tensor.
     """
     folder = resolve_hub_folder(path_or_hub_id, "model")
     check_checkpoint_files(folder, [*HUB_FILE_PATTERNS, "additional_chat_templates/*.jinja"])
     if (folder / "adapter_config.json").exists():
-        raise CheckpointError(f"{folder} holds an adapter: merge it into the weights of its model")
+        raise CheckpointError(f"{folder} is an adapter: merge it into the weights of its model")
     if not (folder / "config.json").exists():
         inner = sorted(
             path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json")
         )
         hint = f": did you mean {inner[0]}?" if inner else ""
-        raise CheckpointError(f"{folder} is no checkpoint: it has no config.json{hint}")
+        raise CheckpointError(f"{folder} has no config.json{hint}")
     raw = upgrade_checkpoint(read_json(folder / "config.json"))
     if raw.get("model_type") is None:
         raise CheckpointError(f"{folder / 'config.json'}: the key 'model_type' is missing")
     kind = get_family_name(raw)
     if kind not in FAMILIES:
-        own_code = " and runs only through code of its own, which is never executed"
-        raise CheckpointError(
-            f"{folder} is a '{kind!s:.60}' model{own_code if 'auto_map' in raw else ''}; this denoiser "
-            f"holds {', '.join(FAMILIES)}{suggest_nearest(str(kind), FAMILIES)}"
-        )
+        own_code = ", which needs code of its own that is never executed" if "auto_map" in raw else ""
+        known = f"{', '.join(FAMILIES)}{suggest_nearest(kind, FAMILIES)}"
+        raise CheckpointError(f"{folder} is a '{kind:.60}' model{own_code}; supported are {known}")
     family = FAMILIES[kind]
     if block_size is not None:
         if family.complete_config is not None:
@@ -194,7 +178,7 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
         if own.get("block_size") == 0:
             own["block_size"] = None
         config = replace(family.read_config(raw), **own)
-        if config.block_length is None:  # what sees itself whole is written as a whole
+        if config.block_length is None:  # tokens that see each other are written together
             config = replace(config, block_length=config.block_size)
         if config.mask_token_id is None and family.mask_token is not None:
             config = replace(config, mask_token_id=find_mask_token_id(folder, family.mask_token))
@@ -293,31 +277,32 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
 
 
 def _check_rope(checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointError` for scaled rotary positions whose frequencies are no numbers."""
+    """Raises `CheckpointError` for scaled rotary positions without finite frequencies."""
     from dlm_rag.model.block import compute_rope_frequencies
 
-    config = checkpoint.config
+    config, path = checkpoint.config, checkpoint.folder / "config.json"
     try:
         frequencies, gain = compute_rope_frequencies(config)
-        sound = frequencies.shape == (config.head_dim // 2,) and math.isfinite(gain)
-        sound = sound and bool(frequencies.isfinite().all())
+        sound = frequencies.shape == (config.head_dim // 2,) and math.isfinite(
+            float(frequencies.sum()) + gain
+        )
     except Exception:  # the library checks with many unrelated types
         sound = False
     if not sound:
         raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'}: rope_scaling={config.rope_scaling!r:.200} gives no "
-            "rotary positions"
+            f"{path}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
         )
 
 
-def _check_sound(path: Path, theirs: str, value: Tensor, ours: str) -> None:
-    """Raises `CheckpointError` for what no model has: no finite numbers, gains or embeddings all zero.
+def _check_values(path: Path, theirs: str, value: Tensor, ours: str) -> None:
+    """Raises `CheckpointError` for values that are not finite, and for gains or embeddings that are all
+    zero.
 
-    Of a matrix a sample is read, which finds a training that came to nothing; the decoder finds the rest.
+    A sample of a matrix is read, which finds a training that came to nothing; the decoder finds the rest.
     """
     sample = value.flatten()
     sample = sample[:: max(1, len(sample) // SAMPLED_VALUES_PER_TENSOR)]
     if not bool(sample.isfinite().all()):
-        raise CheckpointError(f"{path}: {theirs} holds what is no finite number in {str(value.dtype)[6:]}")
+        raise CheckpointError(f"{path}: {theirs} has values that are not finite in {str(value.dtype)[6:]}")
     if ours.endswith(("norm.weight", "embed_tokens.weight")) and not (sample.any() or value.any()):
-        raise CheckpointError(f"{path}: {theirs} holds nothing but zeros")
+        raise CheckpointError(f"{path}: {theirs} has only zeros")

@@ -1,6 +1,6 @@
-"""Very long rows on several processes: each runs a stretch of every row and sees the keys of all.
+"""Very long rows on several processes: each runs a part of every row and sees the keys of all.
 
-Attention without direction needs no ring and no balancing: queries stay, keys and values are gathered
+Attention that is not causal needs no ring and no balancing: queries stay, keys and values are gathered
 layer by layer, and their gradients are summed on the way back. Exact, up to the order of additions.
 """
 
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from dlm_rag.model.kv_store import concatenate_ranges
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """The packed rows of one call, `lengths` tokens each, of which every process has a part."""
+    """The packed rows of one call, `lengths` tokens each; every process has a part of each."""
 
     context_parallel: ContextParallel
     lengths: tuple[int, ...]
@@ -43,34 +45,22 @@ class ShardedRows:
 
     @cached_property
     def gather_order(self) -> NDArray[np.int64]:
-        """Where the tokens of all rows stand in what is gathered, row by row."""
-        share = self.context_parallel
-        starts = []
-        for rank in range(share.size):
-            at, found = rank * self._padded, []
-            for length in self.lengths:
-                found.append(at)
-                at += len(share.local_token_range(length, rank))
-            starts.append(found)
-        return np.array(
-            [
-                starts[rank][row] + n
-                for row, length in enumerate(self.lengths)
-                for rank in range(share.size)
-                for n in range(len(share.local_token_range(length, rank)))
-            ],
-            dtype=np.int64,
-        )
+        """Where the tokens of all rows are in what is gathered, row by row."""
+        share, ranks = self.context_parallel, range(self.context_parallel.size)
+        # (ranks, rows): tokens of each row at each rank, and where they begin in what is gathered
+        counts = np.array([[len(share.local_token_range(n, rank)) for n in self.lengths] for rank in ranks])
+        starts = counts.cumsum(1) - counts + self._padded * np.array(ranks)[:, None]
+        return concatenate_ranges(starts.T.flatten(), counts.T.flatten().tolist())
 
     @property
     def _padded(self) -> int:
-        """Tokens that every process sends: as many as the first has, which are the most."""
+        """Tokens that every process sends: as many as the first one has."""
         return sum(-(-length // self.context_parallel.size) for length in self.lengths)
 
     def gather(self, own: Tensor, order: Tensor) -> Tensor:
         """own (tokens here, ...) -> (tokens of all rows, ...), in order; gradients flow back to all.
 
-        order: `self.order` on the device.
+        order: `gather_order` on the device.
         """
         from torch.distributed._functional_collectives import all_gather_tensor_autograd
 

@@ -1,5 +1,6 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -16,12 +17,17 @@ ROPE_SCALINGS = {
     "yarn": ("factor",),
 }
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
-GROUPED_MATMUL_MULTIPLE = 8  # numbers: grouped matrix products want rows of whole 16 bytes
+CHOICES = {
+    "evidence_layout": EVIDENCE_LAYOUTS, "block_grid": BLOCK_GRIDS,
+    "finished_block_context": FINISHED_BLOCKS, "retrieval_gate": ("always", "policy_head"),
+    "commit_rule": ("threshold", "policy_head", "entropy_bound"),
+}  # fmt: skip
+GROUPED_MATMUL_MULTIPLE = 8  # numbers: grouped matrix products take rows of a multiple of 16 bytes
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Many feed-forward nets in place of one, of which each token takes a few; in public configs' names."""
+    """Many feed-forward nets in place of one, a few for each token; names as in public configs."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -29,35 +35,24 @@ class ExpertsConfig:
     shared_intermediate_size: int = 0  # of the one that all tokens take too; 0: there is none
     first_k_dense_replace: int = 0  # layers at the bottom that have one net for all
     score_function: str = "softmax"  # of the router
-    expert_bias: bool = False  # added to the scores for the choice, not for what the chosen count
-    n_group: int = 1  # experts stand in so many groups, and are chosen from the best `topk_group`
+    expert_bias: bool = False  # added to the scores for the choice, not to the weights of the chosen
+    n_group: int = 1  # groups of experts; the best `topk_group` are chosen from
     topk_group: int = 1
-    norm_topk_prob: bool = False  # what the chosen count comes to 1
+    norm_topk_prob: bool = False  # the weights of the chosen sum to 1
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_fields(self, shared_intermediate_size=0, first_k_dense_replace=0)
-        if self.score_function not in ROUTER_SCORE_FUNCTIONS:
-            raise ValueError(
-                f"score_function={self.score_function!r:.60} is none of {', '.join(ROUTER_SCORE_FUNCTIONS)}"
-            )
-        if self.num_experts % self.n_group:
-            raise ValueError(f"n_group={self.n_group} must divide num_experts={self.num_experts}")
-        if self.n_group > 1 and self.num_experts < 2 * self.n_group:
-            raise ValueError(f"n_group={self.n_group} leaves groups of less than 2 experts")
-        if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group={self.topk_group} is more than n_group={self.n_group}")
-        choice = self.num_experts // self.n_group * self.topk_group
-        if self.num_experts_per_tok > choice:
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} is more than the {choice} experts that a "
-                "token may choose from"
-            )
-        if self.moe_intermediate_size % GROUPED_MATMUL_MULTIPLE:
-            raise ValueError(
-                f"moe_intermediate_size={self.moe_intermediate_size} is no multiple of "
-                f"{GROUPED_MATMUL_MULTIPLE}"
-            )
+        known = {"score_function": ROUTER_SCORE_FUNCTIONS}
+        _check_fields(self, known, shared_intermediate_size=0, first_k_dense_replace=0)
+        count, groups, chosen = self.num_experts, self.n_group, self.num_experts_per_tok
+        _require(count % groups == 0, f"n_group={groups} must divide num_experts={count}")
+        _require(
+            groups == 1 or count >= 2 * groups, f"n_group={groups} leaves groups of less than 2 experts"
+        )
+        _require(self.topk_group <= groups, f"topk_group={self.topk_group} is more than n_group={groups}")
+        choice = count // groups * self.topk_group
+        _require(chosen <= choice, f"num_experts_per_tok={chosen} is more than the {choice} to choose from")
+        _require_multiple("moe_intermediate_size", self.moe_intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class DenoiserConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
-    partial_rotary_factor: float = 1.0  # of each head so much is turned by positions, its first numbers
+    partial_rotary_factor: float = 1.0  # share of each head that positions turn, its first numbers
     qk_norm: bool = False
     qkv_bias: bool = False
     tie_word_embeddings: bool = False
@@ -109,7 +104,7 @@ class DenoiserConfig:
     # What a family's layers hide otherwise, one pattern a layer (None: nothing); empty: all see all. Only a
     # family's file sets it: it is not written to config.json.
     attention_patterns: tuple[AttentionPattern | None, ...] = ()
-    # As in DecodeConfig, where the config names none; `policy_head` where heads lie beside the weights.
+    # As in DecodeConfig, where the config names none; `policy_head` if the folder holds heads.
     finished_block_context: str = "recompute"
     commit_rule: str = "threshold"
     retrieval_gate: str = "always"
@@ -117,45 +112,28 @@ class DenoiserConfig:
     noise: UniformNoiseConfig | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, mask_token_id=0, block_length=0)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} must divide "
-                f"num_attention_heads={self.num_attention_heads}"
+        _check_fields(self, CHOICES, mask_token_id=0, block_length=0)
+        heads, kv_heads, mask = self.num_attention_heads, self.num_key_value_heads, self.mask_token_id
+        _require(
+            heads % kv_heads == 0, f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
+        )
+        _require(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even")
+        share = f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim}"
+        valid = self.partial_rotary_factor <= 1 and self.rotary_dim >= 2 and self.rotary_dim % 2 == 0
+        _require(valid, f"{share} must be an even number of at least 2")
+        if self.experts is not None:
+            _require_multiple("hidden_size", self.hidden_size)
+        _require(mask is None or mask < self.vocab_size, f"mask_token_id={mask} is outside the vocabulary")
+        if patterns := len(self.attention_patterns):
+            _require(
+                patterns == self.num_hidden_layers,
+                f"attention_patterns has {patterns} entries, not one a layer",
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even")
-        if self.partial_rotary_factor > 1 or not self.rotary_dim or self.rotary_dim % 2:
-            raise ValueError(
-                f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} must be "
-                "an even number of at least 2"
-            )
-        if self.experts is not None and self.hidden_size % GROUPED_MATMUL_MULTIPLE:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is no multiple of {GROUPED_MATMUL_MULTIPLE}, as experts "
-                "need"
-            )
-        if self.mask_token_id is not None and self.mask_token_id >= self.vocab_size:
-            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary")
-        for name, known in (
-            ("evidence_layout", EVIDENCE_LAYOUTS),
-            ("block_grid", BLOCK_GRIDS),
-            ("finished_block_context", FINISHED_BLOCKS),
-            ("commit_rule", ("threshold", "policy_head", "entropy_bound")),
-            ("retrieval_gate", ("always", "policy_head")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r:.60} is none of {', '.join(known)}")
-        if len(self.attention_patterns) not in (0, self.num_hidden_layers):
-            raise ValueError(
-                f"attention_patterns must have one entry for each of {self.num_hidden_layers} layers"
-            )
-        if self.attention_patterns and (self.block_size or self.evidence_layout != "joint"):
-            raise ValueError("attention_patterns need evidence_layout=joint and no block_size")
+            joint = not self.block_size and self.evidence_layout == "joint"
+            _require(joint, "attention_patterns need evidence_layout=joint and no block_size")
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)
-            if self.rotary_dim < self.head_dim:
-                raise ValueError("rope_scaling is done only where partial_rotary_factor is 1")
+            _require(self.rotary_dim == self.head_dim, "rope_scaling needs partial_rotary_factor=1")
 
     @property
     def rotary_dim(self) -> int:
@@ -169,55 +147,63 @@ class DenoiserConfig:
         return own if self.experts is None else min(self.experts.first_k_dense_replace, own)
 
 
-def _check_fields(config: Any, **lowest: int) -> None:
-    """Raises `ValueError` for a field of a wrong type, or a number below its `lowest`, else 1."""
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _require_multiple(name: str, value: int) -> None:
+    unit = GROUPED_MATMUL_MULTIPLE
+    _require(value % unit == 0, f"{name}={value} must be a multiple of {unit} where there are experts")
+
+
+def _check_fields(config: Any, choices: Mapping[str, tuple[str, ...]], **lowest: int) -> None:
+    """Raises `ValueError` for a wrong type, an unknown choice, a number below its `lowest` (else 1)."""
     for item in fields(config):
         value = getattr(config, item.name)
         kind, *others = get_args(item.type) or (item.type,)
         if value is None and others:
             continue
-        given = f"{item.name}={value!r:.60}"
-        if kind is bool and not isinstance(value, bool):
-            raise ValueError(f"{given} must be true or false")
-        low = lowest.get(item.name, 1)
-        if kind is int and (not _is_number(value, int) or value < low):
-            raise ValueError(f"{given} must be a whole number of at least {low}")
-        if kind is float and not _is_positive(value):
-            raise ValueError(f"{given} must be a number above 0 that float32 can hold")
-
-
-def _is_number(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
+        given, low = f"{item.name}={value!r:.60}", lowest.get(item.name, 1)
+        if item.name in choices:
+            known = choices[item.name]
+            _require(value in known, f"{given} must be one of {', '.join(known)}")
+        elif kind is bool:
+            _require(isinstance(value, bool), f"{given} must be true or false")
+        elif kind is int:
+            valid = isinstance(value, int) and not isinstance(value, bool) and value >= low
+            _require(valid, f"{given} must be a whole number of at least {low}")
+        elif kind is float:
+            _require(_is_positive(value), f"{given} must be a number above 0 that float32 can hold")
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether it is a number above 0 that is one in float32 too."""
-    return _is_number(value, int | float) and 1e-37 < value < 1e38
+    """Whether it is a number above 0, also in float32."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-37 < value < 1e38
 
 
 def _check_scaling(scaling: Any) -> None:
-    """Raises `ValueError` for a scaling of rotary positions that is unknown or lacks a number."""
+    """Raises `ValueError` for a scaling of rotary positions that is unknown or incomplete."""
     kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         raise ValueError(
-            f"rope_scaling of type {kind!r:.60} is none that the denoiser does: it may be null, "
-            f"{', '.join(ROPE_SCALINGS)} (others depend on the length of the text)"
+            f"rope_scaling of type {kind!r:.60} is not supported (null, {', '.join(ROPE_SCALINGS)} are; "
+            "others depend on the length of the text)"
         )
     for key in ROPE_SCALINGS[kind]:
-        value = scaling.get(key)
-        if not _is_positive(value):
-            raise ValueError(
-                f"rope_scaling of type '{kind}' needs a number above 0 as {key}, not {value!r:.60}"
-            )
+        given = f"{scaling.get(key)!r:.60}"
+        _require(
+            _is_positive(scaling.get(key)),
+            f"rope_scaling: {key}={given} must be a number above 0 in float32",
+        )
 
 
 def list_tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a denoiser by its name, in the order of its modules; a tied head too."""
     c = config
-    width, queries, keys = (
+    width, (queries, keys) = (
         c.hidden_size,
-        c.num_attention_heads * c.head_dim,
-        c.num_key_value_heads * c.head_dim,
+        (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads)),
     )
     layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (width,)}
     for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):

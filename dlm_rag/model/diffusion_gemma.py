@@ -140,7 +140,7 @@ class DiffusionGemma(nn.Module):
         return [(layer.keys, layer.values) for layer in cache.layers]
 
     def stack_caches(self, texts: Sequence[PromptKeysValues], canvas: int) -> "StackedCaches":
-        """Texts side by side, as canvases of `canvas` tokens behind them see them."""
+        """A batch of texts, as canvases of `canvas` tokens after them see them."""
         from transformers import DynamicCache
 
         cache, masks = DynamicCache(), dict[str, Tensor | None]()
@@ -172,7 +172,7 @@ class DiffusionGemma(nn.Module):
     def compute_canvas_logits(
         self, canvas: Tensor, texts: "StackedCaches", before: Sequence[Tensor | None]
     ) -> Tensor:
-        """Logits (rows, canvas, V) float32 for canvases (rows, canvas) behind their texts.
+        """Logits (rows, canvas, V) float32 for canvases (rows, canvas) after their texts.
 
         before: the logits of the step before, each over its temperature; None at the first of a canvas.
         """
@@ -195,7 +195,7 @@ class DiffusionGemma(nn.Module):
     def forward(
         self, prompts: Sequence[Sequence[int]], canvases: Tensor, conditioned: Sequence[bool]
     ) -> Tensor:
-        """Logits (rows, n, V) for canvases (rows, n) behind prompts of any lengths.
+        """Logits (rows, n, V) for canvases (rows, n) after prompts of any lengths.
 
         conditioned: which rows are shown the logits of a first pass, without gradients, as decoding
         shows those of the step before (Analog Bits, arXiv 2208.04202).
@@ -206,7 +206,7 @@ class DiffusionGemma(nn.Module):
             np.array([[len(p)] for p in prompts]), np.array(conditioned),
         ]  # fmt: skip
         ids, lengths, shown = to_device(arrays, canvases.device)
-        # Padding stands in front: layers with a sliding window keep what is last.
+        # Padding comes first: layers with a sliding window keep the last tokens.
         there = torch.arange(longest, device=canvases.device) >= longest - lengths
         places = torch.arange(n, device=canvases.device) + lengths
         encoder = self.model.model.encoder
@@ -262,5 +262,5 @@ class StackedCaches:
 
 
 def _pad_last_tokens(kept: Tensor, count: int, length: int) -> Tensor:
-    """The last `count` tokens of (1, heads, tokens, head_dim), with zeros behind up to `length`."""
+    """The last `count` tokens of (1, heads, tokens, head_dim), padded with zeros to `length`."""
     return pad(kept[:, :, kept.shape[2] - count :], (0, 0, 0, length - count))

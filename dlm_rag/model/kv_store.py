@@ -1,8 +1,8 @@
 """Keys and values that rows see before their own tokens: in parts, or kept in one block of memory.
 
 In training a context is in parts that gradients flow through (`SharedContext`). In decoding it stays from
-step to step: `SlotKVCache` holds a slot for each row, the context in front, room for the canvas behind it,
-so that a step copies nothing but the keys and values of the canvas.
+step to step: `SlotKVCache` has a slot for each row, the context first, then room for the canvas, so that a
+step copies nothing but the keys and values of the canvas.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,7 @@ KeysValues = Sequence[tuple[Tensor, Tensor]]  # for each layer, each (n, Hk, D)
 class SharedContext:
     """The context of each row among the keys and values of an earlier call, which rows may share.
 
-    keys_values: of all tokens of that call, layer by layer. row_ranges: of each row the stretches of them
-    that it sees.
+    keys_values: of all tokens of that call, layer by layer. row_ranges: those that each row sees.
     """
 
     keys_values: KeysValues
@@ -37,13 +36,13 @@ class SharedContext:
         return tuple(sum(map(len, stretches)) for stretches in self.row_ranges)
 
     def gather_indices(self, lengths: Sequence[int]) -> NDArray[np.int64]:
-        """Where what each row sees stands in `kept` with the rows' own tokens, of `lengths`, after it."""
+        """What each row sees: places in that call's tokens followed by the rows' own, of `lengths`."""
         _, *own = make_consecutive_ranges([len(self.keys_values[0][0]), *lengths])
         seen = [part for row, last in zip(self.row_ranges, own, strict=True) for part in (*row, last)]
         return concatenate_ranges(np.array([part.start for part in seen]), [len(part) for part in seen])
 
     def concat_context(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row its context, then its own k and v (T, Hk, D); places: `self.places` on the device."""
+        """For each row its context, then its own k and v (T, Hk, D); places: of `gather_indices`."""
         kept_k, kept_v = self.keys_values[layer]
         return GatherConcat.apply(kept_k, k, places), GatherConcat.apply(kept_v, v, places)
 
@@ -51,8 +50,7 @@ class SharedContext:
 class GatherConcat(torch.autograd.Function):
     """`torch.cat((kept, own))[places]`, with gradients that are tensors of their own.
 
-    A view would keep the gradient of the rows' own tokens alive, in every layer, until backward comes to
-    the contexts. The number of operators does not grow with the rows.
+    A view would keep the gradients of the rows' own tokens alive until backward reaches the contexts.
     """
 
     @staticmethod
@@ -69,10 +67,10 @@ class GatherConcat(torch.autograd.Function):
 
 
 class SlotKVCache:
-    """Slots of keys and values, grown as they are needed, and scratch room behind them for one call.
+    """Slots of keys and values, grown when needed, and scratch room after them for one call.
 
     keys_values: (N, 2, tokens, Hk, D) for N layers, tokens in pages of `PAGE_TOKENS`. Slot s begins at
-    token s * capacity; what stands where is the caller's to know.
+    token s * capacity; the caller knows what is where.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class SlotKVCache:
         self.keys_values, self.slots, self.capacity = room, slots, capacity
 
     def token_index(self, slot: int, token: int = 0) -> int:
-        """Where a token of a slot stands."""
+        """The place of a token of a slot."""
         return slot * self.capacity + token
 
     def write_tokens(self, place: int, kept: Tensor) -> None:
@@ -121,7 +119,7 @@ class SlotKVCache:
 
 
 def round_up_to_page(tokens: int) -> int:
-    """Tokens of as many pages as hold so many."""
+    """The tokens of the pages that so many need."""
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
@@ -129,8 +127,8 @@ def round_up_to_page(tokens: int) -> int:
 class CachedRows:
     """The rows of one call in a `SlotKVCache`; each begins with a page.
 
-    copies: rows whose keys and values go to another place too, each (row, place), where other rows of the
-    same call may see them: in every layer all keys are written before any row attends.
+    copies: rows whose keys and values are also written elsewhere, each (row, place), for other rows of the
+    call: in every layer all keys are written before any row attends.
     """
 
     cache: SlotKVCache
@@ -160,10 +158,10 @@ class CachedRows:
     def write_keys_values(
         self, layer: int, places: Tensor, sources: Tensor | None, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Puts the rows' own keys and values (T, Hk, D) behind their contexts, and where copies go.
+        """Writes the rows' own keys and values (T, Hk, D) after their contexts, and the copies.
 
-        sources: which tokens go to `places`; None: all in order. Returns all keys and values that there
-        are, each (tokens, Hk, D).
+        sources: which tokens go to `places`; None: all in order. Returns all keys and values of the cache,
+        each (tokens, Hk, D).
         """
         both = self.cache.keys_values[layer]
         for side, own in zip(both, (k, v), strict=True):
@@ -171,7 +169,7 @@ class CachedRows:
         return both[0], both[1]
 
     def slice_rows(self, stored: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-        """Of `stored` (tokens, Hk, D) what each row sees: (length, Hk, D)."""
+        """What each row sees of `stored` (tokens, Hk, D): (length, Hk, D)."""
         ends = zip(self.starts, lengths, strict=True)
         return tuple(stored[start : start + length] for start, length in ends)
 
@@ -183,5 +181,5 @@ def concatenate_ranges(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDA
 
 
 def make_consecutive_ranges(lengths: Sequence[int]) -> list[range]:
-    """The places of pieces of `lengths` that stand one after another from 0 on."""
+    """The places of consecutive pieces of `lengths`, from 0 on."""
     return [range(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]

@@ -1,9 +1,8 @@
-"""Heads that decide when: two small networks beside a denoiser, one on what to commit, one on searching.
+"""Policy heads: two small networks that decide what to commit and when to search.
 
-They see a few numbers that the decoder knows anyway (`decode/policy_sampling.py`), never the hidden
-states: a denoiser that is frozen stays what it is, and an update needs no pass of it (cf. arXiv
-2512.09106). A fresh head is the rule that it departs from: the soft commit threshold; to search nearly
-always.
+They see a few numbers that the decoder has anyway (`decode/policy_sampling.py`), never hidden states: the
+denoiser may stay frozen, and an update needs no pass of it (cf. arXiv 2512.09106). A fresh head is the rule
+that training starts from: the soft commit threshold; to search nearly always.
 """
 
 from collections.abc import Sequence
@@ -27,8 +26,10 @@ HEADS_PREFIX = "heads."
 
 
 class PolicyHead(nn.Module):
-    """features (n, F) -> what is added (n,) to the logit of a yes; 0 at first. Of float64: it is small, and
-    decides the same alone and among others."""
+    """features (n, F) -> what is added (n,) to the logit of a yes; 0 at first.
+
+    In float64: it is small, and decides the same alone and in a batch.
+    """
 
     def __init__(self, features: Sequence[str]) -> None:
         super().__init__()
@@ -88,13 +89,13 @@ def read_heads(folder: Path) -> PolicyHeads | None:
             said = file.metadata() or {}
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
     features = (said.get("commit"), said.get("search"))
     if features != (" ".join(COMMIT_FEATURES), " ".join(SEARCH_FEATURES)) or wanted != {
         n: v.shape for n, v in found.items()
     }:
-        raise CheckpointError(f"{path} holds heads of another version: train them again, or take it away")
+        raise CheckpointError(f"{path} is of another version: train the heads again, or remove the file")
     if not all(bool(value.isfinite().all()) for value in found.values()):
-        raise CheckpointError(f"{path} holds what is no finite number")
+        raise CheckpointError(f"{path} has values that are not finite")
     heads.load_state_dict(found)
     return heads.requires_grad_(False)

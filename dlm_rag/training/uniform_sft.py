@@ -1,7 +1,7 @@
-"""Fine-tuning a model of uniform noise: rows whose canvas is drawn anew in places, and their loss.
+"""Fine-tuning a model of uniform noise: rows whose canvas has random tokens, and their loss.
 
-The rows are those of masked fine-tuning (`rows/`): the same prompts, and what a mask hides there is drawn
-from the whole vocabulary here. Canvases are always whole; finished ones belong to the prompt.
+The rows are those of masked fine-tuning: the same prompts, with random tokens where a mask would be.
+Canvases are always complete; finished ones belong to the prompt.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ class UniformRow:
     noisy: tuple[int, ...]
     time: float  # of the noise, for the NELBO
     self_conditioned: bool  # whether the logits of a first pass are shown too
-    copied_positions: tuple[int, ...] = ()  # positions that a passage spells out and that are drawn anew
+    copied_positions: tuple[int, ...] = ()  # positions of random tokens that a passage spells out
 
 
 def make_full_canvas(example: Example, block: int, end_id: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the encoder reads of an example, and the canvas behind it, filled up with end tokens."""
+    """What the encoder reads of an example, and the canvas after it, filled up with end tokens."""
     at = example.finished
     target = example.target[at : at + block]
     fill = (end_id,) * (block - len(target))
@@ -61,7 +61,7 @@ class UniformSftTask(SftTask):
         return UniformObjective(denoiser, self._end_ids, self._train.uniform_loss)
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: tuple[int, int]) -> Any:
-        """The rows of some items; noise and lots depend on step, item and row alone."""
+        """The rows of some items; what is random depends on step, item and row alone."""
         examples = self._source.examples(step, items, conditions)
         found, rows = [], self._train.rows_per_set
         for place, item in enumerate(items):
@@ -74,9 +74,9 @@ class UniformSftTask(SftTask):
     def _make_rows(self, examples: Sequence[Example], generator: torch.Generator) -> list[UniformRow]:
         """The rows of an item.
 
-        For the NELBO each is drawn anew at a time of its own. Under cross-entropy, where its rows would be
-        masked: half of them at a time of their own too, in the other half what was not written at a moment
-        of decoding.
+        For the NELBO each has noise of a time of its own. For cross-entropy it has noise where the row
+        would be masked: for half of the rows at a time of its own too, for the others what was not yet
+        written at some moment of decoding.
         """
         shape, train = self._shape, self._train
         block, end_id = shape.block_size, self._end_id
@@ -87,17 +87,17 @@ class UniformSftTask(SftTask):
         if train.uniform_loss == "nelbo":
             alpha = LINEAR.alpha(times)[:, None].expand(targets.shape)
         else:
-            behind = ((*e.masked[e.finished :], *[True] * block)[:block] for e in examples)
-            alpha = 1 - torch.tensor(list(behind), dtype=torch.float64)
+            masked = [(*e.masked[e.finished :], *[True] * block)[:block] for e in examples]
+            alpha = 1 - torch.tensor(masked, dtype=torch.float64)
         # One alpha for each position is one row of one token each.
         noisy = add_uniform_noise(targets[..., None], alpha, shape.vocab_size, generator).squeeze(-1)
-        lots = torch.rand(len(pairs), generator=generator) < train.self_conditioning
+        conditioned = torch.rand(len(pairs), generator=generator) < train.self_conditioning
         found = []
         for n, (example, (prompt, target)) in enumerate(zip(examples, pairs, strict=True)):
             at = {pointer.position - example.finished for pointer in example.pointers}
             shown = tuple(noisy[n].tolist())
             names = tuple(p for p in sorted(at) if 0 <= p < block and shown[p] != target[p])
-            found.append(UniformRow(prompt, target, shown, float(times[n]), bool(lots[n]), names))
+            found.append(UniformRow(prompt, target, shown, float(times[n]), bool(conditioned[n]), names))
         return found
 
     def count_microbatch(self, part: Sequence[Any], terms: LossWeights) -> dict[str, float]:

@@ -271,7 +271,7 @@ CASES = [
     word("decode.retrieval_gate=never", "retrieval_gate='never' is not one of"),
     BadInputCase("a threshold without a logit", f"{SAMPLE_COMMAND} decode.commit_rule=sampled decode.commit_threshold=1", "has no logit"),
     word("decode.gate_temperature=0", "gate_temperature=0.0 is out of range"),
-    BadInputCase("heads that are none", f"{SAMPLE_COMMAND} decode.commit_rule=policy_head", "is no safetensors file", {"model/heads.safetensors": "x"}),
+    BadInputCase("heads that are none", f"{SAMPLE_COMMAND} decode.commit_rule=policy_head", "is not a safetensors file", {"model/heads.safetensors": "x"}),
     # Config files.
     BadInputCase("a YAML file that is not there", f"{SAMPLE_COMMAND} --config sardy", "nearest: 'sardi.yaml'"),
     BadInputCase("a folder as YAML", f"{SAMPLE_COMMAND} --config model", "'model' is a folder or a pipe"),
