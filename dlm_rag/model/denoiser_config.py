@@ -191,11 +191,8 @@ def _check_scaling(scaling: Any) -> None:
             "others depend on the length of the text)"
         )
     for key in ROPE_SCALINGS[kind]:
-        given = f"{scaling.get(key)!r:.60}"
-        _require(
-            _is_positive(scaling.get(key)),
-            f"rope_scaling: {key}={given} must be a number above 0 in float32",
-        )
+        given = f"rope_scaling: {key}={scaling.get(key)!r:.60}"
+        _require(_is_positive(scaling.get(key)), f"{given} must be a number above 0 that float32 can hold")
 
 
 def list_tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:

@@ -182,10 +182,10 @@ CASES = [
     BadInputCase("scaled positions that depend on the length", SAMPLE_COMMAND, "type 'dynamic' is not supported", {
         CONFIG: {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     }),
-    BadInputCase("scaled positions without their factor", SAMPLE_COMMAND, "rope_scaling: factor=None must be", {
+    BadInputCase("scaled positions without their factor", SAMPLE_COMMAND, "factor=None must be", {
         CONFIG: {"rope_scaling": {"rope_type": "yarn"}}
     }),
-    BadInputCase("scaled positions without their bounds", SAMPLE_COMMAND, "rope_scaling: low_freq_factor=None must be", {
+    BadInputCase("scaled positions without their bounds", SAMPLE_COMMAND, "low_freq_factor=None must be", {
         CONFIG: llama(rope_scaling={"rope_type": "llama3", "factor": 8.0})
     }),
     BadInputCase("scaled positions that are no numbers", SAMPLE_COMMAND, "gives no rotary positions", {
@@ -445,9 +445,9 @@ CASES = [
     *(
         BadInputCase(f"DiffusionGemma with {text}", ASK_GEMMA, says, {GEMMA: gemma(**text)})
         for text, says in (
-            ({"layer_types": ["full_atention"] * 3}, "layer_types has a layer of the kind 'full_atention', known are sliding_attention, full_attention (nearest: 'full_attention')"),
-            ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' lets a prompt see"),
-            ({"sliding_window": 1}, "sliding_window=1 leaves a canvas no token to see"),
+            ({"layer_types": ["full_atention"] * 3}, "layer_types has 'full_atention', known are sliding_attention, full_attention (nearest: 'full_attention')"),
+            ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
+            ({"sliding_window": 1}, "sliding_window=1 must be at least 2"),
             ({"pad_token_id": None}, "the key 'pad_token_id' is missing"),
         )
     ),
