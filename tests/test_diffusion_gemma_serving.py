@@ -133,7 +133,7 @@ def test_no_masked_rows_are_made_of_its_trace(decoder):
             "block_length=4 has no effect on a model that denoises from uniform noise",
         ),
         (chat_body(max_new_tokens=37), "max_new_tokens=48 is more than the 36"),
-        (chat_body([{"type": "image_url", "image_url": {"url": "a.png"}}]), "'text' only"),
+        (chat_body([{"type": "image_url", "image_url": {"url": "a.png"}}]), "messages.0.content"),
     ],
     ids=str,
 )

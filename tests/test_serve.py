@@ -29,6 +29,7 @@ from dlm_rag.serving.app import AnswerService
 from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
 from dlm_rag.serving.middleware import AccessControl
 from dlm_rag.serving.responses import find_stop
+from dlm_rag.serving.search_app import SearchService
 
 SETTINGS = DecodeConfig(max_new_tokens=16, batch_size=4, commit_threshold=0.1)
 ASKED = "Who wrote Emma?"
@@ -213,14 +214,14 @@ REFUSED = {
     "JSON mode": (chat_body(response_format={"type": "json_object"}), "'response_format' cannot"),
     "nucleus": (chat_body(top_p=0.5), "'top_p' cannot"),
     "an unknown field": (chat_body(comit_threshold=0.5), "nearest: 'commit_threshold'"),
-    "a number as text": (chat_body(commit_threshold="0.5"), "'commit_threshold' must be a number"),
+    "a number as text": (chat_body(commit_threshold="0.5"), "'commit_threshold'"),
     "an interpolation": (chat_body(commit_rule="${oc.env:HOME}"), "is not one of"),
     "out of bounds": (chat_body(commit_threshold=2), "must be between 0 and 1"),
-    "true as a number": (chat_body(seed=True), "'seed' must be a whole number"),
-    "not a number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": NaN}', "must be"),
-    "the server's own": (chat_body(batch_size=2), "'batch_size' is the server's own"),
+    "true as a number": (chat_body(seed=True), "'seed'"),
+    "not a number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": NaN}', ""),
+    "the server's own": (chat_body(batch_size=2), "'batch_size' cannot be honoured here: leave it out"),
     "a canvas too long": (chat_body(max_new_tokens=17), "more than the 16"),
-    "no token": (chat_body(max_tokens=0), "'max_tokens' must be a whole number above 0"),
+    "no token": (chat_body(max_tokens=0), "'max_tokens'"),
     "a rule without heads": (chat_body(commit_rule="policy_head"), "needs heads"),
     "edits without blocks": (chat_body(edit_threshold=0.9), "attention has no blocks"),
     "blocks that are not there": (chat_body(finished_block_context="no_evidence"), "no effect"),
@@ -228,8 +229,8 @@ REFUSED = {
     "earlier turns": ({"messages": [*chat_body()["messages"], *chat_body()["messages"]]}, "single message"),
     "another role": ({"messages": [{"role": "assistant", "content": "a"}]}, "single message"),
     "an image": (chat_body([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]),
-    "'text' only"),
-    "no messages": ({}, "'messages' must be a list"),
+    "messages.0.content"),
+    "no messages": ({}, "'messages'"),
     "a blank question": (chat_body(" \n"), "blank"),
     "a list": ([], "must be a JSON object"),
     "no JSON": (b"{", "is not JSON"),
@@ -330,6 +331,22 @@ def test_what_is_not_there(refusing, method, path, status):
     response = asyncio.run(asked())
     assert response.status_code == status
     assert response.json()["error"]["message"] and "passwd" not in response.text
+
+
+def test_the_corpus_is_searched_at_the_same_server(decoder, tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text(KEYS[0])
+    access = AccessControl(keys=ApiKeys.from_file(str(keys)))
+    service = AnswerService(decoder, "tiny", ServingConfig(), access=access)
+    service.offer_search(SearchService(decoder.retriever, RetrievalConfig(), access=access))
+    key, body = {"Authorization": f"Bearer {KEYS[0]}"}, {"queries": ["Who wrote Dune?"], "topk": 1}
+    try:
+        assert send_request(service, body, "/retrieve").status_code == 401
+        found = send_request(service, body, "/retrieve", **key).json()["result"]
+        assert [[document["id"] for document in each] for each in found] == [["dune"]]
+        assert send_request(service, chat_body(), **key).status_code == 200 and service.idle
+    finally:
+        service.close()
 
 
 def test_pages_of_other_sites_may_not_ask(refusing):

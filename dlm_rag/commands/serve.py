@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
         from dlm_rag.serving.app import AnswerService
         from dlm_rag.serving.http_server import run_server
         from dlm_rag.serving.middleware import AccessControl, is_loopback
+        from dlm_rag.serving.search_app import SearchService
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'dlm_rag[serve]'") from None
     keys = None if config.serving.api_keys_file is None else ApiKeys.from_file(config.serving.api_keys_file)
@@ -49,6 +50,7 @@ def main(argv: list[str]) -> None:
         prepared = prepare_decoder(config, [])
         words.announce_reader()
         from dlm_rag.energy.meter import open_meter
+        from dlm_rag.retrieval.base import CorpusRetriever
 
         canvas, most = prepared.config.decode.max_new_tokens, config.serving.max_tokens
         assert canvas is not None
@@ -64,6 +66,10 @@ def main(argv: list[str]) -> None:
                 config.engine.memory_gib is not None,
             )
             service = AnswerService(decoder, name, config.serving, meter, access, bounded)
+            if isinstance(decoder.retriever, CorpusRetriever) and config.retrieval.method != "none":
+                service.offer_search(
+                    SearchService(decoder.retriever, config.retrieval, config.serving, access)
+                )
             show_status()
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it again and again takes time

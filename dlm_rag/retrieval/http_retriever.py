@@ -12,7 +12,6 @@ name look-ups and answers that trickle included.
 """
 
 import asyncio
-import errno
 import functools
 import hashlib
 import json
@@ -30,7 +29,12 @@ from dlm_rag.files.jsonl import parse_json
 from dlm_rag.files.record_readers import get_field
 from dlm_rag.retrieval.corpus import Passage, parse_passage
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.retry import CircuitBreaker, RetryableFailure, SearchUnavailableError
+from dlm_rag.retrieval.retry import (
+    CircuitBreaker,
+    RetryableFailure,
+    SearchUnavailableError,
+    describe_connection_error,
+)
 from dlm_rag.text import normalize_whitespace
 
 RETRIEVAL_TOKEN_VARIABLE = (
@@ -179,7 +183,7 @@ class HttpRetriever:
         except TimeoutError:
             raise RetryableFailure(f"no answer within {seconds:.2g} s") from None
         except httpx2.HTTPError as error:
-            raise RetryableFailure(_describe_error(error)) from None
+            raise RetryableFailure(describe_connection_error(error)) from None
         finally:
             exchange.cancel()  # after an interrupt
 
@@ -221,20 +225,6 @@ def _create_ssl_context() -> ssl.SSLContext:
         raise ConfigError(
             f"the certificates of {named} cannot be read ({summarize_error(error)})"
         ) from None
-
-
-def _describe_error(error: BaseException) -> str:
-    """Why there was no answer: what is at the bottom of an error of the client."""
-    while below := error.__cause__ or error.__context__:
-        error = below
-    if isinstance(error, BaseExceptionGroup):  # of each address that the name has
-        error = error.exceptions[0]
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"{error.verify_message} (SSL_CERT_FILE names a file of certificates to be trusted)"
-    number = getattr(error, "errno", 0)
-    if number in errno.errorcode and not isinstance(error, ssl.SSLError):
-        return os.strerror(number)  # asyncio has words of its own
-    return summarize_error(error)
 
 
 def _parse_service_info(said: Any) -> ServiceInfo:

@@ -1,16 +1,19 @@
-"""Calls to a service: tried again until a deadline where that may help, and not at all while it is down."""
+"""Calls to a service: repeated until a deadline where that may help, and not made while it is down."""
 
+import errno
+import os
 import random
+import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
+
+from dlm_rag.errors import summarize_error
 
 T = TypeVar("T")
 _draw_jitter = random.Random().random  # of its own: waits change nothing that is drawn elsewhere
 
-# Seconds before the second attempt; before each further one twice as many, up to the longest. Jitter takes
-# away or adds up to a half.
 INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 1.0
 # of a call's seconds, at most: one answer that never comes leaves time for others
 MAX_ATTEMPT_FRACTION = 1 / 3
@@ -24,6 +27,32 @@ class SearchUnavailableError(RuntimeError):
 
 class RetryableFailure(Exception):  # noqa: N818 - a state, which an attempt may find changed
     """An attempt failed in a way that another may not: refused, cut off, too late, too busy."""
+
+
+def iterate_backoff_seconds(
+    initial: float, longest: float, chance: Callable[[], float] = _draw_jitter
+) -> Iterator[float]:
+    """Pauses before the second attempt and each further one, without end.
+
+    Each is twice the one before, up to `longest`; jitter takes away or adds up to a half.
+    """
+    while True:
+        yield initial * (0.5 + chance())
+        initial = min(2 * initial, longest)
+
+
+def describe_connection_error(error: BaseException) -> str:
+    """Why there was no answer: what is at the bottom of an error of the client."""
+    while below := error.__cause__ or error.__context__:
+        error = below
+    if isinstance(error, BaseExceptionGroup):  # of each address that the name has
+        error = error.exceptions[0]
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"{error.verify_message} (SSL_CERT_FILE names a file of certificates to be trusted)"
+    number = getattr(error, "errno", 0)
+    if number in errno.errorcode and not isinstance(error, ssl.SSLError):
+        return os.strerror(number)  # asyncio has words of its own
+    return summarize_error(error)
 
 
 class CircuitBreaker:
@@ -67,17 +96,16 @@ class CircuitBreaker:
             self._leave(trial, reason)
 
     def _attempt(self, ask: Callable[[float], T], once: bool) -> T:
-        deadline, wait = self._clock() + self._seconds, INITIAL_BACKOFF_SECONDS
-        while True:
+        deadline = self._clock() + self._seconds
+        for pause in iterate_backoff_seconds(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, self._chance):
             try:
                 return ask(min(self.attempt_seconds, max(deadline - self._clock(), 0.01)))
             except RetryableFailure:
-                pause = wait * (0.5 + self._chance())
                 # What could not have half of its time would only hide why the others failed.
                 if once or self._clock() + pause + self.attempt_seconds / 2 > deadline:
                     raise
             self._sleep(pause)
-            wait = min(2 * wait, MAX_BACKOFF_SECONDS)
+        raise AssertionError("pauses have no end")
 
     def _enter(self) -> bool:
         """Whether a call is on trial; raises `SearchUnavailableError` where it is not let through."""

@@ -4,6 +4,7 @@
     GET  /v1/models               the one model, in OpenAI's form
     POST /v1/chat/completions     an answer in OpenAI's form, whole or as a stream
     POST /v1/answers              every step of an answer, as server-sent events
+    POST /retrieve                a search of the corpus (search_app.py)
     GET  /health, /metrics        for machines
 
 Chat completions are at /chat/completions too: datatrove asks other machines without /v1.
@@ -38,6 +39,7 @@ from dlm_rag.serving.middleware import (
 )
 from dlm_rag.serving.requests import ParsedRequest, RequestParser
 from dlm_rag.serving.responses import AnswerEvents, ChatResponse, get_request_error
+from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
 MAX_REQUEST_BYTES = 2**20  # of a request
 MAX_QUESTION_CHARS_PER_TOKEN = (
@@ -77,24 +79,35 @@ class AnswerService:
         page = render_live_page(access.keys is not None)
         self._page = HTMLResponse(page, headers={"X-Frame-Options": "DENY"})
         self.app = self._application(access)
+        self._search: SearchService | None = None
+
+    def offer_search(self, search: SearchService) -> None:
+        """Lets clients search the corpus too, at `SEARCH_PATH`."""
+        self._search = search
+        self.app.router.routes += [r for r in search.app.routes if getattr(r, "path", "") == SEARCH_PATH]
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits for an answer, nor for the rest of one."""
-        return not (self._update_events or self.engine.num_running or self.engine.num_waiting)
+        searching = self._search is not None and not self._search.idle
+        return not (searching or self._update_events or self.engine.num_running or self.engine.num_waiting)
 
     @property
     def error(self) -> BaseException | None:
         """What has ended the engine, if nobody has told it to."""
-        return self.engine.error
+        return self.engine.error or (self._search.error if self._search else None)
 
     def drain(self) -> None:
         """Takes no more questions."""
         self.engine.drain()
+        if self._search:
+            self._search.drain()
 
     def close(self) -> None:
         """Ends the engine."""
         self.engine.close()
+        if self._search:
+            self._search.close()
 
     def _application(self, access: AccessControl) -> Starlette:
         places = [

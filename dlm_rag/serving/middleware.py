@@ -7,20 +7,24 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from dlm_rag.errors import UserError, suggest_nearest
+from dlm_rag.files.jsonl import parse_json
 from dlm_rag.serving.api_keys import ApiKeys
 
 MAX_BODY_SECONDS = 30.0  # in which a body must have come
 ERROR_TYPES_BY_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
 
+Body = TypeVar("Body", bound=BaseModel)
 RequestHandler = Callable[[Request], Awaitable[Response]]
 
 
@@ -116,6 +120,32 @@ async def read_body(request: Request, most: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {MAX_BODY_SECONDS:g} seconds") from None
     return bytes(body)
+
+
+class RequestBody(BaseModel):
+    """A JSON object in which every field is known and has its type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def parse_body(kind: type[Body], body: bytes) -> Body:
+    """The JSON object of a request; raises `ApiError` naming the field."""
+    try:
+        asked = parse_json(body, "the request cannot be read", UserError, "body")
+    except UserError as error:
+        raise ApiError(400, str(error)) from None
+    if not isinstance(asked, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    try:
+        return kind.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    field, last = str(first["loc"][0])[:60], str(first["loc"][-1])[:60]
+    if first["type"] == "extra_forbidden":
+        hint = suggest_nearest(last, kind.model_fields)
+        raise ApiError(400, f"the field {last!a} is not known{hint}", last)
+    place = ".".join(map(str, first["loc"]))
+    raise ApiError(400, f"'{place}': {first['msg'][0].lower()}{first['msg'][1:]}", field)
 
 
 async def run_unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:

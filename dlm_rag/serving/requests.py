@@ -1,27 +1,24 @@
-"""What a request asks for: OpenAI's form and our own, checked field by field.
+"""What a request asks for: OpenAI's form and our own, as pydantic models.
 
-Nothing is passed over: a field that cannot be honoured is refused by name, unless its value asks for what
-happens anyway.
+Nothing is ignored silently: a field that cannot be honoured is refused by name, unless its value asks for
+what happens anyway.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import NoneType
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, Field, create_model, field_validator
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.checked import replace_settings
 from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
 from dlm_rag.decode.memory_budget import check_memory_bounded
-from dlm_rag.errors import UserError, suggest_nearest
-from dlm_rag.files.jsonl import parse_json
+from dlm_rag.errors import UserError
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.serving.middleware import ApiError
+from dlm_rag.serving.middleware import ApiError, RequestBody, parse_body
 
 ENGINE_SETTINGS = ("batch_size", "overlap")  # settings that hold for all rows of the engine
-REQUEST_SETTINGS = tuple(item.name for item in fields(DecodeConfig) if item.name not in ENGINE_SETTINGS)
-SETTING_TYPES = {item.name: get_args(item.type) or (item.type,) for item in fields(DecodeConfig)}
-TYPE_DESCRIPTIONS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_SETTINGS = {item.name: item for item in fields(DecodeConfig) if item.name not in ENGINE_SETTINGS}
 # Fields of OpenAI's that ask for nothing with these values, and for what is not there with others.
 NEUTRAL_OPENAI_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "functions": ([],),
@@ -29,23 +26,71 @@ NEUTRAL_OPENAI_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},), "top_p": (1,), "frequency_penalty": (0,),
     "presence_penalty": (0,), "logit_bias": ({},), "store": (False,), "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default"), **dict.fromkeys(ENGINE_SETTINGS, ()),
 }  # fmt: skip
 OPENAI_LABEL_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # that change no answer
-CHAT_FIELDS = (
-    "model",
-    "messages",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-    "stop",
-)
-MAX_STOPS, MAX_STOP_CHARS = 4, 256
 SINGLE_MESSAGE_ERROR = (
     "each request is one question, found evidence for by itself: send a single message of the role 'user', "
     "without earlier turns and without a system message"
 )
+
+Tokens = Annotated[int, Field(ge=1)] | None
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4)]
+
+
+class TextPart(RequestBody):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(RequestBody):
+    """A message of a chat."""
+
+    role: str
+    content: list[TextPart]
+    name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _from_text(cls, content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class StreamOptions(RequestBody):
+    """What a stream has besides its text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Any = None
+
+
+class _OpenAIFields(RequestBody):
+    messages: list[Message]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens = None
+    max_completion_tokens: Tokens = None
+    stop: Stops | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _from_text(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+
+class _QuestionField(RequestBody):
+    question: str
+
+
+_SETTING_FIELDS: dict[str, Any] = {
+    name: (Union[item.type, None], None)  # noqa: UP007 - mypy takes the type for a text
+    for name, item in _SETTINGS.items()
+}
+_IGNORED_FIELDS: dict[str, Any] = dict.fromkeys((*NEUTRAL_OPENAI_VALUES, *OPENAI_LABEL_FIELDS), (Any, None))
+ChatBody = create_model("ChatBody", __base__=_OpenAIFields, **_IGNORED_FIELDS, **_SETTING_FIELDS)
+AnswerBody = create_model("AnswerBody", __base__=_QuestionField, **_SETTING_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -61,53 +106,52 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Reads requests for one model; settings: where a request names no others. All raise `ApiError`."""
+    """Reads requests for one model. All methods raise `ApiError`."""
 
     def __init__(
         self, settings: DecodeConfig, shape: DenoiserConfig, most: int, heads: bool, bounded: bool
     ) -> None:
-        """settings: as `with_checkpoint_defaults` leaves them. most: positions of a canvas. heads: whether
-        there are any. bounded: whether a row may not grow beyond what was reckoned for it.
+        """settings: the server's, as `with_checkpoint_defaults` leaves them; a request changes some.
+        most: maximum canvas length. heads: whether there are policy heads. bounded: whether the memory of a
+        row is fixed in advance.
         """
         self._settings, self._shape, self._most = settings, shape, most
         self._heads, self._bounded = heads, bounded
 
     def parse_chat(self, body: bytes) -> ParsedRequest:
         """A chat completion in OpenAI's form."""
-        asked = _parse_body(body)
-        _refuse_unknown(
-            asked, (*CHAT_FIELDS, *NEUTRAL_OPENAI_VALUES, *OPENAI_LABEL_FIELDS, *REQUEST_SETTINGS)
-        )
+        asked = parse_body(ChatBody, body)
         for name, values in NEUTRAL_OPENAI_VALUES.items():
-            value = asked.get(name)
+            value = getattr(asked, name)
             if value is not None and value not in values:
                 raise ApiError(400, f"'{name}' cannot be honoured here: leave it out", name)
-        stream = _get_typed_field(asked, "stream", bool) or False
-        options = _get_typed_field(asked, "stream_options", dict) or {}
-        _refuse_unknown(options, ("include_usage", "include_obfuscation"))
-        if options and not stream:
+        options = asked.stream_options
+        if options is not None and options.model_fields_set and not asked.stream:
             raise ApiError(400, "'stream_options' has no effect without stream=true", "stream_options")
+        if len(asked.messages) != 1 or asked.messages[0].role != "user":
+            raise ApiError(400, SINGLE_MESSAGE_ERROR, "messages")
+        question = "\n".join(part.text for part in asked.messages[0].content)
+        bounds = [most for most in (asked.max_tokens, asked.max_completion_tokens) if most is not None]
         return ParsedRequest(
-            _parse_messages(asked.get("messages")),
-            self._resolve_settings(asked, _parse_max_tokens(asked)),
-            _get_typed_field(asked, "model", str),
-            stream,
-            _get_typed_field(options, "include_usage", bool) or False,
-            _parse_stops(asked.get("stop")),
+            _require_not_blank(question, "messages"),
+            self._resolve_settings(asked, min(bounds, default=None)),
+            asked.model,
+            bool(asked.stream),
+            bool(options and options.include_usage),
+            tuple(asked.stop or ()),
         )
 
     def parse_answer(self, body: bytes) -> ParsedRequest:
         """A request of our own form: a question, and settings."""
-        asked = _parse_body(body)
-        _refuse_unknown(asked, ("question", *REQUEST_SETTINGS))
-        question = asked.get("question")
-        if not isinstance(question, str):
-            raise ApiError(400, "'question' must be a text", "question")
-        return ParsedRequest(_require_not_blank(question, "question"), self._resolve_settings(asked))
+        asked = parse_body(AnswerBody, body)
+        return ParsedRequest(_require_not_blank(asked.question, "question"), self._resolve_settings(asked))
 
-    def _resolve_settings(self, asked: Mapping[str, Any], most: int | None = None) -> DecodeConfig:
+    def _resolve_settings(self, asked: BaseModel, most: int | None = None) -> DecodeConfig:
         """The settings of a request, on top of the server's; most: positions that the client allows."""
-        given = {name: _parse_setting(asked, name) for name in REQUEST_SETTINGS if name in asked}
+        given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
+        given |= {  # null, which OpenAI's clients send, stands for the default
+            name: _SETTINGS[name].default for name, value in given.items() if value is None
+        }
         try:
             settings = with_checkpoint_defaults(replace_settings(self._settings, **given), self._shape)
             check_policy_heads(settings, self._heads)
@@ -127,93 +171,6 @@ class RequestParser:
         except UserError as error:
             raise ApiError(400, str(error)) from None
         return settings
-
-
-def _parse_body(body: bytes) -> dict[str, Any]:
-    try:
-        asked = parse_json(body, "this is no request", UserError, "body")
-    except UserError as error:
-        raise ApiError(400, str(error)) from None
-    if not isinstance(asked, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return asked
-
-
-def _refuse_unknown(asked: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for name in asked:
-        if name in ENGINE_SETTINGS:
-            raise ApiError(400, f"'{name}' is the server's own: leave it out", name)
-        if name not in known:
-            shown = ascii(name)[:60]
-            raise ApiError(
-                400, f"the field {shown} is not known{suggest_nearest(name[:60], known)}", name[:60]
-            )
-
-
-def _get_typed_field(asked: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A field of that type, or None."""
-    value = asked.get(name)
-    if value is not None and not isinstance(value, kind):
-        said = TYPE_DESCRIPTIONS.get(kind, "an object")
-        raise ApiError(400, f"'{name}' must be {said}", name)
-    return value
-
-
-def _parse_setting(asked: Mapping[str, Any], name: str) -> Any:
-    value, kinds = asked[name], SETTING_TYPES[name]
-    if value is None:  # as one who leaves it out: OpenAI's clients send null
-        return None if NoneType in kinds else DecodeConfig.__dataclass_fields__[name].default
-    kind = kinds[0]
-    right = (int, float) if kind is float else kind
-    if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
-        raise ApiError(400, f"'{name}' must be {TYPE_DESCRIPTIONS[kind]}", name)
-    return value
-
-
-def _parse_max_tokens(asked: Mapping[str, Any]) -> int | None:
-    """The bound of the text in tokens, by the one name or the other."""
-    bounds = []
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = asked.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ApiError(400, f"'{name}' must be a whole number above 0", name)
-        bounds.append(value)
-    return min(bounds, default=None)
-
-
-def _parse_stops(given: Any) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else given
-    if stops is None:
-        return ()
-    if (
-        not isinstance(stops, list)
-        or len(stops) > MAX_STOPS
-        or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS for stop in stops)
-    ):
-        raise ApiError(
-            400, f"'stop' must be a text or {MAX_STOPS} at most, each of 1 to {MAX_STOP_CHARS} characters",
-            "stop",
-        )  # fmt: skip
-    return tuple(stops)
-
-
-def _parse_messages(messages: Any) -> str:
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise ApiError(400, "'messages' must be a list of objects", "messages")
-    if len(messages) != 1 or messages[0].get("role") != "user":
-        raise ApiError(400, SINGLE_MESSAGE_ERROR, "messages")
-    _refuse_unknown(messages[0], ("role", "content", "name"))
-    content = messages[0].get("content")
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(parts) < len(content) or not all(isinstance(part.get("text"), str) for part in parts):
-            raise ApiError(400, "a message has parts of the type 'text' only", "messages")
-        content = "\n".join(part["text"] for part in parts)
-    if not isinstance(content, str):
-        raise ApiError(400, "the content of a message must be a text", "messages")
-    return _require_not_blank(content, "messages")
 
 
 def _require_not_blank(text: str, param: str) -> str:

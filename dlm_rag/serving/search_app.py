@@ -12,17 +12,24 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeGuard
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from dlm_rag.config import RetrievalConfig, ServingConfig
 from dlm_rag.errors import UserError, summarize_error
-from dlm_rag.files.jsonl import parse_json
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import Query
-from dlm_rag.serving.middleware import AccessControl, ApiError, read_body, run_unless_disconnected
+from dlm_rag.serving.middleware import (
+    AccessControl,
+    ApiError,
+    RequestBody,
+    parse_body,
+    read_body,
+    run_unless_disconnected,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +40,20 @@ MAX_SEARCH_REQUEST_BYTES = 2**24  # of a request
 # what a search finds
 RESULT_SETTINGS = ("method", "embedding_model", "query_prompt", "passage_prompt", "fusion_depth")
 
-# what of a query a search reads
-QUERY_FIELDS_BY_KIND = {"bm25": ["text"], "dense": ["parts"], "hybrid": ["text", "parts"]}
+
+class SearchBody(RequestBody):
+    """A search in the protocol of Search-R1, and the parts of each query if the client sends them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
+    topk: Annotated[int, Field(ge=1, le=MAX_TOP_K)] | None = None
+    return_scores: bool | None = None
+    parts: list[list[str]] | None = None
 
 
 class SearchService:
-    """One retriever behind addresses; `app` is what a server runs. One search at a time, on its own thread.
+    """One retriever over HTTP; `app` is what a server runs. One search at a time, on a thread of its own.
 
     A search that no other can follow, for the corpus has changed, is the `error` that ends the server.
     """
@@ -54,17 +69,21 @@ class SearchService:
         self._retriever, self._config = retriever, config
         self.limits = limits or ServingConfig()
         settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
+        if config.bm25_query != "whole":
+            settings["bm25_query"] = config.bm25_query
         found = json.dumps([retriever.fingerprint, settings])
         self._said = {
             "fingerprint": hashlib.sha256(found.encode()).hexdigest(),
-            "asks": QUERY_FIELDS_BY_KIND[config.method],
+            "asks": list(retriever.query_fields),
         }
         self.error: BaseException | None = None
         self.connections: Callable[[], int] = lambda: 0
         self._asked, self._draining = 0, False
         self._thread = ThreadPoolExecutor(1, "search")
-        routes = [("GET", "/", self._about, False), ("POST", SEARCH_PATH, self._search, False)]
-        self.app = (access or AccessControl()).create_app(routes)
+        access = access or AccessControl()
+        keyed = access.keys is not None
+        routes = [("GET", "/", self._about, keyed), ("POST", SEARCH_PATH, self._search, keyed)]
+        self.app = access.create_app(routes)
 
     @property
     def idle(self) -> bool:
@@ -120,43 +139,23 @@ class SearchService:
 
     def answer(self, body: bytes) -> dict[str, Any]:
         """The answer to a search; raises `ApiError`, and what the retriever raises."""
-        queries, top_k, scored = self._read(body)
-        results: list[Any] = []
-        for ranked in self._retriever.search_scored(queries, top_k):
-            documents = [
-                ({"id": passage.id, "title": passage.title, "contents": passage.text}, score)
-                for passage, score in ranked
-            ]
-            if scored:
-                results.append([{"document": document, "score": score} for document, score in documents])
-            else:
-                results.append([document for document, _ in documents])
-        return {"result": results, "dlm_rag": self._said}
-
-    def _read(self, body: bytes) -> tuple[list[Query], int, bool]:
-        """The queries of a request, their depth, and whether scores are wanted; raises `ApiError`."""
-        try:
-            asked = parse_json(body, "this is no search", UserError, "body")
-        except UserError as error:
-            raise ApiError(400, str(error)) from None
-        if not isinstance(asked, dict):
-            raise ApiError(400, "the body must be a JSON object with a list 'queries'")
-        texts, top_k = asked.get("queries"), asked.get("topk") or self._config.top_k
-        parts, scored = asked.get("parts"), asked.get("return_scores") or False
-        if not _are_texts(texts):
-            raise ApiError(400, "'queries' must be a list of texts")
-        if len(texts) > MAX_QUERIES:
-            raise ApiError(400, f"{len(texts)} queries are more than {MAX_QUERIES}: ask for fewer at once")
-        if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MAX_TOP_K:
-            raise ApiError(400, f"'topk' must be a whole number between 1 and {MAX_TOP_K}")
-        if not isinstance(scored, bool):
-            raise ApiError(400, "'return_scores' must be true or false")
+        asked = parse_body(SearchBody, body)
+        parts = asked.parts
         if parts is None:
-            parts = [[text] if text.strip() else [] for text in texts]
-        if not isinstance(parts, list) or len(parts) != len(texts) or not all(map(_are_texts, parts)):
+            parts = [[text] if text.strip() else [] for text in asked.queries]
+        if len(parts) != len(asked.queries):
             raise ApiError(400, "'parts' must be a list of texts for each query")
-        return [Query(text, tuple(own)) for text, own in zip(texts, parts, strict=True)], top_k, scored
-
-
-def _are_texts(value: Any) -> TypeGuard[list[str]]:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+        queries = [Query(text, tuple(own)) for text, own in zip(asked.queries, parts, strict=True)]
+        results = []
+        for ranked in self._retriever.search_scored(queries, asked.topk or self._config.top_k):
+            documents: list[Any] = [
+                {"id": passage.id, "title": passage.title, "contents": passage.text}
+                for passage, _ in ranked
+            ]
+            if asked.return_scores:
+                documents = [
+                    {"document": document, "score": score}
+                    for document, (_, score) in zip(documents, ranked, strict=True)
+                ]
+            results.append(documents)
+        return {"result": results, "dlm_rag": self._said}

@@ -1,32 +1,27 @@
-"""A client of any server with POST /v1/chat/completions, by the standard library alone.
+"""A client of any server with POST /v1/chat/completions.
 
-    {"model": NAME, "messages": [...], "seed": ..., "temperature": ..., "max_tokens": ...}
-
-A request that fails in passing (no connection, no answer in time, 429, 5xx) is made again after a pause
-that doubles. Everything else that a server says is told as it is.
+A request that fails temporarily (no connection, no answer in time, 429, 5xx) is repeated after a pause that
+doubles. Other refusals are reported as the server words them.
 """
 
-import http.client
-import json
 import os
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+import httpx2
+
 from dlm_rag.config import SynthesisConfig
-from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
+from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.retrieval.retry import RetryableFailure, describe_connection_error, iterate_backoff_seconds
 from dlm_rag.text import normalize_whitespace, replace_control_chars
 
-INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # seconds between tries
-MAX_REPLY_BYTES = 16 << 20  # bytes of an answer
-# states that may be over at the next try
+INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # pauses between attempts
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
 class ChatRejectedError(RuntimeError):
-    """The server will not answer this request, however often it is asked: `status` says why."""
+    """The server refuses this request, and would at every attempt; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -34,12 +29,12 @@ class ChatRejectedError(RuntimeError):
 
 
 class RetriesExhaustedError(RuntimeError):
-    """A request failed at every try."""
+    """Every attempt at a request failed."""
 
 
 @dataclass(frozen=True)
 class ChatCompletion:
-    """What the writer wrote; token counts are the server's, None where it tells none."""
+    """What the writer wrote; token counts are the server's, None where it gives none."""
 
     text: str
     finish_reason: str
@@ -49,32 +44,26 @@ class ChatCompletion:
 
 
 class ChatClient:
-    """Asks one model behind a URL; may be used by several threads."""
+    """Asks one model at a URL; may be used by several threads."""
 
     def __init__(self, config: SynthesisConfig) -> None:
         assert config.writer_url is not None
         self._url, self._config = config.writer_url.rstrip("/"), config
-        self._headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("DLM_RAG_WRITER_KEY"):
-            self._headers["Authorization"] = f"Bearer {key}"
+        key = os.environ.get("DLM_RAG_WRITER_KEY")
+        self._client = httpx2.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=config.timeout,
+            limits=httpx2.Limits(max_connections=None),
+        )
 
     def check_model(self) -> None:
-        """Raises `ConfigError` where the server does not answer, or has not the model."""
+        """Raises `ConfigError` if the server does not answer, or does not have the model."""
         try:
-            found = self._send("/models", None)
-            names = [str(model["id"]) for model in found["data"]]
-        except (
-            ChatRejectedError,
-            OSError,
-            http.client.HTTPException,
-            ValueError,
-            TypeError,
-            KeyError,
-        ) as error:
+            names = [str(model["id"]) for model in self._send("/models")["data"]]
+        except (ChatRejectedError, RetryableFailure, TypeError, KeyError) as error:
             raise ConfigError(
-                f"synthesis.writer_url={self._url} does not list its models ({_reason(error)}): is it the "
-                "URL "
-                "of an OpenAI-style server, with its /v1?"
+                f"synthesis.writer_url={self._url} does not list its models ({error}): give the URL of an "
+                "OpenAI-style server, with its /v1"
             ) from None
         if self._config.writer_model not in names:
             raise ConfigError(
@@ -85,42 +74,40 @@ class ChatClient:
 
     def complete(self, prompt: str, seed: int) -> ChatCompletion:
         """The answer to a prompt. Raises `ChatRejectedError` and `RetriesExhaustedError`."""
-        config, pause = self._config, INITIAL_RETRY_SECONDS
+        config, failure = self._config, ""
         body = {
             "model": config.writer_model, "messages": [{"role": "user", "content": prompt}], "seed": seed,
             "temperature": config.temperature, "max_tokens": config.max_tokens,
         }  # fmt: skip
+        pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
         for attempt in range(1, config.max_retries + 1):
             try:
                 return _parse_completion(self._send("/chat/completions", body), attempt)
-            except ChatRejectedError as error:
-                if error.status not in RETRYABLE_STATUSES:
-                    raise
-                failure: Exception = error
-            except (OSError, http.client.HTTPException, ValueError, TypeError, LookupError) as error:
-                failure = error  # no connection, a broken one, or what is no such answer
+            except RetryableFailure as error:
+                failure = str(error)
+            except (TypeError, LookupError) as error:
+                failure = f"no chat completion: {error}"
             if attempt < config.max_retries:
-                time.sleep(pause)
-                pause = min(2 * pause, MAX_RETRY_SECONDS)
+                time.sleep(next(pauses))
         raise RetriesExhaustedError(
-            f"{self._url} failed {config.max_retries} times, at last with {_reason(failure)}"
+            f"{self._url} failed {config.max_retries} times, at last with {failure}"
         )
 
-    def _send(self, path: str, body: dict[str, Any] | None) -> Any:
-        """The JSON value of an answer. Raises `ChatRejectedError`, and what urllib and json raise."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._url}{path}", data, self._headers)
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON value of an answer. Raises `ChatRejectedError`, and `RetryableFailure` for the rest."""
         try:
-            with urllib.request.urlopen(request, timeout=self._config.timeout) as answer:
-                text = answer.read(MAX_REPLY_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ChatRejectedError(
-                    error.code, _extract_error_message(error.read(MAX_REPLY_BYTES), error.reason)
-                ) from None
-        if len(text) > MAX_REPLY_BYTES:
-            raise ValueError(f"an answer of more than {MAX_REPLY_BYTES >> 20} MiB")
-        return json.loads(text)
+            answer = self._client.request("GET" if body is None else "POST", self._url + path, json=body)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise RetryableFailure(describe_connection_error(error)) from None
+        if not answer.is_success:
+            message = _extract_error_message(answer)
+            if answer.status_code in RETRYABLE_STATUSES:
+                raise RetryableFailure(f"{answer.status_code}: {message}")
+            raise ChatRejectedError(answer.status_code, message)
+        try:
+            return answer.json()
+        except ValueError:
+            raise RetryableFailure("an answer that is not JSON") from None
 
 
 def _parse_completion(answer: dict[str, Any], requests: int) -> ChatCompletion:
@@ -134,14 +121,9 @@ def _parse_completion(answer: dict[str, Any], requests: int) -> ChatCompletion:
     return ChatCompletion(text.strip(), str(choice.get("finish_reason")), read, written, requests)
 
 
-def _extract_error_message(body: bytes, reason: str) -> str:
-    """What an error body of that form says, or the reason of its status."""
+def _extract_error_message(answer: httpx2.Response) -> str:
+    """The message of an error body in OpenAI's form, or the reason of the status."""
     try:
-        return normalize_whitespace(replace_control_chars(str(json.loads(body)["error"]["message"])))[:300]
+        return normalize_whitespace(replace_control_chars(str(answer.json()["error"]["message"])))[:300]
     except (ValueError, TypeError, KeyError):
-        return replace_control_chars(str(reason))
-
-
-def _reason(error: Exception) -> str:
-    inner = getattr(error, "reason", None)
-    return summarize_error(inner if isinstance(inner, Exception) else error)
+        return replace_control_chars(answer.reason_phrase)
