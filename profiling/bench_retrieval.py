@@ -1,36 +1,124 @@
-"""Recall of BM25, dense and hybrid retrieval on questions with supporting passages.
+"""Retrieval: recall by method, time and memory of a BM25 index by size, what search by URL costs.
 
-    python profiling/bench_retrieval.py --questions questions.jsonl --corpus corpus.jsonl \\
+    python profiling/bench_retrieval.py recall --questions questions.jsonl --corpus corpus.jsonl \\
         retrieval.embedding_model=DIR_OR_HUB_ID
+    python profiling/bench_retrieval.py index [2000 5000]    # passages; 10 k, 100 k and 1 M by default
+    python profiling/bench_retrieval.py remote [URL ...] [--limit 40] [--rounds 1]
 
-Rows: the question alone; the question with the best passage of that search
-(`decode.query_policy=feedback`), and what the two searches find taking turns (`two_rounds`); then the
-question with every line of `chain` (or `sub_questions`) that the file has, as an oracle of what a perfect
-response would add: as one long query, and part by part, fused by reciprocal ranks or taking turns.
+recall: `recall@k / questions with all supporting passages`, in percent, of BM25, dense and hybrid search:
+for the question alone; the question with the best passage found (`feedback`), and both searches taking
+turns (`two_rounds`); the question with every line of `chain` or `sub_questions` that the file has (what a
+perfect response would add), as one long query, and part by part.
+index: passages of 60 words drawn by Zipf's law, each figure from a process of its own. Peak memory counts
+mapped pages; "own" is anonymous memory at the end. Expectation: 8 bytes on disk for each passage and term.
+remote: the shipped model's questions, searched here, over `dlm-rag retrieve-server` on this machine, and at
+each URL, which must serve dlm_rag/shipped/world/corpus.jsonl. `searching` is the share of all stages that
+rows wait for evidence; `equal` counts answers with the queries, passages and tokens of a local search.
 """
 
-import re
+import json
+import resource
+import socket
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+from bench_tools import print_table, rotate, run_child, run_subcommand
 
-from dlm_rag.cli import run_program
-from dlm_rag.commands.cli_args import parse_command_line
-from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest
+from dlm_rag.cli import CommandParser, parse_int, print_note, run_program
+from dlm_rag.commands.cli_args import parse_command_line, parse_int_args
+from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.decode.terminal import RunTotals
+from dlm_rag.errors import ConfigError, QuestionError, RunError, suggest_nearest
 from dlm_rag.evaluation.metrics import compute_evidence_recall
 from dlm_rag.questions import Question, read_question_records, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse_rankings, interleave_rankings
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.query import Query, build_query
-from dlm_rag.synthesis.sentences import split_sentences
-from dlm_rag.text import find_answer_span, normalize_whitespace
+from dlm_rag.text import normalize_whitespace
 
-RETRIEVAL_KINDS = ("bm25", "dense", "hybrid")
+METHODS = ("bm25", "dense", "hybrid")
+PASSAGE_WORDS, VOCABULARY, QUERIES, QUERY_WORDS = 60, 200_000, 200, 20
+CORPUS, TOP_K = SHIPPED_FOLDER / "world" / "corpus.jsonl", 7
+
+
+def main(argv: list[str]) -> None:
+    commands = {"recall": measure_recall, "index": measure_index_sizes, "remote": measure_remote_search}
+    if argv[:1] == ["--child"]:
+        measure_index_open(Path(argv[1]))
+    else:
+        run_subcommand(__doc__ or "", argv, commands)
+
+
+def measure_recall(argv: list[str]) -> None:
+    options: dict[str, tuple[str | int, str]] = {
+        "kinds": (",".join(METHODS), "values of retrieval.method, a column each"),
+        "hops": (0, "only questions of so many hops; 0: all"),
+    }
+    words = parse_command_line(__doc__ or "", argv, typed=False, options=options)
+    config, hops, kinds = words.config, words.options["hops"], words.options["kinds"].split(",")
+    if config.questions is None or config.retrieval.corpus is None:
+        raise ConfigError("give --questions and --corpus")
+    for kind in kinds:
+        if kind not in METHODS:
+            known = ", ".join(METHODS)
+            raise ConfigError(f"--kinds: '{kind}' is none of {known}{suggest_nearest(kind, METHODS)}")
+    records = [row for _, row in read_question_records(config.questions)]
+    pairs = zip(read_questions(config.questions), records, strict=True)
+    asked = [(question, row) for question, row in pairs if hops in (0, question.hops)]
+    if not asked:
+        raise QuestionError(f"{config.questions} has no question of {hops} hops")
+    questions = [question for question, _ in asked]
+    added = {
+        name: [row.get(name, []) for _, row in asked]
+        for name in ("chain", "sub_questions")
+        if any(row.get(name) for _, row in asked)
+    }
+    corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
+    rows: dict[str, list[str]] = {}
+    for kind in kinds:
+        start = time.perf_counter()
+        config.retrieval.method = kind
+        retriever = load_retriever(config.retrieval, corpus)
+        print_note(f"{kind}: ready after {time.perf_counter() - start:.1f} s")
+        for label, rankings in rank_queries(retriever, questions, added).items():
+            rows.setdefault(label, []).append(format_recalls(rankings, retriever, questions))
+    title = f"recall@{config.retrieval.top_k} of {len(questions):,} questions, in percent"
+    print_table(["query", *kinds], [[label, *cells] for label, cells in rows.items()], title)
+
+
+def rank_queries(
+    retriever: CorpusRetriever, questions: Sequence[Question], added: dict[str, list[list[str]]]
+) -> dict[str, list[Ranking]]:
+    """The rankings of every row of the table; added: by name, the lines that each question also gets."""
+    take_turns, k = interleave_rankings, retriever.top_k
+    first = retriever.rank([Query(normalize_whitespace(q.question), (q.question,)) for q in questions], k)
+    best = [retriever.corpus[rows[0]].text if rows else "" for rows in first]
+    pairs = zip(questions, best, strict=True)
+    second = retriever.rank([build_query("two_rounds", q.question, top_passage=b) for q, b in pairs], k)
+    rows = {
+        "question alone": first,
+        "with the best passage, one query": second,
+        "two rounds taking turns": [take_turns(both, k) for both in zip(first, second, strict=True)],
+    }
+    for name, lines in added.items():
+        parts = [[q.question, *more] for q, more in zip(questions, lines, strict=True)]
+        long = [normalize_whitespace(" ".join(texts)) for texts in parts]
+        rows[f"with {name}, one long query"] = retriever.rank([Query(t, (t,)) for t in long], k)
+        found = iter(retriever.rank([Query(p, (p,)) for texts in parts for p in texts], 50))
+        ranked = [[next(found) for _ in texts] for texts in parts]
+        rows[f"with {name}, parts fused"] = [fuse_rankings(r, k, fusion_depth=50) for r in ranked]
+        rows[f"with {name}, parts taking turns"] = [take_turns(r, k) for r in ranked]
+    return rows
 
 
 def format_recalls(
@@ -41,108 +129,131 @@ def format_recalls(
         compute_evidence_recall([retriever.corpus[row].id for row in rows], question.supporting_ids) or 0.0
         for rows, question in zip(rankings, questions, strict=True)
     ]
-    whole = sum(value == 1.0 for value in found)
-    return f"{100 * sum(found) / len(found):.1f} / {100 * whole / len(found):.1f}"
+    return f"{100 * np.mean(found):.1f} / {100 * np.mean([value == 1 for value in found]):.1f}"
 
 
-def search_by_parts(retriever: CorpusRetriever, parts: list[list[str]], turns: bool) -> list[Ranking]:
-    """Every part searched alone; the rankings of a question fused or taking turns."""
-    combine = interleave_rankings if turns else partial(fuse_rankings, fusion_depth=50)
-    flat = [Query(part, (part,)) for question in parts for part in question]
-    rankings = iter(retriever.rank(flat, 50))
-    return [combine([next(rankings) for _ in question], retriever.top_k) for question in parts]
+def draw_zipf_texts(rng: np.random.Generator, texts: int, words: int) -> list[str]:
+    """Texts of made-up words, the r-th most frequent with probability proportional to 1 / r."""
+    ranks = np.exp(rng.random((texts, words)) * np.log(VOCABULARY)).astype(int).tolist()
+    return [" ".join(f"w{rank}" for rank in row) for row in ranks]
 
 
-def search_two_rounds(
-    retriever: CorpusRetriever, questions: Sequence[Question], first: Sequence[Ranking]
-) -> dict[str, list[Ranking]]:
-    """What question and best passage of the search `first` find: alone, and in turn with `first`."""
-    best = [retriever.corpus[rows[0]].text if rows else "" for rows in first]
-    asked = [
-        build_query("two_rounds", q.question, top_passage=b) for q, b in zip(questions, best, strict=True)
-    ]
-    second = retriever.rank(asked, retriever.top_k)
-    merged = [interleave_rankings(both, retriever.top_k) for both in zip(first, second, strict=True)]
-    return {"with the best passage, one query": second, "two rounds taking turns": merged}
-
-
-def oracle_response_parts(question: Question) -> dict[str, list[str]]:
-    """What stands of a response when its last sentence is needed, and then with that one begun.
-
-    Begun is what stands before the answer in it, up to a bracket or comma: "Kasthuri Raja" of "Kasthuri
-    Raja (born 1960) is an Indian director.", with " is a" behind it, for no more could be guessed.
-    """
-    response = question.response or ""
-    start, stop = find_answer_span(response)
-    *said, last = split_sentences(response[:start].removesuffix("### "))
-    begun = re.split(r"[(,]", last.partition(response[start:stop])[0])[0].strip()
-    begun = begun if begun.endswith((" is", " was", " are", " were")) else f"{begun} is"
-    return {"all sentences but the last": said, "the last one begun": [*said, f"{begun} a"]}
-
-
-def rank_table_rows(
-    retriever: CorpusRetriever, questions: Sequence[Question], added: dict[str, list[list[str]]]
-) -> dict[str, list[Ranking]]:
-    """The rankings of every row of the table; added: by a name, what stands beside each question."""
-    alone = [Query(normalize_whitespace(q.question), (q.question,)) for q in questions]
-    first = retriever.rank(alone, retriever.top_k)
-    rows = {"question alone": first} | search_two_rounds(retriever, questions, first)
-    for name, lines in added.items():
-        parts = [[q.question, *more] for q, more in zip(questions, lines, strict=True)]
-        long = [
-            Query(normalize_whitespace(" ".join(p)), (normalize_whitespace(" ".join(p)),)) for p in parts
-        ]
-        rows |= {f"with {name}, one long query": retriever.rank(long, retriever.top_k)}
-        rows |= {f"with {name}, parts fused": search_by_parts(retriever, parts, turns=False)}
-        rows |= {f"with {name}, parts taking turns": search_by_parts(retriever, parts, turns=True)}
-    return rows
-
-
-def main(argv: list[str]) -> None:
-    options: dict[str, tuple[str | int, str]] = {
-        "kinds": ("bm25,dense,hybrid", "ways of retrieval.method, a column each"),
-        "hops": (0, "only questions of so many hops; 0: all"),
-    }
-    words = parse_command_line(__doc__ or "", argv, typed=False, options=options)
-    config, hops, kinds = words.config, words.options["hops"], words.options["kinds"].split(",")
-    if config.questions is None or config.retrieval.corpus is None:
-        raise ConfigError("give --questions and --corpus")
-    for kind in kinds:
-        if kind not in RETRIEVAL_KINDS:
-            raise ConfigError(
-                f"--kinds: '{kind}' is none of "
-                f"{', '.join(RETRIEVAL_KINDS)}{suggest_nearest(kind, RETRIEVAL_KINDS)}"
+def measure_index_sizes(argv: list[str]) -> None:
+    headings = ["passages", "corpus", "build", "peak", "index", "open", "query", "peak", "own"]
+    rows = []
+    for passages in parse_int_args(__doc__ or "", argv, "passages", [10_000, 100_000, 1_000_000]):
+        with tempfile.TemporaryDirectory() as folder:
+            path, cache = Path(folder, "corpus.jsonl"), Path(folder, "cache")
+            rng = np.random.default_rng(0)
+            with path.open("w", encoding="utf-8") as file:
+                for number in range(passages):
+                    (text,) = draw_zipf_texts(rng, 1, PASSAGE_WORDS)
+                    file.write(json.dumps({"id": str(number), "contents": text}) + "\n")
+            built, opened = (
+                run_child(__file__, "--child", path, DLM_RAG_CACHE=str(cache)) for _ in range(2)
             )
-    questions, extra = (
-        read_questions(config.questions),
-        [row for _, row in read_question_records(config.questions)],
+            size = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
+            rows.append([
+                f"{passages:,}", f"{path.stat().st_size >> 20} MB", f"{built['open']:.1f} s",
+                f"{built['peak'] / 2**20:.2f} GB", f"{size >> 20} MB", f"{opened['open']:.2f} s",
+                f"{1e3 * opened['query']:.2f} ms", f"{opened['peak'] / 2**10:.0f} MB",
+                f"{opened['own'] / 2**10:.0f} MB",
+            ])  # fmt: skip
+    print_table(headings, rows)
+
+
+def measure_index_open(path: Path) -> None:
+    """In a child process: opens the index (builds it, the first time), queries it, prints JSON."""
+    start = time.perf_counter()
+    retriever = load_retriever(str(path))
+    opened = time.perf_counter() - start
+    texts = draw_zipf_texts(np.random.default_rng(1), QUERIES, QUERY_WORDS)
+    retriever.search([Query(texts[0], ())])
+    start = time.perf_counter()
+    for text in texts:
+        retriever.search([Query(text, ())])
+    seconds = (time.perf_counter() - start) / QUERIES
+    status = Path("/proc/self/status").read_text()
+    own = int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"open": opened, "query": seconds, "peak": peak, "own": own}))
+
+
+def measure_remote_search(argv: list[str]) -> None:
+    parser = CommandParser(__doc__ or "")
+    parser.add_argument("urls", nargs="*", metavar="URL", help="services that search the shipped world")
+    for name, default in {"limit": 400, "rounds": 3, "batch": 16}.items():
+        parser.add_argument(f"--{name}", default=str(default), help=f"default {default}")
+    given = parser.parse_args(argv)
+    limit, rounds, batch = (
+        parse_int(getattr(given, name), 1, f"--{name} ") for name in ("limit", "rounds", "batch")
     )
-    kept = [n for n, question in enumerate(questions) if hops in (0, question.hops)]
-    if not kept:
-        raise QuestionError(f"{config.questions} has no question of {hops} hops")
-    questions, extra = [questions[n] for n in kept], [extra[n] for n in kept]
-    added = {
-        name: [row.get(name, []) for row in extra]
-        for name in ("chain", "sub_questions")
-        if any(row.get(name) for row in extra)
-    }
-    if all(question.response for question in questions):
-        responses = [oracle_response_parts(question) for question in questions]
-        added |= {name: [each[name] for each in responses] for name in responses[0]}
-    top = config.retrieval.top_k
-    table = Table("query", *kinds, title=f"recall@{top} of {len(questions):,} questions, in percent")
-    corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
-    columns: dict[str, list[str]] = {}
-    for kind in kinds:
-        start = time.perf_counter()
-        config.retrieval.method = kind
-        retriever = load_retriever(config.retrieval, corpus)
-        print(f"{kind}: ready after {time.perf_counter() - start:.1f} s", file=sys.stderr)
-        for label, rankings in rank_table_rows(retriever, questions, added).items():
-            columns.setdefault(label, []).append(format_recalls(rankings, retriever, questions))
-    for label, cells in columns.items():
-        table.add_row(label, *cells)
-    Console().print(table)
+    from dlm_rag import Decoder, Denoiser, Tokenizer
+    from dlm_rag.config import DecodeConfig
+
+    questions = read_questions(str(SHIPPED_FOLDER / "world" / "questions.jsonl"))[:limit]
+    model = Denoiser.from_pretrained(SHIPPED_FOLDER / "model")
+    tokenizer = Tokenizer.from_pretrained(SHIPPED_FOLDER / "model")
+    found: dict[tuple[str, str], list[tuple[float, float, Any]]] = {}
+    with run_local_server() as url:
+        retrievers: dict[str, Any] = {"here": load_retriever(CORPUS, top_k=TOP_K)}
+        retrievers |= {name: load_retriever(url=name, top_k=TOP_K) for name in (url, *given.urls)}
+        ways = [(name, overlap) for name in retrievers for overlap in ("none", "pipeline")]
+        for number in range(-1, rounds):  # the first round warms up
+            for name, overlap in rotate(ways, max(0, number)):
+                settings = DecodeConfig(batch_size=batch, overlap=overlap)
+                decoder = Decoder(model, retrievers[name], tokenizer, settings)
+                line = answer_questions(decoder, questions if number >= 0 else questions[:batch])
+                if number >= 0:
+                    found.setdefault((name, overlap), []).append(line)
+                    print_note(f"{name}, overlap={overlap}: {line[0]:.1f} s")
+    rows, plain, first = [], median(line[0] for line in found[ways[0]]), found[ways[0]][-1][2]
+    for way in ways:
+        seconds, share = (median(line[n] for line in found[way]) for n in (0, 1))
+        equal = sum(mine == theirs for mine, theirs in zip(found[way][-1][2], first, strict=True))
+        cells = [f"{seconds:.1f}", f"{seconds / plain - 1:+.1%}", f"{share:.1%}"]
+        rows.append([*way, *cells, f"{equal} of {len(first)}"])
+    headings = ["searched", "overlap", "seconds", "more than here", "searching", "equal"]
+    print_table(headings, rows, f"{len(questions)} questions, batch {batch}, rounds: {rounds}")
+
+
+def answer_questions(decoder: Any, questions: list[Question]) -> tuple[float, float, list[Any]]:
+    """Seconds, the share of searching, the answers to compare; raises `RunError` where one fails."""
+    totals, answers, start = RunTotals(), [], time.perf_counter()
+    for rollout in decoder.stream(questions):
+        if rollout.error:
+            raise RunError(f"question '{rollout.id}' failed: {rollout.error}")
+        totals.add(rollout)
+        answers.append(comparable_answer(rollout))
+    seconds = time.perf_counter() - start
+    share = totals.seconds["retrieve"] / sum(totals.seconds.values())
+    return seconds, share, sorted(answers, key=lambda answer: str(answer[0]))
+
+
+def comparable_answer(rollout: Rollout) -> tuple[Any, ...]:
+    """Without confidences, whose last digit depends on the size of a batch."""
+    steps = [
+        (step.query, step.passage_ids, [(token.position, token.token_id) for token in step.committed])
+        for step in rollout.steps
+    ]
+    return rollout.id, rollout.response, steps, rollout.passages
+
+
+@contextmanager
+def run_local_server() -> Iterator[str]:
+    """A process that serves the shipped world; gives its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = ["retrieve-server", "--corpus", str(CORPUS), "--port", port]
+    process = subprocess.Popen([sys.executable, "-m", "dlm_rag", *words], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        if not any("are searched at " in line for line in process.stderr):
+            raise RunError("the server ended before it served")
+        yield f"http://127.0.0.1:{port}/retrieve"
+    finally:
+        process.terminate()
+        process.wait()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
     python profiling/bench_threads.py [SECONDS_PER_SETTING]
 
-Each setting is a process of its own that alternates a forward pass of a small denoiser (torch's
-OpenMP threads) with a parallel loop of numba's, while one more process keeps a core busy. Expectation:
-waiting threads that spin take the cores from the threads they wait for, so a forward pass waits for
-whole time slices of the scheduler; threads that sleep while they wait cost a few microseconds.
+Each setting is a process of its own that runs a small denoiser (torch) in turn with a parallel loop (numba)
+while another process keeps a core busy. Threads that spin while they wait take the cores from those they
+wait for: then a forward pass waits for whole time slices of the scheduler.
 """
 
 import json
@@ -14,13 +13,11 @@ import subprocess
 import sys
 import time
 
-from rich.console import Console
-from rich.table import Table
+from bench_tools import print_table, run_child
 
 from dlm_rag.cli import run_program
 from dlm_rag.commands.cli_args import parse_int_args
 
-BUSY_LOOP_CODE = "while True: pass"
 THREAD_SETTINGS = {
     "ours (sleep while waiting; numba's own pool)": {},
     "sleep while waiting; numba on OpenMP": {"NUMBA_THREADING_LAYER": "omp"},
@@ -31,7 +28,7 @@ THREAD_SETTINGS = {
 
 
 def measure_forward_times(seconds: float) -> None:
-    """In a child process: alternate the two runtimes, report forward times as JSON."""
+    """In a child process: alternates the two runtimes, prints forward times as JSON."""
     if os.environ.get("LIBRARY_DEFAULTS"):  # the package only sets what is unset: take it out again
         for name in ("OMP_WAIT_POLICY", "NUMBA_THREADING_LAYER"):
             del os.environ[name]
@@ -65,11 +62,8 @@ def measure_forward_times(seconds: float) -> None:
             forwards.append(time.perf_counter() - start)
     found = sorted(forwards[3:])
     layer = numba.threading_layer()
-    print(
-        json.dumps(
-            {"forwards": len(found), "median": found[len(found) // 2], "worst": found[-1], "numba": layer}
-        )
-    )
+    medians = {"median": found[len(found) // 2], "worst": found[-1]}
+    print(json.dumps({"forwards": len(found), "numba": layer} | medians))
 
 
 def main(argv: list[str]) -> None:
@@ -77,26 +71,20 @@ def main(argv: list[str]) -> None:
         measure_forward_times(float(argv[1]))
         return
     seconds, *_ = parse_int_args(__doc__ or "", argv, "seconds", [10])
-    cleaned = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "NUMBA_THREADING_LAYER")}
-    table = Table(
-        "setting", "numba layer", "forwards", "median", "worst", title=f"{os.cpu_count()} cores, one busy"
-    )
-    busy = subprocess.Popen([sys.executable, "-c", BUSY_LOOP_CODE])
+    for name in ("OMP_WAIT_POLICY", "NUMBA_THREADING_LAYER"):
+        os.environ.pop(name, None)  # each setting names its own
+    rows = []
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         for name, changes in THREAD_SETTINGS.items():
-            command = [sys.executable, __file__, "--child", str(seconds)]
-            done = subprocess.run(
-                command, env=cleaned | changes, capture_output=True, text=True, check=True
-            )
-            found = json.loads(done.stdout.splitlines()[-1])
-            table.add_row(
-                name, found["numba"], str(found["forwards"]),
-                f"{1e3 * found['median']:.0f} ms", f"{1e3 * found['worst']:.0f} ms",
-            )  # fmt: skip
+            found = run_child(__file__, "--child", seconds, **changes)
+            times = [f"{1e3 * found[key]:.0f} ms" for key in ("median", "worst")]
+            rows.append([name, found["numba"], str(found["forwards"]), *times])
     finally:
         busy.kill()
         busy.wait()
-    Console().print(table)
+    headings = ["setting", "numba layer", "forwards", "median", "worst"]
+    print_table(headings, rows, f"{os.cpu_count()} cores, one busy")
 
 
 if __name__ == "__main__":

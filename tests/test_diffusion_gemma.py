@@ -319,7 +319,7 @@ def test_with_retrieval_it_is_the_plain_loop_that_encodes_all_at_each_step(tiny,
 def test_on_real_passages_at_most_half_of_the_tokens_run(real, monkeypatch):
     """Of questions whose queries are scripted; the figure of all is in docs/gemma.md."""
     monkeypatch.syspath_prepend(ROOT / "profiling")
-    from bench_prefix_cache import measure_reuse_shares
+    from bench_memory import measure_reuse_shares
 
     found = measure_reuse_shares(real / "hotpotqa", 30)
     print(found)

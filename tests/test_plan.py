@@ -32,7 +32,7 @@ from dlm_rag.training.planning.step_memory import MemoryTracker
 
 sys.path.insert(0, str(ROOT / "profiling"))
 
-import bench_plan_accuracy
+import bench_memory
 
 # Configs that train, by name.
 PLANNED = sorted(
@@ -45,11 +45,9 @@ def slow(ways, *words):
     return [pytest.param(w, marks=[pytest.mark.slow] * any(x in w for x in words)) for w in ways]
 
 
-@pytest.mark.parametrize("way", slow(bench_plan_accuracy.PLAN_CASES, "more", "rl"))
+@pytest.mark.parametrize("way", slow(bench_memory.PLAN_CASES, "more", "rl"))
 def test_the_predicted_peak_is_within_a_hundredth_and_flops_within_a_tenth_of_what_torch_finds(way):
-    found = bench_plan_accuracy.measure_planned_step(
-        [*bench_plan_accuracy.BASE_SETTINGS, *bench_plan_accuracy.PLAN_CASES[way]]
-    )
+    found = bench_memory.measure_planned_step([*bench_memory.BASE_SETTINGS, *bench_memory.PLAN_CASES[way]])
     assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.01)
     if "checkpointing" not in way and "rl" not in way:  # the plan counts nothing twice
         assert found.predicted_flops == pytest.approx(found.measured_flops, rel=0.1)
@@ -58,7 +56,7 @@ def test_the_predicted_peak_is_within_a_hundredth_and_flops_within_a_tenth_of_wh
 def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_nothing():
     """Long rows of a narrow denoiser, where attention is a third of the FLOPs; adapters of rank 2."""
     pytest.importorskip("peft")
-    words = [*bench_plan_accuracy.BASE_SETTINGS, *bench_plan_accuracy.PRETRAIN_SETTINGS]
+    words = [*bench_memory.BASE_SETTINGS, *bench_memory.PRETRAIN_SETTINGS]
     config = load_config(None, words)
     denoiser = open_initial_model(config).build_denoiser(CPU)
     add_lora_adapters(denoiser, 2)
@@ -69,7 +67,7 @@ def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_no
         objective(examples, count_examples(examples, frozenset({1}), 1.0), LossWeights())[0].backward()
 
     found = count_forward_flops(denoiser.config, examples, "joint").flops_with_backward(frozen=True)
-    assert found == pytest.approx(bench_plan_accuracy.measure_flops(step), rel=0.1)
+    assert found == pytest.approx(bench_memory.measure_flops(step), rel=0.1)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -157,7 +155,7 @@ def test_sharing_a_sequence_divides_its_activations():
     """Eight devices on one sequence: an eighth of its tokens each, the keys and values of all."""
     words = [
         *MICRO_SETTINGS,
-        *bench_plan_accuracy.PRETRAIN_SETTINGS,
+        *bench_memory.PRETRAIN_SETTINGS,
         "train.activation_checkpointing=full",
         "plan.devices=8",
     ]

@@ -29,7 +29,7 @@ def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
 
 @pytest.mark.slow
 def test_search_by_url_gives_the_answers_of_a_local_search():
-    assert run_benchmark("bench_remote_search", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
+    assert run_benchmark("bench_retrieval", "remote", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 BUILD_ESTIMATE_PASSAGES = 10_000  # passages after which the cost of a build is estimated
 # Peak memory and disk per term of a passage, and the time of a build relative to that of finding the terms,
-# as measured by `profiling/bench_bm25.py`.
+# as measured by `profiling/bench_retrieval.py index`.
 BUILD_MEMORY_BYTES_PER_TERM, INDEX_DISK_BYTES_PER_TERM, BUILD_TO_TOKENIZE_RATIO = 45, 8, 2
 INDEX_FORM = "columns.json"  # a part of the folder's name; another text makes every index be built again
 VOCABULARY_FILE = "vocab.index.json"

@@ -487,10 +487,10 @@ CASES = [
     BadInputCase("output in ASCII", "sample 'Who wrote Zoë?' --model model --corpus corpus.jsonl decode.max_new_tokens=8",
          "Zo\\u00eb", exit=0, env={"PYTHONIOENCODING": "ascii"}, slow=True),
     # Programs of the checkout.
-    BadInputCase("a benchmark told a fraction", "profiling/bench_bm25.py 2.5", "'2.5' is not a whole number"),
+    BadInputCase("a benchmark told a fraction", "profiling/bench_retrieval.py index 2.5", "'2.5' is not a whole number"),
     BadInputCase("a benchmark told 0", "profiling/bench_threads.py 0", "'0' is not a whole number", slow=True),
     BadInputCase("a benchmark of another kind", (
-        "profiling/bench_retrieval.py --questions questions.jsonl --corpus corpus.jsonl --kinds bm52"
+        "profiling/bench_retrieval.py recall --questions questions.jsonl --corpus corpus.jsonl --kinds bm52"
     ), "--kinds: 'bm52' is none of bm25, dense, hybrid (nearest: 'bm25')"),
     BadInputCase("a profile of nothing", "profiling/nsys.py", "the following arguments are required: program"),
     BadInputCase("a profile of what is no program", "profiling/nsys.py smaple", "invalid choice: 'smaple'"),
