@@ -1,0 +1,125 @@
+"""Settings without effect: what fields declare in `only_with`, checked over the whole tree."""
+
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from dlm_rag.config import CONFIG_FOLDER, list_setting_fields, load_config
+from dlm_rag.config.checked import CheckedSettings, setting
+from dlm_rag.config.effects import FACTS, check_checkpoint_effects, check_effects
+from dlm_rag.config.inference import DecodeConfig
+from dlm_rag.errors import ConfigError
+
+
+def load(words: str, file: str | None = None):
+    return load_config(file, words.split(), effects=True)
+
+
+def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
+    fields = list_setting_fields()
+    for item in fields.values():
+        for need in item.metadata["only_with"]:
+            assert {*need} <= {*fields, *FACTS}, item.name
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "need"),
+    [
+        ("train.kl_coef=0.1", "train.kl_coef=0.1", "train.objective=rl"),
+        ("train.objective=rl train.trainable=policy_heads train.kl_coef=1", "kl_coef", "trainable"),
+        ("train.num_generations=3", "train.num_generations=3", "train.objective=rl"),
+        ("train.worlds=3 data.corpus=x", "train.worlds=3", "data.corpus=null"),
+        ("train.hidden_size=64 model.path=x", "train.hidden_size=64", "model.path=null"),
+        ("train.phases.a.kl_coef=0.1", "train.phases.a.kl_coef=0.1", "train.objective=rl"),
+        ("decode.tokens_per_step=2 decode.commit_rule=sampled", "_per_step=2", "rule=threshold"),
+        ("decode.schedule=rounded", "decode.schedule=rounded", "decode.steps_per_block"),
+        ("decode.query_threshold=1 decode.query_policy=question", "threshold=1.0", "policy=proxy"),
+        ("decode.retrieval_interval=2 decode.query_policy=question", "interval", "query_policy=proxy"),
+        ("retrieval.fusion_depth=9", "retrieval.fusion_depth=9", "retrieval.method=hybrid"),
+        ("retrieval.timeout=3", "retrieval.timeout=3.0", "retrieval.url"),
+        ("retrieval.url=http://h:1 retrieval.method=dense", "retrieval.method=dense", "milvus://"),
+        ("engine.prefix_cache_gib=0 engine.cpu_offload_gib=1", "offload_gib=1.0", "cache_gib=null"),
+        ("record_provisional=true", "record_provisional=true", "trace"),
+        ("synthesis.method=corpus synthesis.filter=evidence", "synthesis.filter=evidence", "method=traces"),
+    ],
+)  # fmt: skip
+def test_a_setting_without_effect_is_refused_with_what_it_needs(words, key, need):
+    with pytest.raises(ConfigError) as caught:
+        load(words)
+    assert key in str(caught.value) and "no effect" in str(caught.value) and need in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "decode.query_threshold=0 decode.query_policy=question",  # the default
+        "decode.tokens_per_step=2",  # the rule is the checkpoint's
+        "train.phases.a.objective=rl train.phases.b.max_steps=3 train.kl_coef=0.1",  # of one phase
+        "retrieval.url=milvus://h:1/c retrieval.method=dense",
+        "decode.head_threshold=0.4 decode.commit_rule=top_k decode.retrieval_gate=policy_head",
+        "decode.commit_threshold=0.4 decode.commit_rule=mine:rule",  # a rule of one's own may read it
+    ],
+)
+def test_a_setting_that_may_have_an_effect_is_not(words, monkeypatch):
+    monkeypatch.setattr("dlm_rag.config.checked.list_choices", lambda item: ())
+    load(words)
+
+
+def test_a_file_is_a_recipe_that_words_may_change(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("decode: {query_threshold: 0.5}\ntrain: {counterfactual_share: 0.5}\n")
+    load("decode.query_policy=question", str(path))
+    path.write_text("decode: {query_threshold: 0.5, query_policy: question}\n")
+    with pytest.raises(ConfigError, match="query_threshold=0.5"):
+        load("", str(path))
+    assert load("decode.query_policy=proxy", str(path)).decode.query_threshold == 0.5
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_hold_no_setting_without_effect(path):
+    load("", path.name)
+
+
+def test_of_several_configs_one_must_read_it():
+    proxy, static = load(""), load("decode.query_policy=question")
+    proxy.decode.query_threshold = static.decode.query_threshold = 0.5
+    check_effects([(proxy, ["decode.query_threshold"]), (static, ["decode.query_threshold"])])
+    with pytest.raises(ConfigError, match="query_threshold"):
+        check_effects([(static, ["decode.query_threshold"])])
+
+
+def test_what_a_checkpoint_does_not_read_is_refused_once_it_is_open():
+    given = DecodeConfig(temperature_high=1.0)
+    check_checkpoint_effects("decode", given, {"noise": "uniform"})
+    with pytest.raises(ConfigError, match="decode.temperature_high=1.0 .* masks"):
+        check_checkpoint_effects("decode", given, {"noise": "mask"})
+    with pytest.raises(ConfigError, match="tokens_per_step=2"):  # under the checkpoint's own rule
+        check_checkpoint_effects(
+            "decode", DecodeConfig(tokens_per_step=2), {"decode.commit_rule": "sampled"}
+        )
+    own = DecodeConfig(finished_block_context="frozen")
+    check_checkpoint_effects(
+        "decode", own, {"attention_blocks": False}, {"finished_block_context": "frozen"}
+    )
+
+
+@dataclass
+class Drinks(CheckedSettings):
+    kind: str = setting("tea", table="drinks:KINDS")
+    minutes: int = setting(3)
+    milk: bool = setting(False)
+    others: dict = field(default_factory=dict)
+
+
+def test_entries_of_a_table_say_what_they_read(monkeypatch):
+    module = ModuleType("drinks")
+    module.KINDS = {"tea": SimpleNamespace(settings=("minutes",)), "water": SimpleNamespace(settings=())}
+    monkeypatch.setitem(sys.modules, "drinks", module)
+    check_checkpoint_effects("drinks", Drinks(minutes=4, milk=True), {"drinks.kind": "tea"})
+    with pytest.raises(ConfigError, match="drinks.minutes=4 has no effect .* drinks.kind=tea"):
+        check_checkpoint_effects("drinks", Drinks(minutes=4), {"drinks.kind": "water"})
+    assert Drinks(kind="mine:cocoa").kind == "mine:cocoa"
+    with pytest.raises(ConfigError, match="tea, water or module:function"):
+        Drinks(kind="cocoa")
