@@ -1,5 +1,6 @@
 """The words of a command line: flags, questions, KEY=VALUE."""
 
+import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -77,18 +78,17 @@ def parse_command_line(
     typed: bool = False,
     switches: Mapping[str, str] = MappingProxyType({}),
     options: Mapping[str, tuple[str | int | tuple[()], str]] = MappingProxyType({}),
-    effects: bool = True,
 ) -> CommandLine:
     """Parses a command line. `--help` and `--print-config` print and exit. Raises `ConfigError`.
 
     reads: sections and keys that the program reads, with `-KEY` for those of a section that it does not;
     other settings are refused; empty: all are read. Where `decode` and `out` are read, the shipped reader
-    answers if a corpus is given, but neither a model nor --config.
+    answers if a corpus is given, but neither a model nor --config. Settings without effect are refused
+    (`check_effects`), unless `compare` is read: of several configs one must read them.
     typed: whether questions may be typed.
     switches: flags without a value, with their help texts. options: flags with a value: its default and
     help text. Where the default is a whole number, so is the value, and above 0 unless the default is 0.
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
-    effects: whether settings without effect are refused (`load_config`).
     """
     flags = {flag: key for flag, key in SETTING_BY_FLAG.items() if is_read(key, reads)}
     for flag in SETTING_BY_FLAG.keys() - flags:
@@ -102,18 +102,12 @@ def parse_command_line(
         if isinstance(words := getattr(given, name), list):
             given.words += [word for word in words if "," not in word]
             setattr(given, name, [word for word in words if "," in word])
-    settings = [word for word in given.words if is_setting(word)]
     questions = [word for word in given.words if not is_setting(word)]
     for word in questions:
         _reject_mistaken_word(word)
         if not typed:
             raise ConfigError(f"'{word}' is neither a flag nor KEY=VALUE")
-    for flag, key in flags.items():
-        if (value := getattr(given, flag.strip("-"))) is not None:
-            if any(word.startswith(f"{key}=") for word in settings):
-                raise ConfigError(f"{flag} and {key}= set the same setting: leave one out")
-            settings.append(f"{key}={value}")
-    settings += ["quick=true"] * getattr(given, "quick", False)
+    settings, effects = _collect_settings(given, flags), "compare" not in reads
     check_read(settings, reads)
     config = load_config(given.config, settings, effects=effects)
     if {"decode", "out"} <= {*reads} and given.config is None and _uses_shipped_reader(config, settings):
@@ -131,6 +125,17 @@ def parse_command_line(
             values[name] = parse_int(str(values[name]), min(default, 1), f"--{name} ")
     on = {name for name in switches if getattr(given, name)}
     return CommandLine(config, questions, on, values, given.config, settings)
+
+
+def _collect_settings(given: argparse.Namespace, flags: dict[str, str]) -> list[str]:
+    """KEY=VALUE of words and flags."""
+    settings = [word for word in given.words if is_setting(word)]
+    for flag, key in flags.items():
+        if (value := getattr(given, flag.strip("-"))) is not None:
+            if any(word.startswith(f"{key}=") for word in settings):
+                raise ConfigError(f"{flag} and {key}= set the same setting: leave one out")
+            settings.append(f"{key}={value}")
+    return settings + ["quick=true"] * getattr(given, "quick", False)
 
 
 def _build_parser(

@@ -72,7 +72,7 @@ class EvaluationPlan:
 
 def main(argv: list[str]) -> None:
     reads = (*ANSWER_SETTINGS, "compare", "f1_rule")
-    words = parse_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS, effects=False)
+    words = parse_command_line(__doc__ or "", argv, reads, options=EVALUATE_OPTIONS)
     out = words.config.out
     if out in (None, "-"):
         raise ConfigError("evaluation needs --out FOLDER")

@@ -40,12 +40,9 @@ def check_question_selection(out: Path, chosen: dict[str, Any]) -> None:
 
 
 def write_evaluation_report(
-    out: Path,
-    groups: "QuestionGroups",
-    scores: "dict[str, list[Score]]",
-    folders: dict[str, Path],
+    out: Path, groups: "QuestionGroups", scores: "dict[str, list[Score]]", folders: dict[str, Path],
     said: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
 
     said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for what cannot be written.
@@ -53,16 +50,9 @@ def write_evaluation_report(
     from rich.console import Console
 
     from dlm_rag.energy.reading import summarise_energy
-    from dlm_rag.evaluation import pareto
+    from dlm_rag.evaluation import pareto, report
     from dlm_rag.evaluation.compare import compare_to_first, serialize_summary, summarize_scores
     from dlm_rag.evaluation.published import build_paper_table
-    from dlm_rag.evaluation.report import (
-        build_comparison_tables,
-        build_energy_table,
-        plot_by_hops,
-        print_tables,
-        render_markdown_report,
-    )
 
     stamps = {
         name: read_json_or_empty(folder / "answers.jsonl.run.json") for name, folder in folders.items()
@@ -78,37 +68,35 @@ def write_evaluation_report(
         },
         "first_minus": {name: serialize_summary(found) for name, found in against.items()},
     }
-    brief = {name: places for name, places in groups.items() if ", " not in name}
-    stamp, rule = next(iter(stamps.values())), said["f1_rule"]
-    overall, spent = {name: found["all"] for name, found in summaries.items()}, build_energy_table(energy)
-    first = []
+    _write_text(out / "scores.json", json.dumps(record, indent=2) + "\n")
+    overall = {name: found["all"] for name, found in summaries.items()}
+    rule, count = said["f1_rule"], len(groups["all"])
+    first, spent = [], report.build_energy_table(energy)
     if "swept" in said:
         less = {name: found["all"] for name, found in against.items()}
-        first.append(pareto.build_overview_table(len(groups["all"]), overall, less, said["swept"]))
+        first.append(pareto.build_overview_table(count, overall, less, said["swept"]))
     if "dataset" in said:
         matches = {name: metrics["exact_match"] for name, metrics in overall.items()}
-        first.append(build_paper_table(said["dataset"], matches, said["columns"], len(groups["all"])))
+        first.append(build_paper_table(said["dataset"], matches, said["columns"], count))
+    brief = {name: places for name, places in groups.items() if ", " not in name}
+    shown = [] if "swept" in said else report.build_comparison_tables(brief, summaries, against, rule)
+    report.print_tables(Console(), [*first, *shown, *spent])
+    tables = [*first, *report.build_comparison_tables(groups, summaries, against, rule), *spent]
     notes = [f"{name}: {line}" for name, lines in said.get("departures", {}).items() for line in lines]
-    with wrap_write_errors(out / "scores.json") as path:
-        write_text_atomic(path, json.dumps(record, indent=2) + "\n")
-    shown = [] if "swept" in said else build_comparison_tables(brief, summaries, against, rule)
-    print_tables(Console(), [*first, *shown, *spent])
-    with wrap_write_errors(out / "scores.md") as path:
-        write_text_atomic(
-            path,
-            render_markdown_report(
-                [*first, *build_comparison_tables(groups, summaries, against, rule), *spent], stamp, notes
-            ),
-        )
+    stamp = next(iter(stamps.values()))
+    _write_text(out / "scores.md", report.render_markdown_report(tables, stamp, notes))
     with wrap_write_errors(out / get_plot_file_name(said)) as path:
         if "swept" in said:
             pareto.plot_pareto(path, overall, said["swept"])
         else:
-            plot_by_hops(path, groups, summaries)
-    print(
-        f"scores.md, scores.json, {get_plot_file_name(said)} and all answers are in "
-        f"{replace_control_chars(str(out))}"
-    )
+            report.plot_by_hops(path, groups, summaries)
+    names = f"scores.md, scores.json, {get_plot_file_name(said)}"
+    print(f"{names} and all answers are in {replace_control_chars(str(out))}")
+
+
+def _write_text(path: Path, text: str) -> None:
+    with wrap_write_errors(path):
+        write_text_atomic(path, text)
 
 
 def get_plot_file_name(said: dict[str, Any]) -> str:
@@ -133,12 +121,9 @@ def score_stored_result(
 
 
 def report_reproduction(
-    out: Path,
-    then: "StoredResult",
-    before: "dict[str, list[Score]]",
-    groups: "QuestionGroups",
+    out: Path, then: "StoredResult", before: "dict[str, list[Score]]", groups: "QuestionGroups",
     scores: "dict[str, list[Score]]",
-) -> None:
+) -> None:  # fmt: skip
     """What has become different, on the screen and in reproduced.md. Raises `RunError`."""
     from rich.console import Console
 
@@ -161,8 +146,8 @@ def report_reproduction(
         print(replace_control_chars(line))
     if not lines:
         print("code, versions, machine, files and settings are the same")
-    with wrap_write_errors(out / "reproduced.md") as path:
-        write_text_atomic(path, render_markdown_report([grid], next(iter(stamps.values()))[1], [*lines]))
+    text = render_markdown_report([grid], next(iter(stamps.values()))[1], [*lines])
+    _write_text(out / "reproduced.md", text)
 
 
 @contextmanager

@@ -53,16 +53,14 @@ def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, TRAIN_SETTINGS, switches=TRAIN_SWITCHES)
     config, resume = words.config, "resume" in words.switches
     folder = Path(config.out or "runs/train")
-    if "plan" not in words.switches:
-        check_read(words.settings, ("-plan", *TRAIN_SETTINGS))
     check_train_settings(config)
-    if "plan" not in words.switches:
-        prepare_run_folder(folder, resume)
     if "plan" in words.switches:
         from dlm_rag.training.planning.plan_report import print_plan
 
         print_plan(config)
         return
+    check_read(words.settings, ("-plan", *TRAIN_SETTINGS))
+    prepare_run_folder(folder, resume)
     from dlm_rag.decode.memory_budget import limit_cuda_allocator
     from dlm_rag.training.checkpoints import find_latest_checkpoint, skip_damaged_checkpoints
     from dlm_rag.training.distributed import DistributedContext
@@ -80,7 +78,7 @@ def main(argv: list[str]) -> None:
             for line in passed_over if processes.is_main else ():
                 print_note(line)
             if resume and processes.is_main and find_latest_checkpoint(folder) is None:
-                print_note(f"{folder} has no checkpoint: the run begins anew")
+                print_note(f"{folder} has no checkpoint: the run begins again")
             device = processes.local_device(config.model.device)
             check_run_fits(config, processes.world_size, device)  # before anything is fetched
             limit_cuda_allocator(config.engine, device)
@@ -184,27 +182,23 @@ def run_training(
     """The phases, one after another; each begins with the checkpoint of the one before."""
     from dlm_rag.energy.meter import open_meter
     from dlm_rag.machine import get_code_commit
-    from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
     from dlm_rag.training.checkpoints import find_resume_point
     from dlm_rag.training.energy import EnergyWindows
     from dlm_rag.training.metrics_logger import MetricsLogger
-    from dlm_rag.training.model_card import write_model_card
     from dlm_rag.training.phase_setup import open_phase
     from dlm_rag.training.trainer import Trainer, free_memory
 
-    commit = get_code_commit()  # of what runs: at the end the checkout may be another
+    commit = get_code_commit()  # of the code that runs: at the end the checkout may be another
     step, left = find_resume_point(folder, list(config.train.get_phase_configs()))
-    if processes.is_main and step:
-        print_note(f"going on from step {step}")
+    say = print_note if processes.is_main else lambda text: None
+    if step:
+        say(f"going on from step {step}")
     # What is wrong with the data of the last phase is said before the first begins.
     opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
     windows = None
-    canvas, device = origin.config.canvas_length, processes.local_device(config.model.device)
-    each = count_encode_flops(origin.config, [canvas], [canvas], [canvas], 4)
-    rows = max(task.rows for task, _ in opened.values()) / processes.world_size
     if processes.is_main:
-        what = f"a training step with canvas_length={canvas}"
-        warn_slow_compute(rows * each.flops_with_backward(False), what, device.type)
+        rows = max(task.rows for task, _ in opened.values()) / processes.world_size
+        warn_slow_steps(origin, rows, processes.local_device(config.model.device).type)
     with MetricsLogger(folder, config, from_step=step, quiet=not processes.is_main) as report:
         for phase, (task, validation) in opened.items():
             trainer = Trainer(config, origin, task, folder, processes, phase)
@@ -214,42 +208,49 @@ def run_training(
                     meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
                     windows = EnergyWindows(meter, processes)
                 stopped = run_training_phase(trainer, validation, report, stop, windows)
-            if (
-                (stopped or phase == left[-1])
-                and (told := windows.stop_and_describe())
-                and processes.is_main
-            ):
-                print_note(told)
+            if (stopped or phase == left[-1]) and (energy := windows.stop_and_describe()):
+                say(energy)
             if stopped:
-                if processes.is_main:
-                    print_note(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
+                say(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
                 return
             if phase == left[-1]:
-                with (
-                    open_atomic_folder(folder / "model")
-                    if processes.is_main
-                    else nullcontext(folder) as model
-                ):
-                    trainer.export(model)
-                    if processes.is_main:
-                        write_model_card(model, trainer.denoiser, config, report.read_history(), commit)
-                if processes.is_main:
-                    print_note(f"the model is in {folder / 'model'}: sample --model reads it")
+                export_model(trainer, folder / "model", config, report, commit)
             del trainer
             free_memory()
 
 
+def warn_slow_steps(origin: "InitialModel", rows: float, device: str) -> None:
+    """Warns where a step takes long on this machine; rows: of one process in a step."""
+    from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
+
+    canvas = origin.config.canvas_length
+    each = count_encode_flops(origin.config, [canvas], [canvas], [canvas], 4).flops_with_backward(False)
+    warn_slow_compute(rows * each, f"a training step with max_new_tokens={canvas}", device)
+
+
+def export_model(
+    trainer: "Trainer", folder: Path, config: "Config", report: "MetricsLogger", commit: str | None
+) -> None:
+    """Writes the trained model and its card; all processes take part."""
+    from dlm_rag.training.model_card import write_model_card
+
+    is_main = trainer.processes.is_main
+    with open_atomic_folder(folder) if is_main else nullcontext(folder) as model:
+        trainer.export(model)
+        if is_main:
+            write_model_card(model, trainer.denoiser, config, report.read_history(), commit)
+    if is_main:
+        print_note(f"the model is in {folder}: sample --model reads it")
+
+
 def run_training_phase(
-    trainer: "Trainer",
-    validation: "Validation",
-    report: "MetricsLogger",
-    stop: StopSignal,
+    trainer: "Trainer", validation: "Validation", report: "MetricsLogger", stop: StopSignal,
     windows: "EnergyWindows",
-) -> bool:
+) -> bool:  # fmt: skip
     """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
 
-    Returns whether it was: all processes have the same answer, whenever the signal came. A step is saved
-    before it is validated; a validation that did not come to its end is made up for by a resumed run.
+    Returns whether it was, the same on all processes. A step is saved before it is validated; a resumed run
+    makes up for a validation that was cut off.
     """
     train, state, processes = trainer.train, trainer.state, trainer.processes
     often = train.save_steps, train.eval_steps
@@ -261,11 +262,8 @@ def run_training_phase(
             return False
         begun = time.perf_counter()
         metrics = trainer.step()
-        report.log_step(
-            metrics
-            | trainer.speed_metrics(metrics, time.perf_counter() - begun)
-            | windows.add_step(metrics)
-        )
+        speed = trainer.speed_metrics(metrics, time.perf_counter() - begun)
+        report.log_step(metrics | speed | windows.add_step(metrics))
         stopping = processes.any_rank(stop.is_set())
         if stopping or trainer.finished or any(state.phase_step % steps == 0 for steps in often):
             trainer.save()

@@ -7,14 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from dlm_rag.config.checked import (
-    MAX_SHOWN_CHARS,
-    SET,
-    CheckedSettings,
-    read_help,
-    setting,
-    shorten_repr,
-)  # fmt: skip
+from dlm_rag.config.checked import MAX_SHOWN_CHARS, SET, CheckedSettings, read_help, setting
+from dlm_rag.config.checked import shorten_repr as shorten
 from dlm_rag.config.effects import check_effects
 from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
 from dlm_rag.config.renamed import explain_removed_key, find_new_key, upgrade_tree
@@ -82,7 +76,7 @@ class Config(CheckedSettings):
             raise ConfigError("quick and limit are two ways to choose questions: leave one out")
         if self.workers is not None and not _WORKERS.fullmatch(self.workers):
             raise ConfigError(
-                f"workers={shorten_repr(self.workers)} is neither a number from 1 to 999 nor auto nor a "
+                f"workers={shorten(self.workers)} is neither a number from 1 to 999 nor auto nor a "
                 "Ray "
                 "cluster, as ray://HOST:10001"
             )
@@ -159,7 +153,7 @@ def load_config(
         item = _find_setting_field(key)
         if item is None:
             raise _unknown_key(key, "the command line")
-        with _as_config_error(f"the value of {key}={shorten_repr(value)[1:-1]} cannot be read"):
+        with _as_config_error(f"the value of {key}={shorten(value)[1:-1]} cannot be read"):
             if item.type in (str, str | None) and value not in ("null", "None"):
                 # Texts are taken as they are typed: no YAML, no interpolation.
                 parsed = OmegaConf.create()

@@ -207,7 +207,7 @@ CASES = [
              " q.jsonl --out run", says, {"q.jsonl": json.dumps({"id": "1", "question": "x", "answer": answer})})
         for answer, says in {
             "": "without golden_answers, '1' for one", " ": "'1' for one", "[\" \"]": "'1' for one",
-            "{'text': ['x']}": "line 1: 'answer' is a list that is not JSON", "{\"text\": []}": "'1' for one",
+            "{'text': ['x']}": "line 1: 'answer' is not JSON", "{\"text\": []}": "'1' for one",
         }.items()
     ),
     asked("an answer in an object of another form", '{"id": "b", "question": "x", "answer": {"value": "y"}}',
