@@ -1,4 +1,4 @@
-"""Questions: from files and pipes, typed by hand, chosen from among many."""
+"""Questions: from files and pipes, typed by hand, or a sample of them."""
 
 import json
 import random
@@ -63,7 +63,7 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def read_question_records(path: str | Path) -> Iterator[Record]:
-    """The records behind `read_questions`, with whatever fields they have."""
+    """The records of a file of questions, with whatever fields they have."""
     if str(path) == "-":
         stream = getattr(sys.stdin, "buffer", None)
         if stream is None or stream.closed:
@@ -102,10 +102,10 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
 
 
 def select_questions(questions: list[Question], config: Config) -> list[Question]:
-    """As many questions as `limit` says, with `quick` 200, of all hops and labels alike; in file order.
+    """`limit` questions (with `quick` 200), drawn evenly over hops and labels; in file order.
 
-    The numbers of hops take turns until enough are drawn, within each the labels do, and each kind gives
-    its own in a random order that is always the same. So a larger limit draws the same questions and more.
+    The numbers of hops take turns, within each the labels, and each of these gives its questions in a random
+    order that is always the same: a larger limit draws the same questions and more.
     """
     most = QUICK_QUESTION_LIMIT if config.quick else config.limit
     if most is None:
@@ -161,17 +161,15 @@ def _hops(value: Any, place: str) -> int | None:
 def _texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
     """A text or a list of texts, the blank ones left out; also SQuAD's object with the list `text`.
 
-    Lists and that object may be JSON in a text, as in a cell of a table. Supporting passages that are
-    objects go by their ids; where one has none, none is known.
+    Lists and that object may be JSON in a text, as in a cell of a table. Of supporting passages that are
+    objects the ids are taken; if one has no id, none is known.
     """
     key, value = get_field(row, field)
     if isinstance(value, str) and _NESTED.fullmatch(value):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise QuestionError(
-                f'{place}: \'{key}\' is a list that is not JSON, as in ["a", "b"]'
-            ) from None
+            raise QuestionError(f'{place}: \'{key}\' is not JSON, as ["a", "b"] is') from None
     if isinstance(value, dict):
         value = value.get("text", value)
     if value is None:

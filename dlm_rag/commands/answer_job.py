@@ -29,17 +29,13 @@ if TYPE_CHECKING:
 class AnswerEngine(Protocol):
     """What answers the questions of a job: a `Decoder`, or many."""
 
-    def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]:
-        """Finished rollouts, each as soon as it is complete."""
-        ...
+    def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]: ...
 
-    def describe(self) -> str:
-        """In words for a person, what it is, and what was reused."""
-        ...
+    def describe(self) -> str: ...
 
 
 class EnergyGauge(Protocol):
-    """A context that tells, once it has ended, what was drawn meanwhile."""
+    """A context with the energy that was used in it, once it has ended."""
 
     reading: EnergyReading
 
@@ -49,7 +45,7 @@ class EnergyGauge(Protocol):
 
 
 class EngineSource(Protocol):
-    """Where an engine for each of several jobs comes from."""
+    """Opens an engine for each of several jobs."""
 
     def open(
         self, asked: PreparedQuestions, on_machine: Callable[[dict[str, str | int]], None] | None = None
@@ -79,7 +75,7 @@ class AnswerJob(PreparedQuestions):
     failed: int = 0  # of those that were run; the answers file says why
 
     def run(self, engines: EngineSource, advance: Callable[[float], None] | None = None) -> None:
-        """Answers what remains; advance: told of every answer, in place of a bar of this job's own."""
+        """Answers what remains; advance: called for every answer, instead of a progress bar."""
         from dlm_rag.decode.terminal import RunTotals
 
         tally, remaining = RunTotals(self.prepared.tokenizer.end_ids), self.file.remaining(self.questions)
@@ -116,8 +112,8 @@ def plan_answer_job(
 ) -> AnswerJob:
     """The job of answering into the files `out` and `trace`; questions answered there are skipped.
 
-    once: of several jobs. Raises `UserError` for bad input, for files that cannot be written, and for files
-    that hold answers of another setting.
+    once: shared by several jobs. Raises `UserError` for bad input, and for files that cannot be written or
+    hold answers of other settings.
     """
     assert config.out is not None
     if config.workers is not None:
@@ -145,11 +141,7 @@ def check_output_files(config: Config) -> None:
     check_distinct_paths(written, beside | read)
     for path in beside.values():
         if os.path.lexists(path) and not Path(path).is_file():
-            raise ConfigError(f"{path} is there and is no file: take it away, or choose another --out")
-    if config.record_provisional and config.trace is None and config.html is None:
-        raise ConfigError(
-            "record_provisional=true has no effect without a trace or a page: add --trace FILE"
-        )
+            raise ConfigError(f"{path} exists and is not a file: remove it, or choose another --out")
     if config.html is not None:
         if config.out is not None and config.trace is None:
             raise ConfigError("the page of answers in a file is made from their traces: add --trace FILE")

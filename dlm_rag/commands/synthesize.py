@@ -57,8 +57,7 @@ ROW_SETTINGS_BY_KIND = {
 class SynthesisWork:
     """What is to be done: everything but the weights has been checked.
 
-    outcomes: of the sources that are not among those given. failed: how many have come to nothing so far.
-    energy: what was drawn so far, as a stamp has it.
+    outcomes: of all sources but the given ones. failed: how many sources failed so far. energy: used so far.
     """
 
     sources: int
@@ -80,18 +79,15 @@ def main(argv: list[str]) -> None:
     from dlm_rag.synthesis.dedup import check_datasketch
     from dlm_rag.synthesis.shards import RowsFolder, check_file_format
 
-    settings = config.synthesis
-    check_file_format(settings.format)
-    if settings.dedup_threshold is not None:
+    check_file_format(config.synthesis.format)
+    if config.synthesis.dedup_threshold is not None:
         check_datasketch()
-    # which reads evaluation sets: what is wrong is said before the work
-    depends_on = collect_row_settings(config)
-    work = {"traces": plan_trace_rows, "corpus": plan_corpus_rows, "writer": plan_writer_rows}[
-        settings.method
-    ](config)
+    depends_on = collect_row_settings(config)  # reads evaluation sets: errors in them come before the work
+    plans = {"traces": plan_trace_rows, "corpus": plan_corpus_rows, "writer": plan_writer_rows}
+    work = plans[config.synthesis.method](config)
     words.announce_reader()
-    depends_on |= work.depends_on
-    failed = run_synthesis(work, RowsFolder(Path(str(config.out)), depends_on, work.model), config)
+    folder = RowsFolder(Path(str(config.out)), depends_on | work.depends_on, work.model)
+    failed = run_synthesis(work, folder, config)
     if failed:
         print_note(f"{failed} failed; the same command asks again")
         raise SystemExit(1)
@@ -141,11 +137,9 @@ def collect_row_settings(config: "Config") -> dict[str, Any]:
     settings = config.synthesis
     keys = (*COMMON_ROW_SETTINGS, *ROW_SETTINGS_BY_KIND[settings.method])
     against = settings.decontaminate_against.split(",") if settings.decontaminate_against else []
-    return {f"synthesis.{key}": getattr(settings, key) for key in keys} | {
-        "synthesis.decontaminate_against": [
-            digest_questions(read_questions(path.strip())) for path in against
-        ]
-    }
+    digests = [digest_questions(read_questions(path.strip())) for path in against]
+    found = {f"synthesis.{key}": getattr(settings, key) for key in keys}
+    return found | {"synthesis.decontaminate_against": digests}
 
 
 def make_run_stamp() -> dict[str, Any]:
@@ -164,8 +158,7 @@ def plan_trace_rows(config: "Config") -> SynthesisWork:
     for question in questions:
         if settings.filter == "answer" and not question.golden_answers:
             raise ConfigError(
-                f"question '{question.id}' has no golden_answers: set synthesis.filter=evidence, which "
-                "needs none"
+                f"question '{question.id}' has no golden_answers: set synthesis.filter=evidence"
             )
         if settings.known_hops and question.hops is None:
             raise ConfigError(f"synthesis.known_hops=true: question '{question.id}' has no hops")
@@ -187,23 +180,19 @@ def plan_trace_rows(config: "Config") -> SynthesisWork:
     depends_on = prepared.answers_depend_on() | {"questions": digest_questions(questions)}
     return SynthesisWork(
         len(work), depends_on, prepared.checkpoint.folder.name, QUESTION_COLUMNS, outcomes,
-        lambda: work.failed, decoding.energy,
+        lambda: work.failed, lambda: decoding.energy,
     )  # fmt: skip
 
 
 class TraceDecoding:
-    """Questions decoded in this process or by workers, and what that has taken."""
+    """Questions decoded in this process or by workers; `energy` is what that took, once it has ended."""
 
     def __init__(self, asked: PreparedQuestions) -> None:
         self._asked = asked
-        self._energy: dict[str, Any] | None = None
-
-    def energy(self) -> dict[str, Any] | None:
-        """What was drawn and for what, once the rollouts have ended; None where nobody asked."""
-        return self._energy
+        self.energy: dict[str, Any] | None = None
 
     def rollouts(self, questions: list[Question]) -> "Iterator[Rollout]":
-        """Finished rollouts as they come; says what they took once they have ended."""
+        """Finished rollouts as they come, then a line on their time and energy."""
         from dlm_rag.commands.executors import open_engines
         from dlm_rag.decode.terminal import RunTotals
 
@@ -217,7 +206,7 @@ class TraceDecoding:
                         tally.add(rollout)
                         yield rollout
             finally:
-                self._energy = tally.energy_record(gauge.reading)
+                self.energy = tally.energy_record(gauge.reading)
                 seconds = time.perf_counter() - start
                 print_note(f"{tally.text_tokens / seconds:,.1f} tokens/s · "
                      f"{tally.summary_line(seconds, engine.describe(), gauge.reading)}")  # fmt: skip
@@ -235,7 +224,7 @@ def plan_corpus_rows(config: "Config") -> SynthesisWork:
     if config.retrieval.corpus is None:
         raise ConfigError("synthesis.method=corpus needs --corpus FILE")
     if config.questions is not None or config.limit or config.quick:
-        raise ConfigError("synthesis.method=corpus reads no questions: leave them out, or set another kind")
+        raise ConfigError("synthesis.method=corpus reads no questions: leave them out")
     from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
     from dlm_rag.synthesis.shards import QUESTION_COLUMNS
