@@ -104,8 +104,8 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
 def select_questions(questions: list[Question], config: Config) -> list[Question]:
     """`limit` questions (with `quick` 200), drawn evenly over hops and labels; in file order.
 
-    The numbers of hops take turns, within each the labels, and each of these gives its questions in a random
-    order that is always the same: a larger limit draws the same questions and more.
+    The numbers of hops take turns, within each the labels, and each of these gives its questions in a
+    random order that is always the same: a larger limit draws the same questions and more.
     """
     most = QUICK_QUESTION_LIMIT if config.quick else config.limit
     if most is None:

@@ -57,7 +57,7 @@ ROW_SETTINGS_BY_KIND = {
 class SynthesisWork:
     """What is to be done: everything but the weights has been checked.
 
-    outcomes: of all sources but the given ones. failed: how many sources failed so far. energy: used so far.
+    outcomes: of all sources but the given ones. failed: how many failed so far. energy: used so far.
     """
 
     sources: int

@@ -21,7 +21,7 @@ ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commi
 
 @dataclass
 class ModelConfig(CheckedSettings):
-    """Which denoiser, where it runs, and who sees whom."""
+    """Which denoiser, where it runs, and which tokens attend to which."""
 
     path: str | None = setting(None)
     """checkpoint to load: a Hugging Face style folder or a hub id"""
@@ -82,26 +82,25 @@ class RetrievalConfig(CheckedSettings):
 
 def _check_search_url(url: str) -> None:
     """Raises `ConfigError` for what is not the URL of a search service."""
-    scheme, begun, _ = url.partition("://")
-    known = ", ".join(f"{name}://" for name in SEARCH_SCHEMES)
-    said = f"retrieval.url={shorten_repr(url)}"
-    if not begun:
-        raise ConfigError(f"{said} has no scheme: begin it with one of {known}")
-    if scheme not in SEARCH_SCHEMES:
-        raise ConfigError(f"{said} begins with none of {known}{suggest_nearest(scheme, SEARCH_SCHEMES)}")
+    scheme, given = url.partition("://")[0], f"retrieval.url={shorten_repr(url)}"
+    if "://" not in url or scheme not in SEARCH_SCHEMES:
+        known = ", ".join(f"{name}://" for name in SEARCH_SCHEMES)
+        raise ConfigError(
+            f"{given} must begin with one of {known}{suggest_nearest(scheme, SEARCH_SCHEMES)}"
+        )
     if not url.isascii() or not url.isprintable() or " " in url:
-        raise ConfigError(f"{said} holds a character that no URL has: write it as %20 or the like")
+        raise ConfigError(f"{given} has a character that must be escaped, as %20")
     try:
         parts = urlsplit(url)
         port = parts.port
-        (parts.hostname or "").encode("idna")  # as it is looked up: no part is empty or too long
+        (parts.hostname or "").encode("idna")  # as it is looked up: no label is empty or too long
     except ValueError as error:
-        raise ConfigError(f"{said} is no URL: {error}") from None
+        raise ConfigError(f"{given} is not a URL: {error}") from None
     if not parts.hostname or port == 0:
-        raise ConfigError(f"{said} names no host and port: write {scheme}://HOST:PORT{parts.path}")
+        raise ConfigError(f"{given} has no host and port: write {scheme}://HOST:PORT{parts.path}")
     if parts.username is not None or parts.password is not None or parts.fragment:
-        raise ConfigError(  # not what it is: a password is not to be shown
-            "retrieval.url names a user or a fragment, which are not sent: leave them out"
+        raise ConfigError(  # which does not show it: it may hold a password
+            "retrieval.url has a user or a fragment, which are not sent: leave them out"
             f" (a token is ${'MILVUS_TOKEN' if scheme == 'milvus' else 'DLM_RAG_RETRIEVAL_TOKEN'})"
         )
 
@@ -111,7 +110,7 @@ DEFAULT_ENTROPY_BOUND_NATS = 0.1  # nats, where neither settings nor checkpoint 
 
 @dataclass
 class DecodeConfig(CheckedSettings):
-    """The denoising loop: what is committed, what is asked, when evidence is refreshed."""
+    """The denoising loop: what is committed, what is searched for, when evidence is refreshed."""
 
     max_new_tokens: int | None = setting(None, low=1, high=2**20)
     """length of the response canvas in tokens, all masked at first; unset takes the checkpoint's own
@@ -250,8 +249,7 @@ class DecodeConfig(CheckedSettings):
         super().__post_init__()
         if self.block_length and self.max_new_tokens and self.block_length > self.max_new_tokens:
             raise ConfigError(
-                f"block_length={self.block_length} is longer than the canvas: set it to at most "
-                f"canvas_length={self.max_new_tokens}"
+                f"block_length={self.block_length} is longer than max_new_tokens={self.max_new_tokens}"
             )
         if self.tokens_per_step and self.steps_per_block:
             raise ConfigError(
@@ -259,23 +257,20 @@ class DecodeConfig(CheckedSettings):
             )
         if self.commit_rule == "sampled" and not 0 < self.commit_threshold < 1:
             raise ConfigError(
-                f"commit_threshold={self.commit_threshold} has no logit, which commit_rule=sampled needs: "
-                "set it between 0 and 1"
+                f"commit_threshold={self.commit_threshold} must be between 0 and 1 for commit_rule=sampled"
             )
 
     @property
     def samples_actions(self) -> bool:
-        """Whether a policy draws what is committed, or whether to search."""
+        """Whether a policy samples what is committed, or whether to search."""
         headed = self.commit_rule == "policy_head" or self.retrieval_gate == "policy_head"
         return self.commit_rule == "sampled" or (headed and self.head_threshold is None)
 
 
 @dataclass
 class EngineConfig(CheckedSettings):
-    """How the work of decoding is done; nothing here changes a token.
-
-    But for the rounding of `compile`, and `decode.finished_block_context=frozen`: without a pool nothing
-    is kept.
+    """How decoding is run. It changes no token, except by the rounding of `compile`, and with
+    `decode.finished_block_context=frozen`, which needs a cache.
     """
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20, only_with=MASKED)
@@ -294,7 +289,7 @@ class EngineConfig(CheckedSettings):
 
     @property
     def for_training_rollouts(self) -> "EngineConfig":
-        """Of what decodes in training: a budget is the step's, and leaves no pool but one that is named."""
+        """For decoding in training: `memory_gib` is the training step's, which leaves a named cache."""
         if self.memory_gib is None:
             return self
         return replace(self, memory_gib=None, prefix_cache_gib=self.prefix_cache_gib or 0.0)

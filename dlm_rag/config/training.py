@@ -17,7 +17,7 @@ NEW_LAYERS = NEW_MODEL | {"train.init_layers_from": (None,)}
 
 @dataclass
 class DataConfig(CheckedSettings):
-    """Data of one's own to train on; where nothing is named, invented worlds take its place."""
+    """Your own training data; without any, worlds are invented."""
 
     questions: str | None = setting(None, only_with={"train.objective": ANSWERING})
     """sft: file or folder of questions with a `response`, or at least `golden_answers`; needs
@@ -39,14 +39,16 @@ class DataConfig(CheckedSettings):
         super().__post_init__()
         for name, path in self.documents.items():
             if not name.strip() or not isinstance(path, str):
-                raise ConfigError(f"documents: '{name}' must be a name without dots, and its value a file")
+                raise ConfigError(
+                    f"data.documents: '{name}' must be a name without dots, and its value a file"
+                )
         if self.questions is not None and self.corpus is None:
             raise ConfigError("data.questions needs data.corpus too")
 
 
 @dataclass
 class TrainConfig(CheckedSettings):
-    """What is trained, on what, and how; each of `phases` may set all but the first group anew."""
+    """What is trained, on what, and how; each of `phases` may change all but the first group."""
 
     # The run.
     phases: dict[str, Any] = setting(dict)  # noqa: RUF009 - a factory
@@ -117,7 +119,7 @@ class TrainConfig(CheckedSettings):
         0.3, low=0, high=1, only_with={"train.objective": ("adapt",)}
     )
     """adapt: fraction of the steps over which attention changes from causal to bidirectional"""
-    # How it is optimised.
+    # Optimisation.
     optimizer: str = setting("muon", choices=("muon", "adamw"))
     """optimizer: muon (for the matrices of the layers, adamw for the rest) or adamw (for everything)"""
     muon_learning_rate: float = setting(0.02, low=0, only_with={"train.optimizer": ("muon",)})
@@ -130,7 +132,7 @@ class TrainConfig(CheckedSettings):
     """number of steps over which the learning rate rises"""
     decay_fraction: float = setting(0.25, low=0, high=1)
     """fraction of the steps, at the end, over which the learning rate falls to 0"""
-    # What it takes: none of this changes the loss, but by rounding.
+    # Resources: none of this changes the loss, except by rounding.
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     """dtype of the computation, with trained weights in float32; auto takes bfloat16 on CUDA (float16
     before Ampere), else float32"""
@@ -185,7 +187,7 @@ class TrainConfig(CheckedSettings):
         50, low=1, only_with={"train.objective": ANSWERING, "data.corpus": (None,)}
     )
     """number of steps after which the oldest world is replaced"""
-    # Learning by reward: exact match, with these parts and prices added.
+    # Reinforcement learning: the reward plus these parts minus these costs.
     reward: str = setting("exact_match", table="dlm_rag.training.rl.reward:REWARDS", only_with=RL)
     """rl: reward of a rollout before weights and costs; or a function of your own as module:function"""
     f1_weight: float = setting(0.0, low=0, only_with=RL)
@@ -212,7 +214,7 @@ class TrainConfig(CheckedSettings):
     """rl: coefficient of the KL divergence from the policy at the start of the phase, in nats per step"""
     committed_only: bool = setting(False, only_with=RL_OF_DENOISER)
     """rl: train on the committed tokens alone, as if their positions were given (biased; a control)"""
-    # What is kept and reported.
+    # Checkpoints and evaluation.
     save_steps: int = setting(200, low=1)
     """number of steps between checkpoints"""
     eval_steps: int = setting(500, low=1)
@@ -223,11 +225,11 @@ class TrainConfig(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if odd := [name for name, share in self.mixture.items() if not isinstance(share, int | float)]:
-            raise ConfigError(f"mixture: the share of '{odd[0]}' is no number; a name has no dots")
-        if self.hidden_size % self.head_dim:
-            raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of {self.head_dim}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
+            raise ConfigError(f"mixture: the share of '{odd[0]}' is not a number; a name has no dots")
+        if self.hidden_size % self.head_dim or self.head_dim % 2:
+            raise ConfigError(
+                f"hidden_size={self.hidden_size} must be a multiple of an even head_dim={self.head_dim}"
+            )
         if self.batch_tokens % self.sequence_length:
             raise ConfigError(
                 f"batch_tokens={self.batch_tokens} must be a multiple of sequence_length="
@@ -235,9 +237,7 @@ class TrainConfig(CheckedSettings):
             )
         if self.trainable is not None and bool(self.lora_rank) != (self.trainable == "lora"):
             raise ConfigError(
-                f"learn={self.trainable} does not go with lora_rank={self.lora_rank}: leave learn out, or "
-                "the "
-                "rank"
+                f"trainable={self.trainable} does not go with lora_rank={self.lora_rank}: leave one out"
             )
         self.get_phase_configs()
 
@@ -261,7 +261,7 @@ class TrainConfig(CheckedSettings):
         found: dict[str, Any] = {}
         for name, differences in self.phases.items():
             if not isinstance(differences, dict):
-                raise ConfigError(f"train.phases.{name} must name settings, as in {{steps: 100}}")
+                raise ConfigError(f"train.phases.{name} must name settings, as in {{max_steps: 100}}")
             for key in differences:
                 if new := find_new_key(f"train.phases.{name}.{key}"):
                     raise ConfigError(f"train.phases.{name}.{key} is now called {new}: write that")

@@ -30,7 +30,7 @@ MAX_CONFIG_BYTES = 2**20  # bytes of a config file
 
 @dataclass
 class Config(CheckedSettings):
-    """Everything a program of this project can be told."""
+    """All settings of all programs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
@@ -73,12 +73,10 @@ class Config(CheckedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quick and self.limit is not None:
-            raise ConfigError("quick and limit are two ways to choose questions: leave one out")
+            raise ConfigError("quick and limit both choose questions: leave one out")
         if self.workers is not None and not _WORKERS.fullmatch(self.workers):
             raise ConfigError(
-                f"workers={shorten(self.workers)} is neither a number from 1 to 999 nor auto nor a "
-                "Ray "
-                "cluster, as ray://HOST:10001"
+                f"workers={shorten(self.workers)} must be a number from 1 to 999, auto or ray://HOST:PORT"
             )
 
 
@@ -112,13 +110,12 @@ def find_config_file(name: str) -> Path:
         raise ConfigError(f"config '{name}' is a folder or a pipe: name a file of YAML")
     there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
     raise ConfigError(
-        f"config '{name}' was not found, neither here nor among those that "
-        f"ship{suggest_nearest(name, there)}"
+        f"config '{name}' was not found, here or among the shipped{suggest_nearest(name, there)}"
     )
 
 
 def is_existing_file(path: str | Path, of_any_kind: bool = False) -> bool:
-    """Whether a path is that of a file, or of anything; False too for what can be no path."""
+    """Whether there is a file (or anything) at a path; False also for what cannot be a path."""
     try:
         return Path(path).exists() if of_any_kind else Path(path).is_file()
     except (OSError, ValueError):
@@ -195,7 +192,7 @@ def _list_given_keys(node: Any, prefix: str = "") -> list[str]:
 
 @contextmanager
 def _as_config_error(what: str) -> Iterator[None]:
-    """Raises what YAML and OmegaConf raise as `ConfigError`: the key where they know it, else `what`."""
+    """Turns errors of YAML and OmegaConf into `ConfigError`s that name the key, or else `what`."""
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -209,12 +206,12 @@ def _as_config_error(what: str) -> Iterator[None]:
             what = f"{key} has the wrong type"
         raise ConfigError(f"{what if not key or key in what else key}: {summarize_error(error)}") from None
     except RecursionError:
-        raise ConfigError(f"{what}: a nesting beyond all measure") from None
+        raise ConfigError(f"{what}: it is nested too deeply") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{what}: it is not UTF-8: save it as that") from None
+        raise ConfigError(f"{what}: it is not UTF-8") from None
     except (YAMLError, OSError, TypeError, ValueError) as error:
         digits = type(error) is ValueError  # thousands of them
-        reason = "a number beyond all measure" if digits else summarize_error(error)
+        reason = "a number has too many digits" if digits else summarize_error(error)
         raise ConfigError(f"{what}: {reason}") from None
 
 
@@ -266,9 +263,9 @@ def _reject_unknown(node: Any, prefix: str, origin: str) -> None:
         elif get_origin(keys[key].type) is dict and not isinstance(value, dict):
             raise ConfigError(f"{key} is a mapping: write `{key.rpartition('.')[2]}: {{name: value}}`")
         elif value == "???":  # would silently leave the default
-            raise ConfigError(f"{key}=??? is no value: leave it out, or give one")
+            raise ConfigError(f"{key}=??? is not a value: give one, or leave it out")
         elif any(_RESOLVER.search(text) for text in _texts(value)):
-            raise ConfigError(f"{key} in {origin} reads the environment, or more: write out its value")
+            raise ConfigError(f"{key} in {origin} calls a resolver (such as oc.env): write out its value")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -281,7 +278,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _find_setting_field(key: str) -> Any:
-    """The field of a dotted key, or the mapping that the key is an entry of; None where there is none."""
+    """The field of a dotted key, or the mapping that it is an entry of; None if there is neither."""
     keys = list_setting_fields()
     if key in keys:
         return keys[key]
@@ -291,7 +288,7 @@ def _find_setting_field(key: str) -> Any:
 
 def _unknown_key(key: str, origin: str) -> ConfigError:
     if len(key) > MAX_SHOWN_CHARS:  # as of a file that holds something else, which is not to be shown
-        return ConfigError(f"{origin} holds what is no setting: write `section: {{key: value}}`")
+        return ConfigError(f"{origin} holds something else than settings: write `section: {{key: value}}`")
     if new := find_new_key(key):
         return ConfigError(f"{key} in {origin} is now called {new}: write that")
     if reason := explain_removed_key(key):
