@@ -13,12 +13,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import cache
-from types import TracebackType
+from typing import Any
 
 import nvtx
 
@@ -28,7 +28,7 @@ STAGES = (
     "rollout", "reward", "data", "forward", "loss", "backward", "optimizer", "checkpoint", "evaluate",
 )  # fmt: skip
 NVTX_DOMAIN = "dlm_rag"
-MAX_CACHED_NVTX_MESSAGES = 1000  # of steps and questions, before nvtx forgets them
+MAX_CACHED_NVTX_MESSAGES = 1000  # of steps and questions
 _passed = 0
 
 _clock: ContextVar["StageClock | None"] = ContextVar("stage_clock", default=None)
@@ -122,7 +122,7 @@ def _range(message: str) -> nvtx.annotate:
 
 
 def _forget_old_messages(message: str) -> str:
-    """A message that comes once: nvtx keeps all that it has seen, so now and then it is made to forget."""
+    """A message used once: nvtx keeps all messages it has seen, so now and then its caches are cleared."""
     global _passed
     _passed += 1
     if _passed % MAX_CACHED_NVTX_MESSAGES == 0:
@@ -132,61 +132,45 @@ def _forget_old_messages(message: str) -> str:
     return message
 
 
-class profile_stage(AbstractContextManager[None]):  # noqa: N801 - reads as a statement
-    """A named range around a stage of the pipeline; closes on errors too.
+class ProfileRange(AbstractContextManager[None]):
+    """A named range for NVTX and, while it runs, torch's profiler; closes on errors too."""
 
-    Raises `ValueError` for a name that is not in `STAGES`.
-    """
+    __slots__ = ("_is_step", "_name", "_range", "_start", "_torch")
 
-    __slots__ = ("_name", "_range", "_start", "_torch")
-
-    def __init__(self, name: str) -> None:
-        if name not in STAGES:
-            raise ValueError(f"'{name}' is not a stage; the stages are {', '.join(STAGES)}")
-        self._name = name
+    def __init__(self, name: str, nvtx_range: nvtx.annotate, is_step: bool = False) -> None:
+        self._name, self._range, self._is_step = name, nvtx_range, is_step
 
     def __enter__(self) -> None:
         if capture_window is not None:
-            capture_window.enter()
-        self._range = _range(self._name)
+            capture_window.enter(self._is_step)
         self._range.__enter__()
         self._torch = _torch_range(self._name)
         self._start = time.perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         elapsed = time.perf_counter() - self._start
         if self._torch is not None:
-            self._torch.__exit__(kind, error, trace)
-        self._range.__exit__(kind, error, trace)
+            self._torch.__exit__(*error)
+        self._range.__exit__(*error)
         if capture_window is not None:
-            capture_window.leave()
+            capture_window.leave(self._is_step)
         clock = _clock.get()
-        if clock is not None:
+        if clock is not None and not self._is_step:
             clock.add(self._name, elapsed)
 
 
-@contextmanager
-def profile_step(step: int, rows: int) -> Iterator[None]:
-    """The range that encloses one step of a loop: `step 12 rows 8`, readable in any nsys version."""
-    if capture_window is not None:
-        capture_window.enter(is_step=True)
+def profile_stage(name: str) -> ProfileRange:
+    """The range of a stage of `STAGES`, timed by the open `StageClock`; raises `ValueError`."""
+    if name not in STAGES:
+        raise ValueError(f"'{name}' is not a stage; the stages are {', '.join(STAGES)}")
+    return ProfileRange(name, _range(name))
+
+
+def profile_step(step: int, rows: int) -> ProfileRange:
+    """The range of one step of a loop: `step 12 rows 8`, readable in any nsys version."""
     message = f"step {step} rows {rows}"
-    try:
-        with nvtx.annotate(_forget_old_messages(message), domain=NVTX_DOMAIN):
-            torch_range = _torch_range(message)
-            try:
-                yield
-            finally:
-                if torch_range is not None:
-                    torch_range.__exit__(None, None, None)
-    finally:
-        if capture_window is not None:
-            capture_window.leave(is_step=True)
+    annotation = nvtx.annotate(_forget_old_messages(message), domain=NVTX_DOMAIN)
+    return ProfileRange(message, annotation, is_step=True)
 
 
 def mark_event(message: str) -> None:
