@@ -200,7 +200,8 @@ class KVCacheManager:
         self, row: CacheRequest, order: _SlotLayout, valid: int
     ) -> Iterator[tuple[int, Segment, int]]:
         """What of a chain has to run: where it begins in the chain, its tokens, its place in the slot."""
-        split = self._denoiser.backend != "sdpa"  # the others take no masks
+        # Only SDPA takes masks, and on a GPU it is fast without them alone.
+        split = self._denoiser.backend != "sdpa" or self._denoiser.device.type == "cuda"
         *before, (begin, _, place) = order.stretches
         for first, stop, at in (*before, (begin, len(row.canvas_segment.ids), place)):
             start = max(first, valid)

@@ -181,30 +181,18 @@ def pack_rows(
 ) -> PackedRows:
     """Rows of tokens, each of which sees its `context` and, by the blocks of its segment, itself.
 
-    read: per row the tokens (from 0, ascending) whose hidden states are asked for; the others are spared
-    the last layer. stretches: the whole rows, where `runs` are but a part of each. add: arrays that go to
-    the device with them.
+    read: per row the tokens (from 0, ascending) whose hidden states are asked for; the others skip the last
+    layer. stretches: the whole rows, where `runs` are only a part of each. add: arrays that go to the
+    device with them.
     """
     lengths = tuple(len(run.ids) for run in runs)
-    whole = lengths if stretches is None else stretches.lengths
     seen = (0,) * len(runs) if context is None else context.context_lengths
-    keys = tuple(a + b for a, b in zip(seen, whole, strict=True))
-    stored = context if isinstance(context, CachedRows) else None
-    starts = np.array([run.start for run in runs], dtype=np.int64)
-    sent: dict[str, NDArray[Any]] = {
-        "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
-        "positions": concatenate_ranges(starts, lengths),
-        "queries": _ends(lengths),
-        "keys": _ends(keys),
-        "prompts": np.array([run.prompt_length for run in runs], dtype=np.int32),
-    }
-    if read is not None:
-        first = _ends(lengths)[:-1].astype(np.int64)
-        places = np.fromiter(chain.from_iterable(read), np.int64, sum(map(len, read)))
-        sent["read"] = places + np.repeat(first, [len(tokens) for tokens in read])
-        sent["reads"] = _ends([len(tokens) for tokens in read])
+    own = lengths if stretches is None else stretches.lengths
+    keys = tuple(a + b for a, b in zip(seen, own, strict=True))
+    sent = _build_arrays(runs, seen, keys, read)
     if isinstance(context, SharedContext):
         sent["places"] = context.gather_indices(lengths)
+    stored = context if isinstance(context, CachedRows) else None
     if stored is not None:
         sent["places"], sources = stored.slot_mapping(lengths)
         if stored.copies:
@@ -213,31 +201,22 @@ def pack_rows(
         sent["counts"] = np.array(keys, dtype=np.int32)
     if stretches is not None:
         sent["order"] = stretches.gather_order
-    bounded = tuple(run.has_partial_view for run in runs)
-    pairs, last_pairs = sum(n * k for n, k in zip(lengths, keys, strict=True)), 0
-    if any(bounded):
-        limits = np.concatenate([n + run.visible_counts for n, run in zip(seen, runs, strict=True)])
-        pairs = int(limits.sum())
-        sent["limits"] = limits
-        if read is not None:
-            sent["last_limits"] = limits[sent["read"]]
-    causal = any(bounded) and context is None and all(run.block == 1 for run in runs)
     there = to_device([*sent.values(), *add], device)
     at = dict(zip(sent, there, strict=False))
+    bounded = tuple(run.has_partial_view for run in runs)
+    causal = any(bounded) and context is None and all(run.block == 1 for run in runs)
     sight = AttentionMetadata(
-        RaggedLengths(lengths, at["queries"]), RaggedLengths(keys, at["keys"]), pairs, bounded,
-        at.get("limits"), causal,
-        stored, at.get("table"), at.get("counts"), at["positions"], None, at["prompts"],
+        RaggedLengths(lengths, at["queries"]), RaggedLengths(keys, at["keys"]),
+        _count_pairs(lengths, keys, sent.get("limits")), bounded, at.get("limits"), causal, stored,
+        at.get("table"), at.get("counts"), at["positions"], None, at["prompts"],
     )  # fmt: skip
     last = sight
     if read is not None and not causal:  # the kernels' own causal rule is for whole rows
-        reads = RaggedLengths(tuple(map(len, read)), at["reads"])
-        last_pairs = sum(len(tokens) * k for tokens, k in zip(read, keys, strict=True))
-        if any(bounded):
-            last_pairs = int(sent["last_limits"].sum())
+        reads = tuple(map(len, read))
+        pairs = _count_pairs(reads, keys, sent.get("last_limits"))
         last = replace(
-            sight, queries=reads, num_attention_pairs=last_pairs, visible_counts=at.get("last_limits"),
-            output_indices=at["read"],
+            sight, queries=RaggedLengths(reads, at["reads"]), num_attention_pairs=pairs,
+            visible_counts=at.get("last_limits"), output_indices=at["read"],
         )  # fmt: skip
     return PackedRows(
         at["ids"], at["positions"], sight, last, at.get("read"), context, at.get("places"),
@@ -245,8 +224,37 @@ def pack_rows(
     )  # fmt: skip
 
 
+def _build_arrays(
+    runs: Sequence[Segment], seen: Sequence[int], keys: Sequence[int], read: Sequence[Sequence[int]] | None
+) -> dict[str, NDArray[Any]]:
+    """What the device needs to know of the rows, whatever they see before their own tokens."""
+    lengths = [len(run.ids) for run in runs]
+    sent: dict[str, NDArray[Any]] = {
+        "ids": np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, sum(lengths)),
+        "positions": concatenate_ranges(np.array([run.start for run in runs], dtype=np.int64), lengths),
+        "queries": _ends(lengths),
+        "keys": _ends(keys),
+        "prompts": np.array([run.prompt_length for run in runs], dtype=np.int32),
+    }
+    if read is not None:
+        reads = [len(tokens) for tokens in read]
+        places = np.fromiter(chain.from_iterable(read), np.int64, sum(reads))
+        sent["read"] = places + np.repeat(_ends(lengths)[:-1].astype(np.int64), reads)
+        sent["reads"] = _ends(reads)
+    if any(run.has_partial_view for run in runs):
+        sent["limits"] = np.concatenate([n + run.visible_counts for n, run in zip(seen, runs, strict=True)])
+        if read is not None:
+            sent["last_limits"] = sent["limits"][sent["read"]]
+    return sent
+
+
+def _count_pairs(queries: Sequence[int], keys: Sequence[int], limits: NDArray[Any] | None) -> int:
+    """How many pairs of a query and a key that it sees there are in some rows."""
+    return sum(n * k for n, k in zip(queries, keys, strict=True)) if limits is None else int(limits.sum())
+
+
 def pack_rectangle(ids: Tensor, block: int | None = None) -> PackedRows:
-    """Rows (B, L) of ids that are on the device, each of which sees itself, from position 0 on."""
+    """Rows (B, L) of ids on the device, from position 0 on; each sees itself, by blocks."""
     rows, length = ids.shape
     lengths = (length,) * rows
     row = Segment((0,) * length, 0, block=block)

@@ -290,7 +290,7 @@ def test_answers_come_out_in_one_copy_a_step(corpus_file, way):
 @pytest.mark.parametrize("capability", [(7, 0), (9, 0)])
 def test_the_shipped_model_is_read_onto_the_device_and_answers(monkeypatch, capability):
     # Which waits for the contents of weights.
-    monkeypatch.setattr("dlm_rag.model.checkpoint._check_sound", lambda *_: None)
+    monkeypatch.setattr("dlm_rag.model.checkpoint._check_values", lambda *_: None)
     with fake_cuda(capability) as seen:
         config = apply_shipped_defaults(
             load_config(None, ["model.device=cuda", "decode.max_new_tokens=4"]), []

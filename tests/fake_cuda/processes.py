@@ -210,7 +210,7 @@ def test_a_step_of_every_config_on_its_own_processes_and_on_many(
 @pytest.mark.parametrize("name", DECODED)
 def test_steps_of_every_config_of_decoding(monkeypatch, corpus_file, folder, name):
     # Which waits for the contents of weights.
-    monkeypatch.setattr("dlm_rag.model.checkpoint._check_sound", lambda *_: None)
+    monkeypatch.setattr("dlm_rag.model.checkpoint._check_values", lambda *_: None)
     own = ["decode.max_new_tokens=64"] if name != "reader" else []
     model = "blocks" if name.startswith(("llada2", "fast_dllm_v2")) else "plain"
     words = [*own, "model.device=cuda", f"retrieval.corpus={corpus_file}"]
