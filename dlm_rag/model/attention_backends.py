@@ -1,15 +1,16 @@
-"""Which attention kernel runs here, and how each version of it wants to be asked.
+"""Which attention kernel runs here, and how each version of it is called.
 
-Read in the sources and wheels of torch 2.11 to 2.13 and flash-attn, not yet seen on a GPU:
+Read in the sources and wheels of torch 2.11 to 2.13 and flash-attn, not yet confirmed on a GPU:
 
-- torch's own FlashAttention 2 reads block tables from 2.12 on (pages of a multiple of 256 tokens) and wants
-  the ends of the keys beside them. In 2.12 it refuses `num_splits`, even 1 (pytorch #179760). From 2.13 on
-  it must be 1: split rows of paged keys may not be written at all (pytorch #194167), and how a row is split
-  depends on the other rows.
+- torch's own FlashAttention 2 reads block tables from 2.12 on (pages of a multiple of 256 tokens) and needs
+  the ends of the keys too. In 2.12 it refuses `num_splits`, even 1 (pytorch #179760). From 2.13 on it must
+  be 1: split rows of paged keys may not be written at all (pytorch #194167), and how a row is split depends
+  on the other rows.
 - FlashAttention 3 reads block tables on compute capability 9, FlashAttention 4 in torch only on 10; both
-  refuse the ends of the keys beside them.
-- flash-attn (2.x) reads block tables from 2.5.7 on. FlashAttention 4 by itself shares the name `flash_attn`
-  and has another function, so what is looked for is the module that holds the function.
+  refuse the ends of the keys with them.
+- flash-attn (2.x) reads block tables from 2.5.7 on. FlashAttention 4 alone is also named `flash_attn` but
+has
+  another function, so we look for the module with the function.
 """
 
 import logging
@@ -32,10 +33,10 @@ ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is take
 
 @dataclass(frozen=True)
 class PagedAttentionSupport:
-    """How `varlen_attn` is to be called on a device."""
+    """How `varlen_attn` is called on a device."""
 
     reads_block_table: bool = False
-    needs_key_offsets: bool = True  # the ends of the keys, beside a block table
+    needs_key_offsets: bool = True  # the ends of the keys, with a block table
     kernel_options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -118,4 +119,4 @@ def _flash_missing() -> str:
             return ""
     except (ModuleNotFoundError, PackageNotFoundError):
         pass
-    return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 by itself is another package)"
+    return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 alone is another package)"

@@ -3,7 +3,7 @@
 RMSNorm, rotary positions, grouped-query attention, SwiGLU. Options cover LLaDA and Dream, our own
 models, and Qwen2, Qwen3 and Llama as starting weights.
 
-Shapes: B rows, L length, T packed tokens (rows behind one another), H heads, Hk key-value heads,
+Shapes: B rows, L length, T packed tokens (one row after another), H heads, Hk key-value heads,
 D head width, V vocabulary, N layers.
 
 The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dtype=torch.long))`.
@@ -56,7 +56,7 @@ class Denoiser(nn.Module):
         self.activation_checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
-        self.heads: PolicyHeads | None = None  # what decides when, where that was trained
+        self.heads: PolicyHeads | None = None  # where a policy was trained
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             TransformerLayer(config, layer) for layer in range(config.num_hidden_layers)
@@ -69,7 +69,7 @@ class Denoiser(nn.Module):
             self.initialise()
 
     def tie_weights(self) -> None:
-        """Makes head and embedding one, where the config says so: after either was replaced."""
+        """Ties head and embedding if the config says so, after either was replaced."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -82,7 +82,7 @@ class Denoiser(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Denoiser:
-        """As torch's, for `to` and its like; rotary frequencies stay in float32 whatever weights become."""
+        """As torch's, for `to` and the like; rotary frequencies stay in float32."""
         found: Denoiser = super()._apply(fn, recurse)
         if self.inverse_frequencies.dtype != torch.float32:
             self.set_rope_theta(self.config.rope_theta)
@@ -149,9 +149,9 @@ class Denoiser(nn.Module):
         return choose_backend(self.attention, self.device, self.compute_dtype)
 
     def compile_layers(self) -> None:
-        """Compiles what stands before and after attention, once for all layers and lengths.
+        """Compiles what comes before and after attention, once for all layers and lengths.
 
-        The first calls take half a minute; results change by rounding alone. `compilations` counts.
+        The first calls take half a minute; results change only by rounding. `compilations` counts.
         """
         if self._compiled_before is None:
             self._compiled_before = _count_compiled_graphs()
@@ -197,7 +197,7 @@ class Denoiser(nn.Module):
         rope = (angles.cos() * self.rope_gain, angles.sin() * self.rope_gain)
         x = self.embed_tokens(rows.ids)
         if is_autocast(x):
-            # Sums stay in float32 however the weights lie: in whole copies, in shards cast to be gathered.
+            # Sums stay in float32, whether weights are full copies or shards that are cast and gathered.
             x = x.float()
         kept, top = [], len(self.layers) - 1
         for layer, block in enumerate(self.layers):

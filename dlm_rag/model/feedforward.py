@@ -1,4 +1,4 @@
-"""What a layer does to each token after attention: one feed-forward net, or a choice of many (experts).
+"""What a layer does to each token after attention: one feed-forward net, or a mixture of experts.
 
 Shapes: T tokens, E experts, k of them for each token, W model width, I width of an expert.
 """
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Which experts a token goes to, and how much each of them counts."""
+    """Which experts a token goes to, and with which weights."""
 
     def __init__(self, experts: ExpertsConfig, width: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Router(nn.Module):
             self.expert_bias = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (T, W) -> how much each chosen expert counts, float32, and which they are; both (T, k)."""
+        """x (T, W) -> the weight of each chosen expert, float32, and their numbers; both (T, k)."""
         e = self.experts
         # As in the public code: sigmoids are float32 from the weights on, softmax from their sums on.
         if e.score_function == "sigmoid":
@@ -75,7 +75,7 @@ class Router(nn.Module):
 
 def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Each expert's rows of x (n, in), up to its entry in `ends` (E,), times its weights (E, out, in)."""
-    low = get_compute_dtype(weights)  # of which autocast, for other products, takes care by itself
+    low = get_compute_dtype(weights)  # autocast does this only for other products
     x, weights = x.to(low), weights.to(low)
     if (x.is_cuda and x.dtype != torch.bfloat16) or x.device.type not in ("cpu", "cuda"):
         return _looped_matmul(x, weights, ends)
@@ -83,13 +83,13 @@ def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _looped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """As `grouped_matmul`, where torch has no grouped product: the host waits for the numbers of tokens."""
+    """As `grouped_matmul`, where torch has no grouped product: the host waits for the counts of tokens."""
     parts = x.tensor_split(ends[:-1].long().cpu())
     return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
 
 
 class ExpertStack(nn.Module):
-    """The weights of all experts of a layer, one behind another."""
+    """The weights of all experts of a layer, stacked."""
 
     matmul_by_expert = staticmethod(grouped_matmul)
 
@@ -114,7 +114,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = FeedForward(width, shared) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (T, W) -> what the chosen experts make of each token, summed in float32; nothing waits."""
+        """x (T, W) -> the weighted sum of the chosen experts, in float32; the host does not wait."""
         counts, chosen = self.gate(x)
         sent, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(len(self.gate.weight), device=x.device)
@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def build_feed_forward(config: DenoiserConfig, layer: int) -> nn.Module:
-    """What that layer of a denoiser has."""
+    """The feed-forward part of a layer of a denoiser."""
     if layer < config.dense_layers:
         return FeedForward(config.hidden_size, config.intermediate_size)
     assert config.experts is not None

@@ -1,11 +1,10 @@
 """FLOPs and bytes of the denoiser's calls, counted from their shapes.
 
 A call of T packed tokens does 2 FLOPs for each weight of a layer and token, and 4 D for each pair of a
-query and a key in each head; it reads the weights once, and keys and values once for each row. Of
-the last layer, tokens that are not read need keys and values only. Of experts a token goes through those
-that it chooses; read are as many as tokens would meet that choose evenly. Activations are not counted.
-Counting takes microseconds; torch's FlopCounterMode, half of a step on a CPU, is what a test holds it
-against.
+query and a key in each head; it reads the weights once, and keys and values once for each row. In the last
+layer, tokens that are not read need only keys and values. A token goes through the experts that it chooses;
+as many are read as tokens would meet that choose evenly. Activations are not counted. Counting takes
+microseconds; a test compares it with torch's FlopCounterMode, which takes half of a step on a CPU.
 """
 
 import logging
@@ -26,7 +25,7 @@ class FlopCount:
     """What was computed and moved, summed over calls."""
 
     flops: float = 0.0
-    attention_flops: float = 0.0  # so many of them in the products of queries, keys and values
+    attention_flops: float = 0.0  # those in the products of queries, keys and values
     bytes_moved: float = 0.0
     calls: int = 0
     tokens: int = 0
@@ -34,8 +33,8 @@ class FlopCount:
     def flops_with_backward(self, frozen: bool) -> float:
         """FLOPs of forward and backward, nothing computed twice.
 
-        Backward is twice forward: by the inputs of each product and by its weights. Frozen weights spare
-        their own half; the products of attention have none.
+        Backward is twice forward: by the inputs of each product and by its weights. Frozen weights save
+        their half; the products of attention have no weights.
         """
         return 2 * self.flops + self.attention_flops if frozen else 3 * self.flops
 
@@ -83,7 +82,7 @@ def count_encode_flops(
     looks = (layers - 1) * seen + last_seen
     dense = min(c.dense_layers, layers - 1)
     fed = [(dense, total, False), (layers - 1 - dense, total, True), (1, last, c.dense_layers < layers)]
-    taken, read = 0.0, 0.0  # by what stands behind attention
+    taken, read = 0.0, 0.0  # by what follows attention
     for number, tokens, sparse in fed:
         each, all_of_them = _feed_forward(c, tokens, sparse)
         taken, read = taken + number * tokens * each, read + number * all_of_them

@@ -1,7 +1,7 @@
-"""Bytes that are alive while the real code runs, on tensors with contents or without.
+"""Bytes that are alive while the real code runs, on tensors with or without contents.
 
 torch's fake tensors run the real code and know every shape; a dispatch mode adds up what is alive. What
-kernels allocate inside themselves is not seen.
+kernels allocate internally is not seen.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""What every family is made of, and how a public config is read: by name, nothing guessed."""
+"""What a family consists of, and how a public config is read: by name, nothing guessed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ BLOCK_SIZE_KEY = "attention_block"  # our key: a public `block_size` may be some
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor of a public checkpoint, or some of its rows, and where in a tensor of ours it stands."""
+    """A tensor of a public checkpoint, or some of its rows, and where it goes in a tensor of ours."""
 
     name: str
     source_rows: slice | None = None  # of theirs, None: all
@@ -24,7 +24,7 @@ class TensorSource:
 
     @property
     def first_source_row(self) -> int:
-        """Which of their rows is the first."""
+        """The first of their rows."""
         return 0 if self.source_rows is None else int(self.source_rows.start)
 
     def read(self, file: Any) -> Tensor:
@@ -55,7 +55,7 @@ class Family:
     list_named_shapes: Callable[[dict[str, Any], Path], NamedShapes] | None = None
 
     def list_sources(self, ours: str, config: DenoiserConfig) -> list[TensorSource]:
-        """Of which tensors of theirs one of ours consists."""
+        """The tensors of theirs that one of ours consists of."""
         path, _, last = ours.rpartition(".")
         if self.separate_experts and config.experts is not None and path.endswith(".experts"):
             inner = config.experts.moe_intermediate_size
@@ -125,14 +125,14 @@ def to_transformers_name(ours: str) -> str:
 
 
 def require_key(raw: dict[str, Any], key: str, remedy: str = "") -> Any:
-    """The value of a key; raises `CheckpointError` where there is none."""
+    """The value of a key; raises `CheckpointError` where it is missing."""
     if raw.get(key) is None:
         raise CheckpointError(f"the key '{key}' is missing{remedy or suggest_nearest(key, raw)}")
     return raw[key]
 
 
 def require_positive_int(raw: dict[str, Any], key: str) -> int:
-    """A whole number of at least 1, needed."""
+    """The value of a key, a whole number of at least 1; raises `CheckpointError`."""
     value = require_key(raw, key)
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{key}={value!r:.60} must be a whole number of at least 1")
@@ -145,7 +145,7 @@ def read_tie_flag(raw: dict[str, Any], key: str) -> Any:
 
 
 def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
-    """Raises `CheckpointError` for a key with another value than the one that the denoiser does."""
+    """Raises `CheckpointError` for a key with a value that the denoiser does not support."""
     for key, value in supported.items():
         if raw.get(key, value) not in (value, None):
             raise CheckpointError(f"{key}={raw[key]!r:.60} is not supported (only {value!r} is)")
