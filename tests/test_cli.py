@@ -294,7 +294,7 @@ BAD = {
     "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
     "unknown flag": (["Who?", "--modle", "x"], "--modle"),
     "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k has the wrong type"),
-    "block beyond the checkpoint's canvas": (["Who?", "decode.block_length=101"], "longer than the canvas"),
+    "block beyond the checkpoint's canvas": (["Who?", "decode.block_length=101"], "longer than max_new_tokens"),
     "out of range": (["Who?", "decode.commit_threshold=1.5"], "commit_threshold=1.5 is out of range"),
     "missing config": (["Who?", "--config", "sadri.yaml"], "nearest: 'sardi.yaml'"),
     "out is a folder": (["Who?", "--out", "."], "out=. cannot be written: Is a directory"),

@@ -79,7 +79,7 @@ def test_bad_setting_is_one_sentence_that_names_the_key(word, says):
 
 
 def test_settings_that_contradict_fail_at_once():
-    with pytest.raises(ConfigError, match="block_length=200 is is longer than max_new_tokens"):
+    with pytest.raises(ConfigError, match="block_length=200 is longer than max_new_tokens"):
         DecodeConfig(block_length=200, max_new_tokens=100)
 
 
