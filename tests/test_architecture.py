@@ -29,7 +29,7 @@ FLOORS = [  # lowest first; a room knows the floors below it
     "__main__",
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms.split()}
-MOST_LINES, MOST_PARAMETERS = 400, 7
+MOST_LINES, MOST_PARAMETERS, MOST_FUNCTION_LINES = 400, 7, 75
 
 
 def modules() -> dict[str, Path]:
@@ -128,6 +128,16 @@ def test_files_of_the_package_are_short():
         str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()
     }
     assert not {path: length for path, length in lengths.items() if length > MOST_LINES}
+
+
+def test_functions_of_the_package_are_short():
+    lengths = {
+        f"{path.relative_to(ROOT)}, {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert not {name: length for name, length in lengths.items() if length > MOST_FUNCTION_LINES}
 
 
 def parameters(of: ast.arguments) -> int:

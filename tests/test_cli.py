@@ -89,7 +89,9 @@ def test_a_step_that_takes_minutes_is_announced_before_it(call, tmp_path, corpus
             length = f"decode.max_new_tokens={canvas}"
             code, _, err = call(*words, length, program=program, defaults=False)
             assert code == 1 and "the step begins" in err
-            assert caplog.text.count(f"{what} step with canvas_length={canvas} computes about") == announced
+            assert (
+                caplog.text.count(f"{what} step with max_new_tokens={canvas} computes about") == announced
+            )
 
 
 MADE_UP = "the shipped model knows only its invented world"
@@ -294,7 +296,10 @@ BAD = {
     "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
     "unknown flag": (["Who?", "--modle", "x"], "--modle"),
     "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k has the wrong type"),
-    "block beyond the checkpoint's canvas": (["Who?", "decode.block_length=101"], "longer than max_new_tokens"),
+    "block beyond the checkpoint's canvas": (
+        ["Who?", "decode.block_length=101"],
+        "longer than max_new_tokens",
+    ),
     "out of range": (["Who?", "decode.commit_threshold=1.5"], "commit_threshold=1.5 is out of range"),
     "missing config": (["Who?", "--config", "sadri.yaml"], "nearest: 'sardi.yaml'"),
     "out is a folder": (["Who?", "--out", "."], "out=. cannot be written: Is a directory"),

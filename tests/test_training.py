@@ -579,7 +579,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew_and_says
     (tmp_path / "train.lock").touch()
     words = ["--out", str(tmp_path), *MICRO_SETTINGS, "train.max_steps=1"]
     commands.train.main([*words, "--resume"])
-    assert f"{tmp_path} has no checkpoint: the run begins anew" in capsys.readouterr().err
+    assert f"{tmp_path} has no checkpoint: the run begins again" in capsys.readouterr().err
     assert (tmp_path / "model" / "README.md").exists() and find_resume_point(tmp_path, [""])[0] == 1
     with pytest.raises(ConfigError, match="holds a run already: add --resume to go on"):
         commands.train.main(words)
