@@ -101,7 +101,7 @@ def test_a_damaged_index_is_said_and_built_anew(corpus_file, tmp_path, caplog, h
         if path.name == "corpus.json" and harm == "a pipe":
             path.unlink()  # nobody reads or replaces it, and here it could not be read back
         assert search() == found == ["dune"]
-        assert path.name == "corpus.json" or (path.name in caplog.text and "built anew" in caplog.text)
+        assert path.name == "corpus.json" or (path.name in caplog.text and "built again" in caplog.text)
         assert {path: path.read_bytes() for path in kept} == kept, path
 
 
@@ -171,7 +171,7 @@ def test_an_index_that_somebody_else_made_is_refused_in_a_sentence(corpus_file, 
     harm(path)
     (path.parent / DIGESTS_FILE).unlink()
     (path.parent / DIGESTS_FILE).write_text(json.dumps(_digest_files(path.parent)))
-    with pytest.raises(CorpusError, match="remove .*, and it is built anew"):
+    with pytest.raises(CorpusError, match="remove .*, and it is built again"):
         load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
 
 
@@ -201,9 +201,9 @@ def test_a_build_that_goes_on_finds_what_it_has_left(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_once(tmp_path / "index", killed, goes_on=True)
+        build_once(tmp_path / "index", killed, resumable=True)
     build_once(
-        tmp_path / "index", lambda scratch: (scratch / "half").rename(scratch / "whole"), goes_on=True
+        tmp_path / "index", lambda scratch: (scratch / "half").rename(scratch / "whole"), resumable=True
     )
     assert (tmp_path / "index" / "whole").exists()
 

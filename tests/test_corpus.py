@@ -108,7 +108,7 @@ def test_an_index_folder_stands_for_its_corpus_until_the_file_changes(corpus_fil
         file.write(json.dumps({"id": "new", "contents": "new"}) + "\n")
     with pytest.raises(CorpusError, match="has changed since that index was built"):
         open_corpus(corpus.folder)
-    with pytest.raises(CorpusError, match="is no index folder"):
+    with pytest.raises(CorpusError, match="is not an index folder"):
         open_corpus(corpus_file.parent)
 
 

@@ -90,7 +90,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_so(corpus, build, monkeypatch, c
     monkeypatch.setattr(dense, "FLUSH_INTERVAL_SECONDS", 1e9)
     with pytest.raises(KeyboardInterrupt):
         build(corpus, Encoder(die=(100, interrupt)))
-    assert "128 passages are embedded: the same command goes on" in caplog.text
+    assert "128 passages are embedded: the same command resumes" in caplog.text
     second = Encoder()
     build(corpus, second)
     assert len(second.embedded) == PASSAGES - 2 * BLOCK

@@ -235,7 +235,7 @@ def tensors(change):
 
 DENSE = "encoder.layer.0.output.dense.weight"
 WRONG = {
-    "a tensor is not there": (tensors(lambda found: found.pop(DENSE)), f"lack {DENSE}"),
+    "a tensor is not there": (tensors(lambda found: found.pop(DENSE)), f"{DENSE} is missing"),
     "weights are not numbers": (tensors(lambda found: found[DENSE].fill_(float("nan"))), "no numbers"),
     "weights are zeros": (tensors(lambda found: [value.zero_() for value in found.values()]), "zeros"),
     "nothing pools": (lambda folder: put(folder, "modules.json", MODULES[:1]), "could not be loaded"),

@@ -262,7 +262,9 @@ def test_what_is_no_collection_of_ours_is_refused(server, few):
     refused(server.url("few"), "built with retrieval.method=bm25", method="dense")
     refused(server.url("few"), "at most 16,384", top_k=20_000)
     refused(changed(server, "form", **{"dlm_rag.form": "0"}), "has form 0")
-    refused(changed(server, "half", **{"dlm_rag.finished": "0"}), "half-built: go on with `dlm-rag index")
+    refused(
+        changed(server, "half", **{"dlm_rag.finished": "0"}), "half-built: finish it with `dlm-rag index"
+    )
     refused(changed(server, "odd", **{"dlm_rag.kind": "all"}), "damaged properties")
     refused(changed(server, "schema", dlm_rag_no="1"), "its field 'title' should be VARCHAR")
     refused(changed(server, "unindexed"), "the index of its field 'sparse' is None by None")
@@ -311,7 +313,7 @@ def test_scores_that_are_not_the_vectors_are_found_at_the_start(server, few, mon
 
 def test_other_words_in_the_vectors_are_found_at_the_start(server, few, monkeypatch):
     monkeypatch.setattr(milvus_retriever, "count_query_words", lambda text: {7: 1.0})
-    refused(server.url("few"), "has other words for its row 0")
+    refused(server.url("few"), "does not match its passage")
 
 
 def test_passages_that_are_not_given_are_an_error(server, tmp_path, corpus_file):

@@ -5,7 +5,7 @@
     dlm-rag index --corpus passages.jsonl --to milvus://HOST:19530/COLLECTION
 
 A collection is searched with retrieval.url=milvus://HOST:19530/COLLECTION. A build into one that was
-stopped goes on when the same command is given again; one that is finished is left alone.
+stopped is resumed by the same command; one that is finished is left alone.
 """
 
 from dlm_rag.cli import print_note
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
 
 
 def _build_collection(url: str, config: RetrievalConfig) -> None:
-    """Builds the collection of a URL, or goes on with it."""
+    """Builds the collection of a URL, or resumes its build."""
     from dlm_rag.retrieval.corpus import open_corpus
     from dlm_rag.retrieval.retry import SearchUnavailableError
 
@@ -58,9 +58,9 @@ def _build_collection(url: str, config: RetrievalConfig) -> None:
         corpus = open_corpus(config.corpus or "", config.index_dir)
         written = ingest_corpus(collection, corpus, config)
     except SearchUnavailableError as error:
-        raise RunError(f"{error}; the same command goes on from there") from None
+        raise RunError(f"{error}; the same command resumes there") from None
     except KeyboardInterrupt:
-        print_note("the same command goes on from there")
+        print_note("the same command resumes there")
         raise
     there = f"{len(corpus):,} passages are in {url}"
     print_note(f"{there}, {written:,} of them new" if written else f"{there} already, and it is finished")

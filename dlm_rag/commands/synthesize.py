@@ -8,7 +8,7 @@
         synthesis.writer_model=NAME --questions questions.jsonl --out rows/paraphrased
 
 The folder of --out gets Parquet files, a card and, where rows are held out, held_out/. A run that was
-stopped, however it was, goes on when the same command is given again. Training takes the folder as it is:
+stopped, however it was, is resumed by the same command. Training takes the folder as it is:
 
     dlm-rag train data.questions=rows/corpus data.corpus=passages.jsonl
 
@@ -116,9 +116,7 @@ def run_synthesis(work: SynthesisWork, folder: "RowsFolder", config: "Config") -
         seconds = time.perf_counter() - start
         counts = folder.finish(settings, work.columns, complete=not work.failed())
     except KeyboardInterrupt:
-        print_note(
-            f"{len(folder.done):,} of {work.sources:,} sources done; the same command goes on from here"
-        )
+        print_note(f"{len(folder.done):,} of {work.sources:,} sources done; the same command resumes here")
         raise
     finally:
         folder.close()

@@ -32,7 +32,7 @@ class Retriever(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What the results depend on beside the settings: the passages."""
+        """What the results depend on besides the settings: the passages."""
         ...
 
     def key(self, query: Query) -> Hashable:
@@ -147,7 +147,7 @@ def search_with_fallback(search: SearchFunction, queries: Sequence[Query]) -> li
 
 
 def append_unranked_rows(rows: Iterable[int], depth: int, passages: int) -> Ranking:
-    """The rows that a query found, and all others behind them where there is room for the corpus."""
+    """The rows that a query found, followed by all others if `depth` is the whole corpus."""
     found = list(rows)
     whole = found and depth == passages
     return list(dict.fromkeys((*found, *range(passages)))) if whole else found

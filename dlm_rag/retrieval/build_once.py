@@ -1,4 +1,4 @@
-"""Folders that are built once: whole or built anew, whoever builds them and whenever they die."""
+"""Folders that are built once, by one process at a time, and again if they are damaged."""
 
 import hashlib
 import json
@@ -27,13 +27,12 @@ INDEX_VERSION = 2
 DIGESTS_FILE = "whole.json"  # the digest of every file of a folder, by its name
 
 
-def build_once(folder: Path, build: Callable[[Path], None], goes_on: bool = False) -> Path:
+def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = False) -> Path:
     """`folder`, after `build(scratch)` has filled it, unless it is there already and whole.
 
-    The scratch folder takes its final name in one rename. What was damaged since, a byte of any file, is
-    found by its digest, said, and built anew; files that were added are none of ours. A lock lets a second
-    process wait for the first instead of building the same; the lock of a process that died is free, and
-    what it left half-built is removed, unless `build` goes on with it.
+    The scratch folder gets its final name by one rename. A folder with a changed byte in any of its files
+    is reported and built again; files added later are ignored. A second process waits for the first; the
+    lock of a process that died is free, and its half-built folder is removed unless `resumable`.
     """
     if folder.is_dir() and not _find_damage(folder):
         return folder
@@ -43,11 +42,11 @@ def build_once(folder: Path, build: Callable[[Path], None], goes_on: bool = Fals
             damage = _find_damage(folder) if folder.is_dir() else ""
             if damage or not folder.is_dir():
                 if damage:
-                    log.warning("%s in %s: it is built anew", damage, folder)
+                    log.warning("%s in %s: it is built again", damage, folder)
                 scratch = folder.with_name(f"{folder.name}.building")
-                if not goes_on:
+                if not resumable:
                     shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir(exist_ok=goes_on)
+                scratch.mkdir(exist_ok=resumable)
                 build(scratch)
                 write_text_atomic(scratch / DIGESTS_FILE, json.dumps(_digest_files(scratch)))
                 shutil.rmtree(folder, ignore_errors=True)
@@ -66,13 +65,13 @@ def _digest_files(folder: Path) -> dict[str, str]:
 
 
 def _find_damage(folder: Path) -> str:
-    """What has become of a folder since it was built, in words; nothing where it is whole."""
+    """What is damaged in a folder, as a phrase; empty if nothing is."""
     digests = read_json_or_empty(folder / DIGESTS_FILE)
     try:
         for name, digest in digests.items():
             path = resolve_path_inside(folder, name, DIGESTS_FILE, CorpusError)
             if not path.is_file():  # a pipe would wait for ever
-                return f"{name} is no file any more"
+                return f"{name} is not a file any more"
             if digest_file(path) != digest:
                 return f"{name} is damaged"
     except OSError as error:
@@ -108,8 +107,8 @@ def is_ascending(places: np.ndarray, least: int) -> bool:
 
 
 def make_foreign_file_error(path: Path) -> CorpusError:
-    """The error for a file of an index that is whole, but that no build of this corpus has written."""
-    return CorpusError(f"{path} is not of this corpus: remove {path.parent}, and it is built anew")
+    """The error for an index file that no build of this corpus has written."""
+    return CorpusError(f"{path} is not of this corpus: remove {path.parent}, and it is built again")
 
 
 def make_folder_name(*parts: object) -> str:

@@ -150,10 +150,10 @@ class Corpus(Sequence[Passage]):
 
 
 def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus:
-    """The corpus in a file or a folder of texts, or behind an index folder that was built from one.
+    """The corpus in a file or a folder of texts, or the file that an index folder was built from.
 
     Files are in any form of `readers.read_records`; what is not JSON lines yet is written as such once,
-    beside the indexes. The file is hashed at every start, so an index over other bytes is never used.
+    next to the indexes. The file is hashed at every start, so an index over other bytes is never used.
     The first start also reads every line. Raises `CorpusError` naming file and line.
     """
     path, folder, expected = expand_path(path, CorpusError), None, None
@@ -175,7 +175,7 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     if expected not in (None, fingerprint):
         raise CorpusError(
             f"{path} has changed since that index was built: give the file itself as corpus, and the "
-            "index is built anew"
+            "index is built again"
         )
     if not is_json_lines(path, CorpusError):
         path = _convert_to_jsonl(path, fingerprint, partial(read_records, path, CorpusError), root)
@@ -236,8 +236,7 @@ def _read_manifest(folder: Path) -> tuple[Path, str]:
     path, fingerprint = manifest.get("corpus"), manifest.get("fingerprint")
     if not isinstance(path, str) or not isinstance(fingerprint, str):
         raise CorpusError(
-            f"{folder} is no index folder (it has no readable {MANIFEST_FILE}), and holds no .txt or .md "
-            "files: "
+            f"{folder} is not an index folder (no readable {MANIFEST_FILE}) and has no .txt or .md files: "
             "name a file"
         )
     return expand_path(path, CorpusError), fingerprint

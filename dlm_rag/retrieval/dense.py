@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 EmbedFunction = Callable[[list[str]], Tensor]  # n texts -> (n, width) float32 unit vectors on one device
 
 VECTORS_FILE = "vectors.npy"
-EMBEDDED_COUNT_FILE = "finished"  # beside the vectors of a build: how many passages have theirs
+EMBEDDED_COUNT_FILE = "finished"  # in a half-built folder: how many passages have their vector
 FLUSH_INTERVAL_SECONDS = 10.0  # seconds of embedding that a kill costs at most, and a block
 SEARCH_BLOCK_BYTES = 256 << 20  # of passage vectors that one product reads
 _RESCORE_BATCH_PASSAGES = 1 << 14  # passages whose exact similarity is computed at once
@@ -176,14 +176,14 @@ def open_dense_retriever(corpus: Corpus, top_k: int, encoder: TextEncoder) -> De
         # Many batches at a time, for the encoder sorts texts by length to waste less padding.
         _embed_corpus(corpus, scratch, encoder.encode_passages, 64 * encoder.batch_size)
 
-    folder = build_once(corpus.folder / encoder.index_folder_name, build, goes_on=True)
+    folder = build_once(corpus.folder / encoder.index_folder_name, build, resumable=True)
     # "c" maps the file privately, as torch asks for writable memory; nothing writes to it.
     vectors = np.load(folder / VECTORS_FILE, mmap_mode="c")
     return DenseRetriever(corpus, top_k, encoder.encode_queries, vectors, encoder.device)
 
 
 def _embed_corpus(corpus: Corpus, scratch: Path, embed: EmbedFunction, block: int) -> None:
-    """The vectors of all passages, `block` at a time; goes on with what a build that was stopped has left.
+    """The vectors of all passages, `block` at a time; resumes a build that was stopped.
 
     The name of the folder tells encoders and corpora apart, so what lies there is of these. Vectors are
     on the disk before the count says so.
@@ -204,14 +204,14 @@ def _embed_corpus(corpus: Corpus, scratch: Path, embed: EmbedFunction, block: in
                 if finished - begun == len(texts) and left > ANNOUNCE_FROM_SECONDS:
                     log.info(
                         "embedding takes about %s, and %s on disk; a search reads all of it, from memory "
-                        "where it fits. Stopped, it goes on", format_duration(left),
+                        "where it fits. If stopped, it resumes", format_duration(left),
                         format_bytes(vectors.nbytes)
                     )  # fmt: skip
                 if now - kept > FLUSH_INTERVAL_SECONDS:
                     _flush_vectors(vectors, scratch, finished)
                     kept = now
     except KeyboardInterrupt:
-        log.info("%s passages are embedded: the same command goes on from there", f"{finished:,}")
+        log.info("%s passages are embedded: the same command resumes there", f"{finished:,}")
         raise
     finally:
         _flush_vectors(vectors, scratch, finished)
@@ -220,7 +220,7 @@ def _embed_corpus(corpus: Corpus, scratch: Path, embed: EmbedFunction, block: in
 def _open_vectors(scratch: Path, shape: tuple[int, int]) -> tuple[np.memmap, int]:
     """The file of the vectors, mapped, and how many passages have theirs."""
     path, count = scratch / VECTORS_FILE, scratch / EMBEDDED_COUNT_FILE
-    with suppress(OSError, ValueError):  # what was left is none of it, or damaged: begin anew
+    with suppress(OSError, ValueError):  # nothing usable was left: begin again
         found, finished = np.lib.format.open_memmap(path, mode="r+"), int(count.read_text())
         if (found.shape, found.dtype) == (shape, np.float32) and 0 <= finished <= shape[0]:
             return found, finished

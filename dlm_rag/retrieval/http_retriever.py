@@ -4,8 +4,8 @@
     {"result": [[{"document": {"id": "emma", "contents": "Emma\\n..."}, "score": 4.2}, ...]]}
 
 `contents` is the whole text, the title its first line. The server of this project (`dlm-rag
-retrieve-server`) says under `dlm_rag` what it searches and which forms of a query it asks by; it alone is
-told the parts of one. Others know the text only, and are known by their URL.
+retrieve-server`) says under `dlm_rag` what it searches and which forms of a query it asks by; only it
+is sent the parts of a query. Other servers get the text, and are identified by their URL.
 
 Requests run on an event loop in a thread of its own: only there a deadline holds whatever a service does,
 name look-ups and answers that trickle included.
@@ -160,7 +160,7 @@ class HttpRetriever:
         """The passages of one result, each once, at most `top_k`; those that recur are the same object."""
         ranked: dict[str, Passage] = {}
         if not isinstance(items, list):
-            raise self._error("it gives a result that is no list")
+            raise self._error("it gives a result that is not a list")
         for item in items:
             try:
                 passage = parse_document(item)
@@ -210,8 +210,8 @@ def read_retrieval_token() -> str:
     token = os.environ.get(RETRIEVAL_TOKEN_VARIABLE, "").strip()
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"{RETRIEVAL_TOKEN_VARIABLE} in the environment is no bearer token: it holds a blank or the "
-            "like"
+            f"{RETRIEVAL_TOKEN_VARIABLE} in the environment is not a bearer token: it must be "
+            "printable ASCII without blanks"
         )
     return token
 
@@ -229,8 +229,8 @@ def _create_ssl_context() -> ssl.SSLContext:
 
 def _parse_service_info(said: Any) -> ServiceInfo:
     """What a service is, by what it says under `dlm_rag`."""
-    told = said if isinstance(said, dict) else {}
-    fingerprint, asks = told.get("fingerprint"), told.get("asks")
+    stated = said if isinstance(said, dict) else {}
+    fingerprint, asks = stated.get("fingerprint"), stated.get("asks")
     if not isinstance(fingerprint, str) or asks not in (["text"], ["parts"], ["text", "parts"]):
         return UNKNOWN_SERVICE
     return ServiceInfo(fingerprint, tuple(asks))
@@ -244,10 +244,10 @@ def parse_document(item: Any) -> Passage:
     """
     document = item.get("document", item) if isinstance(item, dict) else item
     if not isinstance(document, dict):
-        raise CorpusError("it gives a document that is no object")
+        raise CorpusError("it gives a document that is not an object")
     if get_field(document, "id")[1] is None:
         text = str(get_field(document, "contents")[1])
         document = {**document, "id": f"sha256-{hashlib.sha256(text.encode()).hexdigest()[:16]}"}
-    passage = parse_passage(document, "it gives a document that is no passage")
+    passage = parse_passage(document, "it gives a document that is not a passage")
     whole = document.get("contents") is not None and passage.text != passage.contents
     return replace(passage, title="") if whole else passage

@@ -75,8 +75,8 @@ def load_sentence_transformer(name: str, device: str | None) -> SentenceTransfor
 def _require_all_weights() -> Iterator[None]:
     """Raises `CheckpointError` where transformers reports tensors that it had to make up.
 
-    It only logs that, in colours. A pooler that lacks is not read by sentence-transformers' own pooling; it
-    is made up the same at every start, for the vectors on disk go by all weights.
+    It only logs that, in colours. A missing pooler is unused; it
+    is initialised with a fixed seed so that fingerprints are stable.
     """
     import torch
 
@@ -97,9 +97,9 @@ def _require_all_weights() -> Iterator[None]:
     finally:
         logger.removeFilter(keep)
         logger.setLevel(level)
-    lacking = [name for name in _MISSING_WEIGHTS.findall("\n".join(reports)) if "pooler" not in name]
-    if lacking:
-        raise CheckpointError(f"its weights lack {lacking[0]}: the download may be incomplete")
+    missing = [name for name in _MISSING_WEIGHTS.findall("\n".join(reports)) if "pooler" not in name]
+    if missing:
+        raise CheckpointError(f"{missing[0]} is missing from its weights: the download may be incomplete")
 
 
 def check_encoder_files(folder: Path) -> None:
@@ -107,7 +107,7 @@ def check_encoder_files(folder: Path) -> None:
     if not any(
         (folder / name).is_file() for name in ("modules.json", "config.json", "adapter_config.json")
     ):
-        raise CheckpointError(f"{folder} is no sentence-transformers model: it has no modules.json")
+        raise CheckpointError(f"{folder} is not a sentence-transformers model: it has no modules.json")
     for adapter in folder.rglob("adapter_config.json"):
         raise CheckpointError(f"{adapter.parent} holds an adapter: merge it into the weights")
     check_checkpoint_files(folder, [f"**/{pattern}" for pattern in HUB_FILE_PATTERNS])
@@ -115,7 +115,7 @@ def check_encoder_files(folder: Path) -> None:
         if place != folder and place.is_symlink():
             raise CheckpointError(f"{place} leads to another folder: copy it")
         pickled = sorted(path.name for path in place.glob("*") if path.suffix in _PICKLED)
-        # By this name: beside another, an index say, the library opens the pickle.
+        # Under this name only: next to an index of shards, say, the library opens the pickle.
         if pickled and not (place / "model.safetensors").is_file():
             raise CheckpointError(
                 f"{place} holds pickled weights ({pickled[0]}) and no model.safetensors: they are never "
@@ -156,7 +156,7 @@ def _check_setting(path: Path, key: str, value: Any) -> None:
             )
     if key in _EXTERNAL_FOLDER_KEYS and value is not None:
         raise CheckpointError(f"{path} has {key}={value!r:.60}: copy those files into the folder")
-    # What is no plain word here is a kernel in a repository of the hub.
+    # Anything but a plain word names a kernel in a repository of the hub.
     kernel = key.endswith("attn_implementation") and not all(
         name is None or (isinstance(name, str) and re.fullmatch(r"\w+", name)) for name in values
     )

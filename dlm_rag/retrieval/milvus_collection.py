@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from dlm_rag.errors import ConfigError, CorpusError, RunError, suggest_nearest
-from dlm_rag.progress import format_duration, show_status
+from dlm_rag.progress import show_status
 from dlm_rag.retrieval.base import Hits
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.milvus_collection_info import (
@@ -42,7 +42,7 @@ EXACT_INDEXES = {
     "sparse": ("SPARSE_INVERTED_INDEX", {"inverted_index_algo": "DAAT_MAXSCORE"}),
     "dense": ("FLAT", {}),
 }
-MAX_CONNECT_SECONDS = 1.0  # at most: that nothing is there has to be told in two
+MAX_CONNECT_SECONDS = 1.0  # a wrong address is reported within two
 MAX_BUILD_WAIT_SECONDS = 600.0  # for an index, for loading
 # A channel that waits up to 2 minutes, as by default, is still closed when the server is back.
 GRPC_CHANNEL_OPTIONS = {f"grpc.{name}_reconnect_backoff_ms": 100 for name in ("initial", "max")} | {
@@ -111,9 +111,7 @@ class MilvusCollection:
             return None
         properties = found.get("properties") or {}
         if not properties.get(f"{PROPERTY_PREFIX}fingerprint"):
-            raise CorpusError(
-                f"{self.url} does not say what it holds: `dlm-rag index --to` makes such as do"
-            )
+            raise CorpusError(f"{self.url} does not say what it holds: build one with `dlm-rag index --to`")
         if (form := properties.get(f"{PROPERTY_PREFIX}form")) != str(SPARSE_VECTOR_VERSION):
             raise CorpusError(
                 f"{self.url} has form {form}, and this version knows form {SPARSE_VECTOR_VERSION}: build "
@@ -124,13 +122,13 @@ class MilvusCollection:
             info = CollectionInfo.from_properties(properties)
             wanted = {field: VECTOR_TYPES[field] for field in VECTOR_FIELDS[info.kind]}
         except (ValueError, KeyError):
-            raise CorpusError(f"{self.url} has damaged properties: drop it, and build it anew") from None
+            raise CorpusError(f"{self.url} has damaged properties: drop it, and build it again") from None
         there = {field["name"]: field["type"].name for field in found["fields"]}
         for field, kind in ({"row": "INT64"} | dict.fromkeys(TEXT_FIELDS, "VARCHAR") | wanted).items():
             if there.get(field) != kind:
                 raise CorpusError(
                     f"{self.url} has a schema that does not fit: its field '{field}' should be {kind}, and "
-                    f"is {there.get(field, 'not there')}: drop it, and build it anew"
+                    f"is {there.get(field, 'not there')}: drop it, and build it again"
                 )
         self.facts = info
         return info
@@ -164,32 +162,13 @@ class MilvusCollection:
         return [(field, self._call_client("describe_index", field) or {}) for field in fields]
 
     def load(self) -> None:
-        """Has the server load the collection, where it has not; raises `RunError` where that takes long."""
-        from pymilvus.client.types import LoadState
-
-        def loaded() -> bool:
-            state = self._call_client("get_load_state")["state"]
-            if state == LoadState.NotLoad:
-                self._call(lambda _: self._load(MAX_BUILD_WAIT_SECONDS))
-            return state == LoadState.Loaded
-
-        self._wait("loading the collection", loaded)
+        """Has the server load the collection, and waits for that."""
+        show_status(f"{self.url}: loading the collection")
+        self._call_client("load_collection", timeout=MAX_BUILD_WAIT_SECONDS)
+        show_status()
 
     def _load(self, seconds: float) -> None:
-        # Milvus only notes the wish; the small server of the tests answers when it is fulfilled.
         self._client.load_collection(self.name, timeout=seconds, _async=True)
-
-    def _wait(self, what: str, done: Callable[[], bool]) -> None:
-        until = time.monotonic() + MAX_BUILD_WAIT_SECONDS
-        show_status(f"{self.url}: {what}")
-        while not done():
-            if time.monotonic() > until:
-                raise RunError(
-                    f"{self.url}: {what} takes more than {format_duration(MAX_BUILD_WAIT_SECONDS)}: try "
-                    "again later"
-                )
-            time.sleep(0.2)
-        show_status()
 
     def create(self, facts: CollectionInfo) -> None:
         """Makes the collection, empty, unless another process was faster: `describe` tells whose it is."""
@@ -228,10 +207,13 @@ class MilvusCollection:
     def finalize_build(self) -> None:
         """Has the server write, index, load and count all of it."""
         self._call_client("flush", timeout=MAX_BUILD_WAIT_SECONDS)
-        self._wait(
-            "building its index",
-            lambda: not any(int(found.get("pending_index_rows", 0)) for _, found in self._indexes()),
-        )
+        show_status(f"{self.url}: building its index")
+        until = time.monotonic() + MAX_BUILD_WAIT_SECONDS
+        while any(int(found.get("pending_index_rows", 0)) for _, found in self._indexes()):
+            if time.monotonic() > until:
+                minutes = MAX_BUILD_WAIT_SECONDS / 60
+                raise RunError(f"{self.url}: its index takes more than {minutes:.0f} min: try again later")
+            time.sleep(0.2)
         self.load()
         self.check_row_count()
 
@@ -245,7 +227,7 @@ class MilvusCollection:
         if (there := self.count_rows(self.facts.passages, beyond=True)) != self.facts.passages:
             raise SearchUnavailableError(
                 f"{self.url} holds {there:,} of {self.facts.passages:,} passages: run `dlm-rag index --to` "
-                "again, which adds what lacks"
+                "again, which adds the missing ones"
             )
 
     def count_rows(self, rows: int, beyond: bool = False) -> int:
@@ -260,7 +242,7 @@ class MilvusCollection:
     def upsert_passages(
         self, start: int, passages: Sequence[Passage], vectors: dict[str, Sequence[Any]]
     ) -> None:
-        """Writes passages from row `start` on, with a vector each for every field; again is no harm."""
+        """Writes passages from row `start` on, with a vector each for every field; may be repeated."""
         entities: list[dict[str, Any]] = [
             {"row": self._key(start + n), "id": p.id, "title": p.title, "contents": p.contents}
             | {field: column[n] for field, column in vectors.items()}
@@ -316,9 +298,9 @@ class MilvusCollection:
             ):
                 texts = Passage(*(entity[field] for field in TEXT_FIELDS))
                 found[self._row(entity["row"])] = texts, {field: entity[field] for field in also}
-        if lacking := [row for row in rows if row not in found]:
+        if missing := [row for row in rows if row not in found]:
             raise SearchUnavailableError(
-                f"{self.url} does not give {len(lacking)} of {len(rows)} passages, first row {lacking[0]}"
+                f"{self.url} does not give {len(missing)} of {len(rows)} passages, first row {missing[0]}"
             )
         return found
 
@@ -364,7 +346,7 @@ class MilvusCollection:
         if status_name or code == _NO_CONNECTION:
             status = status_name.lower().replace("_", " ") or "it is closed"
             return RetryableFailure(f"no connection ({status})")
-        if code == _NOT_LOADED:  # the server has begun anew; the next attempt tells whether it has loaded
+        if code == _NOT_LOADED:  # the server was restarted; the next attempt shows whether it has loaded
             with suppress(Exception):
                 self._load(seconds)
             return RetryableFailure("the collection is not loaded")
@@ -390,11 +372,11 @@ def _parse_error(error: BaseException) -> tuple[str, int | None, str]:
 
 
 def _explain_no_connection(error: Exception) -> str:
-    """Why there is no connection, in words."""
+    """Why there is no connection, as the end of a sentence."""
     name, _, message = _parse_error(error)
     details = f"{message} {error.__cause__}"
     if name == "UNAUTHENTICATED" or "auth check failure" in details:
-        return "it wants to know who asks: set MILVUS_TOKEN=USER:PASSWORD in the environment"
+        return "it needs a login: set MILVUS_TOKEN=USER:PASSWORD in the environment"
     if "http1.x" in details or "UNIMPLEMENTED" in details:
-        return "what answers there is no Milvus"
-    return f"what is there does not answer as a Milvus does ({name.lower() or message})"
+        return "the server there is not a Milvus"
+    return f"the server there does not answer as a Milvus does ({name.lower() or message})"

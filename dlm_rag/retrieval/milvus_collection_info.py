@@ -13,7 +13,7 @@ PROPERTY_PREFIX = "dlm_rag."
 
 @dataclass(frozen=True)
 class CollectionInfo:
-    """What a collection says of itself, in its to_properties: some servers drop descriptions."""
+    """What a collection says about itself, in its properties: some servers drop descriptions."""
 
     fingerprint: str  # of the corpus
     kind: str  # bm25, dense, hybrid: which vectors it has
@@ -22,7 +22,7 @@ class CollectionInfo:
     build: int = 0  # of 20 bits: a key is then exact in JavaScript too
     finished: int = 0
     model: str = ""  # that made the dense vectors
-    encoder: str = ""  # digest of its weights, and of what it was told
+    encoder: str = ""  # digest of its weights and of the passage prompt
     width: int = 0  # of a dense vector
 
     def to_properties(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Building a collection from a corpus: a stream, which goes on where it was stopped; memory stays flat."""
+"""Builds a collection from a corpus, as a stream that can be resumed; memory stays flat."""
 
 import json
 from bisect import bisect_left
@@ -34,7 +34,7 @@ VectorizeFunction = Callable[[list[str]], Sequence[Any]]  # texts to a vector ea
 
 
 def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: RetrievalConfig) -> int:
-    """Puts a corpus into a collection, or what lacks of it; returns how many passages that were.
+    """Writes the passages of a corpus that a collection does not have yet; returns how many.
 
     Passages are written in order, and again where it is unsure whether they were: a key stands once. Raises
     `UserError` for a collection that holds other passages or other vectors.
@@ -90,7 +90,7 @@ def _check_same_corpus(collection: MilvusCollection, corpus: Corpus, config: Ret
 
 
 def count_complete_rows(collection: MilvusCollection) -> int:
-    """How many of the first rows are there, none of them lacking."""
+    """How many rows are there without a gap, counted from the first."""
     rows = range(1, collection.facts.passages + 1)
     return bisect_left(rows, True, key=lambda count: collection.count_rows(count) < count)
 
@@ -118,8 +118,7 @@ def _measure_passage_bytes(corpus: Corpus, row: int, passage: Passage) -> int:
         if size > MAX_TEXT_BYTES:
             raise CorpusError(
                 f"{corpus.path}, row {row}: '{field}' has {size:,} bytes, and Milvus takes "
-                f"{MAX_TEXT_BYTES:,}: "
-                "split the passage"
+                f"{MAX_TEXT_BYTES:,}: split the passage"
             )
     return sum(sizes.values())
 
@@ -139,7 +138,7 @@ def _make_vectorizers(
 
 
 def load_corpus_statistics(corpus: Corpus) -> CorpusStatistics:
-    """The words of a corpus; counted once, and kept beside its indexes."""
+    """The word counts of a corpus; computed once, and kept with its indexes."""
 
     def texts() -> Iterator[str]:
         with report_progress("counting words", len(corpus)) as advance:

@@ -46,7 +46,7 @@ SCORE_RELATIVE_TOLERANCE, SCORE_ABSOLUTE_TOLERANCE = 1e-5, 1e-4  # how far these
 
 
 def ends_in_tie(hits: Hits, depth: int, digits: int) -> bool:
-    """Whether the last hit may have an equal behind it that is among the `depth` best."""
+    """Whether a hit after the last one may have an equal score and be among the `depth` best."""
     return len(hits) >= depth and round(hits[-1][0], digits) == round(hits[depth - 1][0], digits)
 
 
@@ -70,7 +70,7 @@ class MilvusRetriever:
 
     @property
     def fingerprint(self) -> str:
-        """Of the corpus, and that equals stand in its order: the same wherever the collection is."""
+        """The corpus and the order of equals: the same wherever the collection is."""
         return f"milvus-{self._collection.facts.form}-{self._collection.facts.fingerprint}"
 
     def key(self, query: Query) -> Hashable:
@@ -141,8 +141,7 @@ class MilvusRetriever:
             if limit == MAX_SEARCH_HITS and any(open_.values()):
                 raise RunError(
                     f"more than {MAX_SEARCH_HITS:,} passages have the same score, and Milvus gives no "
-                    "more: "
-                    "their order cannot be told"
+                    "more: their order is unknown"
                 )
             limit *= EXTRA_HITS_GROWTH
         return found
@@ -204,7 +203,7 @@ def _check_collection(collection: MilvusCollection, config: RetrievalConfig) -> 
     facts, url = collection.facts, collection.url
     if not facts.finished:
         raise ConfigError(
-            f"{url} is half-built: go on with `dlm-rag index --corpus FILE --to {url} "
+            f"{url} is half-built: finish it with `dlm-rag index --corpus FILE --to {url} "
             f"retrieval.method={facts.kind}`"
         )
     if not set(VECTOR_FIELDS.get(config.method, ("any",))) <= set(VECTOR_FIELDS[facts.kind]):
@@ -231,43 +230,36 @@ def check_collection_encoder(collection: MilvusCollection, model: str, encoder: 
 
 
 def check_engine_scores(collection: MilvusCollection, fields: Sequence[str]) -> None:
-    """Asks for some of the passages by their own words and vectors, and computes the scores of what comes.
+    """Searches for some passages by their own words and vectors, and recomputes the scores of the hits.
 
-    An index that is not exact, words of another rule, or an engine that leaves out small numbers is found
-    here. Raises `CorpusError`.
+    Finds an index that is not exact, words of another rule, and an engine that drops small numbers. Raises
+    `CorpusError`.
     """
     count = collection.facts.passages
-    sample = collection.fetch_passages(
-        sorted({n * count // SCORE_CHECK_QUERIES for n in range(min(SCORE_CHECK_QUERIES, count))}), fields
-    )
-    asked: dict[str, list[Any]] = {field: [] for field in fields}
-    rows: dict[str, list[int]] = {field: [] for field in fields}
-    for row, (passage, vectors) in sample.items():
-        words = count_query_words(passage.text)
-        if "sparse" in fields and vectors["sparse"].keys() != (words.keys() or {EMPTY_PASSAGE_WORD_ID}):
-            raise CorpusError(
-                f"{collection.url} has other words for its row {row} than that passage: build it anew"
-            )
-        for field, vector in (("sparse", words), ("dense", vectors.get("dense"))):
-            if field in fields and vector:
-                asked[field].append(vector)
-                rows[field].append(row)
-    limit = min(EXTRA_HITS, count)
-    answers = collection.search([(field, asked[field], limit) for field in fields])
-    found = collection.fetch_passages(
-        sorted({row for hits in answers for each in hits for _, row in each}), fields
-    )
-    for field, each in zip(fields, answers, strict=True):
-        for row, vector, hits in zip(rows[field], asked[field], each, strict=True):
-            ours = {other: compute_inner_product(vector, found[other][1][field]) for _, other in hits}
-            itself = compute_inner_product(vector, sample[row][1][field])
-            close = [
+    rows = sorted({n * count // SCORE_CHECK_QUERIES for n in range(min(SCORE_CHECK_QUERIES, count))})
+    sample = collection.fetch_passages(rows, fields)
+    for field in fields:
+        queries: dict[int, Any] = {}
+        for row, (passage, vectors) in sample.items():
+            queries[row] = vectors[field]
+            if field == "sparse":
+                queries[row] = count_query_words(passage.text)
+                if vectors[field].keys() != (queries[row].keys() or {EMPTY_PASSAGE_WORD_ID}):
+                    raise CorpusError(
+                        f"{collection.url}: the sparse vector of row {row} does not match its passage: "
+                        "build it again"
+                    )
+        queries = {row: query for row, query in queries.items() if query}
+        (answers,) = collection.search([(field, list(queries.values()), min(EXTRA_HITS, count))])
+        found = collection.fetch_passages(sorted({row for hits in answers for _, row in hits}), [field])
+        for (row, query), hits in zip(queries.items(), answers, strict=True):
+            ours = {other: compute_inner_product(query, found[other][1][field]) for _, other in hits}
+            itself = compute_inner_product(query, sample[row][1][field])
+            exact = hits and all(
                 math.isclose(s, ours[r], rel_tol=SCORE_RELATIVE_TOLERANCE, abs_tol=SCORE_ABSOLUTE_TOLERANCE)
                 for s, r in hits
-            ]
-            if not (
-                hits and all(close) and (row in ours or itself <= hits[-1][0] + SCORE_ABSOLUTE_TOLERANCE)
-            ):
+            )
+            if not exact or (row not in ours and itself > hits[-1][0] + SCORE_ABSOLUTE_TOLERANCE):
                 raise CorpusError(
                     f"{collection.url} does not give the scores of its vectors ({field}, row {row}): is "
                     "its index exact, and drop_ratio_search 0?"

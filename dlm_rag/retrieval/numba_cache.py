@@ -16,7 +16,7 @@ config: Any = numba.config  # its settings are made when it is imported
 def enable_numba_cache(function: Any) -> Any:
     """Lets numba keep the machine code of a jitted function: the next process starts 5 seconds sooner.
 
-    numba's own places come first (beside the source, the user's cache folder), then the folder of our
+    numba's own places come first (next to the source, the user's cache folder), then the folder of our
     indexes. Where none can be written every process compiles, and a warning says so. Raises `ConfigError`
     where compiling is switched off: numba and numpy sort equal scores differently.
     """

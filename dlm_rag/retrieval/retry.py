@@ -60,7 +60,7 @@ class CircuitBreaker:
 
     After `CIRCUIT_FAILURE_THRESHOLD` calls that failed in a row the circuit is open: calls fail at once,
     with the last reason. After `CIRCUIT_OPEN_SECONDS` seconds one call gets one attempt, on trial, while
-    others go on failing; its success closes the circuit, its failure begins the pause anew.
+    others go on failing; its success closes the circuit, its failure starts the pause again.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CircuitBreaker:
         sleep: Callable[[float], None] = time.sleep,
         chance: Callable[[], float] = _draw_jitter,
     ) -> None:
-        """seconds: that a call may take, with all attempts. chance: a number of [0, 1), for the jitter."""
+        """seconds: time limit of a call, all attempts together. chance: of [0, 1), for the jitter."""
         self._name, self._seconds = name, seconds
         self.attempt_seconds = seconds * MAX_ATTEMPT_FRACTION
         self._clock, self._sleep, self._chance = clock, sleep, chance

@@ -41,7 +41,7 @@ def extract_terms(text: str) -> list[str]:
 
 @lru_cache(_MAX_CACHED_WORD_IDS)
 def hash_word(word: str) -> int:
-    """The id of a word, its hash: no vocabulary has to be kept beside an engine.
+    """The id of a word, its hash: an engine needs no vocabulary.
 
     Two words may have one id, as does about one pair of 100,000 words: they count as one word, in passages
     and in queries.
@@ -57,12 +57,12 @@ def count_query_words(text: str) -> SparseVector:
 
 @dataclass(frozen=True)
 class CorpusStatistics:
-    """What scores depend on beside the passage: the passages of a corpus, their words, who has which."""
+    """What scores depend on besides the passage: the passages of a corpus, their words, who has which."""
 
     passages: int
     words: int  # of all passages together, repeated ones counted
     ids: np.ndarray  # uint32, ascending: of every word that occurs
-    idf: np.ndarray  # float32 beside `ids`: the inverse document frequency in Lucene's form
+    idf: np.ndarray  # float32, for each of `ids`: the inverse document frequency in Lucene's form
 
     def encode_passage(self, text: str) -> SparseVector:
         """The scores of the words of a passage; of `EMPTY_PASSAGE_WORD_ID` alone where it has none.

@@ -50,7 +50,7 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class AnswerService:
-    """One decoder behind addresses. `app` is what a server runs; `close` ends the engine."""
+    """One decoder over HTTP. `app` is what a server runs; `close` ends the engine."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class AnswerService:
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended the engine, if nobody has told it to."""
+        """Why the engine has ended by itself, if it has."""
         return self.engine.error or (self._search.error if self._search else None)
 
     def drain(self) -> None:

@@ -4,8 +4,8 @@
     request = engine.submit(EngineRequest(Question("1", "Who wrote Emma?"), decoder.config))
     engine.close()
 
-Rows join and leave at every step. Keys take turns in who gets the next free place; whose questions are too
-many is refused alone. What only the thread touches needs no lock: the engine and what is in flight.
+Rows join and leave at every step. Keys take turns in who gets the next free place; only the key that
+exceeds its queue is refused. What only the thread touches needs no lock: the engine and what is in flight.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MAX_CONSECUTIVE_FAILURES = 3  # answers in a row that fail until the server is not well, steps until it ends
 PROBE_INTERVAL_SECONDS = 1.0  # seconds until a server that has failed asks itself
 PROBE_QUESTION = Question("probe", "Who wrote Emma?")
-MAX_RETRY_AFTER_SECONDS = 60  # seconds that a refused client is told to wait at most
+MAX_RETRY_AFTER_SECONDS = 60  # longest `Retry-After`, in seconds
 LATENCY_EMA_WEIGHT = 0.1  # weight of the newest answer in the mean time of one
 
 

@@ -81,7 +81,7 @@ class LimitedConnection(H11Protocol):
 
 
 class HttpService(Protocol):
-    """What a server serves, until it is told to drain and all is answered, or ends by itself.
+    """What a server serves until it is drained and all is answered, or until it fails.
 
     connections: how many are open; set by the server. error: why it has ended by itself. idle: whether
     nobody waits for an answer.
@@ -132,13 +132,13 @@ async def _run_server(service: HttpService, sock: socket.socket, ready: Callable
     server = create_server(service)
     loop, signals = asyncio.get_running_loop(), 0
 
-    def told() -> None:
+    def count_signal() -> None:
         nonlocal signals
         signals += 1
         service.drain()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told)
+        loop.add_signal_handler(number, count_signal)
     serving = asyncio.ensure_future(server.serve([sock]))
     try:
         while not server.started and not serving.done():

@@ -29,7 +29,7 @@ RequestHandler = Callable[[Request], Awaitable[Response]]
 
 
 class ApiError(Exception):
-    """A request that is not answered: its status, a sentence, and what OpenAI's clients are told of it."""
+    """A request that is not answered: its status, a sentence, and the fields of OpenAI's error body."""
 
     def __init__(self, status: int, reason: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(reason)
@@ -41,7 +41,7 @@ class AccessControl:
     """Who may ask.
 
     local: whether the server listens to this machine alone, and is to be called by no other name. keys:
-    of which a request needs one; None: it needs none.
+    a request needs one of them; None: no key is needed.
     """
 
     def __init__(self, local: bool = True, keys: ApiKeys | None = None) -> None:

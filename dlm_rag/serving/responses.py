@@ -213,7 +213,7 @@ class AnswerEvents:
 
 
 def _make_answer_record(rollout: Rollout) -> dict[str, Any]:
-    """What is known at the end beside the text: the answer in it, and where it is from."""
+    """What is known at the end besides the text: the answer and its sources."""
     cited = dict.fromkeys(p["id"] for unit in rollout.citations for p in unit["passages"])
     return {
         "answer": rollout.answer,

@@ -36,7 +36,7 @@ WRITER_PROMPTS = {
     "Object. Use nothing but what the passage says. Reply with the table alone.\n\nTitle: {title}"
     "\n\n{text}",
 }
-# Of a question, beside its wording.
+# Copied from a question to its paraphrases.
 COPIED_QUESTION_FIELDS = ("golden_answers", "supporting_ids", "hops", "response")
 _NUMBER = re.compile(r"\d+")
 _DONE = object()
@@ -44,7 +44,7 @@ _DONE = object()
 
 @dataclass(frozen=True)
 class WriterRequest:
-    """One text that is asked for: of which source, and the how manieth of it."""
+    """One generation request: its source and its index among all requests."""
 
     index: int
     key: str
@@ -96,7 +96,7 @@ class LlmWriter:
             elif isinstance(reply, RetriesExhaustedError):
                 self.failed, in_a_row = self.failed + 1, in_a_row + 1
                 if in_a_row > self._config.concurrency:
-                    raise RunError(f"{reply}: the same command goes on from here") from None
+                    raise RunError(f"{reply}: the same command resumes here") from None
             elif isinstance(reply, ChatRejectedError):
                 raise RunError(f"the writer refuses ({reply}): what is written is kept") from None
             else:

@@ -59,7 +59,7 @@ def is_within_length_limits(text: str) -> bool:
 
 def extract_definition(name: str, sentence: str) -> tuple[str, str]:
     """What a sentence "NAME is/was a ..." says that the name is, and the sentence from its verb on under
-    that name alone; twice "" where it is no such sentence.
+    that name alone; twice "" if it is not such a sentence.
 
     All words of the name stand before the verb ("Jeffrey Thomas Porcaro (1954 - 1992) was" defines no Jeff
     Porcaro). The answer ends where a clause begins that says more, and has at most `MAX_ANSWER_WORDS`
@@ -110,7 +110,7 @@ class NameMatcher:
     def find_names(self, text: str) -> Iterator[tuple[int, int, int]]:
         """Start, stop and row of each name in a text, none within another.
 
-        A name beside another capitalised word is taken for a part of a longer one, and is left out.
+        A name next to another capitalised word is taken for a part of a longer one, and is left out.
         """
         spans = [found.span() for found in _WORD.finditer(text)]
         parts = [text[start:stop] for start, stop in spans]
@@ -143,7 +143,7 @@ def _is_name(name: str, parts: list[str], lower_words: frozenset[str]) -> bool:
 
 
 def _is_part_of_longer_name(text: str, start: int, stop: int) -> bool:
-    """Whether a name goes on to the left or right, or is a part of what stands in quotes."""
+    """Whether a name continues to the left or right, or is part of a quotation."""
     if re.match(rf"(?: |-|[’']s ){_CAPITAL}|[\w-]", text[stop:]) or re.search(r"[\w-]$", text[:start]):
         return True
     before = re.search(rf"({_CAPITAL}[\w.'’]*) $", text[:start])
@@ -156,7 +156,7 @@ def _is_part_of_longer_name(text: str, start: int, stop: int) -> bool:
 
 
 def _lower_words(passages: Iterable[TitledPassage]) -> frozenset[str]:
-    """The words of sentences that stand in small letters somewhere."""
+    """The words that occur in lower case in some sentence."""
     found: set[str] = set()
     for passage in passages:
         for sentence in passage.sentences:

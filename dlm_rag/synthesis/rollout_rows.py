@@ -25,7 +25,7 @@ class TraceRowGenerator:
         return len(self._asked)
 
     def remaining(self, done: set[str]) -> list[Question]:
-        """The questions of which nothing is known yet."""
+        """The questions that are not done."""
         return [question for name, (_, question) in self._asked.items() if name not in done]
 
     def outcomes(self, rollouts: Iterator[Rollout]) -> Generator[SourceOutcome]:
@@ -43,7 +43,7 @@ class TraceRowGenerator:
             yield SourceOutcome(place, rollout.id, rows, {reason: 1} if reason else {}, spent)
 
     def _make_row(self, rollout: Rollout, question: Question, found: Mapping[str, bool]) -> dict[str, Any]:
-        """The question with its trace; what stands behind it are the passages that the trace cites."""
+        """The question with its trace; its supporting_ids are the passages that the trace cites."""
         cited = [p["id"] for unit in rollout.citations for p in unit["passages"]]
         evidence = [rollout.evidence_texts.get(name, "") for name in rollout.evidence]
         return {

@@ -38,7 +38,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _continues_sentence(line: str, start: int, stop: int) -> bool:
-    """Whether a sentence that begins at `start` goes on at `stop`, after a mark and a blank.
+    """Whether a sentence that begins at `start` continues at `stop`, after a mark and a blank.
 
     Only its last characters are looked at, so that a line without a single end takes linear time.
     """

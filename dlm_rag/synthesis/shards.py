@@ -66,7 +66,7 @@ _Row: Any = TypedDict(  # type: ignore[misc]  # as a line of the journal has it
 class SourceOutcome:
     """What became of a source: its place among all of them, its rows, what was left out and what it took.
 
-    Rows have `held_out` beside their columns where they are none to train on.
+    Rows that are not for training also have `held_out`.
     """
 
     place: int
@@ -176,7 +176,7 @@ class RowsFolder:
         except OSError as error:
             raise RunError(
                 f"out={self.folder} cannot be written any more ({error.strerror}); what is there is kept: "
-                "make room, and the same command goes on from there"
+                "make room, and the same command resumes there"
             ) from error
         self.done.add(outcome.source)
 
@@ -195,7 +195,7 @@ class RowsFolder:
         """Writes the files and the card, and then that they are written; returns the counts.
 
         complete: whether every source is decided. Until then the journal stays, and the files are written
-        anew by the run that goes on.
+        again by the run that resumes.
         """
         self._file.append(b"")  # it may have been taken away
         counts: Counter[str] = Counter(sources=len(self.done))
@@ -224,13 +224,13 @@ class RowsFolder:
         for path, home in zip(files, homes, strict=True):
             home.parent.mkdir(exist_ok=True)
             path.replace(home)
-        told = dict(sorted(counts.items()))
-        note = self._write_note({"counts": told, "files": names})
-        write_text_atomic(self.folder / CARD, render_dataset_card(self.folder, told, note))
+        ordered = dict(sorted(counts.items()))
+        note = self._write_note({"counts": ordered, "files": names})
+        write_text_atomic(self.folder / CARD, render_dataset_card(self.folder, ordered, note))
         if complete:
             self._write_note({"complete": True})
             self._clear()
-        return told
+        return ordered
 
     def _clear(self) -> None:
         """Takes away what a folder that is complete needs no more."""
@@ -290,7 +290,7 @@ class ShardWriter:
         self._paths: list[Path] = []
 
     def write_row(self, row: dict[str, Any]) -> None:
-        """Adds a row; columns that it does not have are empty, fields that are no columns left out."""
+        """Adds a row; columns that it does not have are empty, other fields are left out."""
         self._rows.append({name: row.get(name) for name in self._columns})
         if len(self._rows) == self._most:
             self._write()

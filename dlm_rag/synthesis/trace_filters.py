@@ -16,7 +16,7 @@ def check_trace(rollout: Rollout, question: Question) -> dict[str, bool]:
     """What holds of a trace, by name; in the order in which a missing one is named as the reason.
 
     answer: it ends in a known answer (only where one is known). cited: every sentence of the reasoning, of
-    which there is one at least, and the answer have a passage behind them. supported: see `is_supported`.
+    which there is at least one, and the answer cite a passage. supported: see `is_supported`.
     linked: see `is_linked`. hops: there are as many sentences as the question has hops (where known).
     """
     reasoning = [unit for unit in rollout.citations if unit["kind"] == "reasoning"]
@@ -88,7 +88,7 @@ def is_linked(rollout: Rollout, sentences: Sequence[str]) -> bool:
 
 
 def contains_words(said: Sequence[str], part: Sequence[str]) -> bool:
-    """Whether words stand in a text one after another; no words stand nowhere."""
+    """Whether words stand in a text one after another; False for no words."""
     size = len(part)
     return bool(size) and any(said[n : n + size] == part for n in range(len(said) - size + 1))
 

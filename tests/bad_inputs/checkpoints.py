@@ -330,7 +330,7 @@ CASES = [
         TOKENIZER: lambda path: path.write_text(path.read_text().replace('"W": 87', '"far": 3000000000, "W": 87')),
     }),
     BadInputCase("an encoder that is the root of all", f"{SAMPLE_COMMAND} retrieval.method=dense retrieval.embedding_model=/", (
-        "/ is no sentence-transformers model"
+        "/ is not a sentence-transformers model"
     )),
     BadInputCase("the folder around the model", f"{SAMPLE_WITH_CORPUS} --model .", "no config.json: did you mean model?"),
     BadInputCase("a file of the model", f"{SAMPLE_WITH_CORPUS} --model {CONFIG}", "is a file: name the folder that it is in"),

@@ -126,17 +126,17 @@ CASES = [
     BadInputCase("a corpus that is a pipe", f"{SAMPLE_WITH_MODEL} --corpus pipe", "is a pipe or a device", {"pipe": os.mkfifo}),
     BadInputCase("a corpus that is a device", f"{SAMPLE_WITH_MODEL} --corpus /dev/null", "is a pipe or a device"),
     BadInputCase("questions that are a device", f"{ASKED} /dev/null", "/dev/null holds no questions"),
-    BadInputCase("a folder without texts", f"{SAMPLE_WITH_MODEL} --corpus model", "model is no index folder", {
+    BadInputCase("a folder without texts", f"{SAMPLE_WITH_MODEL} --corpus model", "model is not an index folder", {
         "model/README.md": lambda path: path.unlink(missing_ok=True)}),
     BadInputCase("a folder with blank texts", f"{SAMPLE_WITH_MODEL} --corpus d", "d holds no passages", {"d/a.md": "\n# A\n"}),
     BadInputCase("a folder with a text that is not UTF-8", f"{SAMPLE_WITH_MODEL} --corpus d", "d/b.txt is not UTF-8",
          {"d/a.md": "x", "d/b.txt": b"\xff"}),
     *(
-        BadInputCase(f"a manifest: {what}", f"{SAMPLE_WITH_MODEL} --corpus index", "is no index folder", broken_manifest(text))
+        BadInputCase(f"a manifest: {what}", f"{SAMPLE_WITH_MODEL} --corpus index", "is not an index folder", broken_manifest(text))
         for what, text in {"empty": "", "a list": "[]", "a number": "{\"corpus\": 3}", "null": "null"}.items()
     ),
     *(
-        BadInputCase(f"a manifest: {what}", f"{SAMPLE_WITH_MODEL} --corpus index", "is no index folder", {"index/corpus.json": made})
+        BadInputCase(f"a manifest: {what}", f"{SAMPLE_WITH_MODEL} --corpus index", "is not an index folder", {"index/corpus.json": made})
         for what, made in {
             "a pipe": os.mkfifo, "nested beyond measure": DEEP,
             "without a fingerprint": '{"corpus": "corpus.jsonl", "fingerprint": null}',

@@ -216,7 +216,7 @@ CASES = [
     word("out=\udcff", "out='\\udcff' is not UTF-8"),
     word("retrieval.query_prompt=\udcff --print-config", "query_prompt='\\udcff' is not UTF-8"),
     word("retrieval.index_dir=", "index_dir is empty"),
-    word("retrieval.method=dense retrieval.embedding_model=/", "/ is no sentence-transformers model"),
+    word("retrieval.method=dense retrieval.embedding_model=/", "/ is not a sentence-transformers model"),
     # Flags.
     BadInputCase("an unknown flag", f"{SAMPLE_COMMAND} --top-k 3", "unrecognized arguments: --top-k 3; `dlm-rag sample --help`"),
     BadInputCase("a flag cut short", f"{SAMPLE_COMMAND} --quest questions.jsonl", "unrecognized arguments: --quest"),
