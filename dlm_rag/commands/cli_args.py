@@ -90,8 +90,9 @@ def parse_command_line(
     help text. Where the default is a whole number, so is the value, and above 0 unless the default is 0.
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
     """
-    flags = {flag: key for flag, key in SETTING_BY_FLAG.items() if is_read(key, reads)}
-    for flag in SETTING_BY_FLAG.keys() - flags:
+    known = {flag: key for flag, key in SETTING_BY_FLAG.items() if flag.strip("-") not in options}
+    flags = {flag: key for flag, key in known.items() if is_read(key, reads)}
+    for flag in known.keys() - flags:
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
             raise _unread(SETTING_BY_FLAG[flag], reads)
     switches = {"print-config": "print the resolved config"} | dict(switches)
