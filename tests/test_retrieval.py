@@ -359,8 +359,6 @@ def test_the_key_of_parts_is_their_texts_and_all_that_is_asked_anew_is_searched(
     assert retriever.key(first) != retriever.key(second)
     assert retriever.key(first) == retriever.key(Query("other text", ("Emma", "Dune"), "q9"))
     before = retriever.rank([first], 3)
-    retriever.forget("q1")
-    retriever.forget("q1")
     alone = load_retriever(corpus_file, top_k=3)
     dune, emma = (alone.rank([make_query(text)], 3)[0] for text in ("Dune", "Emma"))
     searched.clear()
