@@ -178,12 +178,12 @@ class DecodeConfig(CheckedSettings):
         None, low=1, only_with=MASKED | {"decode.commit_rule": DETERMINISTIC}
     )
     """number of positions committed per step: exactly this many for top_k, entropy, margin and
-    sequential (unset: 1), at most this many for the other rules (unset: no limit)"""
+    sequential (unset: 1), at most this many for threshold, entropy_bound and grounded (unset: no limit)"""
     steps_per_block: int | None = setting(
         None, low=1, high=2**20, only_with={"decode.commit_rule": DETERMINISTIC}
     )
     """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
-    entropy, margin and sequential, and the minimum for the other rules (unset: 1 position)"""
+    entropy, margin and sequential, and the minimum for threshold, entropy_bound and grounded (unset: 1)"""
     schedule: str = setting(
         "even",
         choices=("even", "rounded"),

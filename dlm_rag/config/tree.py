@@ -169,10 +169,20 @@ def load_config(
     with _as_config_error("the settings cannot be resolved"):
         config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
+    if stored:
+        _reject_stored_code(config, given[True])
     if effects:
         check_effects([(config, given[True])])
         check_effects([(config, given[False])], given[True])
     return config
+
+
+def _reject_stored_code(config: Config, named: list[str]) -> None:
+    """Raises `ConfigError` for a module:function that only a stored file names."""
+    for key, value in list_changed_settings(config).items():
+        own = _find_setting_field(key).metadata.get("table") and ":" in str(value)
+        if own and key not in named:
+            raise ConfigError(f"{key}={value} is code that a stored result names: give it as a word too")
 
 
 def _list_given_keys(node: Any, prefix: str = "") -> list[str]:
