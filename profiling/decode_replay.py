@@ -97,8 +97,8 @@ class ReferenceModelRunner:
                 if copied := collect_crf_inputs([view], int(self._mask_id[0])):
                     logits = apply_copy_crf(logits, CopyCRF(*to_device(copied[0], every.device)))
                 values = sample_proposals(logits, SamplingMetadata(*wanted))
-                token, *others = values.cpu().numpy().astype(np.float64)
-                found.append(Proposals(view.positions, token.astype(np.int64), *others))
+                rows = values.cpu().numpy().astype(np.float64)
+                found.append(Proposals.from_rows(view.positions, rows))
         return found
 
     def _contexts(self, states: Sequence[LaidOutRow]) -> SharedContext | None:

@@ -3,15 +3,19 @@
 import numpy as np
 import pytest
 
+from dlm_rag.config import DecodeConfig
 from dlm_rag.diffusion.commit_rules import (
     Proposals,
+    RuleContext,
+    choose_commits,
     compute_step_sizes,
+    find_rule,
     select_by_entropy_bound,
     select_by_threshold,
-    select_commits,
     select_grounded,
     select_highest,
 )
+from dlm_rag.errors import ConfigError
 
 
 def values(*numbers):
@@ -28,8 +32,10 @@ def proposals(confidence, entropy=None, margin=None):
 
 
 def choose(rule, found, **settings):
-    defaults = {"commit_threshold": 0.9, "tokens_per_step": None, "bound": 0.1}
-    return select_commits(rule, found, **(defaults | settings)).tolist()
+    held, least = settings.pop("held", [True] * len(found.positions)), settings.pop("least", 1)
+    config = DecodeConfig(commit_rule=rule, **({"entropy_bound": 0.1} | settings))
+    chosen, _ = choose_commits(found, RuleContext(config, least, grounded=lambda candidates: held))
+    return chosen.positions.tolist()
 
 
 def test_threshold_takes_all_that_clear_it():
@@ -118,7 +124,7 @@ def test_select_reads_the_value_that_belongs_to_the_rule():
     assert choose("margin", found) == [2], "one a step where nothing is said"
     assert choose("threshold", found, commit_threshold=0.75) == [0, 1]
     assert choose("threshold", found, commit_threshold=0.5, tokens_per_step=2) == [0, 1], "at most two"
-    assert choose("entropy_bound", found, bound=0.2) == [1, 2]
+    assert choose("entropy_bound", found, entropy_bound=0.2) == [1, 2]
     assert choose("grounded", found, commit_threshold=0.5, held=[False, True, True]) == [1, 2]
-    with pytest.raises(ValueError, match="'magic' is not a commit rule"):
-        choose("magic", found)
+    with pytest.raises(ConfigError, match=r"decode\.commit_rule=magic"):
+        find_rule("magic")

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import DecodeConfig, TrainConfig
-from dlm_rag.decode.policy_sampling import sample_commits
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
 from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
-from dlm_rag.diffusion.commit_rules import Proposals, select_by_threshold
+from dlm_rag.diffusion.commit_rules import Proposals, RuleContext, choose_commits, select_by_threshold
 from dlm_rag.diffusion.policy import (
     ActionDistribution,
     SoftThreshold,
@@ -44,6 +43,7 @@ from dlm_rag.training.rl.rollouts import sample_rollout_steps
 
 V, MASK = 4, torch.tensor([3])  # three tokens and the mask
 SOFT = SoftThreshold(0.8, 0.7, 0.6)
+SAMPLED = DecodeConfig(commit_rule="sampled")
 
 
 def logits_of(seed: int, n: int, dtype=torch.float64) -> torch.Tensor:
@@ -168,8 +168,12 @@ def proposals_of(logits, soft, lots):
         torch.cat((numbers, torch.from_numpy(lots[:2]).float())),
     )  # fmt: skip
     values = sample_proposals(logits.float(), wanted).double().numpy()
-    token, *others = values[:6]
-    return Proposals(np.arange(n), token.astype(np.int64), *others, values[6:])
+    return Proposals.from_rows(np.arange(n), values)
+
+
+def sample(found, draws):
+    """What is committed, and how it was drawn."""
+    return choose_commits(found, RuleContext(SAMPLED, draws=draws))
 
 
 def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says():
@@ -177,7 +181,7 @@ def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says():
     soft = SoftThreshold(0.8, 0.95, 1.5)  # so that all stay now and then
     seen: dict = {}
     for _ in range(draws):
-        chosen, action = sample_commits(proposals_of(logits, soft, lots := rng.random((5, 2))), lots)
+        chosen, action = sample(proposals_of(logits, soft, lots := rng.random((5, 2))), lots)
         taken = [-1, -1]
         for position, token in zip(chosen.positions, chosen.token_ids, strict=True):
             taken[position] = int(token)
@@ -200,7 +204,7 @@ def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
     found = proposals_of(logits, soft, lots := np.random.default_rng(seed).random((5, n)))
     if np.abs(found.confidence - tau).min() < 0.01 or len(set(found.confidence.round(2))) < n:
         return  # at the threshold, or of equal confidence, both may be right
-    chosen, action = sample_commits(found, lots)
+    chosen, action = sample(found, lots)
     assert chosen.positions.tolist() == select_by_threshold(found.confidence, tau).tolist()
     assert chosen.token_ids.tolist() == found.token_ids[chosen.positions].tolist()
     assert action.log_prob == pytest.approx(0, abs=1e-3)

@@ -109,7 +109,10 @@ def _list_needs(section: str, holder: Any, name: str) -> tuple[Need, ...]:
         if any(name in (settings or ()) for settings in read_by.values()):
             readers = tuple(entry for entry, settings in read_by.items() if settings and name in settings)
             from_tables[f"{section}.{item.name}"] = readers
-    return tuple(need | from_tables for need in needs) or ((from_tables,) if from_tables else ())
+    if not needs:
+        return (from_tables,) if from_tables else ()
+    # Training has rules of its own for its rollouts, whatever the table's setting says.
+    return tuple(need if "train.objective" in need else need | from_tables for need in needs)
 
 
 def _missing(need: Need, values: Mapping[str, Any]) -> str:

@@ -11,11 +11,6 @@ SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
 NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
 MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
-DETERMINISTIC = (
-    "threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded", "sequential"
-)  # fmt: skip
-STOCHASTIC = ("sampled", "policy_head")
-CHANGING_QUERY = {"decode.query_policy": ("proxy", "committed", "two_rounds", "feedback", "response")}
 ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
 
 
@@ -131,23 +126,13 @@ class DecodeConfig(CheckedSettings):
         8,
         low=0,
         high=2**20,
-        only_with=MASKED | {"attention_blocks": (True,), "decode.query_policy": ("proxy", "response")},
+        only_with=MASKED | {"attention_blocks": (True,)},
     )
     """number of positions after the current block whose predictions may enter a query, in checkpoints
     with block attention"""
     commit_rule: str | None = setting(
         None,
-        choices=(
-            "threshold",
-            "top_k",
-            "entropy",
-            "margin",
-            "entropy_bound",
-            "grounded",
-            "sequential",
-            "sampled",
-            "policy_head",
-        ),
+        table="dlm_rag.diffusion.commit_rules:RULES",
         only_with=MASKED,
     )
     """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
@@ -156,13 +141,11 @@ class DecodeConfig(CheckedSettings):
         0.9,
         low=0,
         high=1,
-        only_with=(MASKED | {"decode.commit_rule": ("threshold", "grounded", *STOCHASTIC)}, ROLLOUTS),
+        only_with=(MASKED, ROLLOUTS),
     )
     """confidence at which a position is committed (tau_c), for the rules threshold and grounded; for
     sampled and policy_head the confidence at which a gate opens with probability 1/2"""
-    gate_temperature: float = setting(
-        0.5, low=1e-3, high=100, only_with=(MASKED | {"decode.commit_rule": STOCHASTIC}, ROLLOUTS)
-    )
+    gate_temperature: float = setting(0.5, low=1e-3, high=100, only_with=(MASKED, ROLLOUTS))
     """softness of that threshold for sampled and policy_head, in logits"""
     head_threshold: float | None = setting(
         0.5,
@@ -174,24 +157,20 @@ class DecodeConfig(CheckedSettings):
         ),
     )
     """probability at which a policy head says yes; unset (null) samples its decision"""
-    tokens_per_step: int | None = setting(
-        None, low=1, only_with=MASKED | {"decode.commit_rule": DETERMINISTIC}
-    )
+    tokens_per_step: int | None = setting(None, low=1, only_with=MASKED)
     """number of positions committed per step: exactly this many for top_k, entropy, margin and
     sequential (unset: 1), at most this many for threshold, entropy_bound and grounded (unset: no limit)"""
-    steps_per_block: int | None = setting(
-        None, low=1, high=2**20, only_with={"decode.commit_rule": DETERMINISTIC}
-    )
+    steps_per_block: int | None = setting(None, low=1, high=2**20)
     """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
     entropy, margin and sequential, and the minimum for threshold, entropy_bound and grounded (unset: 1)"""
     schedule: str = setting(
         "even",
         choices=("even", "rounded"),
-        only_with=MASKED | {"decode.steps_per_block": SET, "decode.commit_rule": DETERMINISTIC},
+        only_with=MASKED | {"decode.steps_per_block": SET},
     )
     """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
     first steps take more, or each step takes its rounded share of the rest"""
-    entropy_bound: float | None = setting(None, low=0, only_with={"decode.commit_rule": ("entropy_bound",)})
+    entropy_bound: float | None = setting(None, low=0)
     """joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1"""
     remask_threshold: float | None = setting(None, low=0, high=1, only_with=MASKED)
     """committed tokens that fall below this probability are masked again, once; unset: never"""
@@ -216,21 +195,15 @@ class DecodeConfig(CheckedSettings):
     stop_entropy: float | None = setting(None, low=0, high=2**20, only_with=UNIFORM)
     """uniform noise only: mean entropy in nats below which a block that has converged is finished, 0
     for never; unset takes the checkpoint's own"""
-    query_policy: str = setting(
-        "proxy", choices=("proxy", "committed", "question", "two_rounds", "feedback", "response")
-    )
+    query_policy: str = setting("proxy", table="dlm_rag.retrieval.query:QUERIES")
     """what becomes the search query"""
-    query_threshold: float = setting(
-        0.0, low=0, high=1, only_with={"decode.query_policy": ("proxy", "response")}
-    )
+    query_threshold: float = setting(0.0, low=0, high=1)
     """confidence at which a prediction may enter the query (tau_q); 1 for committed tokens only"""
-    retrieval_interval: int = setting(1, low=1, only_with=CHANGING_QUERY)
+    retrieval_interval: int = setting(1, low=1)
     """number of steps between two refreshes of the evidence"""
-    retrieval_threshold: float | None = setting(None, low=0, high=1, only_with=CHANGING_QUERY)
+    retrieval_threshold: float | None = setting(None, low=0, high=1)
     """refresh the evidence only if the lowest confidence is below this; unset: always"""
-    retrieval_gate: str | None = setting(
-        None, choices=("always", "policy_head"), only_with=MASKED | CHANGING_QUERY
-    )
+    retrieval_gate: str | None = setting(None, choices=("always", "policy_head"), only_with=MASKED)
     """whether to search with a query that has changed: always, or if the policy head says so; unset
     takes the checkpoint's own, else always"""
     temperature: float = setting(0.0, low=0, only_with=MASKED)
@@ -259,12 +232,6 @@ class DecodeConfig(CheckedSettings):
             raise ConfigError(
                 f"commit_threshold={self.commit_threshold} must be between 0 and 1 for commit_rule=sampled"
             )
-
-    @property
-    def samples_actions(self) -> bool:
-        """Whether a policy samples what is committed, or whether to search."""
-        headed = self.commit_rule == "policy_head" or self.retrieval_gate == "policy_head"
-        return self.commit_rule == "sampled" or (headed and self.head_threshold is None)
 
 
 @dataclass

@@ -34,6 +34,7 @@ from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Row, RowGroup, Ticket
 from dlm_rag.decode.steps import StepExecutor
+from dlm_rag.diffusion.commit_rules import find_rule
 from dlm_rag.diffusion.uniform_decoding import uniform_tokens
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
@@ -206,16 +207,15 @@ class Engine:
 
 
 def check_policy_heads(settings: DecodeConfig, there: bool) -> None:
-    """Raises `ConfigError` for settings that need heads where none are there."""
-    if there or (settings.commit_rule != "policy_head" and settings.retrieval_gate != "policy_head"):
-        return
-    asked = (
-        "commit_rule=policy_head" if settings.commit_rule == "policy_head" else "retrieval_gate=policy_head"
-    )
-    raise ConfigError(
-        f"{asked} needs heads beside the model, and this checkpoint has none: train them with "
-        "--config search_rl.yaml train.trainable=policy_heads"
-    )
+    """Raises `ConfigError` for settings that need policy heads where the checkpoint has none."""
+    asked = "retrieval_gate" if settings.retrieval_gate == "policy_head" else ""
+    if settings.commit_rule is not None and "head" in find_rule(settings.commit_rule).statistics:
+        asked = "commit_rule"
+    if asked and not there:
+        raise ConfigError(
+            f"{asked}={getattr(settings, asked)} needs heads beside the model, and this checkpoint "
+            "has none: train them with --config search_rl.yaml train.trainable=policy_heads"
+        )
 
 
 def with_checkpoint_defaults(settings: DecodeConfig, own: DenoiserConfig) -> DecodeConfig:

@@ -13,6 +13,7 @@ import torch
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.diffusion.commit_rules import samples_actions
 from dlm_rag.diffusion.copy_crf import estimate_crf_bytes
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
@@ -199,7 +200,7 @@ def _peak_of_logits(denoiser: Denoiser, decode: DecodeConfig, count: int) -> int
     places, none = torch.empty(count, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     drawn = places if decode.temperature else none
     numbers = torch.empty(len(drawn))
-    by_lot = decode.samples_actions
+    by_lot = samples_actions(decode)
     wanted = SamplingMetadata(
         torch.zeros(1, dtype=torch.int64), places, drawn, numbers, numbers, places,
         places if by_lot else None, torch.empty(5, count) if by_lot else None,

@@ -18,7 +18,7 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.decode.copy_sources import CopySources, batch_copy_sources
 from dlm_rag.decode.memory_budget import GIB, LOGITS_CHUNK_POSITIONS, DecodeBudget
 from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
-from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.diffusion.commit_rules import STATISTICS, Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
@@ -171,10 +171,8 @@ class MaskedModelRunner:
 
 
 def _proposals(view: ModelInput, found: NDArray[np.float64]) -> Proposals:
-    token, confidence, log_prob, entropy, margin, written = found[:6]
-    draws = None if view.soft_threshold is None else found[6:]
-    tokens = token.astype(np.int64)
-    return Proposals(view.positions, tokens, confidence, log_prob, entropy, margin, written, draws)
+    known = found if view.soft_threshold is not None else found[: len(STATISTICS)]
+    return Proposals.from_rows(view.positions, known)
 
 
 def split_logit_chunks(views: Sequence[ModelInput]) -> list[list[tuple[int, slice]]]:

@@ -47,7 +47,7 @@ class Row:
     laid_out_prompt: LaidOutPrompt | None = None  # the prompt of the evidence, laid out
     query_key: Hashable = None
     searched_words: frozenset[str] = frozenset()  # of the query that was searched for last
-    first_passages: list[Passage] = field(default_factory=list)  # at step 0, for feedback and two_rounds
+    first_passages: list[Passage] = field(default_factory=list)  # what the first search found
     provisional: Proposals | None = None
     provisional_recorder: ProvisionalRecorder | None = None  # of guesses, where somebody wants to see them
     lowest_confidence: float | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS, STATISTICS
 from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
 
 
@@ -32,8 +33,7 @@ class SamplingMetadata:
 
 
 def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
-    """(6, n): token, confidence, log-probability, entropy, margin, and the probability of `written`; with
-    `soft` (15, n), the last 9 being `policy.drawn`.
+    """A row (n,) for each of `STATISTICS`, then, where a policy draws, for each of `ACTION_STATISTICS`.
 
     logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
     temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
@@ -59,10 +59,12 @@ def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
         weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, wanted.current_ids)
     )
     # Token ids are exact in float32 below 2 ** 24; not every device has float64.
-    found = torch.stack([x.float() for x in (token, confidence, log_prob, entropy, margin, written)])
+    rows = {"token_ids": token, "confidence": confidence, "log_prob": log_prob, "entropy": entropy}
+    rows |= {"margin": margin, "current_prob": written}
+    found = torch.stack([rows[name].float() for name in STATISTICS])
     if wanted.policy_index is None or wanted.policy_params is None:
         return found
-    draws = found.new_zeros(9, len(logits))
+    draws = found.new_zeros(len(ACTION_STATISTICS), len(logits))
     if len(wanted.policy_index):
         temperature, threshold, width, uniform, forced = wanted.policy_params
         soft = SoftThreshold(temperature, threshold, width)

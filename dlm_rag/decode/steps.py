@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -15,11 +15,11 @@ from dlm_rag.decode.canvas import Canvas, UniformNoiseCanvas
 from dlm_rag.decode.citations import cite_passages, find_grounded_tokens
 from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
 from dlm_rag.decode.model_runner import ModelRunner
-from dlm_rag.decode.policy_sampling import STOCHASTIC_RULES, commit_by_head, decide_search, sample_commits
+from dlm_rag.decode.policy_sampling import ask_commit_head, decide_search
 from dlm_rag.decode.rollout import Action, CommittedToken, Rollout, RolloutStep
 from dlm_rag.decode.row import PendingSearch, Row, SearchResult
 from dlm_rag.decode.step_input import build_model_input
-from dlm_rag.diffusion.commit_rules import IndexArray, Proposals, compute_step_sizes, select_commits
+from dlm_rag.diffusion.commit_rules import Proposals, RuleContext, choose_commits, compute_step_sizes
 from dlm_rag.diffusion.uniform_decoding import has_converged, uniform_tokens
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.prompt_segments import (
@@ -33,7 +33,13 @@ from dlm_rag.model.policy_heads import PolicyHeads
 from dlm_rag.nvtx_ranges import StageClock, profile_stage
 from dlm_rag.retrieval.base import PartialSearchError, Retriever, interleave_rankings
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.retrieval.query import Query, build_query, is_retrieval_due, resolve_query_threshold
+from dlm_rag.retrieval.query import (
+    Query,
+    build_query,
+    find_query_policy,
+    is_retrieval_due,
+    resolve_query_threshold,
+)
 from dlm_rag.retrieval.retry import SearchUnavailableError
 from dlm_rag.text import split_words
 from dlm_rag.tokenizer import Tokenizer
@@ -125,7 +131,7 @@ class StepExecutor:
         sure = float(proposals.entropy.mean()) < settings.stop_entropy
         over = sure and has_converged(canvas.argmax_history, best.token_ids, settings.convergence_steps)
         over = over or canvas.block_steps + 1 == settings.steps_per_block
-        chosen = best if over else proposals.subset(self._select(row, proposals))
+        chosen = best if over else self._choose(row, proposals)
         new, other, taken_back = canvas.accept(chosen)
         row.committed, row.edited = self._records(new), self._records(other)
         row.remasked = tuple(taken_back.tolist())
@@ -135,34 +141,25 @@ class StepExecutor:
             canvas.finish_block(end)
 
     def _choose(self, row: Row, candidates: Proposals) -> Proposals:
-        """What the commit rule of the row takes of at least one candidate."""
-        if row.settings.commit_rule not in STOCHASTIC_RULES:
-            return candidates.subset(self._select(row, candidates))
-        if row.settings.commit_rule == "sampled":
-            assert row.uniform_draws is not None
-            chosen, row.action = sample_commits(candidates, row.uniform_draws)
-        else:
-            assert self.heads is not None
-            chosen, row.action = commit_by_head(candidates, row, self.heads)
-        return chosen
-
-    def _select(self, row: Row, candidates: Proposals) -> IndexArray:
-        """Which of at least one candidate a rule without a policy takes."""
+        """What the commit rule of the row commits of at least one candidate."""
         settings, least = row.settings, 1
         if settings.steps_per_block is not None and not isinstance(row.canvas, UniformNoiseCanvas):
             begin, end = row.canvas.commit_range(settings.block_length, *row.current_block)
             sizes = compute_step_sizes(end - begin, settings.steps_per_block, settings.schedule)
             least = sizes[min(row.rollout.count_steps_within(begin, end), len(sizes) - 1)]
-        assert settings.commit_rule is not None and settings.entropy_bound is not None
-        return select_commits(
-            settings.commit_rule,
-            candidates,
-            commit_threshold=settings.commit_threshold,
-            tokens_per_step=settings.tokens_per_step,
-            bound=settings.entropy_bound,
-            held=self._grounded_mask(row, candidates) if settings.commit_rule == "grounded" else (),
-            least=least,
+        context = RuleContext(
+            settings,
+            least,
+            row.uniform_draws,
+            partial(self._grounded_mask, row),
+            None if self.heads is None else partial(ask_commit_head, row=row, heads=self.heads),
         )
+        chosen, sampled = choose_commits(candidates, context)
+        if sampled is not None:
+            features = () if sampled.features is None else tuple(map(tuple, sampled.features.tolist()))
+            positions = tuple(candidates.positions.tolist())
+            row.action = Action(positions, sampled.forced, sampled.log_prob, features)
+        return chosen
 
     def _records(self, written: Proposals) -> tuple[CommittedToken, ...]:
         return tuple(
@@ -278,7 +275,7 @@ class StepExecutor:
         """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
         if not row.step:
             row.first_passages = passages
-        elif row.settings.query_policy == "two_rounds":
+        elif find_query_policy(row.settings.query_policy).merges_rounds:
             most = max(len(row.first_passages), len(passages))
             passages = interleave_rankings((row.first_passages, passages), most)
         appends = row.settings.finished_block_context == "append" and self.model_runner.shape.block_size

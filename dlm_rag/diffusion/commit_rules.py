@@ -1,18 +1,32 @@
 """Commit rules: which masked positions are written down at a step, as pure functions.
 
 Every rule takes one value per candidate position (n,), n at least 1, in canvas order, and returns
-the indices to commit, ascending and never empty. Ties go to the earlier position.
+the indices to commit, ascending and never empty. Ties go to the earlier position. `RULES` names them:
+a function of one's own, `decode.commit_rule=module:function`, takes what those of the table take.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dlm_rag.config import DecodeConfig
+from dlm_rag.config.tables import look_up
+
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
+# What a call of a denoiser says of each position: the rows of the tensor that comes from the device.
+STATISTICS = ("token_ids", "confidence", "log_prob", "entropy", "margin", "current_prob")
+# What it adds where a rule draws actions (`diffusion/policy.py`): of a drawn token and of a forced one.
+ACTION_STATISTICS = (
+    "token_ids", "log_confidence", "gate", "log_commit", "log_stay", "forced_logit", "forced_token_ids",
+    "forced_log_confidence", "forced_log_prob",
+)  # fmt: skip
+MAX_LOGIT = 14.0  # a logit of a confidence beyond it is rounding
 
 
 @dataclass(frozen=True)
@@ -26,19 +40,79 @@ class Proposals:
     entropy: FloatArray  # nats of the distribution at the position
     margin: FloatArray  # probability of the first minus that of the second token
     current_prob: FloatArray  # probability of the token that stands there now
-    policy_draws: FloatArray | None = None  # (9, n) what `policy.drawn` says, where a policy decides by lot
-    most_probable: "Proposals | None" = (
-        None  # of the most probable tokens, where a step needs them beside those drawn
-    )
+    actions: dict[str, FloatArray] | None = None  # by `ACTION_STATISTICS`, where a rule draws actions
+    most_probable: "Proposals | None" = None  # of the most probable tokens, where a step needs both
+
+    @classmethod
+    def from_rows(cls, positions: NDArray[np.int64], rows: FloatArray) -> "Proposals":
+        """From one row for each of `STATISTICS`, and maybe of `ACTION_STATISTICS`, (6 or 15, n)."""
+        named = dict(zip(STATISTICS, rows, strict=False))
+        actions = dict(zip(ACTION_STATISTICS, rows[len(STATISTICS) :], strict=False))
+        token_ids = named.pop("token_ids").astype(np.int64)
+        return cls(positions, token_ids, **named, actions=actions or None)
 
     def subset(self, keep: NDArray[np.bool_] | IndexArray) -> "Proposals":
         """The proposals at a mask or at indices."""
         return Proposals(
             self.positions[keep], self.token_ids[keep], self.confidence[keep], self.log_prob[keep],
             self.entropy[keep], self.margin[keep], self.current_prob[keep],
-            None if self.policy_draws is None else self.policy_draws[:, keep],
-            None if self.most_probable is None else self.most_probable.subset(keep),
+            self.actions and {name: values[keep] for name, values in self.actions.items()},
+            self.most_probable and self.most_probable.subset(keep),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RuleContext:
+    """What a rule may look at besides the candidates.
+
+    least: how many positions the schedule wants committed at this step. draws: (5, length) the step's
+    uniform numbers, by canvas position: 2 and 3 are for rules (0 and 1 draw tokens, 4 is for searches);
+    None where the rule draws none. grounded: of candidates whether question or evidence hold the words.
+    head: of candidates the features (n, F) that a policy head sees, and what it adds (n,) to the logits.
+    """
+
+    settings: DecodeConfig
+    least: int = 1
+    draws: FloatArray | None = None
+    grounded: Callable[[Proposals], Sequence[bool]] = lambda candidates: [True] * len(candidates.positions)
+    head: Callable[[Proposals], tuple[FloatArray, FloatArray]] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many positions a rule commits that takes a fixed number of them."""
+        return self.settings.tokens_per_step or self.least
+
+
+@dataclass(frozen=True)
+class SampledCommits:
+    """What a stochastic rule has drawn.
+
+    opened: (n,) which candidates are committed, at least one. log_prob: nats, of this draw. forced: whether
+    none was drawn, so that one had to be. tokens: their proposals, where others than the candidates' own.
+    features: (n, F) what the decision was made from, where it is to be recorded.
+    """
+
+    opened: NDArray[np.bool_]
+    log_prob: float
+    forced: bool = False
+    tokens: Proposals | None = None
+    features: FloatArray | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A commit rule.
+
+    choose: of at least one candidate the indices to commit, ascending, not empty; or `SampledCommits`.
+    statistics: what it needs that is computed only on demand: "spread" (entropy and margin), "actions"
+    (`ACTION_STATISTICS`), "head" (a policy head in the checkpoint). settings: those of `decode` that have
+    an effect on it. samples: whether it draws under these settings.
+    """
+
+    choose: Callable[[Proposals, RuleContext], IndexArray | SampledCommits]
+    statistics: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    samples: Callable[[DecodeConfig], bool] = lambda settings: False
 
 
 def select_by_threshold(confidence: FloatArray, commit_threshold: float, least: int = 1) -> IndexArray:
@@ -101,39 +175,128 @@ def compute_step_sizes(length: int, steps: int, schedule: str) -> tuple[int, ...
     return tuple(size for size in sizes if size)
 
 
-def select_commits(
-    rule: str,
-    proposals: Proposals,
-    *,
-    commit_threshold: float,
-    tokens_per_step: int | None,
-    bound: float,
-    held: Sequence[bool] = (),
-    least: int = 1,
-) -> IndexArray:
-    """The indices into `proposals` that the rule called `rule` commits (`DecodeConfig.commit_rule`).
+def sample_commits(candidates: Proposals, context: RuleContext) -> SampledCommits:
+    """Commits by a soft threshold on what the denoiser says (`diffusion/policy.py`).
 
-    `top_k`, `entropy`, `margin` and `sequential` commit `tokens_per_step` positions (None: `least`). The
-    other rules commit at least `least`, and at most `tokens_per_step`, the most confident of their choice
-    (None: all of it).
+    Of `context.draws`, row 2 is for the gates, the first number of row 3 for the position that is forced
+    where every candidate stays.
     """
-    count = tokens_per_step or least
-    if rule == "sequential":
-        return np.arange(min(count, len(proposals.positions)))
-    if rule == "top_k":
-        return select_highest(proposals.confidence, count)
-    if rule == "entropy":
-        return select_highest(-proposals.entropy, count)
-    if rule == "margin":
-        return select_highest(proposals.margin, count)
-    if rule == "threshold":
-        chosen = select_by_threshold(proposals.confidence, commit_threshold, least)
-    elif rule == "entropy_bound":
-        chosen = select_by_entropy_bound(proposals.entropy, bound, least)
-    elif rule == "grounded":
-        chosen = select_grounded(proposals.confidence, held, commit_threshold, least)
-    else:
-        raise ValueError(f"'{rule}' is not a commit rule")
-    if tokens_per_step is None or len(chosen) <= tokens_per_step:
-        return chosen
-    return chosen[select_highest(proposals.confidence[chosen], tokens_per_step)]
+    found, draws = candidates.actions, context.draws
+    assert found is not None and draws is not None
+    opened = draws[2, candidates.positions] < found["gate"]
+    log_prob = float(np.where(opened, found["log_commit"], found["log_stay"]).sum())
+    forced = not opened.any()
+    if forced:
+        urge = np.exp(found["forced_logit"] - found["forced_logit"].max())
+        ends = urge.cumsum()
+        at = min(int(np.searchsorted(ends, draws[3, 0] * ends[-1], side="right")), len(urge) - 1)
+        opened[at] = True
+        log_prob += float(found["forced_log_prob"][at] + math.log(urge[at] / ends[-1]))
+    prefix = "forced_" if forced else ""
+    log_prob_of_token = found[f"{prefix}log_confidence"][opened]
+    tokens = replace(
+        candidates.subset(opened),
+        token_ids=found[f"{prefix}token_ids"][opened].astype(np.int64),
+        confidence=np.exp(log_prob_of_token),
+        log_prob=log_prob_of_token,
+    )
+    return SampledCommits(opened, log_prob, forced, tokens)
+
+
+def commit_by_head(candidates: Proposals, context: RuleContext) -> SampledCommits:
+    """Commits where the policy head opens a gate: sampled, or with a probability of at least
+    `decode.head_threshold`; where it opens none, the most confident candidate.
+    """
+    assert context.head is not None
+    features, added = context.head(candidates)
+    logit = base_gate_logit(features, context.settings) + added
+    draws = None if context.draws is None else context.draws[2, candidates.positions]
+    opened = open_gates(logit, draws, context.settings.head_threshold)
+    log_prob = float(log_sigmoid(np.where(opened, logit, -logit)).sum())
+    forced = not opened.any()
+    if forced:
+        opened[select_highest(candidates.confidence, 1)] = True
+    return SampledCommits(opened, log_prob, forced, features=features)
+
+
+def base_gate_logit(features: Any, settings: DecodeConfig) -> Any:
+    """The logit (n,) of the gates of a fresh head, from features (n, F): that of the soft threshold."""
+    tau = min(max(settings.commit_threshold, 1e-6), 1 - 1e-6)
+    return (features[:, 0] * MAX_LOGIT - math.log(tau / (1 - tau))) / settings.gate_temperature
+
+
+def open_gates(logit: FloatArray, draws: FloatArray | None, threshold: float | None) -> NDArray[np.bool_]:
+    """Which gates open: sampled by `draws`, or without these all of at least a probability `threshold`."""
+    probability = np.exp(log_sigmoid(logit))
+    found: NDArray[np.bool_] = probability >= threshold if draws is None else draws < probability
+    return found
+
+
+def log_sigmoid(x: FloatArray) -> FloatArray:
+    """log(1 / (1 + exp(-x)))."""
+    return -np.logaddexp(0.0, -x)
+
+
+_SCHEDULED = ("tokens_per_step", "steps_per_block", "schedule")
+RULES = {
+    "threshold": Rule(
+        lambda p, c: select_by_threshold(p.confidence, c.settings.commit_threshold, c.least),
+        settings=("commit_threshold", *_SCHEDULED),
+    ),
+    "top_k": Rule(lambda p, c: select_highest(p.confidence, c.count), settings=_SCHEDULED),
+    "entropy": Rule(lambda p, c: select_highest(-p.entropy, c.count), ("spread",), _SCHEDULED),
+    "margin": Rule(lambda p, c: select_highest(p.margin, c.count), ("spread",), _SCHEDULED),
+    "entropy_bound": Rule(
+        lambda p, c: select_by_entropy_bound(p.entropy, c.settings.entropy_bound or 0.0, c.least),
+        ("spread",),
+        ("entropy_bound", *_SCHEDULED),
+    ),
+    "grounded": Rule(
+        lambda p, c: select_grounded(p.confidence, c.grounded(p), c.settings.commit_threshold, c.least),
+        settings=("commit_threshold", *_SCHEDULED),
+    ),
+    "sequential": Rule(lambda p, c: np.arange(min(c.count, len(p.positions))), settings=_SCHEDULED),
+    "sampled": Rule(
+        sample_commits,
+        ("actions",),
+        ("commit_threshold", "gate_temperature"),
+        samples=lambda settings: True,
+    ),
+    "policy_head": Rule(
+        commit_by_head,
+        ("head",),
+        ("commit_threshold", "gate_temperature"),  # and head_threshold, which searches read too
+        samples=lambda settings: settings.head_threshold is None,
+    ),
+}
+
+
+@cache
+def find_rule(name: str) -> Rule:
+    """The rule of that name in `RULES`, or at `module:name`: a `Rule`, or its `choose` alone.
+
+    Raises `ConfigError` where there is none.
+    """
+    found = look_up(RULES, name, "decode.commit_rule")
+    return found if isinstance(found, Rule) else Rule(found, ("spread",))
+
+
+def samples_actions(settings: DecodeConfig) -> bool:
+    """Whether the commits of a step, or its search, are sampled."""
+    gated = settings.retrieval_gate == "policy_head" and settings.head_threshold is None
+    return gated or find_rule(settings.commit_rule or "threshold").samples(settings)
+
+
+def choose_commits(candidates: Proposals, context: RuleContext) -> tuple[Proposals, SampledCommits | None]:
+    """What the rule of the settings commits of at least one candidate, and how, where it was drawn.
+
+    A deterministic rule commits at most `tokens_per_step` (None: no limit), the most confident it chose.
+    """
+    assert context.settings.commit_rule is not None
+    chosen = find_rule(context.settings.commit_rule).choose(candidates, context)
+    if isinstance(chosen, SampledCommits):
+        return chosen.tokens or candidates.subset(chosen.opened), chosen
+    most = context.settings.tokens_per_step
+    if most is not None and len(chosen) > most:
+        chosen = chosen[select_highest(candidates.confidence[chosen], most)]
+    return candidates.subset(chosen), None

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS
+
 # log-probabilities above this are that of a token that is certain: 1 - c is rounding there
 MAX_LOG_CONFIDENCE = -1e-6
 
@@ -132,21 +134,29 @@ def segment_logsumexp(values: Tensor, step: Tensor, steps: int) -> Tensor:
 def draw_actions(
     logits: Tensor, mask_id: Tensor, soft: SoftThreshold, uniform: Tensor, forced: Tensor
 ) -> Tensor:
-    """Draws (9, n) for positions with logits (n, V), at the quantiles `uniform` (n,) and `forced` (n,).
+    """Draws for positions with logits (n, V), at the quantiles `uniform` (n,) and `forced` (n,).
 
-    The token, its log c, its gate, the log-probability of committing it; that of staying; the urge; the
-    token to be forced, its log c and its log-probability under pi.
+    Returns a row (n,) for each of `ACTION_STATISTICS`: the token, its log c, its gate, the log-probability
+    of committing it; that of staying; the urge; the token to be forced, its log c and log-probability under
+    pi.
     """
     found = compute_action_distribution(logits, mask_id, soft)
     rows = torch.arange(len(logits), device=logits.device)
     token, other = (sample_at_quantile(found.log_pi, at) for at in (uniform, forced))
     log_c = logits.log_softmax(-1)
     gate = (found.log_commit[rows, token] - found.log_pi[rows, token]).exp()
-    return torch.stack([
-        token.float(), log_c[rows, token].float(), gate.float(), found.log_commit[rows, token].float(),
-        found.log_stay.float(), found.forced_logit.float(), other.float(), log_c[rows, other].float(),
-        found.log_pi[rows, other].float(),
-    ])  # fmt: skip
+    found_by_name = {
+        "token_ids": token,
+        "log_confidence": log_c[rows, token],
+        "gate": gate,
+        "log_commit": found.log_commit[rows, token],
+        "log_stay": found.log_stay,
+        "forced_logit": found.forced_logit,
+        "forced_token_ids": other,
+        "forced_log_confidence": log_c[rows, other],
+        "forced_log_prob": found.log_pi[rows, other],
+    }
+    return torch.stack([found_by_name[name].float() for name in ACTION_STATISTICS])
 
 
 def sample_at_quantile(log_prob: Tensor, uniform: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from dlm_rag.decode.provisional_log import ProvisionalDelta, are_deltas_valid
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header, scan_trace
 from dlm_rag.errors import TraceError
-from dlm_rag.retrieval.query import query_uses_provisional_tokens
+from dlm_rag.retrieval.query import QUERIES, query_uses_provisional_tokens
 from dlm_rag.text import get_title_line, split_words, strip_disambiguation
 
 EDITED_FLAG, END_FLAG = 1, 2  # of a written token: it took the place of another; it ends the text
@@ -124,7 +124,7 @@ def _question(rollouts: Sequence[Rollout], ends: Sequence[Collection[int]]) -> d
 
 
 def uses_guesses_in_query(settings: Mapping[str, Any]) -> bool:
-    known = "query_policy" in settings and "query_threshold" in settings
+    known = settings.get("query_policy") in QUERIES and "query_threshold" in settings
     return known and query_uses_provisional_tokens(settings["query_policy"], settings["query_threshold"])
 
 

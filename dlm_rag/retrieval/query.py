@@ -1,7 +1,14 @@
-"""Query policies: what becomes a search query, as pure functions of texts."""
+"""Query policies: what becomes a search query, as pure functions of texts.
 
-from dataclasses import dataclass
+`QUERIES` names them; a function of one's own, `decode.query_policy=module:function`, takes what those of
+the table take, and may return a text.
+"""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from dlm_rag.config.tables import look_up
 from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_whitespace
 
 
@@ -18,35 +25,90 @@ class Query:
     asker: str = ""  # whose successive queries differ in a few words
 
 
+@dataclass(frozen=True)
+class QueryPolicy:
+    """What becomes the query of a step.
+
+    write: question, response and the best passage of the first search, as decoded, to a `Query`, or to its
+    text. reads_guesses: whether the response holds what is not committed yet, from
+    `decode.query_threshold` on. merges_rounds: whether what the first search found stays in the evidence,
+    taking turns with what this query finds. settings: those of `decode` that have an effect on it.
+    """
+
+    write: Callable[[str, str, str], Query | str]
+    reads_guesses: bool = False
+    merges_rounds: bool = False
+    settings: tuple[str, ...] = ()
+
+
+def join_query(question: str, added: str) -> Query:
+    """The question, then what is added: white space folded, repeated words dropped, as SARDI does."""
+    asked = normalize_whitespace(question)
+    text = normalize_whitespace(f"{asked} {drop_repeated_words(added)}")
+    parts = [normalize_whitespace(part) for part in (asked, *extract_sentences(added)) if part]
+    return Query(text, tuple(dict.fromkeys(parts)))
+
+
+def ask_with_response(question: str, response: str, top_passage: str) -> Query:
+    """The question and the response."""
+    return join_query(question, response)
+
+
+def ask_with_passage(question: str, response: str, top_passage: str) -> Query:
+    """The question and the best passage of the first search."""
+    return join_query(question, top_passage)
+
+
+def ask_question(question: str, response: str, top_passage: str) -> Query:
+    """The question alone: static retrieval."""
+    return join_query(question, "")
+
+
+def ask_response(question: str, response: str, top_passage: str) -> Query:
+    """The response alone; the question while there is none."""
+    return join_query("" if normalize_whitespace(response) else question, response)
+
+
+_REFRESHED = ("retrieval_interval", "retrieval_threshold", "retrieval_gate")
+_GUESSING = ("query_threshold", "query_window", *_REFRESHED)
+QUERIES = {
+    "proxy": QueryPolicy(ask_with_response, reads_guesses=True, settings=_GUESSING),
+    "committed": QueryPolicy(ask_with_response, settings=_REFRESHED),
+    "question": QueryPolicy(ask_question),
+    "two_rounds": QueryPolicy(ask_with_passage, merges_rounds=True, settings=_REFRESHED),
+    "feedback": QueryPolicy(ask_with_passage, settings=_REFRESHED),
+    "response": QueryPolicy(ask_response, reads_guesses=True, settings=_GUESSING),
+}
+
+
+@cache
+def find_query_policy(name: str) -> QueryPolicy:
+    """The policy of that name in `QUERIES`, or at `module:name`: a `QueryPolicy`, or its `write` alone.
+
+    Raises `ConfigError` where there is none.
+    """
+    found = look_up(QUERIES, name, "decode.query_policy")
+    return found if isinstance(found, QueryPolicy) else QueryPolicy(found, reads_guesses=True)
+
+
 def build_query(
     policy: str, question: str, response: str = "", top_passage: str = "", asker: str = ""
 ) -> Query:
-    """The query of a step.
-
-    policy: `proxy` and `committed` put the question before the response (they differ in which
-    guesses `response` holds); `question` ignores the response (static retrieval); `response`
-    leaves the question out once there is a response; `feedback` and `two_rounds` put the question
-    before `top_passage`, the best passage of the first search (they differ in whether that search's
-    results count too).
-    question, response, top_passage: texts as decoded. In the part after the question white space is
-    folded and repeated words are dropped, as SARDI does.
-    """
-    added = {"question": "", "feedback": top_passage, "two_rounds": top_passage}.get(policy, response)
-    asked = "" if policy == "response" and normalize_whitespace(added) else normalize_whitespace(question)
-    text = normalize_whitespace(f"{asked} {drop_repeated_words(added)}")
-    parts = [normalize_whitespace(part) for part in (asked, *extract_sentences(added)) if part]
-    return Query(text, tuple(dict.fromkeys(parts)), asker)
+    """The query of a step; question, response, top_passage: texts as decoded."""
+    query = find_query_policy(policy).write(question, response, top_passage)
+    query = query if isinstance(query, Query) else join_query(query, "")
+    return replace(query, asker=asker)
 
 
 def resolve_query_threshold(policy: str, query_threshold: float) -> float:
     """The confidence from which a guess enters the query; above 1 for committed tokens only."""
-    committed_only = policy == "committed" or query_threshold >= 1.0
+    committed_only = not find_query_policy(policy).reads_guesses or query_threshold >= 1.0
     return 2.0 if committed_only else query_threshold
 
 
 def query_uses_provisional_tokens(policy: str, query_threshold: float) -> bool:
     """Whether a query may hold what is not committed yet."""
-    return policy in ("proxy", "response") and resolve_query_threshold(policy, query_threshold) <= 1
+    return resolve_query_threshold(policy, query_threshold) <= 1
 
 
 def is_retrieval_due(step: int, every: int, below: float | None, lowest_confidence: float | None) -> bool:
