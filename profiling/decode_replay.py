@@ -4,14 +4,20 @@ The tokens that a denoiser of random weights proposes mean nothing; what a step 
 positions are masked and which passages are new. Both are taken from recorded rollouts.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
+from dlm_rag.cli import print_note
+from dlm_rag.commands.startup import PreparedDecoder
+from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.model_runner import (
     MaskedModelRunner,
     ModelInput,
@@ -22,6 +28,7 @@ from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
+from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt, LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -29,6 +36,7 @@ from dlm_rag.model.device_io import to_device
 from dlm_rag.model.kv_store import SharedContext, make_consecutive_ranges
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.query import Query
 from dlm_rag.text import normalize_whitespace
@@ -40,6 +48,7 @@ RANDOM_MODEL_SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward,
     "7b": (3584, 28, 28, 4, 18_944, 152_064),  # Dream's
 }
 PASSAGE_LENGTH, QUESTION_LENGTH, CANVAS_LENGTH = 100, 20, 64
+BLOCK_LENGTH = 8  # of the shipped model, whose decodes are replayed
 MASK_ID = 0  # of the random denoisers and their tokenizer
 
 
@@ -212,3 +221,73 @@ class ReplayModelRunner:
 
     def release(self, slot: int) -> None:
         self.inner.release(slot)
+
+
+def require_masked_denoiser(decoder: Decoder) -> Denoiser:
+    """The denoiser of a decoder; raises `ConfigError` for one of uniform noise, which counts no work."""
+    if not isinstance(decoder.denoiser, Denoiser):
+        raise ConfigError("this measures models that denoise from masks: name one with --model")
+    return decoder.denoiser
+
+
+def build_decoder(
+    prepared: PreparedDecoder, denoiser: Denoiser, decode: DecodeConfig, engine: EngineConfig | None
+) -> Decoder:
+    """A decoder that does it so; plainly without an engine."""
+    if engine is not None and engine.compile:
+        denoiser = copy.deepcopy(denoiser)
+    decoder = Decoder(
+        denoiser,
+        prepared.retriever,
+        prepared.tokenizer,
+        decode,
+        prepared.evidence_layout,
+        engine or EngineConfig(prefix_cache_gib=0.0),
+    )
+    if engine is None:
+        plain: Any = ReferenceModelRunner(denoiser, prepared.tokenizer.mask_id)
+        decoder.model_runner = plain
+    return decoder
+
+
+@dataclass(frozen=True)
+class DecodeReplay:
+    """A denoiser of random weights that follows what the shipped model's decodes committed and found."""
+
+    prepared: PreparedDecoder
+    denoiser: Denoiser
+    recorded: dict[str, Rollout]
+    decode: DecodeConfig  # with the canvas of the recordings
+
+    @classmethod
+    def record_decodes(
+        cls, prepared: PreparedDecoder, questions: list[Question], shape: str
+    ) -> "DecodeReplay":
+        """Records decodes of all questions; the denoiser has a shape of
+        `RANDOM_MODEL_SHAPES`.
+        """
+        decode = replace(prepared.config.decode, max_new_tokens=CANVAS_LENGTH)
+        recorder = replace(prepared, config=replace(prepared.config, decode=decode)).load()
+        recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
+        denoiser = make_random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
+        print_note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
+        return cls(prepared, denoiser, recorded, decode)
+
+    def build_replay_decoder(
+        self, layout: str, decode: DecodeConfig, engine: EngineConfig | None, order: str | None = None
+    ) -> Decoder:
+        """As `build_decoder`; order: of finished blocks, for attention in blocks like those of commits."""
+        denoiser = self.denoiser
+        if order is not None:
+            denoiser = copy.copy(denoiser)  # the same weights
+            block = decode.block_length or BLOCK_LENGTH
+            denoiser.config = replace(denoiser.config, block_size=block, finished_block_context=order)
+        tokenizer: Any = ReplayTokenizer(self.denoiser.config.vocab_size)
+        corpus: Any = self.prepared.retriever
+        retriever = ReplayRetriever(corpus, self.recorded)
+        replaying = replace(self.prepared, retriever=retriever, tokenizer=tokenizer, evidence_layout=layout)
+        decoder = build_decoder(replaying, denoiser, decode, engine)
+        runner: Any = decoder.model_runner
+        following: Any = ReplayModelRunner(runner, self.recorded, tokenizer)
+        decoder.model_runner = following
+        return decoder

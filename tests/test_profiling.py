@@ -33,22 +33,21 @@ def test_search_by_url_gives_the_answers_of_a_local_search():
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "named"),
     [
-        (["--limit", "none"], "--limit 'none' is not a whole number above 0"),
-        (["--shape", "8b"], "--shape 8b is not one of 100m, 1b, 7b"),
-        ([], "the benchmark needs --out FOLDER"),
-        (
-            ["retrieval.url=http://127.0.0.1:1/retrieve"],
-            "the benchmark replays the passages of a corpus: leave retrieval.url out",
-        ),
+        (["--limit", "none"], "limit"),
+        (["--rounds", "none"], "--rounds"),
+        (["--shape", "8b"], "100m, 1b, 7b"),
+        ([], "--out FOLDER"),
+        (["retrieval.url=http://127.0.0.1:1/retrieve"], "retrieval.url"),
     ],
 )
-def test_bad_words_are_one_sentence(tmp_path, words, says):
+def test_bad_words_are_one_sentence(tmp_path, words, named):
     out = ["--out", str(tmp_path)] if words else []
     command = [sys.executable, str(ROOT / "profiling" / "bench_decode.py"), *out, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr == f"error: {says}\n"
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert named in done.stderr
 
 
 PROGRAMS = sorted(
