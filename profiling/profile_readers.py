@@ -32,15 +32,8 @@ QUESTION_MARK_PREFIX = "question "
 HOST_WAIT_CALLS = re.compile(r"Synchronize|(cudaMemcpy|cuMemcpy|cudaFree)(?!.*Async)")
 GPU_TABLES = {"KERNEL": "", "MEMCPY": "memcpy", "MEMSET": "memset", "GRAPH_TRACE": "CUDA graph"}
 PARSE_ERRORS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-    EOFError,
-    OSError,
-)
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, EOFError, OSError,
+)  # fmt: skip
 
 
 @dataclass
@@ -104,8 +97,7 @@ class EventBuffer:
         if not self.ranges:
             raise ConfigError(
                 f"{source} has no ranges of {NVTX_DOMAIN}: profile `sample.py` or `train.py` with NVTX "
-                "traced "
-                "(nvtx 0.2.10 where nsys is older than 2024)"
+                "traced (nvtx 0.2.10 where nsys is older than 2024)"
             )
         names = list(self.names)
         start, end, name, thread = unpack_columns(self.ranges, 4)
@@ -264,9 +256,7 @@ def _read_nvtx(database: sqlite3.Connection, texts: dict[int, str], rows: EventB
         if kind == MARK:
             if text.startswith(QUESTION_MARK_PREFIX):
                 rows.questions.extend((start, tid))
-        elif end is not None and is_stage_range(
-            text
-        ):  # a range that was open when the session ended has no end
+        elif end is not None and is_stage_range(text):  # without an end it was open when the session ended
             rows.ranges.extend((start, end, rows.intern_name(text), tid))
 
 

@@ -19,14 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Column, Table
+from bench_tools import parse_bench_args, print_table, write_json
 
-from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.cli_args import parse_command_line, parse_int
+from dlm_rag.cli import parse_int, print_note, run_program
 from dlm_rag.config import Config
-from dlm_rag.errors import ConfigError
-from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
+from dlm_rag.files.atomic import write_text_atomic
 
 WARMUP_STEPS = 3
 OPTIONS: dict[str, tuple[str | int, str]] = {
@@ -86,12 +83,9 @@ def measure_process_count(config: Config, kind: str, steps: int, folder: Path) -
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
-    if words.config.out is None:
-        raise ConfigError("the benchmark needs --out FOLDER")
+    words, folder = parse_bench_args(__doc__ or "", argv, OPTIONS)
     counts = [parse_int(word) for word in words.options["processes"].split(",")]
-    folder, steps = Path(words.config.out), words.options["steps"]
-    folder.mkdir(parents=True, exist_ok=True)
+    steps = words.options["steps"]
     if words.options["worker"]:
         measure_process_count(words.config, words.options["worker"], steps, folder)
         return
@@ -109,7 +103,7 @@ def main(argv: list[str]) -> None:
 
 
 def write_scaling_report(folder: Path, lines: list[dict[str, Any]]) -> None:
-    """Table, plot and JSON."""
+    """Table and JSON."""
     for line in lines:
         (first,) = (
             x for x in lines if x["kind"] == line["kind"] and x["processes"] == lines[0]["processes"]
@@ -117,34 +111,17 @@ def write_scaling_report(folder: Path, lines: list[dict[str, Any]]) -> None:
         gain = line["tokens_per_second"] / first["tokens_per_second"]
         line["efficiency"] = gain * first["processes"] / line["processes"]
         line["communication"] = max(0.0, 1 - line["without_sum"] / line["seconds"])
-    write_text_atomic(folder / "scores.json", json.dumps(lines, indent=2) + "\n")
-    headings = ("processes", "s a step", "tokens/s", "efficiency", "communication")
-    table = Table("", *(Column(h, justify="right") for h in headings))
-    for line in lines:
-        table.add_row(
+    write_json(folder / "scores.json", lines)
+    headings = ["", "processes", "s a step", "tokens/s", "efficiency", "communication"]
+    rows = [
+        [
             line["kind"], str(line["processes"]), f"{line['seconds']:.3f}",
             f"{line['tokens_per_second']:,.0f}", f"{line['efficiency']:.0%}",
             f"{line['communication']:.0%}",
-        )  # fmt: skip
-    Console().print(table)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 4), layout="constrained")
-    axis = figure.subplots()
-    for kind, colour in (("strong", "#3b78b5"), ("weak", "#c0873c")):
-        part = [line for line in lines if line["kind"] == kind]
-        axis.plot(
-            [x["processes"] for x in part], [x["efficiency"] for x in part], "o-", color=colour, label=kind
-        )
-    axis.set_ylim(0, 1.1)
-    axis.set_xticks(sorted({line["processes"] for line in lines}))
-    axis.set_xlabel("processes")
-    axis.set_ylabel("efficiency: tokens/s of each, against the first")
-    axis.grid(color="0.9")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    with open_atomic_file(folder / "picture.png") as scratch:
-        figure.savefig(scratch, dpi=150)
+        ]
+        for line in lines
+    ]  # fmt: skip
+    print_table(headings, rows)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "profiling"))
 
 import first_gpu
+import first_gpu_parts
 import first_gpu_report
 
 SCRIPT = [sys.executable, str(ROOT / "profiling" / "first_gpu.py")]
@@ -34,7 +35,7 @@ def test_a_part_that_fails_or_hangs_says_so_and_is_over(tmp_path):
 
 
 def test_what_a_part_has_found_is_whole_after_every_line(tmp_path):
-    record = first_gpu.PartRecord(tmp_path / "part.json")
+    record = first_gpu_parts.PartRecord(tmp_path / "part.json")
     record.add(shape="1b")
     record.add(line={"setting": "reference"})
     record.add(line={"setting": "batch of 1"}, parameters=3)
