@@ -87,9 +87,8 @@ def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout
 @pytest.mark.parametrize("finished_block_context", ["recompute", "no_evidence"])
 @pytest.mark.parametrize("grid", ["canvas", "prompt"])
 def test_and_where_attention_has_blocks(corpus_file, finished_block_context, grid):
-    decoder = make_decoder(
-        corpus_file, "independent", finished_block_context=finished_block_context, **SAMPLED
-    )
+    decoder = make_decoder(corpus_file, "independent", **SAMPLED)
+    decoder.config = replace(decoder.config, finished_block_context=finished_block_context)
     decoder.denoiser = tiny_denoiser(
         finished_block_context=finished_block_context, block_grid=grid, **BLOCKS
     )
