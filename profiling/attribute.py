@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attribution import attribute_session
+from bench_tools import make_folder
 from profile_readers import read_profile_session
 
 from dlm_rag.cli import print_note, run_program
@@ -28,14 +29,6 @@ from dlm_rag.energy.reading import summarise_energy
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.jsonl import read_json_or_empty
 from dlm_rag.training.metrics_logger import read_metrics
-
-
-def create_report_folder(path: Path) -> None:
-    """Raises `ConfigError` where it cannot be one."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be a folder: {error.strerror}") from None
 
 
 def read_mean_watts(path: Path) -> float:
@@ -60,7 +53,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--energy", type=Path, help="a stamp or metrics.jsonl of the run, with its joules")
     given = parser.parse_args(argv)
     if given.out is not None:
-        create_report_folder(given.out)
+        make_folder(given.out)
     watts = read_mean_watts(given.energy) if given.energy else None
     from attribution_report import print_attribution, write_attribution_report
 

@@ -3,7 +3,6 @@
 import base64
 import html
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from attribution import (
     find_outer_steps,
     stage_name_of_range,
 )
+from bench_tools import format_markdown_table, print_table, save_figure, write_json
 from profile_readers import ProfileSession, Spans, Times
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
-from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
+from dlm_rag.files.atomic import write_text_atomic
 
 STAGE_COLOURS = {
     "denoise": "#3b78b5", "encode_evidence": "#5fb0c9", "retrieve": "#c0873c", "retrieve/search": "#dcae6b",
@@ -105,14 +102,9 @@ def format_overlap_note(found: Attribution) -> str:
 
 def print_attribution(found: Attribution, baseline: Attribution | None) -> None:
     """The tables on the terminal."""
-    console = Console(file=sys.stdout)
     for title, headings, rows in build_tables(found, baseline):
-        columns = [Column(headings[0], no_wrap=True), *(Column(h, justify="right") for h in headings[1:])]
-        table = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
-    console.print(Text(format_overlap_note(found)))
+        print_table(headings, rows, title)
+    print(format_overlap_note(found))
 
 
 def write_attribution_report(
@@ -126,13 +118,12 @@ def write_attribution_report(
         where = ", ".join(f"{name} {value}" for name, value in record["machine"].items())
         parts.append(f"{where}\n")
         tags.append(f"<p>{html.escape(where)}</p>")
-    write_text_atomic(out / "report.json", json.dumps(record, indent=2) + "\n")
+    write_json(out / "report.json", record)
     plot_timeline(out / "report.png", session, found)
     picture = base64.b64encode((out / "report.png").read_bytes()).decode()
     tags.append(f'<img alt="steps and shares" src="data:image/png;base64,{picture}">')
     for title, headings, rows in build_tables(found, baseline):
-        lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-        parts += [f"**{title}**\n", "\n".join(map(format_markdown_row, lines)) + "\n"]
+        parts += [f"**{title}**\n", format_markdown_table(headings, rows) + "\n"]
         cells = [f"<tr>{''.join(f'<th>{html.escape(h)}</th>' for h in headings)}</tr>"]
         cells += [f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in rows]
         tags += [f"<h2>{html.escape(title)}</h2>", f"<table>{''.join(cells)}</table>"]
@@ -141,10 +132,6 @@ def write_attribution_report(
         f"<!doctype html><meta charset=utf-8><title>Where the time went</title><style>{REPORT_CSS}</style>"
     )
     write_text_atomic(out / "report.html", f"{head}{''.join(tags)}<p>{format_overlap_note(found)}</p>\n")
-
-
-def format_markdown_row(cells: list[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def stage_colour(stage: str) -> str:
@@ -213,6 +200,5 @@ def plot_timeline(path: Path, session: ProfileSession, found: Attribution) -> No
     legend = [Patch(color=stage_colour(name), label=name) for name, share in parts if share >= 0.002]
     figure.legend(handles=legend, loc="outside right center", frameon=False)
     for axis in (time, shares):
-        axis.spines[["top", "right", "left"]].set_visible(False)
-    with open_atomic_file(path) as scratch:
-        figure.savefig(scratch, dpi=150)
+        axis.spines["left"].set_visible(False)
+    save_figure(path, figure)

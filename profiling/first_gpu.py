@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_tools import make_folder
 from first_gpu_parts import DecodeSpec, DenoiseSpec, ExactnessSpec, PartSpec, TrainSpec, run_part
 
 from dlm_rag.cli import print_note, run_program
@@ -96,10 +97,7 @@ def main(argv: list[str]) -> None:
     name = given.only or given.part
     if name is not None and name not in parts:
         raise ConfigError(f"'{name}' is not a part of it: {', '.join(parts)}")
-    try:
-        (given.out / "parts").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{given.out} cannot be a folder: {error.strerror}") from None
+    make_folder(given.out / "parts")
     if given.part is not None:
         run_part(given.part, parts[given.part].spec, given.out)
         return

@@ -362,12 +362,12 @@ def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
 def profile_call(call: Callable[[], Any], record: PartRecord, folder: Path) -> None:
     """Runs a call under torch.profiler; the tables of attribute.py go into the record and the folder."""
     import torch
-    from attribute import create_report_folder
     from attribution import attribute_session
     from attribution_report import build_tables, write_attribution_report
+    from bench_tools import make_folder
     from profile_readers import read_profile_session
 
-    create_report_folder(folder)
+    make_folder(folder)
     trace = folder / "trace.json"
     with torch.profiler.profile() as profiler:
         call()

@@ -1,19 +1,19 @@
 """The page of first_gpu.py: Markdown, JSON, a picture."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from attribution_report import MAX_KERNEL_NAME_CHARS, format_markdown_row
+from attribution_report import MAX_KERNEL_NAME_CHARS
+from bench_tools import format_markdown_table, save_figure, write_json
 
-from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
+from dlm_rag.files.atomic import write_text_atomic
 
 ReportLine = dict[str, Any]
 
 
 def write_first_gpu_report(out: Path, found: dict[str, ReportLine]) -> None:
     """page.md, page.json and page.png from what the parts have found until now."""
-    write_text_atomic(out / "page.json", json.dumps(found, indent=2) + "\n")
+    write_json(out / "page.json", found)
     decodes = {name: part for name, part in found.items() if has_metric(part, "answers_per_second")}
     trains = {name: part for name, part in found.items() if has_metric(part, "tokens_per_second")}
     picture = bool(decodes or trains)
@@ -47,12 +47,6 @@ def has_metric(part: ReportLine, key: str) -> bool:
 def format_errors(found: dict[str, ReportLine]) -> list[str]:
     """What each part that failed has said last."""
     return [f"**{name}**: {part['error']}" for name, part in found.items() if part["error"]]
-
-
-def format_markdown_table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(map(format_markdown_row, lines))
 
 
 def format_machine(part: ReportLine) -> list[str]:
@@ -221,9 +215,7 @@ def plot_throughput(path: Path, decodes: dict[str, ReportLine], trains: dict[str
             axis.text(value, place, f"  {text}", va="center", fontsize=8)
         axis.set_yticks(range(len(labels)), labels, fontsize=8)
         axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-    with open_atomic_file(path) as scratch:
-        figure.savefig(scratch, dpi=150)
+    save_figure(path, figure)
 
 
 def measured(line: ReportLine) -> str:

@@ -18,8 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from attribute import create_report_folder
 from attribute import main as attribute
+from bench_tools import make_folder
 from nsys_cli import find_nsys, import_qdstrm
 
 from dlm_rag import nvtx_ranges
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> None:
     given, words = parser.parse_known_args(argv)
     first, last = given.from_step, given.from_step + given.steps - 1 if given.steps else None
     folder = given.report or Path("runs", f"{given.tool}-{given.program}")
-    create_report_folder(folder)
+    make_folder(folder)
     script = ROOT / PROGRAMS[given.program]
     if given.tool == "nsys":
         window = f"{first}:{'' if last is None else last}" if first or last is not None else None
