@@ -59,3 +59,10 @@ def test_configs_and_settings_that_are_named_exist(page):
     assert set(re.findall(r"--config (\w+\.yaml)", text)) <= there
     if page.name not in TAKEN_OUT:
         assert settings_named(text) <= set(list_setting_fields())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_profiling_programs_that_are_named_exist(page):
+    """A program that is gone is named with the commit that had it, and not as a command."""
+    programs = re.findall(r"(?:python|torchrun .*) profiling/(\w+)\.py", page.read_text())
+    assert set(programs) <= {path.stem for path in (ROOT / "profiling").glob("*.py")}
