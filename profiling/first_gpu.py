@@ -29,7 +29,19 @@ from pathlib import Path
 from typing import Any
 
 from bench_tools import make_folder
-from first_gpu_parts import DecodeSpec, DenoiseSpec, ExactnessSpec, PartSpec, TrainSpec, run_part
+from first_gpu_parts import (
+    DecodeSpec,
+    DenoiseSpec,
+    ExactnessSpec,
+    PartRecord,
+    PartSpec,
+    TrainSpec,
+    inspect_machine,
+    measure_decoding,
+    measure_denoising,
+    measure_exactness,
+)
+from first_gpu_training import measure_training
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.cli_args import CommandParser
@@ -146,6 +158,21 @@ def run_part_process(command: list[str], log: Path, limit: float) -> str:
             return f"it took more than its {limit:.0f} s"
     said = log.with_suffix(".log").read_text(encoding="utf-8").strip().splitlines()
     return "" if code == 0 else f"exit status {code}: {said[-1] if said else 'it said nothing'}"
+
+
+def run_part(name: str, what: PartSpec, out: Path) -> None:
+    """A part, in the process that is its own."""
+    record = PartRecord(out / "parts" / f"{name}.json")
+    if what is None:
+        inspect_machine(record)
+    elif isinstance(what, DecodeSpec):
+        measure_decoding(what, record, out / f"attribution-{name}")
+    elif isinstance(what, ExactnessSpec):
+        measure_exactness(what, record)
+    elif isinstance(what, DenoiseSpec):
+        measure_denoising(what, record, out / f"attribution-{name}")
+    else:
+        measure_training(what, record, out / f"attribution-{name}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 Read are Nsight Systems' sqlite exports (of versions 2022 to 2025: the tables NVTX_EVENTS, StringIds and the
 CUPTI_ACTIVITY_KIND_ ones that are there) and Chrome traces of torch.profiler. All times are nanoseconds.
-
-A million events are kept as columns of integers, not as objects.
+Events are kept as columns of integers.
 """
 
 import gzip
@@ -14,6 +13,7 @@ import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +74,20 @@ class ProfileSession:
 Column = array  # "q": of 64-bit integers: the fields of all events of a kind, event after event
 
 
-def new_int_column() -> "Column[int]":
-    return array("q")
-
-
 @dataclass
 class EventBuffer:
     """Events as they are read, before they are put in order."""
 
     names: dict[str, int] = field(default_factory=dict)
-    ranges: "Column[int]" = field(default_factory=new_int_column)  # start, end, name, thread
-    launches: "Column[int]" = field(default_factory=new_int_column)  # process, correlation, start, thread
-    gpu: "Column[int]" = field(default_factory=new_int_column)  # start, end, name, process, correlation
-    waits: "Column[int]" = field(default_factory=new_int_column)  # start, end, name, thread
-    questions: "Column[int]" = field(default_factory=new_int_column)  # time, thread
+    ranges: "Column[int]" = field(default_factory=partial(array, "q"))  # start, end, name, thread
+    launches: "Column[int]" = field(
+        default_factory=partial(array, "q")
+    )  # process, correlation, start, thread
+    gpu: "Column[int]" = field(
+        default_factory=partial(array, "q")
+    )  # start, end, name, process, correlation
+    waits: "Column[int]" = field(default_factory=partial(array, "q"))  # start, end, name, thread
+    questions: "Column[int]" = field(default_factory=partial(array, "q"))  # time, thread
 
     def intern_name(self, text: str) -> int:
         return self.names.setdefault(text, len(self.names))
