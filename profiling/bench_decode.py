@@ -34,7 +34,15 @@ from bench_tools import (
     save_figure,
     write_json,
 )
-from decode_replay import RANDOM_MODEL_SHAPES, DecodeReplay, build_decoder, require_masked_denoiser
+from decode_replay import (
+    RANDOM_MODEL_SHAPES,
+    DecodeReplay,
+    build_decoder,
+    committed_tokens_by_step,
+    find_caching_runner,
+    require_masked_denoiser,
+    select_evenly,
+)
 from roofline import Roofline, measure_roofline
 
 from dlm_rag.cli import print_note, run_program
@@ -46,7 +54,6 @@ from dlm_rag.commands.startup import (
 )
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy.meter import open_meter
@@ -121,12 +128,6 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
-def select_evenly(questions: list[Question], count: int) -> list[Question]:
-    """`count` questions from all over the file."""
-    count = min(count, len(questions))
-    return [questions[n * len(questions) // count] for n in range(count)]
-
-
 def build_mechanism_settings(
     config: DecodeConfig, layout: str, prefix_cache_gib: float, compiled: bool = False
 ) -> dict[str, tuple[bool, DecodeConfig, EngineConfig | None]]:
@@ -194,13 +195,6 @@ def make_replay_settings(
         for name, how, engine in with_pool
         if engine.prefix_cache_gib and how.overlap == "none"
     ]
-
-
-def find_caching_runner(decoder: Decoder) -> MaskedModelRunner | None:
-    """What keeps keys and values for a decoder; None where nothing does."""
-    proposer: Any = decoder.model_runner
-    inner = getattr(proposer, "inner", proposer)
-    return inner if isinstance(inner, MaskedModelRunner) else None
 
 
 def measure_in_rounds(
@@ -294,10 +288,6 @@ def summarise_settings(
                 "bound": roofline.limiting_resource(setting.work),
             }
     return lines
-
-
-def committed_tokens_by_step(rollout: Rollout) -> list[list[tuple[int, int]]]:
-    return [[(c.position, c.token_id) for c in step.committed] for step in rollout.steps]
 
 
 def write_decode_report(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]]) -> None:

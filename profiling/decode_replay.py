@@ -291,3 +291,20 @@ class DecodeReplay:
         following: Any = ReplayModelRunner(runner, self.recorded, tokenizer)
         decoder.model_runner = following
         return decoder
+
+
+def select_evenly(questions: list[Question], count: int) -> list[Question]:
+    """`count` questions from all over the file."""
+    count = min(count, len(questions))
+    return [questions[n * len(questions) // count] for n in range(count)]
+
+
+def committed_tokens_by_step(rollout: Rollout) -> list[list[tuple[int, int]]]:
+    return [[(c.position, c.token_id) for c in step.committed] for step in rollout.steps]
+
+
+def find_caching_runner(decoder: Decoder) -> MaskedModelRunner | None:
+    """What keeps keys and values for a decoder; None where nothing does."""
+    proposer: Any = decoder.model_runner
+    inner = getattr(proposer, "inner", proposer)
+    return inner if isinstance(inner, MaskedModelRunner) else None

@@ -119,12 +119,10 @@ def measure_decoding(what: DecodeSpec, record: PartRecord, folder: Path) -> None
     import decode_replay
     from bench_decode import (
         BenchSetting,
-        find_caching_runner,
         measure_in_rounds,
-        select_evenly,
         summarise_settings,
     )
-    from decode_replay import DecodeReplay, build_decoder
+    from decode_replay import DecodeReplay, build_decoder, find_caching_runner, select_evenly
     from roofline import measure_roofline
 
     from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
@@ -198,8 +196,12 @@ def measure_decoding(what: DecodeSpec, record: PartRecord, folder: Path) -> None
 
 def measure_exactness(what: ExactnessSpec, record: PartRecord) -> None:
     """How many questions get the very tokens that they get alone, when something else is different."""
-    from bench_decode import committed_tokens_by_step, select_evenly
-    from decode_replay import build_decoder, require_masked_denoiser
+    from decode_replay import (
+        build_decoder,
+        committed_tokens_by_step,
+        require_masked_denoiser,
+        select_evenly,
+    )
 
     from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
     from dlm_rag.config import EngineConfig, load_config

@@ -76,16 +76,12 @@ Column = array  # "q": of 64-bit integers: the fields of all events of a kind, e
 
 @dataclass
 class EventBuffer:
-    """Events as they are read, before they are put in order."""
+    """Events as they are read, before they are put in order; id: correlation of a launch."""
 
     names: dict[str, int] = field(default_factory=dict)
     ranges: "Column[int]" = field(default_factory=partial(array, "q"))  # start, end, name, thread
-    launches: "Column[int]" = field(
-        default_factory=partial(array, "q")
-    )  # process, correlation, start, thread
-    gpu: "Column[int]" = field(
-        default_factory=partial(array, "q")
-    )  # start, end, name, process, correlation
+    launches: "Column[int]" = field(default_factory=partial(array, "q"))  # process, id, start, thread
+    gpu: "Column[int]" = field(default_factory=partial(array, "q"))  # start, end, name, process, id
     waits: "Column[int]" = field(default_factory=partial(array, "q"))  # start, end, name, thread
     questions: "Column[int]" = field(default_factory=partial(array, "q"))  # time, thread
 
