@@ -3,7 +3,7 @@
 The prompt is made of segments that are tokenized apart and put together again: a head (chat prefix,
 instruction, question), one segment per fact, a tail (chat suffix). Segments break after line ends,
 where the tokenizers of the public checkpoints break too, so the ids equal those of the whole text
-(`tests/test_tokenizer.py` holds this on real passages).
+(`tests/tokenizer/test_tokenizer.py` holds this on real passages).
 """
 
 from __future__ import annotations

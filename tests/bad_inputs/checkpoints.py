@@ -6,9 +6,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tiny_diffusion_gemma import TEXT, write_tiny_gemma
-
-from bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_CORPUS, BadInputCase
+from tests.bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_CORPUS, BadInputCase
+from tests.support.tiny_diffusion_gemma import TEXT, write_tiny_gemma
 
 CONFIG, WEIGHTS, TOKENIZER = "model/config.json", "model/model.safetensors", "model/tokenizer.json"
 TOKENIZER_CONFIG, GENERATION = "model/tokenizer_config.json", "model/generation_config.json"

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_MODEL, BadInputCase
+from tests.bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_MODEL, BadInputCase
 
 ANSWER = '{"id": "q1", "question": "Who wrote Emma?", "response": "x"}\n'
 STAMPS = {

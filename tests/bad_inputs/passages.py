@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_MODEL, SAMPLE_WITHOUT_QUESTION, BadInputCase
+from tests.bad_inputs import SAMPLE_COMMAND, SAMPLE_WITH_MODEL, SAMPLE_WITHOUT_QUESTION, BadInputCase
 
 GOOD = '{"id": "a", "question": "Who?", "contents": "text"}\n'
 ASKED = f"{SAMPLE_WITHOUT_QUESTION} --questions"

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from bad_inputs import (
+from tests.bad_inputs import (
     SAMPLE_COMMAND,
     SAMPLE_WITH_CORPUS,
     SAMPLE_WITH_MODEL,

@@ -2,7 +2,7 @@
 
 import json
 
-from bad_inputs import BadInputCase
+from tests.bad_inputs import BadInputCase
 
 TRACES = (
     "synthesize --model model --corpus corpus.jsonl --questions questions.jsonl decode.max_new_tokens=8"

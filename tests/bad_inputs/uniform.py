@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from tiny_diffusion_gemma import write_tiny_gemma
-
-from bad_inputs import BadInputCase
+from tests.bad_inputs import BadInputCase
+from tests.support.tiny_diffusion_gemma import write_tiny_gemma
 
 TRAIN = "train --out run --model noisy"
 

@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 import torch.nn.attention.varlen as of_torch
-from fake_cuda.device import CUDA
 
 from dlm_rag.model import attention_backends, attention_kernels
+from tests.fake_cuda.device import CUDA
 
 PAGE = 256  # a page of keys is a multiple of so many tokens
 

@@ -1,4 +1,4 @@
-"""Decoding on a CUDA device that is not there; run by tests/test_fake_cuda.py."""
+"""Decoding on a CUDA device that is not there; run by tests/fake_cuda/test_fake_cuda.py."""
 
 import traceback
 from collections import Counter
@@ -8,12 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_denoiser
-from fake_cuda.checked_kernels import checked_kernels
-from fake_cuda.device import CUDA, PACKAGE, SAME_DTYPE_OPS, fake_cuda
-from setup_matrix import DECODING_SETUPS, EXPERTS, make_setup_decoder
-from test_decoder import LAYOUTS, QUESTIONS
-from tiny_diffusion_gemma import write_tiny_gemma
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.commands.startup import apply_shipped_defaults, prepare_decoder
@@ -27,6 +21,12 @@ from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.questions import read_questions
 from dlm_rag.tokenizer import Prompt
+from tests.fake_cuda.checked_kernels import checked_kernels
+from tests.fake_cuda.device import CUDA, PACKAGE, SAME_DTYPE_OPS, fake_cuda
+from tests.support.decoding import LAYOUTS, QUESTIONS
+from tests.support.setup_matrix import DECODING_SETUPS, EXPERTS, make_setup_decoder
+from tests.support.tiny_diffusion_gemma import write_tiny_gemma
+from tests.support.tiny_models import tiny_denoiser
 
 STEP_TRAFFIC = [("in", "to_device"), ("out", "to_host"), ("wait", "to_host")]
 FACTS = [((10, 11), (20, 21, 22)), ((20, 21, 22),), ((30,), (10, 11), (40, 41))]

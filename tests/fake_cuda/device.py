@@ -20,7 +20,6 @@ from unittest import mock
 from weakref import WeakSet
 
 import torch
-from fake_cuda.streams import Event, Stream, Streams
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -33,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 import dlm_rag
 from dlm_rag.model import attention_backends
+from tests.fake_cuda.streams import Event, Stream, Streams
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = str(Path(dlm_rag.__file__).parent)

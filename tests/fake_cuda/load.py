@@ -1,4 +1,4 @@
-"""Loads the guard (guard.cpp) before torch: a pytest plugin, given with `-p fake_cuda.load`."""
+"""Loads the guard (guard.cpp) before torch: a pytest plugin, given with `-p tests.fake_cuda.load`."""
 
 import ctypes
 import os

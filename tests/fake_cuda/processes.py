@@ -1,4 +1,4 @@
-"""Training of many processes on CUDA devices that are not there; run by tests/test_fake_cuda.py.
+"""Training of many processes on CUDA devices that are not there; run by tests/fake_cuda/test_fake_cuda.py.
 
 torch's fake process group lets one process be any of them: its collectives have the shapes of real ones and
 do nothing.
@@ -13,14 +13,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import byte_tokenizer, write_autoregressive_checkpoint, write_jsonl_file
-from fake_cuda.checked_kernels import checked_kernels
-from fake_cuda.decode import STEP_TRAFFIC
-from fake_cuda.device import fake_cuda
-from fake_cuda.training import WAITS_BY_SETUP, record_step_traffic
-from setup_matrix import force_mixed_rewards, make_setup_trainer, write_setup_checkpoints
-from test_generated_questions import PAINTERS, TOWNS, painter_sentence
-from test_phases import write_own_data
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -37,6 +29,15 @@ from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE
 from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.planning.plan import resolve_shape
+from tests.fake_cuda.checked_kernels import checked_kernels
+from tests.fake_cuda.decode import STEP_TRAFFIC
+from tests.fake_cuda.device import fake_cuda
+from tests.fake_cuda.training import WAITS_BY_SETUP, record_step_traffic
+from tests.support.painters import PAINTERS, TOWNS, painter_sentence
+from tests.support.passages import write_jsonl_file
+from tests.support.setup_matrix import force_mixed_rewards, make_setup_trainer, write_setup_checkpoints
+from tests.support.tiny_models import byte_tokenizer, write_autoregressive_checkpoint
+from tests.support.training_data import write_own_data
 
 IN, OUT, WAIT = STEP_TRAFFIC
 MANY = 128

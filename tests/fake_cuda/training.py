@@ -1,15 +1,20 @@
-"""Training on a CUDA device that is not there; run by tests/test_fake_cuda.py."""
+"""Training on a CUDA device that is not there; run by tests/fake_cuda/test_fake_cuda.py."""
 
 from collections import Counter
 
 import pytest
 import torch
-from fake_cuda.checked_kernels import checked_kernels
-from fake_cuda.decode import STEP_TRAFFIC, source_location
-from fake_cuda.device import fake_cuda
-from setup_matrix import TRAINING_SETUPS, force_mixed_rewards, make_setup_trainer, write_setup_checkpoints
 
 from dlm_rag.training.objective import MaskedObjective
+from tests.fake_cuda.checked_kernels import checked_kernels
+from tests.fake_cuda.decode import STEP_TRAFFIC, source_location
+from tests.fake_cuda.device import fake_cuda
+from tests.support.setup_matrix import (
+    TRAINING_SETUPS,
+    force_mixed_rewards,
+    make_setup_trainer,
+    write_setup_checkpoints,
+)
 
 IN, OUT, WAIT = STEP_TRAFFIC
 V100, H200, GB10 = (7, 0), (9, 0), (12, 1)

@@ -1,0 +1,726 @@
+"""The command lines: bad input is one sentence and exit code 2, before any weight is read."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import call, model  # noqa: F401 - fixtures
+from tests.support.passages import write_jsonl_file
+from tests.support.paths import ROOT
+from tests.support.processes import count_lines, wait_until
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+
+sys.path.insert(0, str(ROOT))
+from dlm_rag.commands import evaluate, sample, synthesize, train
+from dlm_rag.commands.cli_args import READER_CONFIG, parse_command_line
+from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.config import Config, load_config
+from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header
+from dlm_rag.errors import RunError
+
+QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
+
+
+@pytest.fixture
+def questions_file(tmp_path):
+    return write_jsonl_file(tmp_path / "questions.jsonl", QUESTIONS)
+
+
+def records(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_piped_answer_is_one_json_line(call):
+    code, out, err = call("Who wrote Emma?")
+    assert code == 0
+    (record,) = records(out)
+    assert record["id"] == "q1" and record["question"] == "Who wrote Emma?" and record["forwards"] > 0
+    assert "emma" in record["evidence"]
+    figures = err.splitlines()[-1]
+    for part in ("answers/s", "forwards/answer", "tokens/forward", "denoise", "cpu float32 sdpa", "joint"):
+        assert part in figures
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_minutes_is_announced_before_it(call, tmp_path, corpus_file, monkeypatch, caplog):
+    def stop(*_):
+        raise RunError("the step begins")
+
+    monkeypatch.setattr("dlm_rag.decode.steps.StepExecutor.denoise", stop)
+    monkeypatch.setattr("dlm_rag.training.trainer.Trainer.step", stop)
+    tiny_denoiser(max_position_embeddings=2**21).save_pretrained(tmp_path / "long", eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / "long")
+    for program, what, words in (
+        (sample, "denoising", ["Who?", "--model", tmp_path / "long", "--corpus", corpus_file]),
+        (train, "training", ["train.max_steps=1", "train.world_passages=100", "--out", tmp_path / "run"]),
+    ):
+        for canvas, announced in ((64, 0), (200_000, 1)):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            length = f"decode.max_new_tokens={canvas}"
+            code, _, err = call(*words, length, program=program, defaults=False)
+            assert code == 1 and "the step begins" in err
+            assert (
+                caplog.text.count(f"{what} step with max_new_tokens={canvas} computes about") == announced
+            )
+
+
+MADE_UP = "the shipped model knows only its invented world"
+
+
+def test_the_shipped_model_says_what_it_does_not_know(call, corpus_file, monkeypatch):
+    monkeypatch.setattr(sample, "decode_to_screen", lambda *_: 0)
+    known = json.loads((SHIPPED_FOLDER / "world" / "questions.jsonl").open().readline())
+    own = call(known["question"], defaults=False)
+    assert own[0] == 0 and MADE_UP not in own[2]
+    foreign = call("Who wrote Emma?", defaults=False)
+    assert foreign[0] == 0 and MADE_UP in foreign[2] and "--model" in foreign[2]
+    mine = call(known["question"], "--corpus", corpus_file, "--config", "sardi.yaml", defaults=False)
+    assert mine[0] == 0 and MADE_UP in mine[2]
+    assert MADE_UP not in call("Who wrote Emma?")[2]
+
+
+def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, tmp_path, monkeypatch):
+    """As reader.yaml says, with what is named on top; not where a model or a config is named."""
+    asked: list[Config] = []
+    monkeypatch.setattr(sample, "decode_to_screen", lambda config, *_: asked.append(config) or 0)
+    own = tmp_path / "reader.yaml"
+    own.write_text("decode: {batch_size: 8}\n")  # the default
+    monkeypatch.chdir(tmp_path)  # where another file has that name
+    reader = load_config(READER_CONFIG)
+    assert reader.model.path == "dlm_rag/shipped/reader" and reader.decode.copy_penalty is not None
+
+    call("What is Emma?", "--corpus", corpus_file, defaults=False)
+    assert (asked[-1].model, asked[-1].decode) == (reader.model, reader.decode)
+    assert asked[-1].retrieval == replace(reader.retrieval, corpus=str(corpus_file))
+    call("What?", "--corpus", corpus_file, "retrieval.top_k=7", "decode.seed=5", defaults=False)
+    assert asked[-1].decode == replace(reader.decode, seed=5)
+    assert (asked[-1].retrieval.top_k, asked[-1].retrieval.bm25_query) == (7, "sentences"), (
+        "7 is the default"
+    )
+
+    world = SHIPPED_FOLDER / "world" / ".." / "world" / "corpus.jsonl"
+    for words in (
+        ["--corpus", world],
+        ["--corpus", corpus_file, "--config", own],
+        ["--corpus", corpus_file, "model.path=null"],
+    ):
+        call("What?", *words, defaults=False)
+        assert asked[-1].decode == Config().decode and asked[-1].model.path == str(SHIPPED_FOLDER / "model")
+    call("What?", "--corpus", corpus_file, "--model", "elsewhere", defaults=False)
+    assert asked[-1].decode == Config().decode and asked[-1].model.path == "elsewhere"
+
+
+def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_path, monkeypatch):
+    questions = [{"id": "q", "question": "What is Emma?", "golden_answers": ["a novel"]}]
+    asked = ["--questions", write_jsonl_file(tmp_path / "q.jsonl", questions), "decode.max_new_tokens=8"]
+    told = "the shipped reader answers"
+    for program, words in (
+        (sample, asked),
+        (sample, [*asked, "--out", tmp_path / "answers.jsonl"]),
+        (evaluate, [*asked, "--out", tmp_path / "run", "--compare", "interleaved,committed"]),
+        (synthesize, [*asked, "--out", tmp_path / "rows"]),
+    ):
+        code, _, err = call("--corpus", corpus_file, *words, program=program, defaults=False)
+        assert code == 0 and err.count(told) == 1, err
+        code, _, err = call("--corpus", "nowhere.jsonl", *words, program=program, defaults=False)
+        assert code == 2 and told not in err and "'nowhere.jsonl' was not found" in err
+    code, _, err = call(
+        "--corpus", corpus_file, "--out", tmp_path / "titles", "synthesis.method=corpus",
+        program=synthesize,
+        defaults=False,
+    )  # fmt: skip
+    assert told not in err, "which decodes nothing"
+
+
+def test_evaluate_compares_settings_of_the_shipped_reader(corpus_file):
+    words = ["--corpus", str(corpus_file), "--compare", "committed,interleaved+decode.commit_threshold=0.9"]
+    read = parse_command_line(
+        "", words, ("decode", "out", "retrieval", "compare"), options=evaluate.EVALUATE_OPTIONS
+    )
+    first, second = evaluate.plan_from_command_line(read).settings.values()
+    assert first.model == second.model == load_config(READER_CONFIG).model
+    assert (first.decode.commit_threshold, second.decode.commit_threshold) == (0.97, 0.9)
+    assert (first.decode.query_threshold, second.decode.query_threshold) == (0.0, 0.9)
+
+
+def test_the_last_line_says_where_the_answers_are(call, tmp_path):
+    out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
+    for _ in range(2):  # also where all are answered already
+        err = call("Who wrote Emma?", "--out", out, "--trace", trace)[2]
+        assert err.splitlines()[-1] == f"the answers are in {out}, the traces in {trace}"
+
+
+def test_control_c_on_the_screen_says_how_to_go_on(call, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("dlm_rag.decode.decoder.Decoder.stream", interrupted)
+    code, _, err = call("Who wrote Emma?")
+    assert code == 130 and "0 of 1 answered; with --out FILE" in err
+
+
+def test_control_c_leaves_the_page_of_what_is_answered(call, tmp_path, monkeypatch):
+    from dlm_rag.decode.decoder import Decoder
+
+    stream = Decoder.stream
+
+    def interrupted(*given):
+        yield next(iter(stream(*given)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoder, "stream", interrupted)
+    page = tmp_path / "page.html"
+    code, _, err = call("Who wrote Emma?", "Who wrote Dune?", "--html", page)
+    assert code == 130 and f"the page is in {page}" in err
+    assert "Who wrote Emma?" in page.read_text() and "Who wrote Dune?" not in page.read_text()
+
+
+def test_a_run_that_goes_on_with_a_page_records_guesses_from_there(call, questions_file, tmp_path):
+    """The answers before have none, and are neither asked again nor refused."""
+    from dlm_rag.decode.trace_file import read_trace
+    from dlm_rag.page.record import build_page_record, read_trace_runs
+
+    trace = tmp_path / "t.jsonl"
+    command = ["--questions", questions_file, "--out", tmp_path / "a.jsonl", "--trace", trace]
+    assert call(*command, "limit=1")[0] == 0
+    begun = trace.read_text()
+    assert '"guesses"' not in begun
+    code, _, err = call(*command, "--html", tmp_path / "page.html")
+    assert code == 0 and "1 of 6 questions are answered already" in err
+    assert trace.read_text().startswith(begun)
+    with_them = [any(map(len, rollout.provisional_tokens())) for rollout in read_trace(trace)]
+    assert with_them == [False, *[True] * 5]
+    sides = [question["sides"][0] for question in build_page_record(read_trace_runs([trace]))["questions"]]
+    assert [side["ghosts"] for side in sides] == with_them
+
+
+def bad_corpus(line):
+    def make(folder):
+        path = folder / "bad.jsonl"
+        path.write_bytes(b'{"id": "a", "contents": "x"}\n' + line)
+        return ["Who?", "--corpus", path]
+
+    return make
+
+
+def empty_file(flag):
+    def make(folder):
+        (folder / "empty.jsonl").touch()
+        return ["Who?", flag, folder / "empty.jsonl"]
+
+    return make
+
+
+def bad_checkpoint(change):
+    def make(folder):
+        tiny_denoiser().save_pretrained(folder / "m")
+        byte_tokenizer().save_pretrained(folder / "m")
+        change(folder / "m")
+        return ["Who?", "--model", folder / "m"]
+
+    return make
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def remote_code(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "secret", "auto_map": {"AutoModel": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('executed')")
+
+
+def wrong_shape(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
+
+
+def wrong_blocks(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"block_length": "eight"}))
+
+
+def missing_shard(folder):
+    index = {"weight_map": {"norm.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+BAD = {
+    "corpus line that is not JSON": (bad_corpus(b"{oops\n"), "bad.jsonl, line 2: the line is not JSON"),
+    "corpus line without contents": (bad_corpus(b'{"id": "b"}\n'), "line 2: the passage has no 'contents'"),
+    "corpus with a duplicate id": (bad_corpus(b'{"id": "a", "contents": "y"}\n'), "line 2: the id 'a'"),
+    "corpus with half a character": (bad_corpus(b'{"id": "b", "contents": "\\ud83d"}\n'), "half of a char"),
+    "question that is not UTF-8": (["caf\udce9?"], "question 1 is not UTF-8"),
+    "setting with a dash": (["Who?", "decode.commit-threshold=0.5"], "nearest: 'decode.commit_threshold'"),
+    "index folder that is a file": (["Who?", "retrieval.index_dir=/dev/null"], "no index can be written"),
+    "corpus that is not UTF-8": (bad_corpus(b'{"id": "b", "contents": "\xe9"}\n'), "line 2: .* not UTF-8"),
+    "empty corpus": (empty_file("--corpus"), "holds no passages"),
+    "no corpus file": (["Who?", "--corpus", "nowhere.jsonl"], "corpus 'nowhere.jsonl' was not found"),
+    "blank question": (["  "], "question 1 is blank"),
+    "no question": ([], "no question"),
+    "no questions file": (["--questions", "nowhere.jsonl"], "'nowhere.jsonl' was not found"),
+    "long question": (["why " * 25_000], "question 'q1': the question is .* tokens too long"),
+    "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
+    "unknown flag": (["Who?", "--modle", "x"], "--modle"),
+    "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k has the wrong type"),
+    "block beyond the checkpoint's canvas": (
+        ["Who?", "decode.block_length=101"],
+        "longer than max_new_tokens",
+    ),
+    "out of range": (["Who?", "decode.commit_threshold=1.5"], "commit_threshold=1.5 is out of range"),
+    "missing config": (["Who?", "--config", "sadri.yaml"], "nearest: 'sardi.yaml'"),
+    "out is a folder": (["Who?", "--out", "."], "out=. cannot be written: Is a directory"),
+    "out in no folder": (["Who?", "--out", "no/such/a.jsonl"], "cannot be written: No such file"),
+    "trace that cannot be written": (["Who?", "--trace", "."], "trace=. cannot be written"),
+    "no such model": (["Who?", "--model", "./nowhere"], "neither a folder nor a hub id"),
+    "no such device": (["Who?", "model.device=cuda:99"], "device=cuda:99 is not available"),
+    "no such device name": (["Who?", "model.device=gpu"], "device=gpu is not available"),
+    "kernel that cannot run": (
+        ["Who?", "model.attn_implementation=flash"],
+        "attention=flash cannot be used here",
+    ),
+    "pickled weights only": (bad_checkpoint(pickled), "only pickled weights"),
+    "remote code only": (bad_checkpoint(remote_code), "code of its own that is never executed"),
+    "wrong shape": (bad_checkpoint(wrong_shape), r"has shape \[64, 32\], its config asks for \[65, 32\]"),
+    "wrong blocks": (bad_checkpoint(wrong_blocks), "block_length='eight' must be a whole number"),
+    "missing shard": (bad_checkpoint(missing_shard), "the shard model-00002-of-00002"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence(call, tmp_path, monkeypatch, name):
+    words, says = BAD[name]
+    monkeypatch.setattr("dlm_rag.model.denoiser.Denoiser.from_pretrained", None)  # must not be reached
+    code, out, err = call(*(words(tmp_path) if callable(words) else words))
+    assert code == 2 and out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and re.search(says, line), line
+
+
+def test_a_question_that_fails_is_recorded_and_the_others_are_answered(call, tmp_path):
+    out = str(tmp_path / "answers.jsonl")
+    words = ("Tacoma?", "why " * 25_000, "--out", out)
+    code, _, err = call(*words)
+    answered, failed = sorted(records(Path(out).read_text()), key=lambda record: record["id"])
+    assert code == 1 and "1 failed" in err
+    assert not answered.get("error") and answered["forwards"]
+    assert failed["id"] == "q2" and "tokens too long" in failed["error"] and failed["response"] == ""
+    code, _, err = call(*words)
+    assert code == 1 and "1 of 2 questions are answered already" in err, "what failed is asked again"
+    assert len(records(Path(out).read_text())) == 2
+
+
+def test_one_command_for_all_programs(monkeypatch, capsys):
+    from dlm_rag import __version__
+    from dlm_rag.__main__ import PROGRAMS, main
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["/anywhere/dlm-rag", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out = capsys.readouterr()
+        return stop.value.code, out.out, out.err
+
+    assert call()[:2] == call("--help")[:2]
+    assert all(f"dlm-rag {name} " in call()[1] for name in PROGRAMS)
+    assert call("--version") == (0, f"{__version__}\n", "")
+    code, out, err = call("smaple", "--help")
+    assert (code, out) == (2, "") and "nearest: 'sample'" in err
+    code, _, err = call("train", "--confg", "tiny.yaml")
+    assert code == 2 and "`dlm-rag train --help` lists the flags" in err
+    code, out, _ = call("sample", "--config", "sardi.yaml", "--print-config")
+    assert code == 0 and "early_stopping: false" in out
+
+
+def test_another_model_needs_a_corpus_of_its_own(call, model):
+    code, _, err = call("Who?", "--model", model, defaults=False)
+    assert code == 2 and err.startswith("error: no corpus: give --corpus")
+
+
+def test_more_passages_wanted_than_there_are_is_a_warning(call, caplog):
+    code, out, _ = call("Tacoma?", "retrieval.top_k=50")
+    assert code == 0 and "top_k=50, but the corpus has 5 passages: all are used" in caplog.text
+    assert len(records(out)[0]["evidence"]) == 5
+
+
+def test_config_can_be_printed(call):
+    code, out, _ = call("--config", "sardi.yaml", "retrieval.top_k=3", "--print-config", defaults=False)
+    assert code == 0 and "top_k: 3" in out and "early_stopping: false" in out
+
+
+def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file, model):
+    out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
+    words = ("--questions", questions_file, "--out", out, "--trace", trace)
+    assert call(*words)[0] == 0
+    whole, whole_trace = out.read_text(), trace.read_text()
+    assert [record["id"] for record in records(whole)] == [q["id"] for q in QUESTIONS]
+
+    lines = whole.splitlines(keepends=True)
+    fifth = whole_trace.index('{"id": "n4"')
+    out.write_text("".join(lines[:3]) + lines[3][:40])  # killed while writing the fourth answer,
+    trace.write_text(whole_trace[: fifth + 9])  # whose trace was there already
+    code, _, err = call(*words)
+    assert code == 0 and "3 of 6 questions are answered already" in err
+
+    def timeless(text):
+        return [
+            {k: v for k, v in record.items() if k not in ("seconds", "steps")} for record in records(text)
+        ]
+
+    assert out.read_text().splitlines(keepends=True)[:3] == lines[:3], "what was there is untouched"
+    assert timeless(out.read_text()) == timeless(whole)
+    assert timeless(trace.read_text()) == timeless(whole_trace)
+    rollouts = list(read_trace(trace))
+    assert [rollout.id for rollout in rollouts] == [q["id"] for q in QUESTIONS]
+    header = read_trace_header(trace)
+    assert header.settings["max_new_tokens"] == 8 and header.model and header.corpus
+    for row in make_step_examples(rollouts[5], header, header.tokenizer(model)):
+        assert bytes(row.prompt.ids).startswith(b"Use ONLY the provided facts")
+
+    stamp = Path(f"{out}.run.json").read_text()
+    code, _, err = call(*words)
+    assert code == 0 and "6 of 6 questions are answered already" in err
+    assert Path(f"{out}.run.json").read_text() == stamp, "the stamp is of the run that began the file"
+
+
+def test_the_same_command_started_twice_answers_once(call, tmp_path, questions_file, monkeypatch):
+    """The second is done before the first has the lock: there is nothing left for the first."""
+    from dlm_rag.decode.results_file import AnswersFile
+
+    out = tmp_path / "answers.jsonl"
+    words = ("--questions", questions_file, "--out", out, "--trace", tmp_path / "trace.jsonl")
+    begin = AnswersFile.open_run
+
+    def begin_late(file, *given):
+        monkeypatch.setattr(AnswersFile, "open_run", begin)
+        assert call(*words)[0] == 0
+        begin(file, *given)
+
+    monkeypatch.setattr(AnswersFile, "open_run", begin_late)
+    code, _, err = call(*words)
+    assert code == 0 and "6 of 6 questions are answered already" in err
+    assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in QUESTIONS]
+
+
+def test_answers_of_other_settings_are_not_mixed(call, tmp_path, questions_file, model, corpus_file):
+    out = tmp_path / "answers.jsonl"
+    words = ("--questions", questions_file, "--out", out)
+    assert call(*words)[0] == 0
+    code, _, err = call(*words, "decode.commit_threshold=0.5")
+    assert code == 2 and "answers with decode.commit_threshold=0.9, this run has 0.5" in err
+    assert call(*words, "decode.batch_size=2")[0] == 0, "the batch size changes no answer"
+    same = tmp_path / "same.jsonl"
+    same.write_bytes(corpus_file.read_bytes())
+    assert call(*words, "--corpus", same)[0] == 0, "the same passages in another place"
+    code, _, err = call(
+        *words, "--corpus", write_jsonl_file(tmp_path / "c.jsonl", [{"id": "1", "text": "x"}])
+    )
+    assert code == 2 and "holds answers with corpus=" in err
+    tiny_denoiser(seed=1).save_pretrained(tmp_path / "other", eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    code, _, err = call(*words, "--model", tmp_path / "other")
+    assert code == 2 and "holds answers with model=" in err, "other weights"
+    path = write_jsonl_file(tmp_path / "other.jsonl", [{"id": "n0", "question": "Another question?"}])
+    code, _, err = call("--questions", path, "--out", out)
+    assert code == 2 and "answer to another question with the id 'n0'" in err
+
+
+def test_answers_of_other_weights_are_not_mixed_whichever_byte_differs(
+    call, tmp_path, model, questions_file
+):
+    """One bit, far from the beginning; and a file that only the tokenizer reads."""
+    own, out = tmp_path / "own", tmp_path / "answers.jsonl"
+    shutil.copytree(model, own)
+    words = ("--questions", questions_file, "--out", out, "--model", own)
+    assert call(*words)[0] == 0
+    before = out.read_bytes()
+    weights = own / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-5000] + bytes([whole[-5000] ^ 1]) + whole[-4999:])
+    code, _, err = call(*words)
+    assert code == 2 and "holds answers with model=" in err
+    weights.write_bytes(whole)
+    assert call(*words)[0] == 0
+    (own / "special_tokens_map.json").write_text("{}")
+    code, _, err = call(*words)
+    assert code == 2 and "holds answers with model=" in err and out.read_bytes() == before
+
+
+def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_answers(
+    call, tmp_path, corpus_file, monkeypatch
+):
+    from dlm_rag.decode.results_file import AnswersFile
+
+    append, out = AnswersFile.append, tmp_path / "answers.jsonl"
+
+    def append_and_cut(file, rollout):
+        append(file, rollout)
+        corpus_file.write_bytes(corpus_file.read_bytes()[:50])
+
+    monkeypatch.setattr(AnswersFile, "append", append_and_cut)
+    asked = [{"id": f"n{n}", "question": f"Who wrote Emma, volume {n}?"} for n in range(6)]
+    path = write_jsonl_file(tmp_path / "questions.jsonl", asked)
+    words = ("--questions", path, "--out", out, "decode.batch_size=1")
+    whole = corpus_file.read_bytes()
+    code, _, err = call(*words)
+    assert code == 2 and f"{corpus_file} has changed while it was in use" in err and "Traceback" not in err
+    assert [record["id"] for record in records(out.read_text())] == ["n0"]
+    corpus_file.write_bytes(whole)
+    monkeypatch.undo()
+    code, _, err = call(*words)
+    assert code == 0 and "1 of 6 questions are answered already" in err
+
+
+def test_files_that_are_not_ours_are_left_alone(call, tmp_path, questions_file):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes\nno newline")
+    code, _, err = call("Who?", "--out", notes)
+    assert code == 2 and "without a readable notes.txt.run.json" in err
+    assert notes.read_text() == "my notes\nno newline"
+
+    out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
+    assert call("--questions", questions_file, "--out", out, "--trace", trace)[0] == 0
+    before = trace.read_text()
+    code, _, err = call("--questions", questions_file, "--out", tmp_path / "typo.jsonl", "--trace", trace)
+    assert code == 2 and "does not hold the traces of out=" in err and trace.read_text() == before
+    late = tmp_path / "late.jsonl"
+    code, _, err = call("--questions", questions_file, "--out", out, "--trace", late)
+    assert code == 2 and "does not hold the traces of out=" in err, "a trace cannot be added afterwards"
+    code, _, err = call("Who?", "--trace", trace)
+    assert code == 2 and "holds something already" in err and trace.read_text() == before
+    trace.write_text(before.replace('"trace": 2', '"trace": 3'))
+    code, _, err = call("--questions", questions_file, "--out", out, "--trace", trace)
+    assert code == 2 and err.startswith("error: ") and "is a trace of version 3" in err
+    Path(f"{out}.run.json").write_text("{")
+    code, _, err = call("--questions", questions_file, "--out", out)
+    assert code == 2 and "without a readable answers.jsonl.run.json" in err
+
+
+def test_one_file_cannot_serve_two_purposes(call, questions_file, corpus_file, tmp_path):
+    for words in (
+        ("--questions", questions_file, "--out", questions_file),
+        ("Who?", "--out", corpus_file),
+        ("Who?", "--out", tmp_path / "x", "--trace", tmp_path / "x"),
+    ):
+        code, _, err = call(*words)
+        assert code == 2 and "are the same file" in err
+
+
+def test_a_file_is_written_by_one_process_at_a_time(call, tmp_path):
+    from filelock import FileLock
+
+    out = tmp_path / "answers.jsonl"
+    with FileLock(f"{out}.lock"):
+        code, _, err = call("Who?", "--out", out)
+    assert code == 2 and "is being written by another process" in err
+    assert call("Who?", "--out", out)[0] == 0 and not Path(f"{out}.lock").exists()
+
+
+def test_a_typed_question_beside_a_file_needs_an_id_of_its_own(call, tmp_path):
+    path = write_jsonl_file(tmp_path / "q.jsonl", [{"id": "q1", "question": "Dune?"}])
+    code, _, err = call("Emma?", "--questions", path)
+    assert code == 2 and "the id 'q1' of a typed question is taken" in err
+
+
+def test_a_question_may_hold_an_equals_sign(call):
+    code, out, _ = call("E=mc^2 was written by whom?")
+    assert code == 0 and records(out)[0]["question"].startswith("E=mc^2")
+
+
+def test_without_git_the_stamp_has_no_commit(monkeypatch):
+    from dlm_rag.machine import get_code_commit
+
+    monkeypatch.setenv("PATH", "")
+    assert get_code_commit() is None
+
+
+def test_results_are_stamped(call, tmp_path, questions_file):
+    out = tmp_path / "answers.jsonl"
+    call("--questions", questions_file, "--out", out)
+    stamp = json.loads((tmp_path / "answers.jsonl.run.json").read_text())
+    assert stamp["attention"] == "sdpa" and stamp["seed"] == 0
+    assert stamp["config"]["decode"]["max_new_tokens"] == 8 and stamp["versions"]["torch"]
+    depends = stamp["answers_depend_on"]
+    assert len(depends["corpus"]) == 64 and (depends["evidence_layout"], depends["dtype"]) == (
+        "joint",
+        "float32",
+    )
+
+
+def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corpus_file):
+    """A real process is interrupted after its first answers; the same command then finishes."""
+    questions = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(40)]
+    path, out = write_jsonl_file(tmp_path / "q.jsonl", questions), tmp_path / "answers.jsonl"
+    command = [
+        sys.executable, "sample.py", "--questions", str(path), "--out", str(out), "--model", str(model),
+        "--corpus", str(corpus_file), "decode.batch_size=1", "decode.max_new_tokens=12",
+        "decode.early_stopping=false", "decode.commit_rule=top_k",
+    ]  # fmt: skip
+    # Shells start background jobs with SIGINT ignored, and children inherit that.
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    wait_until(lambda: count_lines(out) >= 2, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err and "the same command goes on" in err
+    first = out.read_text()
+    done = first.count("\n")
+    assert 2 <= done < 40
+
+    again = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert again.returncode == 0 and f"{done} of 40 questions are answered already" in again.stderr
+    assert out.read_text().startswith(first)
+    assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in questions]
+
+
+def test_evaluate_scores_what_it_decoded(call, tmp_path):
+    path = write_jsonl_file(
+        tmp_path / "q.jsonl",
+        [
+            {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
+             "supporting_ids": ["emma"], "hops": 1},
+            {"id": "2", "question": "Where was Frank Herbert born?", "golden_answers": ["Tacoma"],
+             "supporting_ids": ["dune", "steventon"], "hops": 2},
+        ],
+    )  # fmt: skip
+    words = (
+        "--questions",
+        path,
+        "--out",
+        tmp_path / "runs",
+        "retrieval.top_k=1",
+        "decode.query_policy=question",
+    )
+    code, out, err = call(*words, program=evaluate)
+    assert code == 0 and "2 hops" in out
+    record = json.loads((tmp_path / "runs" / "scores.json").read_text())
+    (setting,) = record["settings"].values()
+    said = re.search(r"([\d.]+) tokens/forward", err)[1]
+    assert said == f"{setting['groups']['all']['tokens_per_forward']['mean']:.2f}", "one number in both"
+    assert record["f1_rule"] == "squad" and "F1 (squad) %" in (tmp_path / "runs/scores.md").read_text()
+    groups = setting["groups"]
+    assert groups["1 hop"]["recall_first"]["mean"] == 1.0
+    assert groups["2 hops"]["recall_last"]["mean"] == 0.0 and groups["all"]["recall_last"]["mean"] == 0.5
+    assert setting["stamp"]["answers_depend_on"]["retrieval.top_k"] == 1
+    code, _, err = call("--questions", path, program=evaluate)
+    assert code == 2 and "--out FOLDER" in err
+
+
+def test_evaluate_names_the_rule_of_f1(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # no heading is folded
+    (tmp_path / "hotpotqa").mkdir()
+    row = {"id": "1", "question": "Emma?", "golden_answers": ["no"]}
+    path, out = write_jsonl_file(tmp_path / "hotpotqa" / "dev.jsonl", [row]), tmp_path / "runs"
+    for words, rule in (((), "hotpotqa"), (("f1_rule=squad",), "squad")):
+        code, screen, err = call("--questions", path, "--out", out, *words, program=evaluate)
+        assert code == 0 and ("1 of 1 questions are answered already" in err) == (rule == "squad")
+        assert f"F1 ({rule}) %" in screen and f"F1 ({rule}) %" in (out / "scores.md").read_text()
+        assert json.loads((out / "scores.json").read_text())["f1_rule"] == rule
+    code, _, err = call("--questions", path, "--out", out, "f1_rule=hotpot", program=evaluate)
+    assert code == 2 and "f1_rule='hotpot' is not one of auto, squad, hotpotqa (nearest: 'hotpotqa')" in err
+
+
+def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
+    """None finds nothing, the oracle what it is told; each setting can be gone on with by itself."""
+    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
+           "supporting_ids": ["dune", "emma"]}  # fmt: skip
+    path, runs = write_jsonl_file(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
+    words = ("--questions", path, "--out", runs, "--compare", "none,oracle,static+retrieval.top_k=1")
+    code, _, err = call(*words, program=evaluate)
+    assert code == 0 and "static+retrieval.top_k=1" in err
+    record = json.loads((runs / "scores.json").read_text())
+    recall = [s["groups"]["all"]["recall_last"]["mean"] for s in record["settings"].values()]
+    assert recall == [0.0, 1.0, 0.5]
+    assert list(record["first_minus"]) == ["oracle", "static+retrieval.top_k=1"]
+    assert "Exact match" in (runs / "scores.md").read_text() and (runs / "scores.png").is_file()
+    evidence = json.loads((runs / "oracle" / "answers.jsonl").read_text())["evidence"]
+    assert evidence[:2] == ["dune", "emma"], "support first, then what the question finds"
+    code, _, err = call(*words, program=evaluate)
+    assert code == 0 and err.count("1 of 1 questions are answered already") == 3
+
+
+def test_a_bad_setting_is_found_before_the_first_is_decoded(call, tmp_path):
+    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}
+    path = write_jsonl_file(tmp_path / "q.jsonl", [row])
+    words = ("--questions", path, "--out", tmp_path / "runs", "--compare")
+    for compare, message in {
+        "static,oracle": "question '1' has no supporting_ids",
+        "static,decode.commit_rul=top_k": "nearest: 'decode.commit_rule'",
+        "static,oracle+decode.query_policy=proxy": "needs decode.query_policy=question",
+    }.items():
+        code, _, err = call(*words, compare, program=evaluate)
+        assert code == 2 and message in err and not list((tmp_path / "runs").glob("*/*.jsonl"))
+
+
+ODD = ("[/nope]", "$x_{$", "a|b", "\x1b[31mred", "\u4e2d\u6587", "[bold]")
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    row = {"question": "Who wrote Emma?", "golden_answers": ["x"]}
+    rows = [row | {"id": f"[/{label}]", label: True} for label in ODD]
+    path, out = write_jsonl_file(tmp_path / "q.jsonl", rows), tmp_path / "[/runs]"
+    prompts = [f"static+retrieval.index_dir={text}" for text in ("$x$[/b]", "\x1b[2J")]
+    words = ("--questions", path, "--out", out, "--compare", ",".join(["static", *prompts]))
+    code, screen, err = call(*words, program=evaluate)
+    assert code == 0 and "\x1b" not in screen + err
+    for text in ("[/nope] (1)", "$x_{$ (1)", "a|b (1)", " [31mred (1)", "[bold] (1)", "=$x$[/b]"):
+        assert text in screen
+    assert max(map(len, screen.splitlines()[:-1])) <= 80
+    assert screen.splitlines()[-1] == f"scores.md, scores.json, scores.png and all answers are in {out}"
+    assert "| a\\|b (1) |" in (out / "scores.md").read_text()
+    assert "\x1b" not in (out / "scores.md").read_text() and (out / "scores.png").is_file()
+    assert set(ODD) <= set(json.loads((out / "scores.json").read_text())["questions"])
+
+
+def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path, monkeypatch):
+    def plot(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dlm_rag.evaluation.report.plot_by_hops", plot)
+    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["x"]}
+    path, out = write_jsonl_file(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
+    code, screen, err = call("--questions", path, "--out", out, program=evaluate)
+    assert code == 1 and "scores.png cannot be written" in err and "Exact match" in screen
+    assert json.loads((out / "scores.json").read_text())["questions"] == {"all": 1}
+    assert (out / "scores.md").is_file()
+
+
+def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):
+    rows = [{"id": str(n), "question": f"Who {n}?", "golden_answers": ["x"]} for n in range(4)]
+    words = ("--questions", write_jsonl_file(tmp_path / "q.jsonl", rows), "--out", tmp_path / "runs")
+    assert call(*words, "--limit", 3, program=evaluate)[0] == 0
+    record = json.loads((tmp_path / "runs" / "scores.json").read_text())
+    assert record["questions"]["all"] == 3 and record["chosen"] == {"limit": 3, "quick": False}
+    (setting,) = record["settings"].values()
+    assert setting["stamp"]["config"]["limit"] == 3
+    for more in ((), ("--quick",), ("--limit", 2)):
+        code, _, err = call(*words, *more, program=evaluate)
+        assert code == 2 and "holds the scores of questions chosen with limit=3, quick=False" in err
+    assert call(*words, "--limit", 3, program=evaluate)[0] == 0
+
+
+def test_typed_questions_are_asked_beside_those_chosen(call, questions_file):
+    code, out, _ = call("Who wrote Emma?", "--questions", questions_file, "--limit", 2)
+    *chosen, typed = sorted(record["id"] for record in records(out))
+    assert code == 0 and {*chosen} < {question["id"] for question in QUESTIONS} and typed == "q1"
+    assert len(chosen) == 2
+
+
+def test_help_names_every_default(call):
+    code, out, _ = call("--help")
+    assert code == 0 and "MISSING" not in out and "data.documents={}" in out and "--limit N" in out

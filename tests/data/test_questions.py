@@ -1,0 +1,154 @@
+"""Files of questions, and which of them are chosen."""
+
+import os
+import threading
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from dlm_rag.config import Config, DecodeConfig
+from dlm_rag.errors import QuestionError
+from dlm_rag.questions import QUICK_QUESTION_LIMIT, Question, read_questions, select_questions
+from tests.support.passages import write_jsonl_file
+
+
+def test_all_fields_of_the_contract(tmp_path):
+    path = write_jsonl_file(
+        tmp_path / "q.jsonl",
+        [
+            {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},
+            {"id": "2", "question": "Where?"},
+        ],
+    )
+    assert read_questions(path) == [Question("1", "Who?", ("A", "B"), ("x",), 2), Question("2", "Where?")]
+
+
+def test_a_folder_stands_for_the_files_of_rows_in_it(tmp_path):
+    """By name; notes, hidden files and folders below are none of it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"id": ["c"], "question": ["When?"]}), tmp_path / "rows-1.parquet")
+    write_jsonl_file(
+        tmp_path / "rows-0.jsonl", [{"id": "a", "question": "Who?"}, {"id": "b", "question": "Where?"}]
+    )
+    write_jsonl_file(tmp_path / ".journal.jsonl", [{"id": "d", "question": "Why?"}])
+    (tmp_path / "README.md").write_text("# Rows")
+    (tmp_path / "note.json").write_text("{}")
+    (tmp_path / "held_out").mkdir()
+    write_jsonl_file(tmp_path / "held_out" / "rows-0.jsonl", [{"id": "e", "question": "How?"}])
+    assert [question.id for question in read_questions(tmp_path)] == ["a", "b", "c"]
+
+
+def test_parquet_of_the_sardi_data_set(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = {"question": ["Who?", "Where?"], "answer": ["A", "B"], "supporting_docs": [["x", "y"], []]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "q.parquet")
+    assert read_questions(tmp_path / "q.parquet") == [
+        Question("1", "Who?", ("A",), ("x", "y")),
+        Question("2", "Where?", ("B",)),
+    ]
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(QuestionError, match="is not a parquet file"):
+        read_questions(tmp_path / "bad.parquet")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"{\n", "line 2: the line is not JSON"),
+        (b'{"id": "b", "question": " "}\n', "line 2: the question is blank"),
+        (b'{"id": "b", "qestion": "x"}\n', "line 2: there is no 'question' (nearest: 'qestion')"),
+        (b'{"question": "x"}\n', "line 2: the question has no 'id'"),
+        (b'{"id": "a", "question": "x"}\n', "line 2: the id 'a' occurs a second time"),
+        (b'{"id": "b", "question": "\xff"}\n', "line 2: the line is not UTF-8"),
+        (b'{"id": "b", "question": "x", "golden_answers": [[1]]}\n', "line 2: 'golden_answers' must be"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, says):
+    (tmp_path / "q.jsonl").write_bytes(b'{"id": "a", "question": "x"}\n' + line)
+    with pytest.raises(QuestionError) as error:
+        read_questions(tmp_path / "q.jsonl")
+    assert says in str(error.value)
+
+
+def test_blank_lines_and_a_byte_order_mark_do_no_harm(tmp_path):
+    (tmp_path / "q.jsonl").write_bytes(b'\xef\xbb\xbf{"id": "a", "question": "x"}\r\n\n')
+    assert read_questions(tmp_path / "q.jsonl") == [Question("a", "x")]
+
+
+def test_no_file_and_no_questions(tmp_path):
+    with pytest.raises(QuestionError, match="was not found"):
+        read_questions(tmp_path / "q.jsonl")
+    (tmp_path / "q.jsonl").touch()
+    with pytest.raises(QuestionError, match="holds no questions"):
+        read_questions(tmp_path / "q.jsonl")
+
+
+def test_names_that_other_data_sets_give_their_fields(tmp_path):
+    rows = [
+        {"_id": "a", "text": "Who?", "metadata": {}},  # BEIR
+        {"id": "b", "question": "Who?", "golden_answers": ["x"], "metadata": {}},  # FlashRAG
+        {"_id": "c", "question": "Who?", "answer": "yes", "supporting_facts": [["Emma", 0]],
+         "context": [["Emma", ["A novel."]]], "level": "hard", "type": "bridge"},  # HotpotQA
+        {"id": "d", "question": "Who?", "answers": {"text": ["x", "y"], "answer_start": [1, 2]}},  # SQuAD
+        {"id": "e", "question": "Who?", "answer": ["x"], "hops": 2.0},  # NQ; pandas
+    ]  # fmt: skip
+    assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows)) == [
+        Question("a", "Who?"),
+        Question("b", "Who?", ("x",)),
+        Question("c", "Who?", ("yes",)),
+        Question("d", "Who?", ("x", "y")),
+        Question("e", "Who?", ("x",), hops=2),
+    ]
+
+
+def test_quick_draws_evenly_over_hops_and_labels():
+    """300 of one kind, 300 of another, 10 of a third: the rare ones are all there."""
+    kinds = [(1, ())] * 300 + [(2, ("hard",))] * 300 + [(2, ())] * 10
+    asked = [Question(str(n), "?", hops=hops, labels=labels) for n, (hops, labels) in enumerate(kinds)]
+    chosen = select_questions(asked, Config(quick=True))
+    assert len(chosen) == QUICK_QUESTION_LIMIT and chosen == sorted(chosen, key=lambda q: int(q.id)), (
+        "the file's order"
+    )
+    assert Counter((q.hops, q.labels) for q in chosen) == {(1, ()): 100, (2, ("hard",)): 90, (2, ()): 10}
+    assert chosen == select_questions(asked, Config(quick=True)), "seeded"
+    assert [q.id for q in chosen[:100]] != [str(n) for n in range(100)], "not the first of a kind"
+    assert select_questions(asked[:150], Config(quick=True)) == asked[:150]
+    assert select_questions(asked, Config()) == asked
+
+
+def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():
+    """Of a file that begins with its easy questions, as those of invented worlds do."""
+    asked = [Question(str(n), "?", hops=1 + n // 100) for n in range(400)]
+    drawn = {
+        count: select_questions(asked, Config(limit=count)) for count in (1, 3, 40, 41, 200, 399, 400, 9999)
+    }
+    assert Counter(q.hops for q in drawn[40]) == dict.fromkeys((1, 2, 3, 4), 10)
+    assert [len(questions) for questions in drawn.values()] == [1, 3, 40, 41, 200, 399, 400, 400]
+    sets = [{q.id for q in questions} for questions in drawn.values()]
+    assert all(fewer <= more for fewer, more in pairwise(sets))
+    assert all(q == sorted(q, key=lambda q: int(q.id)) for q in drawn.values()), "the file's order"
+    assert drawn[200] == select_questions(asked, Config(quick=True))
+    assert drawn[40] == select_questions(asked, Config(limit=40, decode=DecodeConfig(seed=7))), (
+        "whatever the seed"
+    )
+
+
+def test_a_limit_draws_from_all_over_a_file_without_hops():
+    asked = [Question(str(n), "?") for n in range(1000)]
+    places = [int(q.id) for q in select_questions(asked, Config(limit=100))]
+    assert all(10 <= sum(n // 250 == quarter for n in places) <= 40 for quarter in range(4)), places
+
+
+def test_a_pipe_is_read_as_it_comes(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("Who wrote Emma?\nWho wrote Dune?\n",))
+    writer.start()
+    asked = [question.question for question in read_questions(pipe)]
+    assert asked == ["Who wrote Emma?", "Who wrote Dune?"]
+    writer.join()

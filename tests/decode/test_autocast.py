@@ -1,0 +1,83 @@
+"""bfloat16 under autocast, with real numbers, in every way of decoding and of training.
+
+Fake tensors (fake_cuda/) miss some mixtures of dtypes; a CPU refuses them as a GPU does.
+"""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_rag import Decoder, Tokenizer, load_retriever
+from dlm_rag.config import DecodeConfig
+from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.diffusion_gemma import DiffusionGemma
+from tests.support.decoding import QUESTIONS
+from tests.support.setup_matrix import (
+    DECODING_SETUPS,
+    TRAINING_SETUPS,
+    force_mixed_rewards,
+    make_setup_decoder,
+    make_setup_trainer,
+    write_setup_checkpoints,
+)
+
+AUTOCAST = torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_setup_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.mark.parametrize("way", DECODING_SETUPS)
+def test_the_first_proposals_are_those_of_float32_but_for_rounding(corpus_file, way):
+    found = []
+    for context in (nullcontext(), AUTOCAST):
+        decoder, seen = make_setup_decoder(corpus_file, way), []
+        propose = decoder.model_runner.propose
+
+        def note(views, propose=propose, seen=seen):
+            seen.append(propose(views))
+            return seen[-1]
+
+        decoder.model_runner.propose = note
+        with context:
+            assert not any(rollout.error for rollout in decoder.decode(QUESTIONS))
+        found.append(np.concatenate([proposals.current_prob for proposals in seen[0]]))
+        found.append(np.concatenate([proposals.confidence for proposals in seen[0]]))
+    for float32, bfloat16 in zip(found[:2], found[2:], strict=True):
+        assert np.abs(bfloat16 - float32).mean() < 0.02
+    assert (found[1] != found[3]).any(), "nothing was computed in bfloat16"
+
+
+@pytest.mark.slow
+def test_a_model_of_uniform_noise_answers(folder, corpus_file):
+    checkpoint = open_checkpoint(folder / "gemma")
+    denoiser = DiffusionGemma.from_pretrained(checkpoint, torch.device("cpu"), torch.float32)
+    retriever, settings = (
+        load_retriever(corpus_file, top_k=2),
+        DecodeConfig(max_new_tokens=24, batch_size=2),
+    )
+    decoder = Decoder(denoiser, retriever, Tokenizer.from_pretrained(checkpoint), settings)
+    with AUTOCAST:
+        assert not any(rollout.error for rollout in decoder.decode(QUESTIONS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", TRAINING_SETUPS)
+def test_a_step_is_that_of_float32_but_for_rounding(tmp_path, monkeypatch, folder, way):
+    """Loss and gradient of the same rows; then validation, which decodes, and another step."""
+    force_mixed_rewards(monkeypatch)
+    found, parts = [], None
+    for dtype in ("float32", "bfloat16"):
+        trainer, validation = make_setup_trainer(tmp_path / dtype, folder, way, f"train.dtype={dtype}")
+        parts = trainer._microbatches() if parts is None else parts
+        with mock.patch.object(trainer, "_microbatches", lambda parts=parts: parts):
+            metrics = trainer.step()
+        found.append((metrics["loss"], metrics["gradient_norm"]))
+        assert np.isfinite(list(validation.compute_scores(trainer).values())).all()
+        assert np.isfinite(trainer.step()["loss"])
+    assert found[1] == pytest.approx(found[0], rel=0.1)

@@ -1,0 +1,179 @@
+"""Attention in blocks with retrieval inside: edits, given tokens, whole last blocks, and their traces."""
+
+import pytest
+
+from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.steps import StepExecutor
+from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header, rebuild_prompts
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.questions import Question
+from dlm_rag.tokenizer import PromptTemplate
+from tests.support.block_attention import BLOCK, LENGTH, block_denoiser
+from tests.support.decoding import bias_end_token
+from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
+from tests.support.traces import RotatingRetriever, make_trace_header, write_rollouts
+
+ASKED = [
+    Question(f"{n}", text) for n, text in enumerate(("who", "what is it", "where was this", "why not?"))
+]
+EDITS = {"edit_threshold": 0.1, "max_edit_steps": 3}
+SHIFTED = {"shifted": True, "block_grid": "prompt"}
+
+
+def make_decoder(corpus, layout="joint", prefix_cache_gib=1.0, shape=None, **settings):
+    """Attention in blocks of 4, other evidence at every search."""
+    template = PromptTemplate(head="{question}\n", fact=PromptTemplate.from_checkpoint(None, layout).fact)
+    shape = {"passage_length": 96, "block_grid": "prompt"} | (shape or {})
+    config = DecodeConfig(**({"max_new_tokens": LENGTH, "commit_threshold": 0.4} | settings))
+    engine = EngineConfig(prefix_cache_gib=prefix_cache_gib)
+    return Decoder(
+        block_denoiser(**shape),
+        RotatingRetriever(corpus, 2),
+        tiny_tokenizer(template),
+        config,
+        layout,
+        engine,
+    )
+
+
+def what_happened(rollout):
+    """What each step asked, found and wrote."""
+    return [
+        (s.query, s.passage_ids, s.remasked, *([(t.position, t.token_id) for t in part] for part in parts))
+        for s in rollout.steps
+        if (parts := (s.committed, s.edited))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "settings"),
+    [
+        ("joint", {}, EDITS),
+        ("joint", {"block_grid": "canvas"}, EDITS),
+        ("independent", {}, EDITS | {"finished_block_context": "no_evidence", "remask_threshold": 0.3}),
+        ("independent", {}, EDITS | {"finished_block_context": "append", "retrieval_threshold": 0.9}),
+        ("joint", SHIFTED, EDITS),
+        ("independent", SHIFTED, {}),
+        ("joint", {}, {"steps_per_block": 2, "commit_rule": "top_k"}),
+    ],
+    ids=str,
+)
+def test_the_same_tokens_alone_and_in_a_batch_with_and_without_a_pool(corpus, layout, shape, settings):
+    found = []
+    for ways in ({"batch_size": 1}, {"batch_size": 4, "prefix_cache_gib": 0}, {"overlap": "pipeline"}):
+        rollouts = make_decoder(corpus, layout, shape=shape, **settings, **ways).decode(ASKED)
+        assert not any(rollout.error for rollout in rollouts)
+        found.append([what_happened(rollout) for rollout in rollouts])
+    assert found[1] == found[0] and found[2] == found[0]
+    if "edit_threshold" in settings:
+        assert any(edited for rollout in found[0] for *_, edited in rollout)
+
+
+@pytest.mark.parametrize(("threshold", "rounds_needed"), [(0.1, {3}), (0.6, {2, 3})])
+def test_only_the_block_under_work_is_edited_until_nothing_changes(corpus, threshold, rounds_needed):
+    settings = EDITS | {"edit_threshold": threshold, "early_stopping": False, "query_policy": "question"}
+    decoder = make_decoder(corpus, "independent", **settings)
+    rounds = set()
+    for rollout in decoder.decode(ASKED):
+        under_work, full = 0, 0
+        for step in rollout.steps[1:]:
+            (block,) = {token.position // BLOCK for token in step.written_tokens} or {under_work}
+            assert block in (under_work, under_work + 1), "never back to one that is finished"
+            if block > under_work:
+                rounds.add(full)
+            full = full + 1 if not step.committed and block == under_work else 0
+            under_work = block
+        rounds.add(full)
+        assert under_work == LENGTH // BLOCK - 1 and rollout.tokens_committed == LENGTH
+    assert rounds == rounds_needed
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_text_that_may_still_be_edited_is_not_at_its_end(corpus, rounds):
+    texts = []
+    for early in (True, False):
+        decoder = make_decoder(
+            corpus, edit_threshold=0.1, max_edit_steps=rounds, early_stopping=early, query_policy="question"
+        )
+        texts.append(bias_end_token(decoder, 6.0).decode(ASKED))
+    for short, long in zip(*texts, strict=True):
+        assert short.response == long.response
+        assert what_happened(short) == what_happened(long)[: len(short.steps)]
+    assert sum(r.forwards for r in texts[0]) < sum(r.forwards for r in texts[1])
+
+
+def seen_by(decoder):
+    """The rollouts; by question and step the arrangement and the canvas that the denoiser is shown."""
+    seen, denoise = {}, StepExecutor.denoise
+
+    def spy(steps, rows):
+        seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
+        denoise(steps, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepExecutor, "denoise", spy)
+        return decoder.decode(ASKED), seen
+
+
+@pytest.mark.parametrize("settings", [EDITS, {}], ids=["edits", "none"])
+@pytest.mark.parametrize("context", [95, 512])
+def test_a_trace_gives_prompts_canvases_and_edits_again(corpus, tmp_path, settings, context):
+    """Also where the last block made whole is what leaves the evidence no room."""
+    decoder = make_decoder(
+        corpus, shape={"max_position_embeddings": context}, max_new_tokens=13, **settings
+    )
+    rollouts, seen = seen_by(decoder)
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    header = read_trace_header(path)
+    tokenizer = header.tokenizer(tmp_path / "tokenizer")
+    for rollout, again in zip(rollouts, read_trace(path), strict=True):
+        assert what_happened(again) == what_happened(rollout)
+        assert bool(rollout.cut) == (context == 95)
+        prompts, canvases = rebuild_prompts(again, header, tokenizer), list(again.canvases(header.mask_id))
+        for step in rollout.steps[1:]:
+            laid = lay_out_prompt(prompts[step.step - 1].prompt, header.shape, header.prompt_layout)
+            assert (laid, canvases[step.step - 1]) == seen[rollout.id, step.step]
+        rows = list(make_step_examples(again, header, tokenizer))
+        assert [row.step for row in rows] == [step.step for step in rollout.steps if step.committed]
+
+
+@pytest.mark.parametrize(("grid", "length"), [("prompt", 16), ("canvas", 13)])
+def test_the_last_block_is_whole_where_blocks_are_counted_from_the_prompt(corpus, grid, length):
+    decoder = make_decoder(corpus, "independent", shape={"block_grid": grid}, max_new_tokens=13)
+    assert {rollout.canvas_length for rollout in decoder.decode(ASKED)} == {length}
+    rollouts, seen = seen_by(make_decoder(corpus, shape={"block_grid": grid}, max_new_tokens=13))
+    for rollout in rollouts:
+        laid, canvas = seen[rollout.id, 1]
+        assert len(canvas) == rollout.canvas_length
+        assert grid == "canvas" or (len(laid.canvas_prefix.ids) + len(canvas)) % BLOCK == 0
+
+
+def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, monkeypatch):
+    """And leaves the query the guesses that are behind it."""
+    decoder = make_decoder(corpus, "independent", shape=SHIFTED, max_new_tokens=24, early_stopping=False)
+    denoise, given = StepExecutor.denoise, []
+
+    def spy(steps, rows):
+        firsts = [(row, row.canvas.first_masked) for row in rows]
+        now = [(row, n) for row, n in firsts if n and row.laid_out_prompt.block_bounds(n)[0] == n]
+        for row, first in now:
+            assert (row.positions_to_predict.tolist(), row.window) == ([first], (first, first))
+        denoise(steps, rows)
+        for row, first in now:
+            assert [token.position for token in row.committed] == [first]
+            assert len(row.provisional.positions) > BLOCK or first > 24 - 2 * BLOCK
+        given.extend(now)
+
+    monkeypatch.setattr(StepExecutor, "denoise", spy)
+    decoder.decode(ASKED)
+    assert len(given) == len(ASKED) * 24 // BLOCK
+
+
+def test_edits_are_for_attention_in_blocks(corpus):
+    with pytest.raises(
+        ConfigError, match="edit_threshold=0.1 is for checkpoints whose attention has blocks"
+    ):
+        make_decoder(corpus, shape={"block_size": None}, **EDITS)

@@ -1,0 +1,599 @@
+"""The loop: the same tokens alone and together, and what it promises about evidence and queries."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dlm_rag import Decoder, load_retriever
+from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.decode.engine import with_checkpoint_defaults
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.errors import QuestionError
+from dlm_rag.questions import Question
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.hybrid import HybridRetriever
+from dlm_rag.retrieval.query import Query
+from dlm_rag.tokenizer import PromptTemplate
+from tests.support.decoding import (
+    LAYOUTS,
+    QUESTIONS,
+    CountingRetriever,
+    bias_end_token,
+    make_decoder,
+    rollout_records,
+    tokens_of,
+)
+from tests.support.retrievers import make_letter_retriever
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+
+
+def wanted(written, mask_id, temperature=None, uniform=None, spread=False):
+    """What is wanted of all positions alike."""
+    everywhere, nowhere = torch.arange(len(written)), torch.zeros(0, dtype=torch.long)
+    sampled = nowhere if temperature is None else torch.nonzero(temperature).squeeze(1)
+    tempered, drawn = (torch.zeros(0) if x is None else x[sampled] for x in (temperature, uniform))
+    mask = torch.tensor([mask_id])
+    return SamplingMetadata(mask, written, sampled, tempered, drawn, everywhere if spread else nowhere)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_ragged_batch_gives_the_same_tokens_as_one_at_a_time(corpus_file, layout, shifted):
+    together = make_decoder(corpus_file, layout, shifted=shifted, batch_size=3).decode(QUESTIONS)
+    decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=1)
+    alone = decoder.decode(QUESTIONS)
+    assert rollout_records(together) == rollout_records(alone)
+    assert len({r.forwards for r in alone}) > 1, "rows should finish at different steps"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_threads_give_the_tokens_of_one(corpus_file, layout):
+    before = torch.get_num_threads()
+    try:
+        seen = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            rollouts = make_decoder(corpus_file, layout).decode(QUESTIONS)
+            seen.append(rollout_records(rollouts))
+    finally:
+        torch.set_num_threads(before)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "engine",
+    [{"prefix_cache_gib": 0}, {"prefix_cache_gib": 1e-5, "cpu_offload_gib": 1e-5}],
+    ids=["no pool", "a pool too small"],
+)
+def test_how_the_work_is_done_changes_no_token(corpus_file, layout, shifted, engine):
+    plain = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
+    other = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
+    other.model_runner = MaskedModelRunner(other.denoiser, 256, EngineConfig(**engine))
+    assert rollout_records(other.decode(QUESTIONS)) == rollout_records(plain.decode(QUESTIONS))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_searching_for_one_half_while_the_other_denoises_changes_no_token(corpus_file, batch_size):
+    together = make_decoder(corpus_file, batch_size=batch_size, overlap="pipeline").decode(QUESTIONS)
+    assert rollout_records(together) == rollout_records(make_decoder(corpus_file).decode(QUESTIONS))
+
+
+def test_with_stale_overlap_the_evidence_is_that_of_the_step_before(corpus):
+    """Every search finds another passage, so that the evidence tells which search it is from."""
+    config = DecodeConfig(
+        max_new_tokens=6, commit_threshold=1.0, early_stopping=False, overlap="stale_evidence"
+    )
+    decoder = Decoder(
+        tiny_denoiser(), PlannedRetriever(corpus, [[n % 5] for n in range(9)]), tiny_tokenizer(), config
+    )
+    steps = decoder.decode(["Dune?"])[0].steps
+    found = [step.passage_ids[0] for step in steps]
+    order = [passage.id for passage in corpus]
+    assert found[:4] == [order[0], order[0], order[1], order[2]]
+    assert all(step.retrieved for step in steps[:-1]) and not steps[-1].retrieved
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+def test_overlap_gives_the_same_alone_and_in_a_batch(corpus_file, overlap):
+    batch, alone = (
+        make_decoder(corpus_file, "independent", batch_size=size, overlap=overlap).decode(QUESTIONS)
+        for size in (4, 1)
+    )
+    assert rollout_records(batch) == rollout_records(alone)
+
+
+def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
+    decoder = make_decoder(corpus_file, batch_size=2)
+    asked = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
+    assert [r.id for r in decoder.decode(asked)] == ["id0", "id1", "id2"]
+    seen = []
+    finished = [r.id for r in decoder.stream(asked, lambda r: seen.append((r.id, len(r.steps))))]
+    assert sorted(finished) == ["id0", "id1", "id2"]
+    assert seen[:2] == [("id0", 1), ("id1", 1)], "step 0 of the rows that joined"
+
+
+def test_step_zero_asks_with_the_question_alone_and_every_position_is_committed_once(corpus_file):
+    rollout = make_decoder(corpus_file, early_stopping=False).decode(QUESTIONS[:1])[0]
+    first = rollout.steps[0]
+    assert (first.query, first.retrieved, first.committed) == (QUESTIONS[0], True, ())
+    positions = [c.position for step in rollout.steps for c in step.committed]
+    assert sorted(positions) == list(range(12))
+    assert all(step.committed for step in rollout.steps[1:]), "at least one position per step"
+
+
+class RotatingRetriever(CountingRetriever):
+    """Finds other passages at every search."""
+
+    def rank(self, queries, depth):
+        self.asked += [query.text for query in queries]
+        return [[len(self.asked) % len(self.corpus)] for _ in queries]
+
+
+def test_new_evidence_never_changes_committed_tokens(corpus):
+    config = DecodeConfig(max_new_tokens=12, early_stopping=False)
+    decoder = Decoder(tiny_denoiser(), RotatingRetriever(corpus), tiny_tokenizer(), config)
+    rollout = decoder.decode(["Dune?"])[0]
+    assert len({step.passage_ids for step in rollout.steps}) > 2
+    before = {}
+    for state in rollout.replay():
+        assert all(state[position] == token for position, token in before.items())
+        before = state
+
+
+def test_an_unchanged_query_costs_no_retrieval(corpus):
+    retriever = CountingRetriever(corpus)
+    decoder = Decoder(
+        tiny_denoiser(),
+        retriever,
+        tiny_tokenizer(),
+        DecodeConfig(max_new_tokens=8, query_policy="question"),
+    )
+    rollout = decoder.decode(["Who wrote Emma?"])[0]
+    assert retriever.asked == ["Who wrote Emma?"] and rollout.retrievals == 1
+    assert [step.retrieved for step in rollout.steps] == [True] + [False] * rollout.forwards
+    assert all(step.query == "Who wrote Emma?" for step in rollout.steps)
+
+
+def test_no_query_is_written_where_no_refresh_was_due(corpus):
+    config = DecodeConfig(
+        max_new_tokens=6, retrieval_interval=3, commit_threshold=1.0, early_stopping=False
+    )
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus), tiny_tokenizer(), config)
+    steps = decoder.decode(["Dune?"])[0].steps
+    assert [step.query is None for step in steps] == [step.step % 3 != 0 for step in steps]
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid"])
+def test_two_rounds_merge_what_two_searches_find(corpus_file, kind, overlap):
+    """Against the same two searches by hand, whose results are dealt one at a time."""
+    retriever = load_retriever(corpus_file, top_k=3)
+    if kind != "bm25":
+        dense = make_letter_retriever(retriever.corpus, 3)
+        retriever = dense if kind == "dense" else HybridRetriever([retriever, dense], 3, fusion_depth=4)
+    asked = "Which village born in Tacoma?"
+    (first,) = retriever.search([Query(asked, (asked,))])
+    title, contents = first[0].text.split("\n")
+    longer = " ".join(dict.fromkeys(f"{title} {contents}".split()))
+    (second,) = retriever.search([Query(f"{asked} {longer}", (asked, title, contents))])
+    dealt = []
+    for one, other in zip(first, second, strict=True):
+        dealt += [one.id, other.id]
+    dealt = tuple(dict.fromkeys(dealt))[:3]
+    assert dealt not in (tuple(p.id for p in first), tuple(p.id for p in second)), "else nothing is merged"
+
+    config = DecodeConfig(
+        max_new_tokens=12, query_policy="two_rounds", early_stopping=False, overlap=overlap
+    )
+    steps = Decoder(tiny_denoiser(), retriever, tiny_tokenizer(), config).decode([asked])[0].steps
+    found = [(step.query, step.retrieved) for step in steps[:3]]
+    assert found == [(asked, True), (f"{asked} {longer}", True), (f"{asked} {longer}", False)]
+    assert steps[0].passage_ids == tuple(p.id for p in first)
+    assert all(step.passage_ids == dealt for step in steps[2 if overlap == "stale_evidence" else 1 :])
+
+
+def test_a_second_round_that_finds_nothing_keeps_the_first(corpus):
+    config = DecodeConfig(max_new_tokens=6, query_policy="two_rounds", early_stopping=False)
+    retriever = PlannedRetriever(corpus, [[3, 1], *[[]] * 9])
+    steps = Decoder(tiny_denoiser(), retriever, tiny_tokenizer(), config).decode(["Dune?"])[0].steps
+    assert [step.passage_ids for step in steps[:2]] == [("dune", "austen")] * 2
+
+
+def test_nothing_found_is_an_empty_evidence_set_and_the_loop_goes_on(corpus_file):
+    rollout = make_decoder(corpus_file, query_policy="question").decode(["zzz?"])[0]
+    assert rollout.evidence == () and rollout.finished and rollout.steps[0].retrieved
+
+
+class Fragile(CountingRetriever):
+    """Fails for every batch that holds a query about Emma."""
+
+    def rank(self, queries, depth):
+        if any("Emma" in query.text for query in queries):
+            raise RuntimeError("the disk is gone")
+        return super().rank(queries, depth)
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
+    config = DecodeConfig(max_new_tokens=8, batch_size=3, overlap=overlap)
+    decoder, healthy = (
+        Decoder(tiny_denoiser(), kind(corpus), tiny_tokenizer(), config)
+        for kind in (Fragile, CountingRetriever)
+    )
+    found, expected = decoder.decode(QUESTIONS), healthy.decode(QUESTIONS)
+    assert found[0].error == "the search failed: RuntimeError: the disk is gone" and found[0].finished
+    assert found[0].answer_record()["error"] and not found[0].response
+    assert rollout_records(found[1:]) == rollout_records(expected[1:])
+
+
+@pytest.mark.parametrize(("overlap", "earlier"), [("none", 2), ("pipeline", 2), ("stale_evidence", 1)])
+def test_the_last_search_too_must_not_fail(corpus, overlap, earlier):
+    """No token needs it, but its passages are the evidence of the answer: those before are not."""
+
+    class Failing(CountingRetriever):
+        def rank(self, queries, depth):
+            if len(self.asked) == earlier:
+                raise RuntimeError("the disk is gone")
+            return super().rank(queries, depth)
+
+    settings = DecodeConfig(
+        max_new_tokens=4, commit_rule="top_k", tokens_per_step=2, query_policy="committed", overlap=overlap
+    )
+    decoder = Decoder(tiny_denoiser(), Failing(corpus), tiny_tokenizer(), settings)
+    script_logits(decoder, "Emma")
+    rollout = decoder.decode(["Who?"])[0]
+    assert rollout.error == "the search failed: RuntimeError: the disk is gone" and not rollout.response
+    assert rollout.tokens_committed == 2, "the step that the search belongs to is not recorded"
+
+
+def test_a_retriever_with_too_few_results_fails_its_questions(corpus):
+    class Forgetful(CountingRetriever):
+        def rank(self, queries, depth):
+            return super().rank(queries, depth)[1:]
+
+    found = Decoder(tiny_denoiser(), Forgetful(corpus), tiny_tokenizer()).decode(QUESTIONS)
+    assert {r.error for r in found} == {"the search failed: RuntimeError: 2 results for 3 queries"}
+
+
+@pytest.mark.parametrize("nonsense", [None, "text", ["text"], [None], [{"id": "a"}], [Passage("a", "", 3)]])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+def test_what_is_no_list_of_passages_ends_its_row_and_no_other(corpus, nonsense, overlap):
+    class Odd(CountingRetriever):
+        def search(self, queries):
+            found = super().search(queries)
+            return [nonsense if q.text == QUESTIONS[1] else f for q, f in zip(queries, found, strict=True)]
+
+    decoder = Decoder(tiny_denoiser(), Odd(corpus), tiny_tokenizer(), DecodeConfig(overlap=overlap))
+    assert [bool(r.error) for r in decoder.decode(QUESTIONS)] == [False, True, False]
+
+
+def test_a_key_of_none_is_searched_for_once(corpus):
+    class Constant(CountingRetriever):
+        def key(self, query):
+            return None
+
+    retriever = Constant(corpus)
+    found = Decoder(tiny_denoiser(), retriever, tiny_tokenizer()).decode(QUESTIONS)
+    assert all(r.evidence for r in found) and sorted(retriever.asked) == sorted(QUESTIONS)
+
+
+@pytest.mark.parametrize("order", [slice(None, None, -1), slice(0, 0)])
+def test_proposals_for_other_positions_end_the_row(corpus_file, order):
+    decoder = make_decoder(corpus_file)
+    propose = decoder.model_runner.propose
+    decoder.model_runner.propose = lambda views: [
+        replace(proposals, positions=proposals.positions[order]) for proposals in propose(views)
+    ]
+    assert {r.error for r in decoder.decode(QUESTIONS)} == {
+        "the model proposed for other positions than it was asked for"
+    }
+
+
+def test_one_text_is_no_list_of_questions(corpus_file):
+    with pytest.raises(QuestionError, match="put the text into brackets"):
+        make_decoder(corpus_file).decode("Who wrote Emma?")
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+def test_kept_scores_change_no_token_and_none_are_left(corpus_file, monkeypatch, overlap):
+    plain = make_decoder(corpus_file, overlap=overlap, batch_size=2).decode(QUESTIONS)
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
+    decoder = make_decoder(corpus_file, overlap=overlap, batch_size=2)
+    successive = decoder.retriever._successive
+    assert successive is not None
+    assert rollout_records(decoder.decode(QUESTIONS)) == rollout_records(plain)
+    assert not successive._kept
+    next(iter(decoder.stream([Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)])))
+    assert not successive._kept, "the caller stopped early"
+
+
+def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
+    decoder = make_decoder(corpus_file, batch_size=3)
+    expected = rollout_records(decoder.decode(QUESTIONS))
+    ask = decoder.tokenizer.encode
+    poison = decoder.denoiser.embed_tokens.weight.data[ord("~")]
+    poison.fill_(math.nan)
+    assert ask("~") == (ord("~"),)
+    found = decoder.decode([*QUESTIONS, "Who is ~?"])
+    assert found[3].error == "the denoiser's output is not a number"
+    assert rollout_records(found[:3]) == expected
+
+
+def test_a_question_that_does_not_fit_ends_its_row_and_no_other(corpus_file):
+    decoder = make_decoder(corpus_file)
+    expected = rollout_records(decoder.decode(QUESTIONS))
+    found = decoder.decode([*QUESTIONS, "Why? " * 1000])
+    assert "tokens too long" in found[3].error
+    assert rollout_records(found[:3]) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stopping_early_saves_forwards_and_changes_no_text(corpus_file, layout):
+    settings = {"max_new_tokens": 24, "commit_rule": "top_k", "block_length": 4, "query_policy": "question"}
+    whole = bias_end_token(make_decoder(corpus_file, layout, early_stopping=False, **settings), 8.0)
+    early = bias_end_token(make_decoder(corpus_file, layout, **settings), 8.0)
+    for long, short in zip(whole.decode(QUESTIONS), early.decode(QUESTIONS), strict=True):
+        assert short.response == long.response
+        assert tokens_of(short) == tokens_of(long)[: len(short.steps)]
+        assert short.forwards < long.forwards == 24
+
+
+def test_the_commit_rules_all_run_to_the_end(corpus_file):
+    for rule in ("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded"):
+        rollout = make_decoder(corpus_file, commit_rule=rule, early_stopping=False).decode(QUESTIONS[:1])[0]
+        assert rollout.tokens_committed == 12, rule
+
+
+def test_grounded_writes_a_word_only_when_question_or_evidence_hold_it(corpus):
+    """One letter a token: "Emma" is held by the evidence, "Zelda" by nothing."""
+    config = DecodeConfig(max_new_tokens=10, commit_rule="grounded", commit_threshold=0.5)
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
+    script_logits(decoder, "Emma Zelda")
+    rollout = decoder.decode(["Who?"])[0]
+    assert [c.position for c in rollout.steps[1].committed] == [0, 1, 2, 3, 4]
+
+
+class Scripted:
+    """A proposer that proposes the characters of steps[n] at step n + 1, with logits of `strength`."""
+
+    def __init__(self, shape, steps, strength):
+        self.shape, self._strength = shape, strength
+        self._turn = iter([*steps, *[steps[-1]] * 99])
+
+    def propose(self, views):
+        (view,) = views
+        logits = torch.zeros(len(view.canvas), 258)
+        for place, character in next(self._turn).items():
+            logits[place, ord(character)] = self._strength
+        written = torch.from_numpy(view.canvas[view.positions])
+        found = sample_proposals(logits[view.positions], wanted(written, 256, spread=True))
+        token, *others = found.double().numpy()
+        return [Proposals(view.positions, token.astype(int), *others)]
+
+    def prefetch(self, arrangement):
+        pass
+
+    def release(self, slot):
+        pass
+
+
+def script(decoder, steps, strength):
+    """The model then proposes a script, whatever it reads."""
+    decoder.model_runner = Scripted(decoder.denoiser.config, steps, strength)
+
+
+def script_logits(decoder, text, strength=9.0):
+    """The denoiser then proposes the bytes of `text`, whatever it reads."""
+    script(decoder, [dict(enumerate(text))], strength)
+
+
+def test_revision_masks_fallen_tokens_again_and_still_ends(corpus_file):
+    settings = {"remask_threshold": 0.9, "commit_threshold": 0.2, "max_new_tokens": 16}
+    rollout = make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])[0]
+    remasked = [position for step in rollout.steps for position in step.remasked]
+    assert remasked and len(remasked) == len(set(remasked)), "each position at most once"
+    *_, last = rollout.replay()
+    assert sorted(last) == list(range(16))
+
+
+def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
+    settings = {"temperature": 1.0, "early_stopping": False}
+    batch = make_decoder(corpus_file, batch_size=3, **settings).decode(QUESTIONS)
+    single = make_decoder(corpus_file, batch_size=1, **settings)
+    asked = [Question(f"q{n}", text) for n, text in enumerate(QUESTIONS, start=1)]
+    assert [tokens_of(r) for r in single.stream(asked)] == [tokens_of(r) for r in batch]
+    other = make_decoder(corpus_file, seed=1, **settings).decode(QUESTIONS)
+    assert [tokens_of(r) for r in other] != [tokens_of(r) for r in batch]
+
+
+def test_proposals_by_hand():
+    """Probabilities 0.5, 0.3, 0.2: confidence 0.5, margin 0.2, entropy 1.0297 nats."""
+    logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
+    asked = wanted(torch.tensor([2]), 3, spread=True)
+    token, confidence, log_prob, entropy, margin, old = sample_proposals(logits, asked).numpy()
+    assert log_prob == pytest.approx(math.log(0.5))
+    assert token == [1]
+    assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
+    assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
+    assert old == pytest.approx(0.2)
+    assert log_prob == pytest.approx(math.log(0.5))
+
+
+def test_the_log_probability_of_a_token_is_finite_where_its_probability_is_none():
+    logits = torch.tensor([[200.0, 0.0, 0.0]])
+    uniform = torch.tensor([1.0 - 1e-9], dtype=torch.float64)
+    tempered = torch.tensor([1e9], dtype=torch.float64)
+    asked = wanted(torch.tensor([0]), 2, tempered, uniform)
+    token, confidence, log_prob, *_ = sample_proposals(logits, asked).numpy()
+    assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
+
+
+def test_sampled_tokens_follow_the_tempered_distribution():
+    """At temperature 2 the probabilities are proportional to the square roots."""
+    logits = torch.tensor([0.64, 0.32, 0.04, 1e-30]).log().expand(30000, 4)
+    uniform = torch.rand(30000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    written = torch.zeros(30000, dtype=torch.long)
+    tempered = torch.full((30000,), 2.0, dtype=torch.float64)
+    asked = wanted(written, 3, tempered, uniform)
+    token, confidence, *_ = sample_proposals(logits, asked).numpy()
+    roots = torch.tensor([0.64, 0.32, 0.04]).sqrt()
+    shares = torch.bincount(torch.from_numpy(token).long(), minlength=3) / 30000
+    torch.testing.assert_close(shares, roots / roots.sum(), atol=0.01, rtol=0)
+    assert confidence[token == 1] == pytest.approx(0.32), "confidence is the untempered probability"
+
+
+def test_blank_and_repeated_questions_are_refused(corpus_file):
+    decoder = make_decoder(corpus_file)
+    with pytest.raises(QuestionError, match="question 2 is blank"):
+        decoder.decode(["Dune?", " "])
+    with pytest.raises(QuestionError, match="same id"):
+        decoder.decode([Question("a", "x"), Question("a", "y")])
+
+
+def test_seconds_of_the_rollouts_add_up_to_the_stages(corpus_file):
+    import time
+
+    start = time.perf_counter()
+    rollouts = make_decoder(corpus_file, batch_size=2).decode(QUESTIONS)
+    wall = time.perf_counter() - start
+    seconds = [sum(v for k, v in r.seconds.items() if "/" not in k) for r in rollouts]
+    assert 0.3 * wall < sum(seconds) < wall, "most of the time is in a stage, none is counted twice"
+    assert {"tokenize", "retrieve", "denoise", "commit", "detokenize"} <= set(rollouts[0].seconds)
+    assert rollouts[0].seconds["retrieve/search"] <= rollouts[0].seconds["retrieve"]
+
+
+def scripted_run(decoder, steps):
+    """Commits the bytes of `steps[n]` (position -> character) at step n + 1, whatever is read."""
+    script(decoder, steps, 20.0)
+
+
+class PlannedRetriever(CountingRetriever):
+    """Finds the rows of a plan, search by search."""
+
+    def __init__(self, corpus, plan):
+        super().__init__(corpus)
+        self.plan = iter(plan)
+
+    def rank(self, queries, depth):
+        return [next(self.plan) for _ in queries]
+
+    def key(self, query):
+        return object()
+
+
+def test_a_decoded_rollout_is_cited_from_what_was_in_context_at_each_word(corpus):
+    """ "Emma " at step 1 with Emma's passage in context, "Dune" at step 2 with Steventon's instead."""
+    config = DecodeConfig(max_new_tokens=10, commit_threshold=0.9, early_stopping=False)
+    decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0], [2], [3]]), tiny_tokenizer(), config)
+    text = " Emma Dune"
+    scripted_run(decoder, [dict(enumerate(text[:6])), {n: text[n] for n in range(6, 10)}])
+    rollout = decoder.decode(["Which books?"])[0]
+    assert rollout.response == "Emma Dune" and [s.passage_ids[0] for s in rollout.steps] == [
+        "emma", "steventon", "dune",
+    ]  # fmt: skip
+    (unit,) = rollout.citations
+    assert unit["passages"] == [{"id": "emma", "step": 1, "words": ["emma"]}]
+    assert unit["unsupported"] == ["dune"], "its passage was found only after the word was written"
+
+
+def test_what_was_cut_from_the_prompt_is_no_evidence(corpus):
+    """With room for 12 tokens of a passage, "Jane" and all behind it was never read."""
+    denoiser = tiny_denoiser(passage_length=12)
+    config = DecodeConfig(max_new_tokens=9, commit_rule="grounded", commit_threshold=0.5)
+    tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact="{passage}"))
+    decoder = Decoder(denoiser, CountingRetriever(corpus, 1), tokenizer, config, "independent")
+    scripted_run(decoder, [dict(enumerate("Emma Jane"))])
+    rollout = decoder.decode(["Who?"])[0]
+    assert rollout.evidence_texts["emma"] == "Emma\nEmma is"
+    assert [c.position for c in rollout.steps[1].committed] == [0, 1, 2, 3, 4], "Jane is not held"
+    assert rollout.citations[0]["unsupported"] == ["jane"]
+
+
+def test_a_passage_that_was_dropped_is_not_in_the_evidence(corpus_file):
+    decoder = make_decoder(corpus_file, top_k=3, query_policy="question")
+    short = tiny_denoiser(max_position_embeddings=100)
+    decoder.model_runner = MaskedModelRunner(short, 256, EngineConfig())
+    rollout = decoder.decode(["novel by Frank Herbert"])[0]
+    assert rollout.cut["passages_dropped"] >= 1
+    assert len(rollout.evidence) == 3 - rollout.cut["passages_dropped"]
+
+
+def test_grounded_counts_words_of_the_question_as_held(corpus):
+    config = DecodeConfig(max_new_tokens=5, commit_rule="grounded", commit_threshold=0.5)
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
+    script_logits(decoder, "Zelda")
+    assert len(decoder.decode(["Who is Zelda?"])[0].steps[1].committed) == 5
+
+
+def test_retrieval_can_wait_until_the_denoiser_is_unsure(corpus):
+    """Confidence of the scripted logits is near 1, so nothing falls under 0.5; under 1.0 it does."""
+    for bound, retrievals in ((0.5, 1), (1.0, 6)):
+        config = DecodeConfig(max_new_tokens=6, commit_rule="top_k", retrieval_threshold=bound)
+        decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0]] * 9), tiny_tokenizer(), config)
+        script_logits(decoder, "abcdef")
+        assert decoder.decode(["Who?"])[0].retrievals == retrievals
+
+
+def test_revision_looks_at_the_token_that_was_written(corpus):
+    """Step 1 writes "a" and "b"; then the denoiser is sure of "a" and, at the second place, of "c"."""
+    config = DecodeConfig(max_new_tokens=3, commit_threshold=0.9, remask_threshold=0.5)
+    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
+    scripted_run(decoder, [{0: "a", 1: "b"}, {0: "a", 1: "c", 2: "d"}])
+    rollout = decoder.decode(["Who?"])[0]
+    assert rollout.steps[2].remasked == (1,) and rollout.response == "acd"
+
+
+def test_with_revision_an_end_token_is_not_yet_the_end(corpus):
+    config = {"max_new_tokens": 4, "commit_rule": "top_k", "block_length": 1}
+    for revision, forwards in ((None, 1), (0.0, 4)):
+        settings = DecodeConfig(**config, remask_threshold=revision)
+        decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), settings)
+        bias_end_token(decoder, 50.0)
+        assert decoder.decode(["Who?"])[0].forwards == forwards
+
+
+def test_the_mask_is_never_written(corpus_file):
+    decoder = make_decoder(corpus_file, early_stopping=False)
+    plain = decoder.denoiser.compute_token_logits
+    mask = torch.nn.functional.one_hot(torch.tensor(256), 258) * 50.0
+    decoder.denoiser.compute_token_logits = lambda hidden: plain(hidden) + mask
+    for settings in ({}, {"temperature": 1.0}):
+        decoder.config = DecodeConfig(max_new_tokens=6, early_stopping=False, **settings)
+        tokens = [c.token_id for s in decoder.decode(["Dune?"])[0].steps for c in s.committed]
+        assert len(tokens) == 6 and 256 not in tokens
+
+
+def test_a_tiny_temperature_is_the_most_probable_token():
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * 9
+    uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    written = torch.zeros(50, dtype=torch.long)
+    for temperature in (1e-40, 0.0):
+        tempered = torch.full((50,), temperature, dtype=torch.float64)
+        sampled = sample_proposals(logits, wanted(written, 19, tempered, uniform))
+        assert (sampled[0] == sample_proposals(logits, wanted(written, 19))[0]).all()
+
+
+def test_log_probabilities_are_those_of_the_proposed_tokens():
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 5
+    found = sample_proposals(logits, wanted(torch.zeros(40, dtype=torch.long), 3))
+    expected = logits.double().log_softmax(-1).gather(1, found[:1].long().T).squeeze(1)
+    torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[1].log(), found[2], rtol=1e-5, atol=1e-6)
+
+
+def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise():
+    own = replace(tiny_denoiser().config, canvas_length=24, block_length=8)
+    for given, lengths in {
+        (): (24, 8),
+        (("block_length", 0),): (24, 0),
+        (("max_new_tokens", 4),): (4, 4),
+        (("max_new_tokens", 96), ("block_length", 16)): (96, 16),
+    }.items():
+        found = with_checkpoint_defaults(DecodeConfig(**dict(given)), own)
+        assert (found.max_new_tokens, found.block_length) == lengths

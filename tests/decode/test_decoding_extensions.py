@@ -1,0 +1,62 @@
+"""A commit rule, a stochastic one and a query policy of one's own, named as `module:function`."""
+
+import numpy as np
+import pytest
+
+from dlm_rag.diffusion.commit_rules import Rule, SampledCommits
+from dlm_rag.text import split_words
+from tests.support.decoding import make_decoder
+
+QUESTION = "Who wrote Emma?"
+
+
+def commit_ends(candidates, context):
+    """The first and the last candidate."""
+    return np.unique([0, len(candidates.positions) - 1])
+
+
+def toss_coins(candidates, context):
+    """Each candidate with probability 1/2, by the question's own numbers; at least the first."""
+    opened = context.draws[2, candidates.positions] < 0.5
+    forced = not opened.any()
+    opened[0] |= forced
+    return SampledCommits(opened, len(opened) * np.log(0.5), forced)
+
+
+coin = Rule(toss_coins, samples=lambda settings: True)
+
+
+def ask_last_word(question, response, top_passage):
+    return split_words(f"{question} {response}")[-1]
+
+
+def commits(rollout):
+    return [[token.position for token in step.committed] for step in rollout.steps[1:]]
+
+
+def test_own_commit_rule(corpus_file):
+    decoder = make_decoder(
+        corpus_file,
+        max_new_tokens=6,
+        early_stopping=False,
+        commit_rule=f"{__name__}:commit_ends",
+    )
+    assert commits(decoder.decode([QUESTION])[0]) == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_own_stochastic_rule_is_recorded_and_the_same_in_a_batch(corpus_file):
+    settings = {
+        "max_new_tokens": 8,
+        "early_stopping": False,
+        "commit_rule": f"{__name__}:coin",
+    }
+    alone = make_decoder(corpus_file, batch_size=1, **settings).decode([QUESTION])[0]
+    together = make_decoder(corpus_file, batch_size=3, **settings).decode([QUESTION, "Who?", "Why?"])[0]
+    assert commits(alone) == commits(together)
+    for step in alone.steps[1:]:
+        assert step.action.log_prob == pytest.approx(len(step.action.candidates) * np.log(0.5))
+
+
+def test_own_query_policy(corpus_file):
+    decoder = make_decoder(corpus_file, max_new_tokens=4, query_policy=f"{__name__}:ask_last_word")
+    assert decoder.decode([QUESTION])[0].steps[0].query == "emma"

@@ -1,0 +1,347 @@
+"""The engine: questions come and go between steps, each with settings of its own."""
+
+import gc
+import os
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_rag import Decoder
+from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.decode.engine import Engine
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.questions import Question
+from tests.support.decoding import (
+    QUESTIONS,
+    CountingRetriever,
+    make_decoder,
+    rollout_record,
+    rollout_records,
+)
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+
+ASKED = [Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)]
+
+
+def run(engine):
+    """Steps until nothing is in flight; finished rollouts by ticket."""
+    found = {}
+    while engine.busy:
+        found |= {event.ticket: event.rollout for event in engine.step() if event.finished}
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("layout", ["joint", "independent"])
+def test_questions_that_come_late_get_the_tokens_they_get_alone(corpus_file, layout, overlap):
+    decoder = make_decoder(corpus_file, layout, batch_size=4, overlap=overlap)
+    one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap)
+    expected = {r.id: rollout_record(r) for r in one.stream(ASKED)}
+    with decoder.new_engine() as engine:
+        engine.submit(ASKED[0])
+        engine.step()
+        engine.step()
+        for question in ASKED[1:]:
+            engine.submit(question)
+        found = run(engine)
+    assert {r.id: rollout_record(r) for r in found.values()} == expected
+
+
+def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
+    """Temperatures, thresholds, rules, canvases, queries: each as in an engine of its own."""
+    ways = [
+        {"max_new_tokens": 12, "commit_threshold": 0.4},
+        {"max_new_tokens": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query_policy": "question"},
+        {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "early_stopping": False},
+        {"max_new_tokens": 12, "remask_threshold": 0.5, "block_length": 4, "retrieval_interval": 2},
+    ]
+    settings = [DecodeConfig(**way) for way in ways]
+    decoder = make_decoder(corpus_file, "independent", batch_size=4)
+    with decoder.new_engine() as engine:
+        tickets = [engine.submit(ASKED[0], own) for own in settings]
+        together = run(engine)
+    for ticket, way in zip(tickets, ways, strict=True):
+        own = make_decoder(corpus_file, "independent", **({"commit_threshold": 0.9} | way))
+        (alone,) = own.stream(ASKED[:1])
+        assert rollout_record(together[ticket]) == rollout_record(alone), way
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file, monkeypatch, overlap):
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
+    settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "early_stopping": False}
+    decoder = make_decoder(corpus_file, "independent", **settings)
+    expected = {r.id: rollout_record(r) for r in decoder.stream(ASKED)}
+    with decoder.new_engine() as engine:
+        tickets = [engine.submit(question) for question in ASKED]
+        engine.step()
+        engine.step()
+        engine.cancel(tickets[1])
+        assert engine.capacity == 1
+        engine.submit(Question("late", QUESTIONS[0]))
+        found = {r.id: r for r in run(engine).values()}
+        assert engine.capacity == 3
+        with pytest.raises(KeyError, match="not in flight"):
+            engine.cancel(tickets[1])
+    assert {name: rollout_record(found[name]) for name in ("id0", "id2")} == {
+        name: expected[name] for name in ("id0", "id2")
+    }
+    assert rollout_record(found["late"]) == expected["id0"] and "id1" not in found
+    assert not decoder.retriever._successive._kept
+    assert not decoder.model_runner._contexts._held
+
+
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file, overlap):
+    settings = {"commit_threshold": 1.0, "batch_size": 2, "overlap": overlap}
+    expected = rollout_records(make_decoder(corpus_file, "prefix", **settings).decode(QUESTIONS))
+    decoder = make_decoder(corpus_file, "prefix", **settings)
+    stream = decoder.stream(ASKED)
+    next(stream)
+    stream.close()
+    assert not decoder.model_runner._contexts._held
+    assert rollout_records(decoder.decode(QUESTIONS)) == expected
+
+
+def test_a_full_engine_says_so_and_a_place_is_free_once_a_question_has_ended(corpus_file):
+    engine = make_decoder(corpus_file, batch_size=1).new_engine()
+    engine.submit(ASKED[0])
+    assert engine.capacity == 0 and engine.busy
+    with pytest.raises(RuntimeError, match="no free place"):
+        engine.submit(ASKED[1])
+    run(engine)
+    assert engine.capacity == 1 and not engine.busy
+
+
+def test_both_halves_of_a_pipeline_have_rows(corpus_file):
+    decoder = make_decoder(corpus_file, overlap="pipeline", batch_size=8)
+    sizes, propose = [], decoder.model_runner.propose
+    decoder.model_runner.propose = lambda views: sizes.append(len(views)) or propose(views)
+    decoder.decode(QUESTIONS[:2])
+    assert max(sizes) == 1
+
+
+def test_questions_are_taken_as_places_get_free_and_never_before(corpus_file):
+    decoder, taken = make_decoder(corpus_file, batch_size=2), []
+
+    def source():
+        for n in range(9):
+            taken.append(n)
+            yield Question(f"{n}", QUESTIONS[0])
+
+    for finished, _ in enumerate(decoder.stream(source()), start=1):
+        assert len(taken) <= finished + 2
+    assert finished == len(taken) == 9
+
+
+def test_a_server_that_is_down_is_asked_once(corpus):
+    """Not once for the batch and once more for each of its queries."""
+
+    class Down(CountingRetriever):
+        calls = 0
+
+        def search(self, queries):
+            self.calls += 1
+            raise ConnectionError("nobody answers")
+
+    retriever = Down(corpus)
+    found = Decoder(tiny_denoiser(), retriever, tiny_tokenizer()).decode(QUESTIONS)
+    assert {r.error for r in found} == {"the search failed: ConnectionError: nobody answers"}
+    assert retriever.calls == 1
+
+
+class Trivial:
+    """A model that is sure of the end token at once, and keeps nothing."""
+
+    def __init__(self):
+        self.shape = tiny_denoiser(canvas_length=4).config
+
+    def propose(self, views):
+        return [
+            Proposals(v.positions, np.full(len(v.positions), 257), *[np.ones(len(v.positions))] * 5)
+            for v in views
+        ]
+
+    def prefetch(self, arrangement):
+        pass
+
+    def release(self, slot):
+        pass
+
+
+def resident():
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def stream_through(engine, numbers):
+    """Answers trivial questions, all different; returns how many."""
+    source, done = (Question(f"{n}", f"Who wrote book number {n}?") for n in numbers), 0
+    while True:
+        while engine.capacity and (question := next(source, None)) is not None:
+            engine.submit(question)
+        if not engine.busy:
+            return done
+        done += sum(event.finished for event in engine.step())
+
+
+class Careless(CountingRetriever):
+    """Finds one passage and remembers nothing."""
+
+    def rank(self, queries, depth):
+        return [[0] for _ in queries]
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_questions_pass_in_flat_memory(corpus):
+    settings = DecodeConfig(max_new_tokens=4, batch_size=64)
+    with Engine(Trivial(), Careless(corpus, 1), tiny_tokenizer(), settings) as engine:
+        stream_through(engine, range(20_000))  # until what is kept of texts has its full size
+        before = resident()
+        assert stream_through(engine, range(20_000, 120_000)) == 100_000
+        gc.collect()
+        assert resident() - before < 8 * 2**20
+
+
+def test_memory_does_not_grow_over_five_hundred_questions(corpus_file):
+    """Slots, pool and searches are those of the rows at work, however many have been."""
+    decoder = make_decoder(corpus_file, "independent", max_new_tokens=4, batch_size=8)
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig(prefix_cache_gib=1e-4))
+    with decoder.new_engine() as engine:
+        stream_through(engine, range(200))
+        before = resident()
+        stream_through(engine, range(200, 700))
+    assert resident() - before < 6 * 2**20
+
+
+def test_an_autocast_that_begins_between_steps_makes_what_is_kept_anew(corpus_file):
+    decoder = make_decoder(corpus_file, "independent")
+    decoder.decode(QUESTIONS[:1])
+    with torch.autocast("cpu", torch.bfloat16):
+        rollout = decoder.decode(QUESTIONS[:1])[0]
+    assert rollout.finished and not rollout.error
+
+
+def raising(function, at):
+    """The function, but that call number `at` (from 1) raises."""
+    calls = []
+
+    def flaky(*given):
+        calls.append(1)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("no memory")
+        return function(*given)
+
+    return flaky
+
+
+def steps_on(engine, most=500):
+    """Steps on whatever is raised; the records of what was finished, by id."""
+    found = {}
+    for _ in range(most):
+        if not engine.busy:
+            break
+        with suppress(torch.OutOfMemoryError, ConnectionError):
+            found |= {e.rollout.id: rollout_record(e.rollout) for e in engine.step() if e.finished}
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("what", ["propose", "prefetch"])
+def test_a_step_that_raises_gives_nobody_a_wrong_answer(corpus_file, what, overlap, temperature):
+    way = {"batch_size": 4, "overlap": overlap, "commit_threshold": 0.5, "temperature": temperature}
+    decoder = make_decoder(corpus_file, "independent", **way)
+    expected = {r.id: rollout_record(r) for r in decoder.stream(ASKED)}
+    function, wrong = getattr(decoder.model_runner, what), []
+    for at in range(1, 12):
+        setattr(decoder.model_runner, what, raising(function, at))
+        with decoder.new_engine() as engine:
+            for question in ASKED:
+                engine.submit(question)
+            found = steps_on(engine)
+            if engine.busy:
+                wrong.append(f"call {at}: still busy after 500 steps")
+            wrong += [f"call {at}: {name}" for name in found if found[name] != expected[name]]
+    assert not wrong
+
+
+def test_a_forget_that_raises_costs_no_place(corpus_file):
+    decoder = make_decoder(corpus_file, "independent", batch_size=1)
+    engine = decoder.new_engine()
+
+    def down(asker):
+        raise ConnectionError("nobody answers")
+
+    decoder.retriever.forget = down
+    engine.submit(ASKED[0])
+    steps_on(engine)
+    assert engine.capacity == 1
+
+
+def test_questions_one_after_another_need_one_slot(corpus_file):
+    decoder = make_decoder(corpus_file, "independent", batch_size=16)
+    with decoder.new_engine() as engine:
+        for number in range(16):
+            engine.submit(Question(f"{number}", QUESTIONS[0]))
+            run(engine)
+    assert decoder.model_runner._contexts._store.slots == 1
+
+
+def test_the_record_has_the_overlap_that_held(corpus_file):
+    decoder = make_decoder(corpus_file, overlap="stale_evidence", batch_size=2)
+    with decoder.new_engine() as engine:
+        engine.submit(ASKED[0], DecodeConfig(max_new_tokens=12))
+        (rollout,) = run(engine).values()
+    assert (rollout.settings["overlap"], rollout.settings["batch_size"]) == ("stale_evidence", 2)
+
+
+WAYS = [
+    {"max_new_tokens": 12, "commit_threshold": 0.4},
+    {"max_new_tokens": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query_policy": "question"},
+    {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "early_stopping": False},
+    {"max_new_tokens": 12, "remask_threshold": 0.5, "block_length": 4, "retrieval_interval": 2},
+    {"max_new_tokens": 30, "query_policy": "feedback", "retrieval_threshold": 0.9},
+    {"max_new_tokens": 11, "query_policy": "two_rounds", "commit_threshold": 0.5},
+    {"max_new_tokens": 9, "temperature": 1.3, "commit_rule": "grounded", "query_policy": "response"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, monkeypatch, layout, overlap):
+    """Same ids at the same time, settings of their own, cancellations, a slow search, a pool too small."""
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
+    rng, alone, asked, done = random.Random(1), {}, {}, 0
+    settings = [{"commit_threshold": 0.9} | way for way in WAYS]
+    for number, way in enumerate(settings):
+        one = make_decoder(corpus_file, layout, batch_size=1, overlap=overlap, **way)
+        alone |= {(number, r.id): rollout_record(r) for r in one.stream(ASKED)}
+    decoder = make_decoder(corpus_file, layout, batch_size=5, overlap=overlap)
+    decoder.model_runner = MaskedModelRunner(
+        decoder.denoiser, 256, EngineConfig(prefix_cache_gib=2e-5, cpu_offload_gib=1e-5)
+    )
+    search = decoder.retriever.search
+    decoder.retriever.search = lambda queries: time.sleep(rng.random() * 0.004) or search(queries)
+    with decoder.new_engine() as engine:
+        for _ in range(400):
+            while engine.capacity and rng.random() < 0.6:
+                number, question = rng.randrange(len(settings)), rng.choice(ASKED)
+                ticket = engine.submit(question, DecodeConfig(**settings[number]))
+                asked[ticket] = number, question.id
+            flying = [row.ticket for group in engine._groups for row in group.rows]
+            if flying and rng.random() < 0.1:
+                engine.cancel(rng.choice(flying))
+            for event in engine.step():
+                if event.finished:
+                    done += 1
+                    assert rollout_record(event.rollout) == alone[asked[event.ticket]]
+    assert done > 20 and engine.capacity == 5
+    assert not decoder.retriever._successive._kept and not decoder.model_runner._contexts._held

@@ -1,0 +1,397 @@
+"""The answers file: nothing that was answered is lost or asked twice, whatever is killed."""
+
+import json
+import multiprocessing
+import random
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.decode.trace_file import read_trace
+from dlm_rag.errors import ConfigError, RunError, TraceError
+from dlm_rag.machine import describe_machine
+from dlm_rag.questions import Question
+from tests.support.results import CPU, make_stamp
+from tests.support.traces import HEADER, VERSION_1_LINE, make_rollout_with
+
+GPU = {"device": "cuda", "name": "a device", "attention": "flash", "torch": "2.13.0", "cuda": "12.9"}
+ASKED = [Question(f"q{n}", "Who?") for n in range(3)]
+
+
+def answer(name, **changes):
+    return make_rollout_with(id=name, response=f"x ### {name}", **changes)
+
+
+def failed(name):
+    return make_rollout_with(id=name, response="", steps=[], error="the search failed")
+
+
+@pytest.fixture
+def files(tmp_path):
+    return tmp_path / "a.jsonl", tmp_path / "t.jsonl"
+
+
+def run(files, rollouts=(), **stamped):
+    """Begins, adds what is not there yet, closes; returns what was asked."""
+    file = AnswersFile(*files)
+    file.open_run(make_stamp(**stamped), HEADER)
+    asked = [question.id for question in file.remaining(ASKED)]
+    for rollout in rollouts:
+        if rollout.id in asked:
+            file.append(rollout)
+    file.close()
+    return asked
+
+
+def ids(files):
+    return [
+        [json.loads(line)["id"] for line in files[0].read_text().splitlines()],
+        [rollout.id for rollout in read_trace(files[1])],
+    ]
+
+
+def test_the_same_command_started_twice_deletes_and_repeats_nothing(files):
+    """Both have read empty files; the second gets the lock when the first is done."""
+    first, second = AnswersFile(*files), AnswersFile(*files)
+    first.open_run(make_stamp(), HEADER)
+    with pytest.raises(ConfigError, match="is being written by another process"):
+        second.open_run(make_stamp(), HEADER)
+    for name in ("q0", "q1"):
+        first.append(answer(name))
+    first.close()
+    before = [path.read_bytes() for path in files]
+    second.open_run(make_stamp(), HEADER)
+    assert [path.read_bytes() for path in files] == before
+    assert [question.id for question in second.remaining(ASKED)] == ["q2"]
+    second.append(answer("q2"))
+    second.close()
+    assert ids(files) == [["q0", "q1", "q2"]] * 2
+
+
+def test_what_another_process_has_begun_with_other_settings_is_left_alone(files):
+    late = AnswersFile(*files)
+    run(files, [answer("q0")], dtype="float32")
+    with pytest.raises(ConfigError, match="holds answers with dtype=float32, this run has bfloat16"):
+        late.open_run(make_stamp(dtype="bfloat16"), HEADER)
+    assert ids(files) == [["q0"]] * 2
+    assert run(files, dtype="float32") == ["q1", "q2"], "the lock was given back"
+
+
+def test_reading_while_another_process_writes_is_no_error(files):
+    """Between the reading of the answers and that of the traces the other one goes on."""
+    running = AnswersFile(*files)
+    running.open_run(make_stamp(), HEADER)
+    running.append(answer("q0"))
+    reader = AnswersFile(*files)
+    assert [question.id for question in reader.remaining(ASKED)] == ["q1", "q2"]
+    running._writer.write(answer("q1"))
+    running._writer.write(answer("q2"))
+    AnswersFile(*files)
+    running.close()
+
+
+def test_a_kill_at_any_byte_loses_and_repeats_nothing(tmp_path, files):
+    """Cut wherever a kill may cut, the files end as if nothing had happened."""
+    rollouts = [answer(question.id) for question in ASKED]
+    file = AnswersFile(*files)
+    file.open_run(make_stamp(), HEADER)
+    sizes = [(0, 0)]
+    for rollout in rollouts:  # each adds to the trace, then to the answers
+        file.append(rollout)
+        sizes.append(tuple(path.stat().st_size for path in files))
+    file.close()
+    whole = [path.read_bytes() for path in files]
+    states = []
+    for (answers, traces), (more_answers, more_traces) in pairwise(sizes):
+        states += [(answers, end) for end in (*range(traces, more_traces, 61), more_traces - 1)]
+        states += [(end, more_traces) for end in (*range(answers, more_answers, 61), more_answers - 1)]
+    killed = tmp_path / "killed.jsonl", tmp_path / "killed-trace.jsonl"
+    stamped = json.dumps(make_stamp())
+    for ends in states:
+        for path, content, end in zip(killed, whole, ends, strict=True):
+            path.write_bytes(content[:end])
+        (tmp_path / "killed.jsonl.run.json").write_text(stamped)
+        done = sum(answers - 1 <= ends[0] for answers, _ in sizes[1:])  # a line may lack its line break
+        asked = run(killed, rollouts)
+        assert asked == [question.id for question in ASKED[done:]], ends
+        assert killed[0].read_bytes() == whole[0] and ids(killed)[1] == ids(files)[1], ends
+        assert list(read_trace(killed[1])) == list(read_trace(files[1])), ends
+    assert len(states) > 60
+
+
+def test_answers_are_written_as_they_finish_each_after_its_trace(files, monkeypatch):
+    file = AnswersFile(*files)
+    file.open_run(make_stamp(), HEADER)
+    file.append(answer("q0"))
+    assert ids(files) == [["q0"]] * 2, "on disk at once"
+    monkeypatch.setattr("dlm_rag.decode.results_file.append_json_lines", None)  # killed in between
+    with pytest.raises(TypeError):
+        file.append(answer("q1"))
+    assert ids(files) == [["q0"], ["q0", "q1"]]
+    file.close()
+    monkeypatch.undo()
+    assert run(files, [answer("q2"), answer("q1")]) == ["q1", "q2"]
+    assert ids(files) == [["q0", "q2", "q1"]] * 2
+    lines = files[1].read_text().splitlines()
+    assert sum('"passage"' in line for line in lines) == 3 and '"trace": 2' in lines[0]
+
+
+def test_what_failed_is_asked_again_and_what_was_answered_stays_byte_for_byte(files):
+    run(files, [failed("q0"), answer("q1"), failed("q2")])
+    kept = files[0].read_text().splitlines()[1]
+    assert run(files, [answer("q0"), failed("q2")]) == ["q0", "q2"]
+    assert ids(files) == [["q1", "q0", "q2"]] * 2
+    assert files[0].read_text().splitlines()[0] == kept
+    assert run(files, [answer("q2")]) == ["q2"]
+    assert [rollout.error for rollout in read_trace(files[1])] == ["", "", ""]
+
+
+def test_a_kill_while_lines_are_taken_out_leaves_a_whole_file(files, monkeypatch):
+    """The new file takes the old one's place at once, the trace first."""
+    run(files, [answer("q0"), failed("q1"), answer("q2")])
+    monkeypatch.setattr(Path, "replace", None)
+    before = [path.read_bytes() for path in files]
+    with pytest.raises(TypeError):
+        run(files)
+    assert [path.read_bytes() for path in files] == before
+    monkeypatch.undo()
+    assert run(files, [answer("q1")]) == ["q1"]
+    assert ids(files) == [["q0", "q2", "q1"]] * 2
+
+
+def test_traces_belong_to_answers_by_id_in_any_order(files):
+    run(files, [answer(question.id) for question in ASKED])
+    header, *passages, first, second, third = files[1].read_text().splitlines(keepends=True)
+    files[1].write_text("".join([header, *passages, third, first, second]))
+    assert run(files) == []
+    for lines in ([first, third], [first, second, third.replace("### q2", "### Q2")]):
+        files[1].write_text("".join([header, *passages, *lines]))
+        before = files[1].read_bytes()
+        with pytest.raises(ConfigError, match="does not hold the traces of"):
+            AnswersFile(*files)
+        assert files[1].read_bytes() == before
+
+
+def test_a_trace_of_another_run_is_left_alone(files, tmp_path):
+    run(files, [answer("q0"), answer("q1")])
+    before = files[1].read_bytes()
+    with pytest.raises(ConfigError, match="does not hold the traces of"):
+        AnswersFile(tmp_path / "typo.jsonl", files[1])
+    other = tmp_path / "other.jsonl"
+    run((other, tmp_path / "other-trace.jsonl"))  # begun, nothing answered
+    with pytest.raises(ConfigError, match="does not hold the traces of"):
+        run((other, files[1]))
+    assert files[1].read_bytes() == before
+
+
+def test_a_trace_that_another_run_writes_is_left_alone(files, tmp_path):
+    """The other has answered one question, which a kill of this run's might have left as well."""
+    late = tmp_path / "late.jsonl"
+    run((late, tmp_path / "late-trace.jsonl"))  # begun, nothing answered
+    running = AnswersFile(*files)
+    running.open_run(make_stamp(), HEADER)
+    running.append(answer("q0"))
+    before = files[1].read_bytes()
+    with pytest.raises(ConfigError, match=r"trace=.*t\.jsonl is being written by another process"):
+        run((late, files[1]))
+    assert files[1].read_bytes() == before
+    running.append(answer("q1"))
+    running.close()
+    assert ids(files) == [["q0", "q1"]] * 2 and not list(tmp_path.glob("*.lock"))
+
+
+def test_a_trace_of_version_1_is_not_gone_on_with(files):
+    files[1].write_text(VERSION_1_LINE)
+    record = {"id": "q1", "question": "Who wrote Emma?", "response": "M"}
+    files[0].write_text(json.dumps(record) + "\n")
+    files[0].with_name("a.jsonl.run.json").write_text(json.dumps({"answers_depend_on": {}}))
+    assert AnswersFile(*files).remaining([Question("q1", "Who wrote Emma?")]) == [], "it can be read"
+    with pytest.raises(TraceError, match="version 1, which nothing can be added to"):
+        run(files, [answer("q2")])
+    assert files[1].read_text() == VERSION_1_LINE
+
+
+def test_the_lock_is_gone_before_it_is_given_back(files):
+    """Unlinked afterwards, it might be the lock of a process that has taken it in between."""
+    file = AnswersFile(*files)
+    file.open_run(make_stamp(), HEADER)
+    path, release = Path(f"{files[0]}.lock"), file._locks[0].release
+    seen = []
+    file._locks[0].release = lambda: (seen.append(path.exists()), release())
+    file.close()
+    assert seen == [False]
+    with FileLock(path):
+        file.close()
+        assert path.exists(), "closed already: the lock is another's"
+
+
+def test_a_full_disk_is_one_sentence_and_what_was_answered_stays(files, monkeypatch):
+    """Wherever it is noticed: in the trace, in the answers, half-way through a line."""
+    import resource
+
+    file = AnswersFile(*files)
+    file.open_run(make_stamp(), HEADER)
+    file.append(answer("q0"))
+    before = [path.read_bytes() for path in files]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (len(before[1]), len(before[1]) + 40):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(
+                RunError, match=r"a\.jsonl cannot be written any more \(File too large\); .* kept"
+            ):
+                file.append(answer("q1"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
+    assert files[0].read_bytes() == before[0] and files[1].read_bytes().startswith(before[1])
+    assert run(files, [answer("q1"), answer("q2")]) == ["q1", "q2"]
+    assert ids(files) == [["q0", "q1", "q2"]] * 2
+
+
+def test_the_same_when_the_disk_is_full_from_the_beginning(files, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dlm_rag.decode.results_file.write_text_atomic", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        run(files)
+    monkeypatch.undo()
+    assert run(files) == ["q0", "q1", "q2"], "the lock was given back"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_file_that_is_taken_away_meanwhile_is_put_back(files, tmp_path, caplog, which):
+    """Removed, or moved elsewhere: what was in it is there again before the next line."""
+    whole = tmp_path / "whole.jsonl", tmp_path / "whole-trace.jsonl"
+    run(whole, [answer(f"q{n}") for n in range(3)])
+    file = AnswersFile(*files)
+    file.open_run(make_stamp(), HEADER)
+    file.append(answer("q0"))
+    files[which].unlink()
+    Path(f"{files[0]}.run.json").unlink()
+    file.append(answer("q1"))
+    files[which].rename(tmp_path / "elsewhere")
+    file.append(answer("q2"))
+    file.close()
+    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in whole]
+    assert caplog.text.count(f"{files[which]} was removed or renamed") == 2
+    assert run(files) == []
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_a_run_goes_on_with_is_its_own_from_the_beginning(files, which):
+    """A model may load for minutes between reading what is answered and the next answer."""
+    run(files, [answer("q0"), answer("q1")])
+    file = AnswersFile(*files)
+    file.open_run(make_stamp(), HEADER)
+    files[which].unlink()
+    file.append(answer("q2"))
+    file.close()
+    assert ids(files) == [["q0", "q1", "q2"]] * 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_file_that_is_cut_or_replaced_meanwhile_ends_the_run(files, which):
+    """Its lines are another's now: nothing is added to them, and what lies there stays."""
+    file = AnswersFile(*files)
+    file.open_run(make_stamp(), HEADER)
+    file.append(answer("q0"))
+    before = files[which].read_bytes()
+    files[which].unlink()
+    files[which].write_bytes(before[:-1])
+    with pytest.raises(RunError, match=f"{files[which]} was cut short or replaced by another process"):
+        file.append(answer("q1"))
+    assert files[which].read_bytes() == before[:-1]
+    files[which].write_bytes(b"")
+    file.close()
+
+
+MANY = [Question(f"q{n}", "Who?") for n in range(300)]
+
+
+def take_turns(files):
+    """Answers some questions at a time, every third in vain at first, until none is left."""
+    while (file := AnswersFile(*files)).remaining(MANY):
+        try:
+            file.open_run(make_stamp(), HEADER)
+        except ConfigError as error:
+            assert "is being written by another process" in str(error)
+            time.sleep(0.002)
+            continue
+        for number, question in enumerate(file.remaining(MANY)[:20]):
+            file.append(failed(question.id) if number % 3 == 2 else answer(question.id))
+            time.sleep(0.002)
+        file.close()
+
+
+@pytest.mark.slow
+def test_two_processes_one_of_them_killed_again_and_again_lose_and_repeat_nothing(files):
+    """A kill may come while lines are taken out, within a line, or between a trace and its answer."""
+    context, rng, kept, kills = multiprocessing.get_context("fork"), random.Random(0), set(), 0
+    first = context.Process(target=take_turns, args=(files,))
+    first.start()
+    while first.is_alive():
+        second = context.Process(target=take_turns, args=(files,))
+        second.start()
+        time.sleep(rng.random() * 0.1)
+        second.kill()
+        second.join()
+        kills += second.exitcode == -signal.SIGKILL
+        text = files[0].read_text() if files[0].exists() else ""
+        whole = {line for line in text.splitlines(True) if line.endswith("}\n") and '"error"' not in line}
+        assert kept <= whole, "an answer is gone"
+        kept = whole
+    first.join()
+    assert first.exitcode == 0 and kills > 2  # how many depends on the machine
+    names, traced = ids(files)
+    assert sorted(names) == sorted(traced) == sorted(question.id for question in MANY)
+    assert kept <= set(files[0].read_text().splitlines(True)) and len(kept) > 100
+
+
+def machines(files):
+    return json.loads(files[0].with_name("a.jsonl.run.json").read_text())["machines"]
+
+
+def test_a_run_that_goes_on_elsewhere_says_so_and_is_stamped(files, caplog):
+    run(files, [answer("q0")])
+    assert machines(files) == [CPU]
+    run(files, [failed("q1")])
+    assert machines(files) == [CPU] and not caplog.records, "the same machine"
+    run(files, [answer("q1")], machine=GPU)
+    assert machines(files) == [CPU, GPU] and len(caplog.records) == 1
+    assert caplog.messages[0] == (
+        f"out={files[0]} holds answers made with device=cpu, name=a processor, attention=sdpa, threads=1, "
+        "cuda=None, this run has device=cuda, name=a device, attention=flash, threads=None, cuda=12.9: "
+        "rounding may differ, and with it an answer"
+    )
+    run(files, [answer("q2")])
+    assert machines(files) == [CPU, GPU] and len(caplog.records) == 1, "both are known"
+
+
+def test_a_stamp_without_machines_gets_one(files, caplog):
+    run(files, [answer("q0")])
+    files[0].with_name("a.jsonl.run.json").write_text(json.dumps({"answers_depend_on": {}}))
+    run(files, [answer("q1")])
+    assert machines(files) == [CPU]
+
+
+def test_a_machine_is_described_by_what_changes_rounding(monkeypatch):
+    found = describe_machine(torch.device("cpu"), "sdpa")
+    assert (found["device"], found["attention"], found["torch"]) == ("cpu", "sdpa", torch.__version__)
+    assert found["threads"] == torch.get_num_threads() and "cores" in found["name"]
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a device")
+    monkeypatch.setattr("torch.version.cuda", "12.9")
+    monkeypatch.setattr("dlm_rag.machine._nvidia_driver", lambda: "580.1")
+    monkeypatch.setattr("dlm_rag.machine.packages_distributions", lambda: {"flash_attn": ["flash-attn"]})
+    monkeypatch.setattr("dlm_rag.machine.version", lambda package: "2.8.3")
+    assert describe_machine(torch.device("cuda"), "flash") == {
+        "device": "cuda", "name": "a device", "attention": "flash", "torch": torch.__version__,
+        "cuda": "12.9", "driver": "580.1", "flash-attn": "2.8.3",
+    }  # fmt: skip

@@ -1,0 +1,164 @@
+"""What the terminal shows, rendered to plain text."""
+
+import io
+import re
+from itertools import pairwise
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
+from dlm_rag.decode.terminal import (
+    LiveView,
+    RunTotals,
+    WrappedText,
+    choose_step_colour,
+    find_line_breaks,
+    render_answer,
+    render_canvas,
+    render_progress,
+)
+from dlm_rag.questions import Question
+from tests.support.decoding import QUESTIONS, make_decoder
+from tests.support.rollouts import make_two_step_rollout, render_to_text
+
+
+def test_progress_shows_canvas_query_and_the_passages_that_came_and_went():
+    rollout = make_two_step_rollout()
+    rollout.steps = rollout.steps[:2]
+    text = render_to_text(render_progress(rollout))
+    assert "Who?" in text and "xy·" in text and "query  Who? x" in text
+    marks = [line.strip("│ ").split() for line in text.splitlines() if line.strip("│ ")[:1] in ("+", "-")]
+    assert marks == [["+", "c"], ["-", "a"]]
+    assert "step 1 · 2 of 3 tokens · searched" in text
+
+
+def test_answer_shows_sources_and_what_was_cut():
+    rollout = make_two_step_rollout()
+    rollout.evidence_texts = {"b": "Title [b]\ntext"}
+    source = {"id": "b", "step": 2, "words": ["z"]}
+    rollout.citations = [{"text": "z", "kind": "answer", "passages": [source], "unsupported": []}]
+    rollout.cut = {"tokens": 9, "passages_shortened": 1, "passages_dropped": 2}
+    text = render_to_text(render_answer(rollout))
+    assert "answer  z" in text and "b Title [b] (step 2)" in text
+    assert "9 tokens of evidence, 1 passages shortened, 2 dropped" in text
+
+
+def test_brackets_in_a_question_are_no_markup():
+    rollout = make_two_step_rollout()
+    rollout.question = "What is [bold]this[/]?"
+    assert "What is [bold]this[/]?" in render_to_text(render_progress(rollout))
+
+
+def test_colours_run_from_the_first_step_to_the_last():
+    assert choose_step_colour(1, 10) != choose_step_colour(10, 10)
+    assert len({choose_step_colour(step, 1000) for step in range(1, 1001)}) == 7
+
+
+def test_figures_line_by_hand():
+    tally = RunTotals()
+    for _ in range(2):
+        tally.add(make_two_step_rollout())
+    figures = "1.00 answers/s · 2.0 forwards/answer · 1.00 tokens/forward · time: retrieve 100% · cpu"
+    assert tally.summary_line(2.0, "cpu") == f"2 questions in 2.0 s · {figures}"
+    failed = make_two_step_rollout()
+    failed.error = "too long"
+    tally.add(failed)
+    assert tally.summary_line(3.0, "cpu").startswith("3 questions in 3.0 s, 1 failed · 1.00 answers/s")
+
+
+def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
+    console = Console(width=100, height=40, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
+    decoder = make_decoder(corpus_file, batch_size=2)
+    from dlm_rag.decode.decoder import as_questions
+
+    with LiveView(console) as view:
+        for rollout in decoder.stream(as_questions(QUESTIONS), view.step):
+            view.finish(rollout)
+    text = console.export_text()
+    assert all(question[:40] in text for question in QUESTIONS)
+
+
+def test_control_characters_of_a_passage_do_not_reach_the_terminal():
+    rollout = make_two_step_rollout()
+    rollout.question = "a\x1b[2Jb"
+    rollout.evidence_texts = {"b": "evil\x1b]0;title\x07"}
+    shown = render_to_text(render_progress(rollout)) + render_to_text(render_answer(rollout))
+    assert "evil" in shown and "\x1b" not in shown and "\x07" not in shown
+
+
+def test_a_token_in_a_row_is_counted():
+    tokens = [CommittedToken(n, 5 if n < 2 else 1, "ab" if n < 2 else "<end>", 1.0) for n in range(8)]
+    steps = [RolloutStep(0, "q", (), True), RolloutStep(1, None, (), False, committed=tuple(tokens))]
+    shown = render_canvas(Rollout("1", "?", "joint", 10, steps=steps)).plain
+    assert shown == "abab<end>×6··"
+
+
+def test_a_question_that_fails_at_once_is_shown_beside_the_others(corpus_file):
+    console = Console(width=100, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
+    decoder = make_decoder(corpus_file, batch_size=2)
+    asked = [Question("long", "why " * 2000), Question("emma", "Who wrote Emma?")]
+    with LiveView(console) as view:
+        for rollout in decoder.stream(asked, view.step):
+            view.finish(rollout)
+    shown = console.export_text()
+    assert "tokens too long" in shown and "Who wrote Emma?" in shown
+
+
+def split(text, width):
+    places = [0, *find_line_breaks(text, width), len(text)]
+    return [text[a:b] for a, b in pairwise(places)]
+
+
+def test_lines_end_behind_words_dots_and_wide_characters():
+    assert split("one two three", 7) == ["one two ", "three"]
+    assert split("van" + "·" * 6, 5) == ["van··", "····"], "dots go on where the words end"
+    assert split("ab 源氏物語", 6) == ["ab 源", "氏物語"]
+    assert split("abcdefgh", 3) == ["abc", "def", "gh"]
+
+
+@pytest.mark.parametrize("width", range(2, 12))
+def test_no_line_is_wider_than_there_is_room_and_nothing_is_lost(width):
+    text = "Who wrote 源氏物語, the Tale of Genji? ·········· unbelievably long   blanks"
+    lines = split(text, width)
+    assert "".join(lines) == text
+    assert all(cell_len(line.rstrip()) <= width for line in lines), lines
+
+
+def test_what_is_more_than_its_lines_is_cut_with_dots():
+    assert render_to_text(WrappedText(Text("one two three four five six"), 2), width=10).splitlines() == [
+        "one two",
+        "three fou…",
+    ]
+
+
+def test_words_that_no_passage_holds_are_marked_in_the_answer_and_in_its_sentence():
+    rollout = make_two_step_rollout()
+    rollout.response = "### Jerur Wba"
+    rollout.citations = [{"text": "Jerur Wba", "kind": "answer", "passages": [], "unsupported": ["wba"]}]
+    console = Console(width=80, force_terminal=True, color_system="truecolor", file=io.StringIO())
+    console.print(render_answer(rollout))
+    shown = console.file.getvalue()
+    answer, source = re.findall(r"\x1b\[([\d;]*)mWba", shown)
+    assert answer == "1;4;31" and "4" in source.split(";")  # 4: underlined, 1: bold, 31: red
+    assert "underlined" in shown and "Jerur\x1b" not in shown
+    rollout.citations[0]["unsupported"] = []
+    assert "underlined" not in render_to_text(render_answer(rollout))
+
+
+def test_only_panels_that_the_terminal_holds_whole_are_shown(corpus_file):
+    console = Console(width=80, height=15, force_terminal=True, file=io.StringIO())
+    view = LiveView(console)
+    for name in "abc":
+        rollout = make_two_step_rollout()
+        rollout.id = name
+        view._flying[name] = rollout
+    shown = view._fitting_panels()
+    lines = sum(len(console.render_lines(one, pad=False)) for one in shown)
+    assert len(shown) == 3 and lines == 15 and shown[2].plain == "and 1 more"
+    console.height = 14
+    assert len(view._fitting_panels()) == 2
+    console.height = 80
+    assert len(view._fitting_panels()) == 3

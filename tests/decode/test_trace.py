@@ -1,0 +1,255 @@
+"""A trace alone, with the tokenizer, makes every prompt, page and training row again."""
+
+import json
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from dlm_rag.decode.steps import StepExecutor
+from dlm_rag.decode.terminal import render_answer
+from dlm_rag.decode.trace_file import (
+    TraceWriter,
+    make_step_examples,
+    read_trace,
+    read_trace_header,
+    rebuild_prompts,
+    restore_evidence_texts,
+)
+from dlm_rag.errors import TraceError, UserError
+from dlm_rag.evaluation.metrics import score_rollout
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, fit_passages
+from dlm_rag.questions import Question
+from dlm_rag.tokenizer import PromptTemplate
+from tests.support.rollouts import render_to_text
+from tests.support.tiny_models import byte_tokenizer, tiny_tokenizer
+from tests.support.traces import (
+    HEADER,
+    TRACE_QUESTIONS,
+    VERSION_1_LINE,
+    make_decoder,
+    make_rollout_with,
+    make_trace_header,
+    write_rollouts,
+)
+
+LAYOUTS = ["joint", "prefix", "independent"]
+
+
+def decode_and_spy(decoder):
+    """The rollouts, and by question and step what the denoiser saw: arrangement, canvas."""
+    seen, denoise = {}, StepExecutor.denoise
+
+    def spy(steps, rows):
+        seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
+        denoise(steps, rows)
+
+    with patch.object(StepExecutor, "denoise", spy):
+        return decoder.decode(TRACE_QUESTIONS), seen
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"remask_threshold": 0.6}, {"overlap": "stale_evidence"}, {"retrieval_interval": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_prompt_and_training_row_is_made_again(
+    corpus, tmp_path, tokenizer_folder, layout, shifted, settings
+):
+    decoder = make_decoder(corpus, layout, shifted=shifted, **settings)
+    rollouts, seen = decode_and_spy(decoder)
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
+
+    header = read_trace_header(path)
+    tokenizer = header.tokenizer(tokenizer_folder)
+    made = {}
+    for rollout in read_trace(path):
+        for row in make_step_examples(rollout, header, tokenizer):
+            laid = lay_out_prompt(row.prompt, header.shape, header.prompt_layout)
+            made[rollout.id, row.step] = laid, list(row.canvas)
+            assert row.hidden == tuple(n for n, token in enumerate(row.canvas) if token == 256)
+            assert row.committed == rollout.steps[row.step].committed
+            for token in row.committed:
+                assert row.target[token.position] == token.token_id or settings.get("remask_threshold")
+        *_, last = rollout.canvases(header.mask_id)
+        assert row.target == tuple(last)
+    assert made == seen
+    assert max(rollout.cut.get("passages_shortened", 0) for rollout in rollouts)
+    dropped = [step.dropped for rollout in rollouts for step in rollout.steps if step.dropped]
+    assert bool(dropped) == (layout != "independent"), "in independent each passage has a place"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rollout_read_back_is_the_rollout(corpus, tmp_path, tokenizer_folder, layout):
+    decoder = make_decoder(corpus, layout)
+    rollouts = decoder.decode(TRACE_QUESTIONS)
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
+    header = read_trace_header(path)
+    assert header == make_trace_header(decoder)
+    for again, rollout, question in zip(read_trace(path), rollouts, TRACE_QUESTIONS, strict=True):
+        assert again == replace(rollout, evidence_texts={}), "confidences and log-probabilities bit for bit"
+        assert restore_evidence_texts(again, header, header.tokenizer(tokenizer_folder)) == rollout
+        assert score_rollout(again, question) == score_rollout(rollout, question)
+        assert list(again.replay()) == list(rollout.replay())
+        assert again.answer_record() == rollout.answer_record()
+
+
+def test_a_page_is_made_again(corpus, tmp_path, tokenizer_folder):
+    """Texts as far as they were in the prompt, citations, the canvas: what a person sees is the same."""
+    decoder = make_decoder(corpus, "joint")
+    rollout = decoder.decode(TRACE_QUESTIONS[:1])[0]
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), [rollout])
+    header, (again,) = read_trace_header(path), read_trace(path)
+    tokenizer = header.tokenizer(tokenizer_folder)
+    assert render_to_text(
+        render_answer(restore_evidence_texts(again, header, tokenizer))
+    ) == render_to_text(render_answer(rollout))
+    for step, prompt in zip(again.steps, rebuild_prompts(again, header, tokenizer), strict=True):
+        text = bytes(prompt.prompt.ids).decode()
+        assert tuple(prompt.texts) == step.passage_ids and prompt.dropped == step.dropped
+        assert all(part.strip() in text for part in prompt.texts.values())
+
+
+def test_what_was_dropped_shapes_the_prompt():
+    """ "[1] x" is followed by a line break because a second fact was found, though it has no place."""
+    tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact="[{number}] {passage}"))
+    room = ContextBudget("joint", context_length=2 + 5 + 1 + 4, canvas_length=4, passage_length=1)
+    both = fit_passages(tokenizer, "?", {"one": "x", "two": "y"}, room)
+    alone = fit_passages(tokenizer, "?", {"one": "x"}, room)
+    assert bytes(both.prompt.ids) == b"?\n[1] x\n" and bytes(alone.prompt.ids) == b"?\n[1] x"
+    assert (both.texts, both.dropped, alone.texts) == ({"one": "x"}, ("two",), {"one": "x"})
+
+
+def test_log_probabilities_are_those_of_temperature_one_and_survive_the_file(corpus, tmp_path):
+    decoder = make_decoder(corpus, "joint", temperature=2.0, early_stopping=False)
+    rollouts = decoder.decode(TRACE_QUESTIONS)
+    path = write_rollouts(tmp_path / "t.jsonl", make_trace_header(decoder), rollouts)
+    line = json.loads(path.read_text().splitlines()[-1])
+    tokens = [token for step in line["steps"] for token in step["committed"]]
+    assert len(tokens) == 12
+    for token in tokens:
+        assert token["log_prob"] == pytest.approx(np.log(token["confidence"]), abs=1e-6)
+        for key in ("confidence", "log_prob"):
+            assert float(np.float32(token[key])) == token[key], "a float32, unrounded"
+    assert any(len(str(token["confidence"])) > 10 for token in tokens)
+
+
+def test_a_trace_line_has_the_fields_of_the_contract(tmp_path):
+    first, *passages, line = map(
+        json.loads,
+        write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()]).read_text().splitlines(),
+    )
+    assert first["trace"] == 2 and first["settings"]["commit_threshold"] == 0.9
+    assert passages == [{"passage": name, "text": f"text of {name}"} for name in "abc"]
+    assert set(line) == {"id", "question", "prompt_layout", "canvas_length", "steps", "response"}
+    assert set(line["steps"][0]) == {"step", "query", "passage_ids", "retrieved", "committed", "seconds"}
+    assert line["steps"][1]["committed"][0] == {
+        "position": 0, "token_id": 5, "token": "x", "confidence": 0.9, "log_prob": -0.105,
+    }  # fmt: skip
+    assert line["steps"][2]["remasked"] == [1]
+
+
+def test_a_row_has_settings_of_its_own(tmp_path):
+    other = make_rollout_with(
+        id="q2", settings=make_rollout_with().settings | {"temperature": 0.7, "seed": 5}
+    )
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with(), other])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert "settings" not in lines[-2] and lines[-1]["settings"] == {"temperature": 0.7, "seed": 5}
+    assert list(read_trace(path)) == [make_rollout_with(), other]
+
+
+def test_a_text_is_written_once_however_often_the_file_is_opened(tmp_path):
+    path = tmp_path / "t.jsonl"
+    for name in ("q1", "q2", "q3"):
+        write_rollouts(path, HEADER, [make_rollout_with(id=name)])
+    lines = path.read_text().splitlines()
+    assert len(lines) == 1 + 3 + 3 and sum('"trace": 2' in line for line in lines) == 1
+    assert [rollout.id for rollout in read_trace(path)] == ["q1", "q2", "q3"]
+
+
+def test_a_text_that_has_changed_is_written_again(tmp_path):
+    """A search engine may say something else under the same id an hour later."""
+    later = make_rollout_with(id="q2")
+    later.passages = later.passages | {"b": "news of b"}
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with(), later])
+    assert [rollout.passages["b"] for rollout in read_trace(path)] == ["text of b", "news of b"]
+
+
+def test_a_question_that_failed_keeps_its_reason(tmp_path):
+    failed = make_rollout_with(error="the search failed", response="", steps=[])
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [failed])
+    assert next(read_trace(path)).error == "the search failed" and '"passage"' not in path.read_text()
+
+
+def test_version_1_is_still_read(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(VERSION_1_LINE + VERSION_1_LINE.replace('"q1"', '"q2"'), encoding="utf-8")
+    first, second = read_trace(path)
+    assert (first.id, second.id, first.response, first.evidence) == ("q1", "q2", "M", ("emma", "dune"))
+    assert [{p: t.token_id for p, t in state.items()} for state in first.replay()] == [
+        {},
+        {0: 200},
+        {0: 77},
+    ]
+    assert first.steps[2].committed[0].log_prob is None and not first.passages and not first.settings
+    assert score_rollout(first, Question("q1", "?", (), ("emma",))).recall_last == 1.0
+    with pytest.raises(TraceError, match="no trace of version 2"):
+        read_trace_header(path)
+    with pytest.raises(TraceError, match="version 1, which nothing can be added to"):
+        TraceWriter(path, HEADER)
+
+
+def test_a_bad_trace_is_one_sentence(tmp_path):
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
+    header, *passages, line = path.read_text().splitlines(keepends=True)
+    broken = json.loads(line)
+    del broken["steps"][1]["query"]
+    for text, says in {
+        header.replace('"trace": 2', '"trace": 3') + line: "is a trace of version 3, known are 1 and 2",
+        header.replace("mask_id", "mask") + line: "line 1: this is no line of a trace",
+        header + line: "line 2: the text of passage 'a' is not in the file",
+        header + "".join(passages) + "{}\n" + line: "line 5: this is no line of a trace",
+        header + "".join(passages) + json.dumps(broken) + "\n": "line 5: this is no line of a trace",
+        header + '{"passage": 1, "text": "x"}\n': "line 2: this is no line of a trace",
+        header + '{"passage": "a"\n' + line: "line 2: the line is not JSON",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(UserError, match=says) as caught:
+            list(read_trace(path))
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(TraceError, match="nowhere.jsonl' was not found"):
+        next(read_trace(tmp_path / "nowhere.jsonl"))
+
+
+def test_a_last_line_cut_short_is_left_out_wherever_the_cut(tmp_path):
+    whole = write_rollouts(
+        tmp_path / "t.jsonl", HEADER, [make_rollout_with(), make_rollout_with(id="q2")]
+    ).read_bytes()
+    start = whole.rindex(b"\n", 0, -1) + 1
+    path = tmp_path / "torn.jsonl"
+    for end in range(start, len(whole) - 1, 11):
+        path.write_bytes(whole[:end])
+        assert [rollout.id for rollout in read_trace(path)] == ["q1"]
+    path.write_bytes(whole[:-1])
+    assert [rollout.id for rollout in read_trace(path)] == ["q1", "q2"], "only the line break is missing"
+
+
+def test_rollouts_are_read_one_by_one(tmp_path):
+    path = write_rollouts(tmp_path / "t.jsonl", HEADER, [make_rollout_with()])
+    with path.open("a") as file:
+        file.write("not a line\n")
+    reading = read_trace(path)
+    assert next(reading).id == "q1", "what follows is not read yet"
+    with pytest.raises(TraceError):
+        next(reading)

@@ -1,0 +1,619 @@
+"""Energy: exact joules from a fake NVML and a fake /sys; without a sensor the reason and no figure."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+
+from dlm_rag.commands import doctor, executors
+from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.config import Config
+from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.decode.terminal import RunTotals
+from dlm_rag.energy import meter as metering
+from dlm_rag.energy.meter import (
+    EnergyCounter,
+    EnergyMeter,
+    SensorError,
+    describe_sensors,
+    find_counters,
+    find_rapl_counters,
+    open_meter,
+)
+from dlm_rag.energy.reading import (
+    DeviceEnergy,
+    EnergyReading,
+    format_energy,
+    format_three_digits,
+    merge_readings,
+    summarise_energy,
+)
+from dlm_rag.evaluation.report import build_energy_table
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.energy import EnergyWindows
+from dlm_rag.training.metrics_logger import read_metrics
+from dlm_rag.training.planning.plan_report import describe_measured_energy
+from tests.support.paths import ROOT
+from tests.support.rollouts import make_two_step_rollout as two_steps
+
+sys.path.insert(0, str(ROOT / "profiling"))
+
+import attribute
+import attribution
+import attribution_report
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+ONE = DistributedContext(0, 1, 0)
+
+
+class Clock:
+    """A clock that tests advance, or that shows these moments."""
+
+    def __init__(self, *moments):
+        self.now, self.moments = 100.0, list(moments)
+
+    def perf_counter(self):
+        return self.moments.pop(0) if self.moments else self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class FakeNvml:
+    """One GPU of UUID "a"."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, millijoules=7_000_000, driver=True):
+        self.millijoules, self.driver = millijoules, driver
+
+    def nvmlInit(self):  # noqa: N802
+        if not self.driver:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        if uuid != "GPU-a":
+            raise self.NVMLError("Not Found")
+
+    def nvmlDeviceGetIndex(self, handle):  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):  # noqa: N802
+        if self.millijoules is None:
+            raise self.NVMLError("Not Supported")
+        return self.millijoules
+
+
+def rapl(root: Path, folder: str, name: str, energy_uj: int, range_uj: int = 262_143_328_850) -> Path:
+    """A domain of RAPL in a fake /sys; returns its counter."""
+    path = root / "class/powercap" / folder
+    path.mkdir(parents=True)
+    (path / "name").write_text(f"{name}\n")
+    (path / "max_energy_range_uj").write_text(f"{range_uj}\n")
+    (path / "energy_uj").write_text(f"{energy_uj}\n")
+    return path / "energy_uj"
+
+
+def counter(values, wraps_at=None):
+    """A counter with these values of joules, one after another."""
+    return EnergyCounter("d", "a thing", "fake", iter(values).__next__, 0.1, wraps_at)
+
+
+def measured(seconds, *values, **more) -> EnergyReading:
+    clock = Clock()
+    with EnergyMeter([counter(values, **more)], clock=clock) as meter:
+        clock.now += seconds
+    return meter.reading
+
+
+def test_joules_are_the_difference_of_both_ends_with_the_error_of_a_step():
+    reading = measured(10.0, 5000.0, 6200.0)
+    assert (reading.joules, reading.seconds) == (1200.0, 10.0)
+    assert reading.error == pytest.approx(0.1 * 120), "0.1 s of the mean power, 120 W"
+    assert (reading.sensor, reading.scope, reading.reason) == ("fake", "a thing", "")
+    assert measured(10.0, 990.0, 15.0, wraps_at=1000.0).joules == 25.0
+    assert measured(2.0, 0.0, 100.0).joules == 100.0
+    assert measured(3600.0, 1.0, 2.0).joules == 1.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "values", "wraps_at", "reason"),
+    [
+        (61.0, (1.0, 2.0), 1000.0, "not read for 61 s"),
+        (5.0, (7.0, 2.0), None, "backwards"),
+        (5.0, (7.0, 7.0), None, "still"),
+        (1.9, (0.0, 100.0), None, "1.9 s are too short: 2 s"),
+        (5.0, (1.0,), None, "a thing"),
+    ],
+)
+def test_a_reading_that_cannot_be_right_has_a_reason_and_no_joules(seconds, values, wraps_at, reason):
+    reading = measured(seconds, *values, wraps_at=wraps_at)
+    assert reading.joules is None and reading.error is None and reason in reading.reason
+
+
+def test_laps_add_up_to_the_whole():
+    clock = Clock()
+    meter = EnergyMeter([counter([10.0, 20.0, 50.0, 90.0])], clock=clock)
+    meter.start()
+    laps = []
+    for seconds in (2, 3, 4):
+        clock.now += seconds
+        assert meter.elapsed == seconds
+        laps.append(meter.lap() if seconds < 4 else meter.stop())
+    assert [lap.joules for lap in laps] == [10.0, 30.0, 80.0] and laps[-1].seconds == 9
+
+
+def test_rapl_counts_each_package_once_and_nothing_else(tmp_path):
+    """Cores lie within the package, psys around it, and mmio is the package again."""
+    for number, (folder, name) in enumerate(
+        [("intel-rapl:0", "package-0"), ("intel-rapl:0:0", "core"), ("intel-rapl:0:1", "dram"),
+         ("intel-rapl:1", "package-1"), ("intel-rapl:2", "psys"), ("intel-rapl-mmio:0", "package-0")]
+    ):  # fmt: skip
+        rapl(tmp_path, folder, name, number)
+    assert [(c.scope, c.read()) for c in find_rapl_counters(tmp_path)] == [
+        ("CPU package 0 without its memory", 0),
+        ("CPU package 1 without its memory", pytest.approx(3e-6)),
+    ]
+
+
+def test_joules_of_two_packages_are_exact_when_a_counter_wraps(tmp_path):
+    """Range 65,500 J: from 65,000 to 500 by way of the end is 1,000 J; the other goes from 100 to 350."""
+    first = rapl(tmp_path, "intel-rapl:0", "package-0", 65_000_000_000, range_uj=65_500_000_000)
+    second = rapl(tmp_path, "intel-rapl:1", "package-1", 100_000_000, range_uj=65_500_000_000)
+    clock = Clock()
+    meter = EnergyMeter(find_rapl_counters(tmp_path), clock=clock)
+    meter.start()
+    for energy_uj in (65_400_000_000, 200_000_000, 500_000_000):
+        clock.now += 20
+        first.write_text(str(energy_uj))
+        meter.count_joules(wrapping_only=True)  # as the thread does
+    second.write_text("350000000")
+    reading = meter.stop()
+    assert [part.joules for part in reading.parts] == [pytest.approx(1000), pytest.approx(250)]
+    assert reading.joules == pytest.approx(1250) and reading.error == pytest.approx(0.001 * 1250 / 60)
+
+
+def test_a_thread_reads_counters_that_wrap(monkeypatch):
+    """The counter goes around three times; were it read at both ends only it would show 1 J."""
+    values, seen, clock = [0.0], metering.threading.Event(), Clock()
+
+    def read():
+        values.append((values[-1] + 7.0) % 20.0)
+        if len(values) > 12:
+            seen.set()
+        return values[-1]
+
+    monkeypatch.setattr(metering, "READ_SECONDS", 0.001)
+    with EnergyMeter([EnergyCounter("d", "s", "n", read, 0.001, wraps_at=20.0)], clock=clock) as meter:
+        assert seen.wait(120)
+        clock.now += 5
+    assert meter.reading.joules == pytest.approx(7.0 * (len(values) - 2))
+
+
+def test_counters_for_root_alone_are_not_measured_and_the_remedy_is_named(tmp_path, monkeypatch):
+    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
+    read = Path.read_text
+
+    def refuse(path):
+        if path.name == "energy_uj":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(SensorError, match="energy_uj") as error:
+        find_rapl_counters(tmp_path)
+    assert error.value.remedy == "sudo chmod a+r /sys/class/powercap/*/energy_uj"
+
+
+@pytest.mark.parametrize("file", ["energy_uj", "max_energy_range_uj"])
+def test_a_counter_that_is_not_a_number_is_not_measured(tmp_path, file):
+    with pytest.raises(SensorError, match="no RAPL"):
+        find_rapl_counters(tmp_path)
+    rapl(tmp_path, "intel-rapl:0", "package-0", 1).with_name(file).write_text("what?\n")
+    with pytest.raises(SensorError, match="cannot be read"):
+        find_rapl_counters(tmp_path)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Torch with one GPU of UUID `a` and a name."""
+
+    def make(name="NVIDIA H200"):
+        properties = SimpleNamespace(uuid="a", name=name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        waits = []
+        monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+        return waits
+
+    return make
+
+
+def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(tmp_path, cuda):
+    waits, nvml = cuda(), FakeNvml()
+    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
+    counters, _ = find_counters(CUDA, root=tmp_path, nvml=nvml)
+    assert [(c.sensor, c.scope) for c in counters] == [
+        ("NVML energy counter", "GPU 2 (NVIDIA H200)"), ("RAPL", "CPU package 0 without its memory")
+    ]  # fmt: skip
+    meter = open_meter("auto", CUDA, host=False, root=tmp_path, nvml=nvml)
+    assert [c.read() for c in meter.counters] == [7000.0], "another process counts the CPUs"
+    meter.start()
+    assert waits == [CUDA]
+    meter.stop()
+    assert waits == [CUDA, CUDA]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA GB10"])
+def test_the_cpu_of_a_module_is_not_counted_twice(tmp_path, cuda, name):
+    cuda(name)
+    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
+    ((found,), missing) = find_counters(CUDA, root=tmp_path, nvml=FakeNvml())
+    assert found.includes_cpu and "its CPU" in found.scope and missing is None
+
+
+@pytest.mark.parametrize(
+    ("name", "nvml", "reason"),
+    [
+        ("NVIDIA H200 MIG 1g.18gb", FakeNvml(), "MIG"),
+        ("Tesla K80", FakeNvml(millijoules=None), "Tesla K80: Not Supported"),
+        ("NVIDIA H200", FakeNvml(driver=False), "Driver Not Loaded"),
+    ],
+)
+def test_a_gpu_without_a_counter_is_not_measured_by_its_cpu(tmp_path, cuda, name, nvml, reason):
+    cuda(name)
+    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
+    with open_meter("auto", CUDA, root=tmp_path, nvml=nvml) as meter:
+        pass
+    assert meter.reading.joules is None and reason in meter.reading.reason
+
+
+def test_the_fake_has_functions_of_the_package():
+    used = [name for name in vars(FakeNvml) if name.startswith("nvml")]
+    assert len(used) == 4 and all(callable(getattr(pynvml, name)) for name in used)
+
+
+def test_a_cpu_is_measured_without_the_gpus_that_are_not_used(tmp_path):
+    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
+    assert [c.sensor for c in open_meter("auto", CPU, root=tmp_path).counters] == ["RAPL"]
+    assert not open_meter("auto", CPU, host=False, root=tmp_path).counters
+    with open_meter("none", CPU, root=tmp_path) as meter:
+        pass
+    assert not meter.reading.was_requested and meter.reading.to_record() is None
+    assert "energy" not in RunTotals().summary_line(1.0, "cpu", meter.reading)
+    assert "mps" in describe_sensors(torch.device("mps"))[0]
+
+
+def test_idle_is_measured_before_the_window():
+    """10 s idle at 50 W, then 4 s at 200 W: 800 J, 600 of them above idle."""
+    clock = Clock()
+    meter = EnergyMeter([counter([0.0, 500.0, 500.0, 1300.0])], idle_seconds=10.0, clock=clock)
+    meter.start()
+    assert clock.now == 110.0
+    clock.now += 4
+    reading = meter.stop()
+    assert (reading.joules, reading.idle_joules, reading.seconds) == (800.0, 200.0, 4.0)
+
+
+def test_a_sensor_that_fails_ends_the_figure_and_not_the_run():
+    def broken():
+        yield 1.0
+        raise OSError(5, "Input/output error")
+
+    clock = Clock()
+    meter = EnergyMeter([counter([5.0, 6.0, 9.0]), counter(broken())], clock=clock)
+    meter.start()
+    clock.now += 3
+    assert meter.lap().joules is None, "the part of a machine would look like a saving"
+    assert meter.stop().reason == "a thing: [Errno 5] Input/output error"
+
+
+def test_a_device_that_cannot_be_waited_for_is_no_error_of_the_meter():
+    def gone():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    meter = EnergyMeter([counter([1.0, 2.0])], synchronize=gone)
+    with pytest.raises(KeyError, match="of the run"), meter:
+        raise KeyError("of the run")
+    assert meter.reading.joules is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_gpu_at_work_draws_more_than_idle_and_less_than_a_kettle():
+    with open_meter("idle", CUDA, host=False) as meter:
+        a = torch.randn(4096, 4096, device=CUDA)
+        for _ in range(30):
+            began = metering.time.perf_counter()
+            while metering.time.perf_counter() - began < 0.1:
+                a = torch.nn.functional.normalize(a @ a)
+            torch.cuda.synchronize()
+    reading = meter.reading
+    if reading.joules is None:
+        assert "MIG" in reading.reason or "no energy counter" in reading.reason
+        return
+    assert torch.cuda.get_device_name(CUDA) in reading.scope
+    assert 5 < reading.idle_joules / reading.seconds < reading.joules / reading.seconds < 2000
+
+
+def part(device="d", joules=100.0, **more):
+    return replace(DeviceEnergy(device, f"scope {device}", "a sensor", joules, 1.0, 40.0), **more)
+
+
+def test_what_workers_read_at_the_same_time_counts_every_device_once():
+    """Both have a GPU of their own and see the same CPU, the second for longer."""
+    one = EnergyReading(5.0, (part("gpu1"), part("cpu", 60.0)))
+    two = EnergyReading(6.0, (part("gpu2", 200.0), part("cpu", 70.0)))
+    whole = merge_readings([two, one, EnergyReading(9.0)])
+    assert (whole.joules, whole.error, whole.seconds) == (370.0, 3.0, 9.0)
+    assert merge_readings([one, EnergyReading(6.0, (), "MIG")]).joules is None
+    assert not merge_readings([EnergyReading(1.0), EnergyReading(2.0)]).was_requested
+
+
+def entry(**more):
+    reading = EnergyReading(10.0, (part(joules=1000.0, error=10.0),))
+    return reading.to_record() | {"answers": 20, "tokens": 500} | more
+
+
+def test_figures_of_a_run_by_hand():
+    found = summarise_energy([entry()])
+    assert found["joules_per_answer"] == 50 and found["tokens_per_joule"] == 0.5 and found["watts"] == 100
+    assert format_energy(found) == (
+        "energy: 1,000 J ± 10, 960 above idle · 50 J/answer · 0.5 tokens/J · 100 W · a sensor: scope d"
+    )
+    assert [format_three_digits(x) for x in (0.01234, 1.234, 99.94, 12345.6)] == [
+        "0.0123",
+        "1.23",
+        "99.9",
+        "12,346",
+    ]
+
+
+def test_parts_that_were_not_measured_count_neither_joules_nor_answers():
+    lost = EnergyReading(3.0, (), "MIG").to_record() | {"answers": 70, "tokens": 9}
+    found = summarise_energy([entry(), lost, entry(idle_joules=None)])
+    assert (found["joules"], found["answers"], found["idle_joules"]) == (2000.0, 40, None)
+    assert summarise_energy([lost]) is None and lost["joules"] is None and lost["reason"] == "MIG"
+
+
+@pytest.mark.parametrize(
+    "what", [None, 3, [3], [{}], [{"joules": 5}], [entry(joules=0)], [entry(seconds="x")]]
+)
+def test_what_is_no_record_of_energy_is_passed_over(what):
+    assert summarise_energy(what) is None
+
+
+def test_tokens_are_those_before_the_first_end_token():
+    """Token 5 stands at position 0, token 7 at 1, where 6 has been; what is at an end token is no text."""
+    rollout = two_steps()
+    found = {end: rollout.tokens_before_end({end}) for end in (5, 6, 7, 9)}
+    assert found == {5: 0, 6: 2, 7: 1, 9: 2} and rollout.tokens_committed == 2
+    tally = RunTotals({7})
+    tally.add(rollout)
+    line = tally.summary_line(10.0, "cpu", EnergyReading(10.0, (part(joules=50.0),)))
+    assert "0.02 tokens/J" in line and "50 J/answer" in line
+    assert "(why)" in tally.summary_line(1.0, "cpu", EnergyReading(1.0, (), "why"))
+
+
+def test_every_part_of_a_run_stands_in_the_stamp(tmp_path):
+    out = tmp_path / "a.jsonl"
+    stamp = {"answers_depend_on": {}, "machines": [{"device": "cpu"}], "energy": None}
+    for record in (entry(), entry(answers=3)):
+        file = AnswersFile(out)
+        file.open_run(stamp)
+        file.append(two_steps())
+        file.add_energy(None)
+        file.add_energy(record)
+        file.close()
+    found = json.loads(Path(f"{out}.run.json").read_text())
+    assert [part["answers"] for part in found["energy"]] == [20, 3] and found["answers_depend_on"] == {}
+    assert summarise_energy(found["energy"])["joules_per_answer"] == pytest.approx(2000 / 23)
+
+
+def test_a_table_of_settings_names_what_was_not_measured():
+    assert build_energy_table({"a": None}) == []
+    (grid,) = build_energy_table({"a": summarise_energy([entry()]), "b": None})
+    assert grid.rows[0][:7] == ["a", "50", "0.5", "100", "1,000", "10", "960"]
+    assert (
+        grid.rows[1][0] == "b" and grid.rows[1][-1] == "not measured" and set(grid.rows[1][1:-1]) == {"-"}
+    )
+
+
+def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, monkeypatch, capsys):
+    """The whole way, with a counter that has drawn 500 J in 8 s when the run is over."""
+    from dlm_rag.commands.sample import main
+
+    meter = EnergyMeter([counter([0.0, 500.0])], clock=Clock(0.0, 0.0, 8.0, 8.0))
+    monkeypatch.setattr(executors, "open_meter", lambda choice, device: meter)
+    words = [
+        "--questions",
+        str(SHIPPED_FOLDER / "world/questions.jsonl"),
+        "--out",
+        str(tmp_path / "a.jsonl"),
+    ]
+    main([*words, "--limit", "2"])
+    stamp = json.loads((tmp_path / "a.jsonl.run.json").read_text())
+    (found,) = stamp["energy"]
+    assert (found["joules"], found["seconds"], found["answers"]) == (500.0, 8.0, 2) and found["tokens"] > 10
+    assert "energy: 500 J ± 6.25 · 250 J/answer" in capsys.readouterr().err
+    assert "energy" not in stamp["answers_depend_on"]
+    monkeypatch.undo()
+    main([*words, "--limit", "3", "energy=none"])
+    assert "1 question in" in (said := capsys.readouterr().err) and "energy" not in said
+    assert json.loads((tmp_path / "a.jsonl.run.json").read_text())["energy"] == [found]
+
+
+def test_rows_have_the_joules_of_all_parts_on_their_card(tmp_path, monkeypatch, capsys):
+    """Traces of two questions, stopped after one and gone on with; the second part was too short."""
+    from dlm_rag.commands.synthesize import main
+    from dlm_rag.synthesis.shards import RowsFolder
+
+    ends, add = iter([8.0, 1.0]), RowsFolder.append_outcome
+
+    def opened(choice, device):
+        end = next(ends)
+        return EnergyMeter([counter([0.0, 500.0])], clock=Clock(0.0, 0.0, end, end))
+
+    def stopped(folder, outcome):
+        add(folder, outcome)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(executors, "open_meter", opened)
+    words = [
+        "--questions",
+        str(SHIPPED_FOLDER / "world/questions.jsonl"),
+        "--limit",
+        "2",
+        "decode.batch_size=1",
+    ]
+    words += ["synthesis.format=jsonl", "synthesis.filter=evidence", "--out", str(tmp_path / "rows")]
+    with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
+        stop.setattr(RowsFolder, "append_outcome", stopped)
+        main(words)
+    assert "energy: 500 J ± 6.25 · 500 J/answer" in capsys.readouterr().err
+    main(words)
+    said = capsys.readouterr().err
+    assert " tokens/s · 1 question in" in said and "energy: not measured (1.0 s are too short" in said
+    first, second = json.loads((tmp_path / "rows/rows.json").read_text())["energy"]
+    assert (first["joules"], first["answers"]) == (500.0, 1) and second["joules"] is None
+    assert "energy: 500 J ± 6.25 · 500 J/answer" in (tmp_path / "rows/README.md").read_text()
+
+
+def test_evaluate_has_a_table_of_joules_and_null_where_it_was_too_short(tmp_path, monkeypatch, capsys):
+    from dlm_rag.commands.evaluate import main
+
+    ends = iter([8.0, 1.0])
+
+    def opened(choice, device):
+        end = next(ends)
+        return EnergyMeter([counter([0.0, 500.0])], clock=Clock(0.0, 0.0, end, end))
+
+    monkeypatch.setattr(executors, "open_meter", opened)
+    main(["--out", str(tmp_path), "--limit", "2", "--compare", "static,none"])
+    found = json.loads((tmp_path / "scores.json").read_text())["settings"]
+    assert found["static"]["energy"]["joules_per_answer"] == 250 and found["none"]["energy"] is None
+    assert found["none"]["stamp"]["energy"][0]["reason"] == "1.0 s are too short: 2 s at least"
+    assert re.search(r"\| static \| 250 \| .* fake: a thing \|", (tmp_path / "scores.md").read_text())
+    out, err = capsys.readouterr()
+    assert "Energy, measured" in out and "energy: not measured (1.0 s are too short" in err
+
+
+def step(tokens=1000):
+    return {"tokens": tokens, "supervised_tokens": tokens // 10}
+
+
+def test_training_tells_joules_by_windows_of_two_seconds():
+    clock = Clock()
+    windows = EnergyWindows(EnergyMeter([counter([0.0, 300.0, 700.0, 710.0])], clock=clock), ONE)
+    found = []
+    for _ in range(5):
+        clock.now += 1.5
+        found.append(windows.add_step(step()))
+    assert [bool(figures) for figures in found] == [False, True, False, True, False]
+    first, second = found[1], found[3]
+    assert (first["joules"], first["joules_steps"], first["joules_seconds"], first["watts"]) == (
+        300,
+        2,
+        3,
+        100,
+    )
+    assert first["joules_error"] == pytest.approx(10) and first["joules_of"] == "fake: a thing"
+    assert second["joules"] == 400 and second["tokens_per_joule"] == 5
+    assert second["supervised_tokens_per_joule"] == 0.5
+    assert windows.stop_and_describe().startswith(
+        "energy: 710 J ± 9.47 · 7.04 tokens/J · 94.7 W · fake: a thing · 142 J/step"
+    )
+
+
+def test_training_without_a_sensor_says_so_once_and_has_no_figures():
+    windows = EnergyWindows(EnergyMeter(reason="no RAPL"), ONE)
+    assert (
+        windows.add_step(step()) == {} and windows.stop_and_describe() == "energy: not measured (no RAPL)"
+    )
+    windows = EnergyWindows(EnergyMeter(), ONE)
+    assert windows.add_step(step()) == {} and windows.stop_and_describe() == ""
+
+
+def test_a_sensor_that_fails_while_training_leaves_null():
+    clock = Clock()
+    windows = EnergyWindows(EnergyMeter([counter([5.0, 1.0])], clock=clock), ONE)
+    clock.now += 3
+    found = windows.add_step(step())
+    assert found["joules"] is None and found["joules_steps"] == 1 and "watts" not in found
+    assert "went backwards" in windows.stop_and_describe()
+
+
+class Pair(DistributedContext):
+    """This process beside one like it, that has drawn as much, or has no sensor."""
+
+    other_fails = False
+
+    def all_reduce_sum(self, values):
+        more = [*values[:-3], *([1.0] * 3 if len(values) == 6 and self.other_fails else values[-3:])]
+        return [a + b for a, b in zip(values, more, strict=True)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_joules_are_those_of_all_processes_or_none(fails, monkeypatch):
+    monkeypatch.setattr(Pair, "other_fails", fails)
+    clock = Clock()
+    windows = EnergyWindows(EnergyMeter([counter([0.0, 300.0])], clock=clock), Pair(0, 2, 0))
+    clock.now += 3
+    found = windows.add_step(step())
+    assert found["joules"] == (None if fails else 600)
+    assert found["joules_of"].endswith("a thing, with the devices of 1 other process")
+
+
+def write_metrics(folder):
+    lines = [
+        {"step": n, "seconds": 1.0, "rows": 1, "supervised_tokens": 5, "joules": joules}
+        | {"joules_steps": 2, "joules_seconds": 4.0}
+        for n, joules in enumerate((100.0, None, 300.0))
+    ]
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "metrics.jsonl"
+
+
+def test_the_plan_stands_beside_what_was_measured(tmp_path):
+    config = Config(out=str(tmp_path / "run"))
+    assert describe_measured_energy(config) == f"Nothing was measured in {tmp_path / 'run'}."
+    write_metrics(tmp_path / "run")
+    steps = config.train.max_steps
+    assert (
+        f"100 J a step over 4 steps, which makes {100 * steps / 3.6e6:.3g} kWh"
+        in describe_measured_energy(config)
+    )
+
+
+def test_stages_get_joules_by_their_share_of_time_and_the_page_says_so(tmp_path):
+    (tmp_path / "stamp.json").write_text(json.dumps({"energy": [entry()]}))
+    assert attribute.read_mean_watts(tmp_path / "stamp.json") == 100
+    metrics = write_metrics(tmp_path / "run")
+    assert attribute.read_mean_watts(metrics) == 50 and len(read_metrics(metrics)) == 3
+    (tmp_path / "none.json").write_text('{"energy": null}')
+    with pytest.raises(Exception, match="holds no joules"):
+        attribute.read_mean_watts(tmp_path / "none.json")
+    stage = attribution.StageTime("denoise", 2, 3.0, 3.0, 0.75, 0.0, 0.0, 0.0, 0.0, {})
+    found = attribution.Attribution("x", 4.0, [stage], None, 0, 0.0, 0.0, 0, watts=100.0)
+    (_, headings, (row, whole)), *_ = attribution_report.build_tables(found, None)
+    assert headings[-1] == "J, by time share" and (row[-1], whole[-1]) == ("300", "400")
+    assert "the mean of the run, times self time" in attribution_report.format_overlap_note(found)
+    assert len(attribution_report.build_tables(replace(found, watts=None), None)[0][1]) == len(headings) - 1
+
+
+def test_doctor_names_the_sensors_and_what_would_add_to_them(tmp_path, cuda, monkeypatch):
+    cuda()
+    text, remedy = describe_sensors(CUDA, tmp_path, FakeNvml())
+    assert "NVML energy counter: GPU 2 (NVIDIA H200); not the CPU: no RAPL" in text and remedy == ""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    text, remedy = describe_sensors(CUDA, tmp_path)
+    assert text.startswith("not measured: nvidia-ml-py") and remedy == "pip install 'dlm_rag[energy]'"
+    (finding,) = doctor.check_energy(Config())
+    assert finding.name == "energy" and finding.state in (doctor.OK, doctor.HINT)

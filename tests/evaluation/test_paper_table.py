@@ -1,0 +1,251 @@
+"""The paper's table on folders of exactly its layout: what is run, printed, warned of."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dlm_rag.commands import evaluate
+from dlm_rag.config import load_config
+from dlm_rag.errors import ConfigError
+from dlm_rag.evaluation.compare import Estimate
+from dlm_rag.evaluation.published import (
+    PAPER_CHECKPOINT,
+    PUBLISHED_DATASETS,
+    build_paper_table,
+    check_paper_index,
+    drop_incomplete_support,
+    find_paper_column,
+    list_paper_deviations,
+    resolve_dataset_files,
+)
+from dlm_rag.questions import Question, read_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.query import Query
+from tests.support.passages import write_jsonl_file
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+
+THREE = "interleaved,interleaved+decode.commit_threshold=0.95,static"
+
+
+def lay_out(root: Path, dataset: str, texts: list[str], rows: list[dict]) -> Path:
+    """The files of one data set as they are published; bm25s writes index and corpus.jsonl itself."""
+    import bm25s
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = root / "data" / PUBLISHED_DATASETS[dataset].folder
+    (folder / "corpus").mkdir(parents=True)
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+    index.save(folder / "corpus" / "index_chunked", corpus=texts)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "test.parquet")
+    return folder
+
+
+@pytest.fixture
+def laid_out(tmp_path, monkeypatch):
+    """The whole layout with a random model of ours; the corpus lacks the support of the second question."""
+    texts = [f"Book{n} was written by author{n}." for n in range(20)]
+    rows = [
+        {"question": "Who wrote book3?", "answer": "author3",
+         "supporting_docs": [{"id": "3", "contents": texts[3]}]},
+        {"question": "Who wrote book5?", "answer": "author5",
+         "supporting_docs": [{"id": "doc-5", "contents": "Book 5 ..."}]},
+    ]  # fmt: skip
+    lay_out(tmp_path, "musique", texts, rows)
+    tiny_denoiser().save_pretrained(tmp_path / PAPER_CHECKPOINT, eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / PAPER_CHECKPOINT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_our_figure_stands_beside_the_published_one(laid_out, capsys):
+    words = ["--config", "sardi.yaml", "--dataset", "musique", "--compare", THREE, "--out", "runs"]
+    evaluate.main([*words, "retrieval.top_k=2", "decode.max_new_tokens=12"])
+    screen, err = capsys.readouterr()
+    record = json.loads(Path("runs/scores.json").read_text())
+    assert record["columns"] == dict(
+        zip(THREE.split(","), ("tau_c 0.9", "tau_c 0.95", "static"), strict=True)
+    )
+    for name, lines in record["departures"].items():
+        assert lines == [
+            "retrieval.top_k=2 (paper: 7)", "decode.max_new_tokens=12 (paper: 100)",
+            "model.dtype=float32 (paper: bfloat16)", "2 questions (paper: 2417)",
+        ]  # fmt: skip
+        assert all(f"warning: {name} is not as published: {line}" in err for line in lines)
+    table = Path("runs/scores.md").read_text()
+    assert "| static | static | 0.0 [0, 71] | 11.1 | -11.1 [-11, +60] |" in table
+    assert "| interleaved | tau_c 0.9 | 0.0 [0, 71] | 20.5 |" in table
+    assert "- static: retrieval.top_k=2 (paper: 7)" in table and "musique" in screen
+    recall = record["settings"]["static"]["groups"]["all"]["recall_last"]
+    assert recall["mean"] == 1.0, "of the question whose support is in the corpus alone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("query", "trace"), [("proxy", "sardi"), ("question", "sardi-static")])
+def test_the_published_setting_gives_the_published_steps(golden, tmp_path, monkeypatch, query, trace):
+    """The public system's own run on a tiny Dream, through this command and this layout."""
+    expected = json.loads((golden / "traces" / f"{trace}.json").read_text())["questions"][:2]
+    passages = [json.loads(line)["contents"] for line in (golden / "corpus.jsonl").open()]
+    rows = [
+        {"id": q["id"], "question": q["question"], "answer": q["golden_answers"][0], "supporting_docs": []}
+        for q in expected
+    ]
+    lay_out(tmp_path, "2wiki", passages, rows)
+    shutil.copytree(golden / "checkpoints" / "tiny-dream", tmp_path / PAPER_CHECKPOINT)
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--config",
+        "sardi.yaml",
+        "--dataset",
+        "2wiki",
+        "--out",
+        "runs",
+        f"decode.query_policy={query}",
+    ]
+    evaluate.main(words)
+    answers = {a["id"]: a for a in map(json.loads, Path("runs/answers.jsonl").read_text().splitlines())}
+    for question in expected:
+        assert answers[question["id"]]["response"] == question["text"]
+        assert answers[question["id"]]["evidence"] == question["retrievals"][-1]["passages"]
+    record = json.loads(Path("runs/scores.json").read_text())
+    (left,) = record["departures"].values()
+    assert left == ["model.dtype=float32 (paper: bfloat16)", "2 questions (paper: 6253)"]
+
+
+def test_our_index_ranks_as_the_one_beside_the_corpus(tmp_path):
+    import bm25s
+
+    kinds = [(a, b, c) for a in ("red", "old") for b in ("house", "bridge") for c in ("Oslo", "Rome")]
+    # no two score alike
+    texts = [f"The {' '.join(kind)} {'and more ' * n}." for n, kind in enumerate(kinds)]
+    index = lay_out(tmp_path, "cofca", texts, [{"question": "?"}]) / "corpus" / "index_chunked"
+    theirs, corpus = bm25s.BM25.load(index, load_corpus=True), open_corpus(index / "corpus.jsonl")
+    assert check_paper_index(corpus) == [] and [p.contents for p in corpus] == texts
+    retriever = load_retriever(index / "corpus.jsonl", top_k=3)
+    for text in ("red house Oslo", "the bridge", "Rome old"):
+        tokens = bm25s.tokenize(text, stopwords="en", show_progress=False)
+        rows = theirs.retrieve(tokens, k=3, show_progress=False, return_as="documents")[0]
+        (found,) = retriever.search([Query(text, (text,))])
+        assert [passage.id for passage in found] == [str(row["id"]) for row in rows]
+
+
+def test_an_index_of_something_else(tmp_path):
+    index = lay_out(tmp_path, "cofca", ["one", "two"], [{"question": "?"}]) / "corpus" / "index_chunked"
+    corpus, params = open_corpus(index / "corpus.jsonl"), index / "params.index.json"
+    said = json.loads(params.read_text())
+    params.write_text(json.dumps(said | {"k1": 0.9}))
+    assert check_paper_index(corpus) == ["BM25 k1=1.5 (paper: 0.9)"]
+    params.write_text(json.dumps(said | {"num_docs": 3}))
+    with pytest.raises(ConfigError, match=r"params.index.json is of 3 passages, .*corpus.jsonl has 2"):
+        check_paper_index(corpus)
+    params.unlink()
+    assert check_paper_index(corpus) == []
+
+
+def test_the_files_of_each_data_set(tmp_path, monkeypatch):
+    """As the public repository names them; what is missing is named, with the command that brings it."""
+    monkeypatch.chdir(tmp_path)
+    needed = {
+        "2wiki": "2wikimultihopqa", "hotpotqa": "hotpotqa", "musique": "musique", "cofca": "cofca",
+        "synthworlds": "synthworlds/sm",
+    }  # fmt: skip
+    assert {name: published.folder for name, published in PUBLISHED_DATASETS.items()} == needed
+    for dataset, folder in needed.items():
+        files = [f"data/{folder}/test.parquet", f"data/{folder}/corpus/index_chunked/corpus.jsonl"]
+        for path in (*files, f"{PAPER_CHECKPOINT}/config.json"):
+            if not Path(path).exists():
+                part = path.removesuffix("/config.json")
+                with pytest.raises(
+                    ConfigError, match=f"--dataset {dataset}: {part} is not there; `hf download"
+                ):
+                    resolve_dataset_files(dataset, [])
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).touch()
+        words = [f"questions={files[0]}", f"retrieval.corpus={files[1]}", f"model.path={PAPER_CHECKPOINT}"]
+        assert resolve_dataset_files(dataset, []) == words
+        assert resolve_dataset_files(dataset, ["model.path=other"]) == words[:2]
+
+
+def test_what_leaves_the_paper():
+    sardi = load_config("sardi.yaml", [f"model.path={PAPER_CHECKPOINT}"])
+    assert list_paper_deviations(sardi, "bfloat16") == [] and find_paper_column(sardi) == "tau_c 0.9"
+    for words, column, left in (
+        (["decode.commit_threshold=0.95"], "tau_c 0.95", []),
+        (["decode.query_policy=question"], "static", []),
+        (
+            ["decode.query_policy=question", "decode.commit_threshold=0.95"],
+            None,
+            ["decode.query_policy and"],
+        ),
+        (
+            ["decode.commit_threshold=0.8"],
+            None,
+            ["decode.query_policy and decode.commit_threshold=proxy 0.8"],
+        ),
+        (["decode.query_threshold=0.5"], "tau_c 0.9", ["decode.query_threshold=0.5 (paper: 0.0)"]),
+        (["decode.batch_size=8"], "tau_c 0.9", ["decode.batch_size=8 (paper: 1)"]),
+        (
+            ["retrieval.method=dense", "decode.retrieval_interval=2"],
+            "tau_c 0.9",
+            ["retrieval.method", "decode.retrieval"],
+        ),
+        (
+            ["decode.temperature=1", "decode.commit_rule=top_k"],
+            "tau_c 0.9",
+            ["decode.commit", "decode.temp"],
+        ),
+        (["model.path=elsewhere/m"], "tau_c 0.9", ["model.path=elsewhere/m (paper: checkpoints/sardi"]),
+        (["retrieval.embedding_batch_size=8"], "tau_c 0.9", []),
+    ):
+        config = load_config("sardi.yaml", [f"model.path={PAPER_CHECKPOINT}", *words])
+        assert find_paper_column(config) == column
+        found = list_paper_deviations(config, "bfloat16")
+        assert len(found) == len(left), found
+        assert all(line.startswith(begin) for line, begin in zip(found, left, strict=True)), found
+
+
+def test_the_difference_from_the_published_figure_by_hand():
+    """50.0 [40, 60] against 57.8 is -7.8 [-17.8, 2.2]; a setting that is not published has no figure."""
+    matches = {"a": Estimate(0.5, 0.4, 0.6), "b": Estimate(0.5, 0.4, 0.6), "c": None}
+    grid = build_paper_table("2wiki", matches, {"a": "tau_c 0.9", "b": None, "c": "static"}, 12)
+    assert grid.rows[0] == ["a", "tau_c 0.9", "50.0 [40, 60]", "57.8", "-7.8 [-18, +2]"]
+    assert grid.rows[1] == ["b", "-", "50.0 [40, 60]", "-", "-"] and grid.rows[2][2] == "-"
+    assert "of 12 questions, the paper's of 6253" in grid.title
+
+
+def test_supporting_passages_that_are_objects(tmp_path):
+    rows = [
+        {"id": "a", "question": "?", "supporting_docs": [{"id": 7, "contents": "x"}, {"id": "8"}]},
+        {"id": "b", "question": "?", "supporting_docs": [{"contents": "x"}]},
+    ]
+    read = read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows))
+    assert [question.supporting_ids for question in read] == [("7", "8"), ()]
+
+
+def test_support_that_the_corpus_lacks_is_not_counted(corpus):
+    questions = [
+        Question("a", "?", supporting_ids=("emma",)),
+        Question("b", "?", supporting_ids=("emma", "x")),
+    ]
+    assert drop_incomplete_support(questions, corpus) == [
+        questions[0],
+        replace(questions[1], supporting_ids=()),
+    ]
+
+
+def test_flashrag_questions_are_read_as_they_are(tmp_path):
+    """A line of its HotpotQA: nested metadata, several golden answers."""
+    row = {
+        "id": "dev_0", "question": "Were Scott Derrickson and Ed Wood of one nationality?",
+        "golden_answers": ["yes", "Yes, both American"],
+        "metadata": {"type": "comparison", "level": "hard",
+                     "supporting_facts": {"title": ["Scott Derrickson", "Ed Wood"], "sent_id": [0, 0]},
+                     "context": {"title": ["Ed Wood"], "sentences": [["Edward was.", " He is."]]}},
+    }  # fmt: skip
+    (question,) = read_questions(write_jsonl_file(tmp_path / "dev.jsonl", [row]))
+    assert question == Question("dev_0", row["question"], tuple(row["golden_answers"]))

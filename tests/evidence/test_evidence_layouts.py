@@ -1,0 +1,160 @@
+"""The three evidence layouts against one dense mask, and what is cut when it does not fit."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlm_rag.errors import QuestionError
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, Truncation, truncate_evidence
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.tokenizer import Prompt, PromptTemplate
+from dlm_rag.training.data.example import Example
+from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
+from tests.support.attention import run_with_mask
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+
+PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))
+CANVAS = (256, 7, 256)
+SPAN = 6
+
+
+def split_hidden(denoiser, layout, prompt=PROMPT):
+    """Hidden states of the canvas, the way the decoder gets them."""
+    shape = replace(denoiser.config, passage_length=SPAN)
+    states = [lay_out_prompt(prompt, shape, layout).build_row(CANVAS, 0, shape.shifted)]
+    return encode_canvases(denoiser, states, encode_contexts(denoiser, states), [range(len(CANVAS))])
+
+
+def masked_hidden(denoiser, layout):
+    """The same from the definition of the layout: one sequence, one mask, one position list."""
+    pieces = [
+        ("f1", PROMPT.facts[0]),
+        ("f2", PROMPT.facts[1]),
+        ("q", PROMPT.head + PROMPT.tail),
+        ("c", CANVAS),
+    ]
+    if layout != "independent":
+        pieces = [("q", tuple(PROMPT.ids)), ("c", CANVAS)]
+    starts = {"f1": 0, "f2": 0, "q": SPAN, "c": SPAN + 5} if layout == "independent" else {"q": 0, "c": 10}
+    names = [name for name, ids in pieces for _ in ids]
+    ids = torch.tensor([token for _, piece in pieces for token in piece])
+    positions = torch.tensor([starts[name] + n for name, piece in pieces for n in range(len(piece))])
+    allowed = torch.tensor(
+        [[layout == "joint" or query == "c" or query == key for key in names] for query in names]
+    )
+    return run_with_mask(denoiser, ids, positions, allowed)[-len(CANVAS) :]
+
+
+@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+def test_layout_equals_its_definition_as_a_mask(layout):
+    denoiser = tiny_denoiser()
+    with torch.no_grad():
+        torch.testing.assert_close(split_hidden(denoiser, layout), masked_hidden(denoiser, layout))
+
+
+def test_the_three_layouts_differ():
+    denoiser = tiny_denoiser()
+    with torch.no_grad():
+        joint, prefix, independent = (
+            split_hidden(denoiser, layout) for layout in ("joint", "prefix", "independent")
+        )
+    assert not torch.allclose(joint, prefix) and not torch.allclose(prefix, independent)
+
+
+def test_independent_does_not_depend_on_rank():
+    denoiser = tiny_denoiser()
+    turned = Prompt(PROMPT.head, PROMPT.facts[::-1], PROMPT.tail)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            split_hidden(denoiser, "independent"), split_hidden(denoiser, "independent", turned)
+        )
+        joint, other = split_hidden(denoiser, "joint"), split_hidden(denoiser, "joint", turned)
+        assert not torch.allclose(joint, other)
+
+
+@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_segments_and_lead_hold_the_prompt_once_and_the_canvas_follows(layout, shifted):
+    laid = lay_out_prompt(PROMPT, DenoiserConfig(300, shifted=shifted, passage_length=SPAN), layout)
+    segments = [*laid.context_segments, laid.canvas_prefix]
+    assert sorted(token for s in segments for token in s.ids) == sorted(PROMPT.ids)
+    assert laid.canvas_prefix.end == (SPAN + 5 if layout == "independent" else 10), (
+        "where the canvas starts"
+    )
+    if layout != "joint":
+        assert len(laid.canvas_prefix.ids) == shifted, (
+            "the row that predicts the first canvas token runs with it"
+        )
+
+
+def test_without_evidence_the_question_stands_alone():
+    laid = lay_out_prompt(Prompt((1, 2), (), (3,)), DenoiserConfig(300), "independent")
+    assert [segment.ids for segment in laid.context_segments] == [(1, 2, 3)]
+
+
+@pytest.mark.parametrize("layout", ["joint", "prefix"])
+def test_passages_keep_their_tokens_in_rank_order_until_the_context_is_full(layout):
+    prompt = Prompt((1,), ((2,) * 4, (3,) * 4, (4,) * 4), (5,))
+    fitted, cut = truncate_evidence(prompt, ContextBudget(layout, 14, canvas_length=6, passage_length=1))
+    assert fitted.facts == ((2,) * 4, (3,) * 2, ())
+    assert cut == Truncation(tokens=6, passages_shortened=1, passages_dropped=1)
+    assert len(fitted) + 6 == 14, "the context is used to the last token"
+
+
+def test_independent_shortens_each_passage_by_itself():
+    prompt = Prompt((1,), ((2,) * 4, (3,) * 9), (5,))
+    fitted, cut = truncate_evidence(
+        prompt, ContextBudget("independent", 20, canvas_length=6, passage_length=5)
+    )
+    assert [len(fact) for fact in fitted.facts] == [4, 5]
+    assert cut == Truncation(tokens=4, passages_shortened=1)
+
+
+def test_what_fits_is_not_touched():
+    assert truncate_evidence(PROMPT, ContextBudget("joint", 100, 10, 50)) == (PROMPT, Truncation())
+
+
+def test_a_question_that_does_not_fit_says_by_how_much():
+    with pytest.raises(QuestionError, match="2 tokens too long: the context of 10"):
+        truncate_evidence(Prompt((1,) * 6, (), ()), ContextBudget("joint", 10, 6, 0))
+
+
+def test_ids_of_a_passage_do_not_depend_on_its_rank_in_independent():
+    tokenizer = tiny_tokenizer(PromptTemplate.from_checkpoint(None, "independent"))
+    prompt, turned = (tokenizer.build_prompt("Who?", order) for order in (["one", "two"], ["two", "one"]))
+    assert [bytes(fact) for fact in prompt.facts] == [b"one\n", b"two\n"]
+    assert prompt.facts == turned.facts[::-1]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that run while it is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is not torch.ops.prim.device.default
+        return operator(*args, **(kwargs or {}))
+
+
+def test_the_operators_of_a_step_do_not_grow_with_its_rows():
+    """Nor with their passages: a step of thousands of rows is not made of as many small tensors."""
+    denoiser, rng = tiny_denoiser(), random.Random(0)
+    objective = MaskedObjective(denoiser, "independent", frozenset())
+
+    def operators(rows, passages):
+        ids = [tuple(rng.randrange(250) for _ in range(n)) for n in [20] * passages + [8] * rows]
+        facts, hidden = tuple(ids[:passages]), (True,) * 8
+        few = [Example(Prompt((1, n), facts, ()), ids[passages + n], hidden) for n in range(rows)]
+        with Counted() as seen:
+            objective(few, count_examples(few, frozenset(), 1.0), LossWeights())[0].backward()
+        return seen.count
+
+    operators(1, 1)  # the first call prepares some things once
+    assert operators(16, 8) == operators(2, 2)

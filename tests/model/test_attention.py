@@ -1,0 +1,220 @@
+"""Ragged attention against the textbook formula, and the varlen packing against the plain kernel."""
+
+import importlib.machinery
+import sys
+import types
+from itertools import pairwise
+
+import pytest
+import torch
+
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.attention_backends import (
+    choose_backend,
+    describe_kernel_version,
+    get_backend_problem,
+    get_paged_attention_support,
+)
+from dlm_rag.model.attention_kernels import compute_attention
+from dlm_rag.model.denoiser import _list_saved_ops
+from dlm_rag.model.kv_store import SlotKVCache
+from dlm_rag.model.packed_batch import Segment, pack_rows
+from tests.support.attention import by_the_book, random_rows, sight_of
+
+CPU = torch.device("cpu")
+
+
+def limits_of(length, block):
+    """How many tokens each of a row sees, by the definition of blocks."""
+    return None if block is None else [min(length, (n // block + 1) * block) for n in range(length)]
+
+
+@pytest.mark.parametrize("block", [None, 1, 3])
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 7, 1)], ids=["even", "ragged"])
+def test_each_row_attends_to_itself_alone(lengths, block):
+    q, k, v = random_rows(lengths, lengths)
+    out = compute_attention(q, k, v, sight_of(lengths, lengths, block), "sdpa")
+    rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    expected = torch.cat([by_the_book(*row, limits_of(len(row[0]), block)) for row in rows])
+    torch.testing.assert_close(out, expected)
+
+
+def test_rows_may_see_more_keys_than_they_have_queries():
+    queries, keys = (2, 3), (6, 4)
+    q, k, v = random_rows(queries, keys)
+    out = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
+    rows = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+    torch.testing.assert_close(out, torch.cat([by_the_book(*row) for row in rows]))
+
+
+def varlen_reference(q, k, v, cumulative, longest, causal):
+    """What a variable-length kernel is documented to do, from its own arguments, of queries and keys."""
+    (cumulative_q, cumulative_k), (longest_q, longest_k) = cumulative, longest
+    assert cumulative_q.dtype == cumulative_k.dtype == torch.int32
+    lengths = cumulative_q.diff()
+    assert longest_q >= lengths.max() and longest_k == cumulative_k.diff().max()
+    # For single queries of grouped heads FlashAttention 2 takes a short cut that wants one in every row.
+    assert longest_q > 1 or (lengths == 1).all()
+    rows = [
+        by_the_book(q[a:b], k[c:d], v[c:d], limits_of(int(b - a), 1) if causal else None)
+        for (a, b), (c, d) in zip(pairwise(cumulative_q), pairwise(cumulative_k), strict=True)
+    ]
+    return torch.cat(rows)
+
+
+def is_causal(window_size):
+    """-1 stands for no bound, to the left and to the right."""
+    assert window_size[0] == -1 and window_size[1] in (-1, 0)
+    return window_size[1] == 0
+
+
+def read_pages(x, table, lengths):
+    """Rows from pages (pages, page size, Hk, D) by a block table, as paged kernels are documented."""
+    assert table.dtype == torch.int32 and x.shape[1] % 256 == 0
+    return torch.cat([x[pages].flatten(0, 1)[:n] for pages, n in zip(table, lengths, strict=True)])
+
+
+# torch's own kernel by version and active implementation, on the GPUs that it is for.
+VARLEN = {
+    "2.11": ("2.11.0", None, (9, 0)),
+    "2.12": ("2.12.1", None, (9, 0)),
+    "2.13": ("2.13.0+cu130", None, (9, 0)),
+    "FA3": ("2.13.0", "FA3", (9, 0)),
+    "FA4": ("2.13.0", "FA4", (10, 0)),
+    "FA4 on a Hopper": ("2.13.0", "FA4", (9, 0)),
+}
+
+
+@pytest.fixture(params=["flash", *VARLEN])
+def gpu_kernel(request, monkeypatch):
+    """The kernels themselves need a GPU; here stand-ins refuse what they refuse, and do the sum."""
+
+    def flash(q, k, v, *ends_and_longest, window_size=(-1, -1), block_table=None):
+        cq, ck, *longest = ends_and_longest
+        if block_table is not None:
+            k, v = (read_pages(x, block_table, ck.diff()) for x in (k, v))
+        return varlen_reference(q, k, v, (cq, ck), longest, is_causal(window_size))
+
+    if request.param == "flash":
+        module = types.SimpleNamespace(flash_attn_varlen_func=flash)
+        monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_interface=module))
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
+        yield "flash"
+        return
+    version, active, capability = VARLEN[request.param]
+
+    def varlen(q, k, v, *ends_and_longest, window_size=(-1, -1), **options):
+        cq, ck, *longest = ends_and_longest
+        assert options.pop("enable_gqa")
+        num_splits, paged = options.pop("num_splits", None), options
+        if active is None and version < "2.13":
+            assert num_splits is None, "num_splits requires FA3"
+        else:
+            assert num_splits == 1, "batch invariant, and all of the pages are written"
+        if paged:
+            assert version >= "2.12" and request.param != "FA4 on a Hopper"
+            assert (ck is None) == (active is not None), "both set or both not set"
+            used = paged["seqused_k"]
+            k, v = (read_pages(x, paged["block_table"], used) for x in (k, v))
+            ck = torch.cat((used.new_zeros(1), used.cumsum(0, dtype=torch.int32)))
+        pages.append(bool(paged))
+        return varlen_reference(q, k, v, (cq, ck), longest, is_causal(window_size))
+
+    pages = []
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr("torch.__version__", version)
+    monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: active)
+    monkeypatch.setattr(
+        "dlm_rag.model.attention_backends.get_compute_capability_major", lambda device: capability[0]
+    )
+    get_paged_attention_support.cache_clear()
+    yield "varlen"
+    if request.node.originalname == "test_every_kernel_reads_the_slots_of_a_store":
+        assert pages == [request.param not in ("2.11", "FA4 on a Hopper")], "no copy where pages are read"
+    get_paged_attention_support.cache_clear()
+
+
+def test_rows_without_queries_beside_rows_with_one(gpu_kernel):
+    """As where one row's hidden tokens are few and another has none."""
+    queries, keys = (0, 1, 1), (5, 3, 7)
+    q, k, v = random_rows(queries, keys)
+    sight = sight_of(queries, keys)
+    torch.testing.assert_close(
+        compute_attention(q, k, v, sight, gpu_kernel), compute_attention(q, k, v, sight, "sdpa")
+    )
+
+
+@pytest.mark.parametrize("block", [None, 1, 3])
+def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, block):
+    lengths = (3, 7, 1)
+    q, k, v = random_rows(lengths, lengths)
+    sight = sight_of(lengths, lengths, block)
+    torch.testing.assert_close(
+        compute_attention(q, k, v, sight, gpu_kernel), compute_attention(q, k, v, sight, "sdpa")
+    )
+
+
+def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
+    """Rows 0 and 1 live in slots 2 and 0; the first sees 3 tokens and its own 2, the second 0 and 3."""
+    queries, keys, slots = (2, 3), (5, 3), (2, 0)
+    q, k, v = random_rows(queries, keys)
+    store = SlotKVCache(1, k.shape[1], k.shape[2], CPU, k.dtype)
+    store.reserve(1, 10)
+    store.reserve(3, 3)
+    store.keys_values.fill_(torch.nan)
+    store.write_tokens(store.token_index(2), torch.stack((k[:3], v[:3]))[None])
+    starts = [store.token_index(slot) for slot in slots]
+    rows = pack_rows(
+        [Segment((1,) * n, 0) for n in queries], CPU, context=store.select_rows(starts, (3, 0))
+    )
+    seen = rows.gather_keys_values(k[3:], v[3:], 0)
+    for kernel in (gpu_kernel, "sdpa"):
+        out = compute_attention(q, *seen, rows.attention_metadata, kernel)
+        expected = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("shape", ["nothing", "FlashAttention 4 alone", "flash-attn"])
+def test_flash_is_taken_where_the_function_is_that_will_be_called(monkeypatch, tmp_path, shape):
+    """FlashAttention 4 by itself is a package `flash_attn` too, without that function."""
+    if shape != "nothing":
+        (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    if shape == "flash-attn":
+        (tmp_path / "flash_attn" / "__init__.py").touch()
+        (tmp_path / "flash_attn" / "flash_attn_interface.py").touch()
+        (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
+        metadata = "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n"
+        (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    get_backend_problem.cache_clear()
+    found = get_backend_problem("flash", torch.device("cuda"), torch.bfloat16)
+    get_backend_problem.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+    assert found == "" if shape == "flash-attn" else "pip install 'dlm_rag[flash]'" in found
+    if shape == "flash-attn":
+        assert describe_kernel_version("flash") == "flash-attn 2.8.3"
+
+
+def test_auto_takes_sdpa_on_a_cpu_and_an_impossible_wish_is_an_error():
+    assert choose_backend("auto", CPU, torch.float32) == "sdpa"
+    with pytest.raises(ConfigError, match="attention=flash cannot be used here"):
+        choose_backend("flash", CPU, torch.float32)
+
+
+def test_selective_checkpointing_keeps_the_products_of_flash_attn(monkeypatch):
+    """Its operator is known once its module is imported."""
+    library = torch.library.Library("flash_attn", "DEF")
+    library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
+    module = types.ModuleType("flash_attn.flash_attn_interface")
+    package = types.ModuleType("flash_attn")
+    for name, made in (("flash_attn", package), ("flash_attn.flash_attn_interface", module)):
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, made)
+    _list_saved_ops.cache_clear()
+    kept = _list_saved_ops()
+    _list_saved_ops.cache_clear()
+    assert torch.ops.flash_attn._flash_attn_varlen_forward.default in kept
+    assert torch.ops.torch_attn._varlen_attn.default in kept
+    assert any("scaled_dot_product" in str(operator) for operator in kept)

@@ -1,0 +1,279 @@
+"""Attention in blocks: what is kept equals its definition as a mask; lookahead commits no other token."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_rag.config import EngineConfig
+from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts, encode_segments
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.model.attention_kernels import _KERNELS
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.kv_store import SharedContext
+from dlm_rag.model.packed_batch import pack_rows
+from dlm_rag.questions import Question
+from dlm_rag.tokenizer import Prompt
+from tests.support.block_attention import (
+    BLOCK,
+    FACTS,
+    LENGTH,
+    MASK,
+    block_denoiser,
+    dense_reference_states,
+    make_decoder,
+    top_confidences,
+    walk_decode_views,
+)
+from tests.support.traces import RotatingRetriever
+
+SHAPES = {
+    "independent": {"evidence_layout": "independent"},
+    "independent, shifted": {"evidence_layout": "independent", "shifted": True},
+    "independent, shifted, from the prompt": {
+        "evidence_layout": "independent",
+        "shifted": True,
+        "block_grid": "prompt",
+    },
+    "joint, from the prompt": {"evidence_layout": "joint", "block_grid": "prompt"},
+    "joint, from the canvas": {"evidence_layout": "joint"},
+    "joint, from the prompt, shifted": {
+        "evidence_layout": "joint",
+        "block_grid": "prompt",
+        "shifted": True,
+    },
+    "causal": {"evidence_layout": "joint", "block_size": 1},
+}
+
+
+ORDERS = [
+    *(("recompute", shape) for shape in SHAPES),
+    *((order, shape) for order in ("no_evidence", "append") for shape in SHAPES if "independent" in shape),
+]
+
+
+@pytest.mark.parametrize(("order", "shape"), ORDERS)
+@pytest.mark.parametrize("prefix_cache_gib", [0, 4e-6, 1], ids=["no pool", "a small pool", "pool"])
+def test_what_is_kept_equals_the_definition(order, shape, prefix_cache_gib):
+    denoiser = block_denoiser(**SHAPES[shape])
+    proposer = MaskedModelRunner(denoiser, MASK, EngineConfig(prefix_cache_gib=prefix_cache_gib))
+    for seed in range(4):
+        for view in walk_decode_views(denoiser.config, order, seed):
+            (found,) = proposer.propose([view])
+            confidence, token = top_confidences(denoiser, dense_reference_states(denoiser, view))
+            assert found.token_ids.tolist() == token.tolist()
+            assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
+        proposer.release(1)
+
+
+@pytest.mark.parametrize("order", ["recompute", "no_evidence"])
+def test_training_sees_what_decoding_sees(order):
+    denoiser = block_denoiser(evidence_layout="independent", finished_block_context=order)
+    for view in walk_decode_views(denoiser.config, order, 7):
+        states = [view.laid_out_prompt.build_row(view.canvas.tolist(), view.finished_length, shifted=False)]
+        with torch.no_grad():
+            hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), [view.positions])
+        torch.testing.assert_close(hidden, dense_reference_states(denoiser, view), rtol=1e-4, atol=1e-5)
+
+
+def alone(kept):
+    """All of these keys and values (layers, 2, n, heads, head_dim) as the context of one row."""
+    return SharedContext([tuple(layer) for layer in kept], [[range(kept.shape[2])]])
+
+
+def test_blocks_that_keep_what_they_saw():
+    """The window sees new passages, and finished blocks as they were beside the old ones."""
+    denoiser = block_denoiser(evidence_layout="independent")
+    proposer = MaskedModelRunner(denoiser, MASK, EngineConfig(prefix_cache_gib=1))
+    canvas = np.array([60, 61, 62, 63, MASK, MASK, MASK, MASK])
+    old, new = (
+        lay_out_prompt(Prompt((1, 2), facts, (3,)), denoiser.config, finished_block_context="frozen")
+        for facts in (FACTS[:2], FACTS[1:])
+    )
+    asked = np.arange(4, 8)
+    proposer.propose([ModelInput(0, old, canvas, asked, finished_length=4)])
+    (found,) = proposer.propose([ModelInput(0, new, canvas, asked, finished_length=4)])
+    chain = old.build_canvas_segment(canvas.tolist())
+    with torch.inference_mode():
+        contexts = [
+            torch.cat(encode_segments(denoiser, laid.context_segments), dim=2) for laid in (old, new)
+        ]
+        first = pack_rows([chain.slice_tokens(0, 4)], denoiser.device, context=alone(contexts[0]))
+        block = torch.stack([torch.stack(layer) for layer in denoiser.encode(first, keep=True)[1]])
+        after = torch.cat((contexts[1], block), dim=2)
+        window = pack_rows([chain.slice_tokens(4, 8)], denoiser.device, context=alone(after))
+        confidence, token = top_confidences(denoiser, denoiser.encode(window)[0])
+    assert found.token_ids.tolist() == token.tolist()
+    assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
+    fresh = MaskedModelRunner(denoiser, MASK, EngineConfig(prefix_cache_gib=0))
+    (reread,) = fresh.propose([ModelInput(0, new, canvas, asked, finished_length=4)])
+    assert reread.confidence != pytest.approx(found.confidence, abs=1e-4), (
+        "which differs from reading again"
+    )
+
+
+@pytest.mark.parametrize("order", ["recompute", "no_evidence", "append", "frozen"])
+def test_lookahead_changes_no_proposal_of_the_block_under_work(order):
+    denoiser = block_denoiser(evidence_layout="independent")
+    laid = lay_out_prompt(Prompt((1, 2), FACTS, (3,)), denoiser.config, finished_block_context=order)
+    canvas, found = np.full(LENGTH, MASK), []
+    canvas[:6] = range(60, 66)
+    for slot, looks in enumerate((8, 12, 16)):
+        proposer = MaskedModelRunner(denoiser, MASK, EngineConfig())
+        view = ModelInput(slot, laid, canvas[:looks].copy(), np.arange(6, looks), finished_length=4)
+        found.append(proposer.propose([view])[0])
+    for more in found[1:]:
+        assert more.token_ids[:2].tolist() == found[0].token_ids.tolist()
+        assert more.confidence[:2] == pytest.approx(found[0].confidence, abs=1e-6)
+
+
+ASKED = [
+    Question(str(n), text) for n, text in enumerate(("who", "what is this", "where was it", "why not?"))
+]
+
+
+def what_happened(rollouts):
+    return [
+        [(s.query, s.passage_ids, [(c.position, c.token_id) for c in s.committed]) for s in rollout.steps]
+        for rollout in rollouts
+    ]
+
+
+@pytest.mark.parametrize("order", ["recompute", "no_evidence", "append", "frozen"])
+@pytest.mark.parametrize("lookahead", [0, 4, 100])
+def test_the_same_tokens_alone_and_in_a_batch_with_and_without_a_pool(corpus_file, order, lookahead):
+    found = []
+    for batch_size, prefix_cache_gib in ((1, 1.0), (4, 1.0), (4, 0.0), (3, 1e-5)):
+        if order == "frozen" and not prefix_cache_gib:
+            continue  # where nothing is kept, blocks see the evidence of now
+        settings = {"finished_block_context": order, "query_window": lookahead, "batch_size": batch_size}
+        decoder = make_decoder(corpus_file, prefix_cache_gib=prefix_cache_gib, **settings)
+        found.append(what_happened(decoder.decode(ASKED)))
+    assert all(other == found[0] for other in found[1:])
+    assert len({len(rollout) for rollout in found[0]}) > 1, "questions that take different numbers of steps"
+
+
+@pytest.mark.parametrize("shape", [{"block_grid": "prompt"}, {"shifted": True, "block_grid": "prompt"}, {}])
+def test_prompts_in_blocks_give_the_same_tokens_alone_and_in_a_batch(corpus_file, shape):
+    found = [
+        what_happened(
+            make_decoder(corpus_file, "joint", pool, shape, batch_size=size, query_policy=query).decode(
+                ASKED
+            )
+        )
+        for query in ("proxy", "question")
+        for size, pool in ((1, 1.0), (4, 1.0), (4, 0.0))
+    ]
+    assert found[0] == found[1] == found[2] and found[3] == found[4] == found[5]
+
+
+def test_tokens_do_not_depend_on_lookahead_where_the_evidence_does_not(corpus_file):
+    found = [
+        what_happened(make_decoder(corpus_file, query_window=n, query_policy="question").decode(ASKED))
+        for n in (0, 4, 100)
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("shape", [{}, {"block_size": None}], ids=["blocks", "whole"])
+@pytest.mark.parametrize("prefix_cache_gib", [0, 1])
+def test_a_step_is_one_call_of_the_model(corpus_file, monkeypatch, shape, prefix_cache_gib):
+    """New passages run in it, too, unless they are too many; which changes no token."""
+    found = []
+    for scratch in (PREFILL_SCRATCH_TOKENS, 0):
+        monkeypatch.setattr("dlm_rag.evidence.batch_kv_cache.PREFILL_SCRATCH_TOKENS", scratch)
+        decoder = make_decoder(corpus_file, shape=shape, batch_size=4, prefix_cache_gib=prefix_cache_gib)
+        rollouts = decoder.decode(ASKED)
+        steps = max(rollout.forwards for rollout in rollouts)
+        assert (decoder.denoiser.flop_count.calls == steps) == bool(scratch)
+        found.append((what_happened(rollouts), decoder.model_runner.cache_stats))
+    assert found[0] == found[1]
+
+
+def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus):
+    """Every token of the chain runs at most once as finished, whatever becomes of the evidence."""
+    ran = {}
+    for order in ("no_evidence", "recompute"):
+        decoder = make_decoder(corpus_file, finished_block_context=order, max_new_tokens=40)
+        decoder.retriever = RotatingRetriever(corpus, 2)
+        contexts, counted = decoder.model_runner._contexts, []
+        load = contexts.prepare_rows
+
+        def spy(shown, load=load, counted=counted):
+            runs, stored = load(shown)
+            finished = shown[0].finished_tokens
+            ends = [(r.begin, r.begin + len(r.segment.ids)) for r in runs if r.row is not None]
+            counted.append(sum(max(0, min(finished, end) - begin) for begin, end in ends))
+            return runs, stored
+
+        contexts.prepare_rows = spy
+        rollout = decoder.decode(ASKED[:1])[0]
+        assert len({step.passage_ids for step in rollout.steps}) > 2, "the evidence changes on the way"
+        ran[order] = sum(counted)
+    assert ran["no_evidence"] <= 40 - BLOCK < ran["recompute"]
+
+
+@pytest.mark.parametrize("layout", ["joint", "prefix"])
+@pytest.mark.parametrize("order", ["no_evidence", "append", "frozen"])
+def test_an_order_that_a_layout_cannot_have_is_refused(corpus_file, layout, order):
+    with pytest.raises(
+        ConfigError, match=f"finished_block_context={order} needs evidence_layout=independent"
+    ):
+        make_decoder(corpus_file, layout, finished_block_context=order).decode(ASKED)
+
+
+@pytest.mark.parametrize("order", ["recompute", "no_evidence", "append", "frozen"])
+def test_engines_of_one_decoder_do_not_meet_in_a_slot(corpus_file, order):
+    decoder = make_decoder(corpus_file, finished_block_context=order, batch_size=1)
+    expected = what_happened(decoder.decode(ASKED[:2]))
+    engines, found = [decoder.new_engine() for _ in range(2)], {}
+    for engine, question in zip(engines, ASKED, strict=False):
+        engine.submit(question)
+    while any(engine.busy for engine in engines):
+        for engine in engines:
+            found |= {event.rollout.id: event.rollout for event in engine.step()}
+    assert what_happened([found["0"], found["1"]]) == expected
+
+
+def test_a_call_that_fails_leaves_nothing_behind(corpus_file, monkeypatch):
+    """The same views again, after a call that wrote and did not run: as if it had never been made."""
+    denoiser = block_denoiser(evidence_layout="independent")
+    proposer = MaskedModelRunner(denoiser, MASK, EngineConfig(prefix_cache_gib=1))
+    views = list(walk_decode_views(denoiser.config, "recompute", 5))
+    for view in views:
+        with monkeypatch.context() as broken, pytest.raises(MemoryError):
+            broken.setattr(denoiser, "encode", lambda *_: (_ for _ in ()).throw(MemoryError))
+            proposer.propose([view])
+        (found,) = proposer.propose([view])
+        confidence, _ = top_confidences(denoiser, dense_reference_states(denoiser, view))
+        assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
+
+
+def test_what_append_shows_is_on_record(corpus_file, corpus):
+    decoder = make_decoder(corpus_file, finished_block_context="append", max_new_tokens=40)
+    decoder.retriever = RotatingRetriever(corpus, 2)
+    shown = [step.passage_ids for step in decoder.decode(ASKED[:1])[0].steps]
+    assert len(shown[-1]) > 2 and all(one == other[: len(one)] for one, other in pairwise(shown))
+
+
+def test_kernels_that_take_no_masks_get_rows_that_see_all_they_are_given(corpus_file, monkeypatch):
+    expected = what_happened(make_decoder(corpus_file, query_window=8).decode(ASKED))
+
+    def rows_only(q, k, v, sight):
+        assert not any(sight.partial_view_rows)
+        return _KERNELS["sdpa"](q, k, v, sight)
+
+    monkeypatch.setattr(Denoiser, "backend", property(lambda _: "varlen"))
+    monkeypatch.setitem(_KERNELS, "varlen", rows_only)
+    assert what_happened(make_decoder(corpus_file, query_window=8).decode(ASKED)) == expected
+
+
+def test_settings_of_the_checkpoint_count_where_no_others_are_named(corpus_file):
+    decoder = make_decoder(corpus_file, shape={"finished_block_context": "no_evidence"})
+    assert decoder.config.finished_block_context == "no_evidence"
+    assert replace(decoder.config, finished_block_context="frozen").finished_block_context == "frozen"

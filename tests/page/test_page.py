@@ -1,0 +1,574 @@
+"""The trace page: its data, and what a real browser makes of it (skipped where there is no Chromium)."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dlm_rag.commands import page as page_command
+from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
+from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
+from dlm_rag.decode.trace_file import read_trace
+from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.errors import TraceError
+from dlm_rag.page.record import (
+    TraceRun,
+    align_tokens,
+    attribute_words,
+    build_page_record,
+    find_bridge_entities,
+    read_trace_runs,
+    split_content_words,
+)
+from dlm_rag.page.write import render_page, write_page
+from tests.support.headless_chromium import HeadlessChromium, find_chromium
+from tests.support.pages import END, cited, header, make_two_hop_rollout, write_trace
+from tests.support.paths import ROOT
+from tests.support.rollouts import make_committed_token, make_two_step_rollout
+from tests.support.synthetic_rollout import make_synthetic_rollout
+
+SEPARATORS = "\u2028\u2029"
+HOSTILE = (
+    f"</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> {SEPARATORS} @data@ &lt; \ud800"
+)
+SURE = (0.5, 0.7, 0.9, 0.99)  # as in page.js
+
+
+GHOSTS = {2: " of", 4: ".", 5: "\n", 6: " Steventon", END: "<end>"}
+# By step, the token and the confidence guessed at a position; 6 and 7 end the text for a while.
+GUESSED = {
+    1: {2: (4, 0.4), 3: (6, 0.55), 4: (5, 0.2), 5: (2, 0.35), 6: (END, 0.75), 7: (END, 0.999)},
+    2: {2: (4, 0.92), 4: (5, 0.61), 5: (2, 0.35), 6: (2, 0.1)},
+    3: {3: (6, 0.71), 5: (6, 0.7), 6: (END, 0.992)},
+    4: {},
+}
+
+
+def haunted(rollout: Rollout) -> Rollout:
+    """The same with guesses at positions that stay masked."""
+    recorder = ProvisionalRecorder(GHOSTS.__getitem__)
+    steps = [rollout.steps[0]]
+    for step in rollout.steps[1:]:
+        at = np.array([*GUESSED[step.step]], dtype=np.int64)
+        tokens, sure = (np.array([guess[n] for guess in GUESSED[step.step].values()]) for n in (0, 1))
+        found = Proposals(at, tokens, sure, *[np.zeros(len(at))] * 4)
+        steps.append(replace(step, guesses=recorder.record_step(found)))
+    return replace(rollout, steps=steps)
+
+
+def static(rollout: Rollout) -> Rollout:
+    """The same question asked once, of which nothing is cited."""
+    steps = [replace(step, query=None, passage_ids=("emma",), dropped=()) for step in rollout.steps]
+    steps[0] = rollout.steps[0]
+    return replace(
+        rollout, steps=steps, citations=[], settings={"query_policy": "question", "query_threshold": 0.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "texts"),
+    [
+        ([" Jane", " Aus", "ten", ".", "<end>"], "Jane Austen.", ["Jane", "Aus", "ten", ".", ""]),
+        (["▁Jane"[1:], "Aus", "ten"], "Jane Austen", ["Jane", "Aus", "ten"]),
+        (["a", "\ufffd", "\ufffd", " b"], "a\U0001f600 b", ["a", "", "", "b"]),
+        (["\n", "a", " ", "a"], "a a", ["", "a", "", "a"]),
+        ([], "", []),
+    ],
+    ids=["blanks before words", "no blanks", "a character of two tokens", "blanks alone", "nothing"],
+)
+def test_tokens_stand_where_their_texts_do(tokens, text, texts):
+    assert [text[start:stop] for start, stop in align_tokens(tokens, text)] == texts
+
+
+def test_words_are_attributed_to_the_passage_that_is_cited_for_them():
+    found = attribute_words(make_two_hop_rollout())
+    assert [(f["word"], f["at"], f["step"], f["passage"]) for f in found] == [
+        ("jane", [0], 1, "emma"), ("austen", [1], 1, "emma"), ("steventon", [3], 4, "austen"),
+        ("steventon", [5], 4, "austen"),
+    ]  # fmt: skip
+    bare = make_two_hop_rollout()
+    bare.citations[1] = cited("Steventon", unsupported=["steventon"])
+    assert attribute_words(bare)[2]["passage"] is None
+    assert attribute_words(replace(bare, citations=[])) == []
+
+
+def test_pieces_are_the_text_and_its_content_words():
+    cut = split_content_words("The Straße <b>")
+    assert cut == ["The ", ["Straße", "strasse"], " <", ["b"], ">"]
+    assert "".join(piece if isinstance(piece, str) else piece[0] for piece in cut) == "The Straße <b>"
+
+
+def test_a_bridge_is_asked_for_and_then_found_or_never():
+    """What stands in brackets is no part of a name; Emma is in the question, Dune is not cited."""
+    one, other = find_bridge_entities([static(make_two_hop_rollout()), make_two_hop_rollout()])
+    assert other == [{"passage": "austen", "entity": "Jane Austen", "asked": 1, "found": 2}]
+    assert one == [{"passage": "austen", "entity": "Jane Austen", "asked": None, "found": None}]
+
+
+def data_of(html):
+    return json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', html, re.DOTALL)[1])
+
+
+def test_no_text_of_a_trace_ends_the_element_that_holds_it():
+    rollout = make_two_hop_rollout()
+    rollout.question = rollout.id = rollout.response = HOSTILE
+    rollout.passages = dict.fromkeys(rollout.passages, HOSTILE)
+    rollout.steps[1] = replace(
+        rollout.steps[1], query=HOSTILE, committed=(CommittedToken(0, 1, HOSTILE, 0.5),)
+    )
+    runs = [TraceRun(HOSTILE, None, [rollout])]
+    html = render_page(runs)
+    assert html.count("<script") == html.count("</script") == 2 and html.isascii() is False
+    assert not [mark for mark in SEPARATORS if mark in html]
+    assert data_of(html) == json.loads(json.dumps(build_page_record(runs)))
+
+
+def test_two_traces_share_the_questions_of_one_id_and_text(tmp_path):
+    other = replace(make_two_hop_rollout(), id="q2")
+    one = write_trace(tmp_path / "static.jsonl", static(make_two_hop_rollout()), static(other))
+    two = write_trace(
+        tmp_path / "interleaved.jsonl", make_two_hop_rollout(), replace(other, question="Why?")
+    )
+    record = build_page_record(read_trace_runs([one, two]))
+    assert [question["id"] for question in record["questions"]] == ["q1"] and record["left_out"] == 2
+    assert record["names"] == ["static", "interleaved"]
+    assert record["settings"] == [["decode.query_policy=question"], ["decode.query_policy=proxy"]]
+    foreign = write_trace(tmp_path / "foreign.jsonl", replace(make_two_hop_rollout(), question="Why?"))
+    with pytest.raises(TraceError, match="static and foreign have no question in common"):
+        build_page_record(read_trace_runs([one, foreign]))
+
+
+def test_traces_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    paths = []
+    for name in ("static", "interleaved"):
+        (tmp_path / name).mkdir()
+        paths.append(write_trace(tmp_path / name / "trace.jsonl", make_two_hop_rollout()))
+    assert [run.name for run in read_trace_runs(paths)] == ["static", "interleaved"]
+
+
+def test_a_page_is_made_of_a_trace_without_torch(tmp_path):
+    trace, out = write_trace(tmp_path / "trace.jsonl", make_two_hop_rollout()), tmp_path / "page.html"
+    code = (
+        "import sys\n"
+        "from dlm_rag.__main__ import dispatch\n"
+        f"dispatch(['page', {str(trace)!r}, '--html', {str(out)!r}])\n"
+        "heavy = {'torch', 'transformers', 'numba', 'bm25s'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"the page is in {out}" in done.stderr, done.stderr
+    assert data_of(out.read_text())["questions"][0]["id"] == "q1"
+    page_command.main([str(trace), "--html", str(out)])  # of its own pages it writes the newer one
+    assert out.read_text() == render_page(read_trace_runs([trace]))
+
+
+def test_guesses_that_no_decode_has_made_are_refused(tmp_path):
+    rollout = make_two_hop_rollout()
+    rollout.steps[1] = replace(rollout.steps[1], guesses=ProvisionalDelta("50"))
+    path = write_trace(tmp_path / "t.jsonl", rollout)
+    with pytest.raises(TraceError, match="t.jsonl: the line of question 'q1' is not from a decode"):
+        read_trace_runs([path])
+
+
+# In the browser.
+
+CANVAS = """page.panes.map((pane) =>
+  pane.tokens.map((node) => node.className.includes(' w ') ? node.textContent : null))"""
+# The guess at each position, with the shade of its confidence; null where none is.
+SEEN_GHOSTS = """page.panes[0].tokens.map((node) => node.classList.contains('g')
+  ? [node.dataset.guess, Number(node.className.match(/ g([0-4])/)[1])] : null)"""
+# Texts on the page and what is behind them, of which the contrast is worked out here.
+COLOURS = """[...document.querySelectorAll('body *')].filter((node) =>
+  node.checkVisibility({visibilityProperty: true}) && !node.closest('.unseen, .repeated, option')
+  && [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim())).map((node) => {
+    const ground = (of) => getComputedStyle(of).backgroundColor;
+    let behind = node;
+    while (ground(behind) === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
+    return [node.className || node.localName, getComputedStyle(node).color, ground(behind)];
+  })"""
+WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
+
+
+@pytest.fixture(scope="module")
+def shared_browser():
+    if find_chromium() is None:
+        pytest.skip("chromium is not here (apt-get install chromium)")
+    with HeadlessChromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(shared_browser):
+    """A browser whose console has nothing to say, neither before nor after a test."""
+    shared_browser.complaints.clear()
+    yield shared_browser
+    assert shared_browser.complaints == []
+
+
+def canvases(rollout):
+    """What the page shows of every step, as `Rollout.replay` has it."""
+    for state in rollout.replay():
+        yield [state[n].token if n in state else None for n in range(rollout.canvas_length)]
+
+
+def ghosts(rollout):
+    """What the page shows of the guesses of every step, as `Rollout.provisional_tokens` has them."""
+    for found in rollout.provisional_tokens():
+        shown = {
+            n: (guess.token.replace("\n", "\u21b5"), sum(guess.confidence >= bound for bound in SURE))
+            for n, guess in found.items()
+        }
+        yield [list(shown[n]) if n in shown else None for n in range(rollout.canvas_length)]
+
+
+def contrast(one, other):
+    """WCAG 2's ratio of two colours as `rgb(r, g, b)` or `color(srgb r g b)`."""
+
+    def luminance(colour):
+        scale = 1 if colour.startswith("color(srgb ") else 255
+        parts = [float(part) / scale for part in re.findall(r"[\d.]+", colour)[:3]]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_the_contrast_of_black_and_white_is_21():
+    assert contrast("rgb(0, 0, 0)", "rgb(255, 255, 255)") == pytest.approx(21)
+    assert contrast("rgb(119, 119, 119)", "rgb(255, 255, 255)") == pytest.approx(4.48, abs=0.01)
+
+
+def page_of(tmp_path, *runs):
+    path = tmp_path / "page.html"
+    write_page(path, [TraceRun(name, header(rollouts[0]), rollouts) for name, rollouts in runs])
+    return path
+
+
+def test_the_canvas_at_every_step_is_that_of_the_trace(browser, tmp_path):
+    """Forwards, backwards and in leaps; with tokens that are masked again and edited."""
+    edited = make_two_step_rollout()
+    edited.steps.append(RolloutStep(3, None, ("c",), False, edited=(make_committed_token(0, 8, "w", 0.9),)))
+    edited.settings = {"query_policy": "proxy"}
+    rollouts = [make_two_hop_rollout(), replace(edited, id="q2")]
+    browser.open(page_of(tmp_path, ("", rollouts)))
+    for number, rollout in enumerate(rollouts):
+        browser.run(f"page.open({number})")
+        expected = list(canvases(rollout))
+        last = len(expected) - 1
+        for step in [*range(last + 1), *range(last, -1, -1), last, 0, last]:
+            browser.run(f"page.go({step})")
+            assert browser.run(CANVAS) == [expected[step]], f"question {number}, step {step}"
+    assert browser.run("page.panes[0].tokens.map((node) => node.classList.contains('edited'))")[0]
+
+
+def test_ghosts_at_every_step_are_those_of_the_trace(browser, tmp_path):
+    """Forwards, backwards and in leaps; what a committed token replaces is back before it."""
+    rollout = haunted(make_two_hop_rollout())
+    browser.open(page_of(tmp_path, ("", [rollout])))
+    expected = list(ghosts(rollout))
+    assert [sum(map(bool, shown)) for shown in expected] == [0, 6, 4, 3, 0]
+    for step in [*range(5), *range(4, -1, -1), 4, 1, 3, 0, 2]:
+        browser.run(f"page.go({step})")
+        assert browser.run(SEEN_GHOSTS) == expected[step], f"step {step}"
+        assert browser.run(CANVAS) == [list(canvases(rollout))[step]]
+    browser.run("page.go(1)")
+    assert browser.run("page.panes[0].tokens.map((node) => node.classList.contains('repeated'))") == [
+        *[False] * 7,
+        True,
+    ], "of guesses that end the text only the first is spelled out"
+
+
+AFTER = "getComputedStyle(page.panes[0].tokens[%d], '::after').content"
+
+
+def test_ghosts_come_and_go_by_key_and_by_box(browser, tmp_path):
+    browser.open(page_of(tmp_path, ("", [haunted(make_two_hop_rollout())])), "#step=3")
+    facts = "page.panes[0].facts.textContent"
+    assert "Steventon" in browser.run(AFTER % 5)
+    assert "×" in browser.run(AFTER.replace("after", "before") % 3)
+    assert browser.run("document.querySelector('.ghost').textContent") == "guesses, not committed"
+    browser.run("page.panes[0].tokens[4].focus()")
+    browser.press_key("ArrowRight")
+    assert browser.run(facts) == "guess “ Steventon” · position 5 · not committed · confidence 0.70"
+    browser.press_key("g")
+    assert browser.run("[page.ghosts, byId('ghosts').checked]") == [False, False]
+    assert "Steventon" not in browser.run(AFTER % 5) and browser.run(facts) == "masked · position 5"
+    browser.run("byId('ghosts').focus()")
+    browser.press_key(" ")
+    assert browser.run("page.ghosts") and "Steventon" in browser.run(AFTER % 5)
+    assert browser.run("page.timer === null"), "in a box a blank ticks, and plays nothing"
+
+
+def test_ghosts_are_no_text_of_the_page(browser, tmp_path):
+    """Neither for who copies the canvas nor, as the accessibility tree has it, for a reader of screens."""
+    browser.open(page_of(tmp_path, ("", [haunted(make_two_hop_rollout())])), "#step=1")
+    assert browser.run("page.panes[0].canvas.textContent") == " Jane Austen"
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    said = [node["name"]["value"] for node in nodes if "name" in node]
+    assert " Austen" in said and not any("Steventon" in text for text in said)
+
+
+def test_a_trace_without_guesses_says_so(browser, tmp_path):
+    """Also where another one beside it has them."""
+    told = "[...document.querySelectorAll('.pane')].map((p) => p.querySelector('h3 .note').textContent)"
+    none = "its trace holds no guesses"
+    browser.open(page_of(tmp_path, ("", [make_two_hop_rollout()])))
+    assert browser.run(told) == [none] and browser.run("byId('ghosts').disabled")
+    browser.press_key("g")
+    assert browser.run("page.ghosts")
+    browser.open(
+        page_of(tmp_path, ("one", [make_two_hop_rollout()]), ("two", [haunted(make_two_hop_rollout())]))
+    )
+    assert browser.run(told) == [none, "and guesses, not committed"]
+    assert not browser.run("byId('ghosts').disabled")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_ghosts_are_fainter_the_less_sure_and_can_be_read(browser, tmp_path, dark):
+    """A contrast of 3, less than that of what is written, and never less than that of a guess less sure."""
+    colours = """page.panes[0].tokens.filter((node) => node.matches('.g:not(.repeated)')).map((node) =>
+      [Number(node.className.match(/ g([0-4])/)[1]), getComputedStyle(node, '::after').color])"""
+    browser.open(page_of(tmp_path, ("", [haunted(make_two_hop_rollout())])), dark=dark)
+    paper = browser.run("getComputedStyle(page.panes[0].node).backgroundColor")
+    found = {}
+    for step in (1, 2, 3):
+        browser.run(f"page.go({step})")
+        found |= {shade: contrast(colour, paper) for shade, colour in browser.run(colours)}
+    assert sorted(found) == [0, 1, 2, 3, 4]
+    assert [found[n] for n in range(5)] == sorted(found.values()) and found[0] >= 3 and found[4] >= 4.5
+
+
+def test_what_is_shown_of_a_step(browser, tmp_path):
+    """The query with its new, guessed and lost words, cards that come and go, words that are taken."""
+    browser.open(page_of(tmp_path, ("", [make_two_hop_rollout()])), "#step=1")
+    texts = "(s) => [...document.querySelectorAll(s)].map((node) => node.textContent)"
+    seen = lambda selector: browser.run(f"({texts})({selector!r})")  # noqa: E731
+    assert seen(".query ins") == ["Jane", "Austen.", "Bat"] and seen(".query .guess") == ["Austen.", "Bat"]
+    assert seen(".card.new b") == ["Dune"] and seen(".card mark") == ["Jane", "Austen"]
+    browser.press_key("ArrowRight")
+    assert "none was due" in seen(".searching h3")[0] and seen(".query ins") == []
+    assert seen(".card.new b") == ["Jane Austen (author)"]
+    assert seen(".card.left b") == ["Emma (novel)", "Dune"]
+    assert "without room in the prompt: Emma (novel)" in seen(".searching p.note")[-1]
+    assert seen(".bridges button.reached") == ["step 1", "step 2"]
+    assert not browser.run("page.panes[0].answer.checkVisibility({visibilityProperty: true})")
+    browser.press_key("ArrowRight")
+    assert seen(".query del") == ["Bat"] and seen(".t.fallen") == [""]
+    assert seen(".query .guess") == ["Steventon"], "it was masked again"
+    assert seen(".t.end") == ["<end>"] and seen(".t.repeated") == []
+    browser.press_key("End")
+    assert browser.run("page.panes[0].answer.checkVisibility({visibilityProperty: true})")
+    assert seen(".answer") == ["Answer: Steventon"] and seen(".query .guess") == []
+    sources = ["Emma (novel) (emma, step 1)", *["Jane Austen (author) (austen, step 1)"] * 2]
+    assert seen(".sources small") == sources
+    assert seen(".t.repeated") == ["<end>"]
+    words = browser.run("[...page.panes[0].rollout.wordsOnCanvas()]")
+    assert words == ["Jane", "Austen.", "Steventon", "###"], "what ends the text is no word"
+    browser.press_key("Home")
+    assert seen(".card.new") == seen(".query ins") == [], "nothing was there before"
+
+
+def test_a_token_tells_its_step_confidence_and_source(browser, tmp_path):
+    browser.open(page_of(tmp_path, ("", [make_two_hop_rollout()])), "#step=4")
+    facts = "page.panes[0].facts.textContent"
+    box = "page.panes[0].tokens[1].getBoundingClientRect()"
+    browser.move_pointer(*browser.run(f"[{box}.x + {box}.width / 2, {box}.y + {box}.height / 2]"))
+    source = "“austen” from Emma (novel) (emma)"
+    assert browser.run(facts) == f"“ Austen” · position 1 · step 1 · confidence 0.600 · {source}"
+    browser.run("page.panes[0].tokens[0].focus()")
+    for _ in range(3):
+        browser.press_key("ArrowRight")
+    assert browser.run("document.activeElement.textContent") == " Steventon"
+    assert "step 4 · confidence 0.910" in browser.run(facts)
+    assert browser.run("page.at") == 4, "within the canvas arrows go from token to token"
+    assert browser.run("document.querySelector('.card.source b').textContent") == "Jane Austen (author)"
+    browser.run("page.go(2)")
+    assert "“ Bath” · position 3 · step 2" in browser.run(facts)
+    assert "from" not in browser.run(facts), "the word was taken away again"
+
+
+def test_keys_slider_and_player_move(browser, tmp_path):
+    browser.open(
+        page_of(
+            tmp_path,
+            ("", [make_two_hop_rollout(), replace(make_two_hop_rollout(), id="q2", question="Why?")]),
+        )
+    )
+    at = lambda: browser.run("[page.at, Number(page.step.value), byId('where').value]")  # noqa: E731
+    for key, step in (("ArrowRight", 1), ("End", 4), ("ArrowLeft", 3), ("Home", 0)):
+        browser.press_key(key)
+        assert at() == [step, step, f"step {step} of 4"]
+    browser.press_key("ArrowRight", shift=True)
+    assert at()[0] == 4, "a leap ends at the last step"
+    browser.run("page.step.value = 2; page.step.dispatchEvent(new Event('input'))")
+    assert at()[:2] == [2, 2] and browser.run(CANVAS) == [list(canvases(make_two_hop_rollout()))[2]]
+    browser.run("byId('speed').value = 60")
+    browser.press_key(" ")
+    wait = "const wait = () => page.timer ? setTimeout(wait, 5) : done(); wait();"
+    browser.run(f"new Promise((done) => {{ {wait} }})")
+    assert at()[0] == 4, "it has played to the end"
+    browser.run("byId('speed').focus()")
+    browser.press_key("ArrowLeft")
+    assert at()[0] == 4, "there the arrows choose a speed"
+    browser.run("page.items[0].focus()")
+    browser.press_key("ArrowDown")
+    assert browser.run("document.activeElement.textContent") == "Why?"
+    browser.run("document.activeElement.click()")
+    assert browser.run("document.querySelector('h1').textContent") == "Why?" and at()[0] == 0
+    browser.run("new Promise((done) => setTimeout(done, 2 * SETTLED))")
+    assert browser.run("location.hash") == "#question=2&step=0"
+
+
+def test_two_traces_side_by_side(browser, tmp_path):
+    """The shorter one stays at its end; the bridge is entered by one and never by the other."""
+    short = static(make_two_hop_rollout())
+    short.steps = short.steps[:3]
+    path = page_of(tmp_path, ("static", [short]), ("interleaved", [make_two_hop_rollout()]))
+    browser.open(path, "#step=4", width=1600)
+    assert browser.run(CANVAS) == [list(canvases(short))[2], list(canvases(make_two_hop_rollout()))[4]]
+    cells = "[...document.querySelectorAll('.bridges td')].map((node) => node.textContent)"
+    assert browser.run(cells) == ["never", "never", "step 1", "step 2"]
+    heads = browser.run("[...document.querySelectorAll('h2')].map((node) => node.textContent)")
+    assert heads == ["static decode.query_policy=question", "interleaved decode.query_policy=proxy"]
+    browser.run("document.querySelectorAll('.bridges button')[1].click()")
+    assert browser.run("page.at") == 2
+
+
+def test_what_a_trace_does_not_hold_is_not_shown(browser, tmp_path):
+    """A trace of version 1 has neither texts of passages nor citations; a question that failed, no step."""
+    old = replace(make_two_hop_rollout(), passages={}, citations=[], settings={})
+    failed = Rollout("q2", "Why?", "joint", 4, error="the search failed")
+    path = tmp_path / "page.html"
+    write_page(path, [TraceRun("", None, [old, failed])])
+    browser.open(path, "#step=4")
+    assert browser.run(CANVAS) == [list(canvases(old))[4]]
+    assert browser.run("document.querySelector('.card b').textContent") == "austen"
+    assert (
+        browser.run("document.querySelectorAll('mark, .bridges tr, .guess, .settings, .sources li').length")
+        == 0
+    )
+    browser.run("page.open(1); page.play()")
+    assert browser.run("document.querySelector('.answer').textContent") == "No answer: the search failed"
+    assert browser.run(CANVAS) == [[None] * 4]
+
+
+def test_hostile_text_is_shown_as_text(browser, tmp_path):
+    rollout = make_two_hop_rollout()
+    shown = HOSTILE.replace("\ud800", "\ufffd")
+    rollout.question = HOSTILE
+    rollout.passages = {name: f"{name}\n{HOSTILE}" for name in rollout.passages}
+    rollout.steps[1] = replace(
+        rollout.steps[1], query=HOSTILE, committed=(CommittedToken(0, 1, HOSTILE, 0.5),)
+    )
+    guesses = ProvisionalDelta("  50", (1, 7), ((7, HOSTILE),))
+    rollout.steps[1] = replace(rollout.steps[1], guesses=guesses)
+    browser.open(page_of(tmp_path, (HOSTILE, [rollout, rollout])), "#step=1")
+    assert browser.run("page.panes[0].tokens[1].dataset.guess.toWellFormed()") == shown
+    for node in (
+        "document.querySelector('h1')",
+        "document.querySelector('.card p')",
+        "page.panes[0].tokens[0]",
+    ):
+        assert browser.run(f"{node}.textContent.toWellFormed()") == shown
+    assert browser.run("[document.scripts.length, document.images.length]") == [2, 0]
+
+
+def test_steps_are_added_to_a_trace_that_is_running(browser, tmp_path):
+    """Step by step it comes to show what the page of the finished trace shows."""
+    path = page_of(tmp_path, ("", [haunted(make_two_hop_rollout())]))
+    shown = "document.querySelector('#panes').innerHTML.replace(/min-height: [0-9.]+px/, '')"
+    browser.open(path, "#step=4")
+    whole = browser.run(shown)
+    browser.run(
+        "side = page.data.questions[0].sides[0]; given = side.steps; ended = side.end;"
+        "Object.assign(side, {steps: [], end: null}); page.open(0)"
+    )
+    for step in range(5):
+        browser.run(f"page.addStep(given[{step}])")
+        assert browser.run("[page.at, Number(page.step.max)]") == [step, step]
+        assert browser.run(CANVAS) == [list(canvases(make_two_hop_rollout()))[step]]
+    browser.run("page.finish(ended)")
+    assert browser.run(shown) == whole
+    browser.run("page.go(1); page.addStep({...given[4], written: [], remasked: [], texts: {}})")
+    assert browser.run("page.at") == 1, "who looks back is left there"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1440])
+def test_all_texts_can_be_read(browser, tmp_path, width, dark):
+    """Contrast of 4.5 at every step and by both colours; nothing is wider than the window."""
+    path = page_of(
+        tmp_path,
+        ("static", [static(make_two_hop_rollout())]),
+        ("interleaved", [haunted(make_two_hop_rollout())]),
+    )
+    browser.open(path, width=width, dark=dark)
+    poor = set()
+    for by in ("step", "confidence"):
+        browser.run(f"byId('colour').value = '{by}'; page.colour()")
+        for step in range(5):
+            browser.run(f"page.go({step})")
+            poor |= {name for name, text, behind in browser.run(COLOURS) if contrast(text, behind) < 4.5}
+            wide, window = browser.run(WIDTHS)
+            assert wide <= window == width
+    assert not poor
+    ground = browser.run("getComputedStyle(document.body).backgroundColor")
+    assert (contrast(ground, "rgb(0, 0, 0)") < 2) == dark
+
+
+def test_everything_that_can_be_used_has_a_name(browser, tmp_path):
+    """As the browser's own accessibility tree has it."""
+    browser.open(
+        page_of(
+            tmp_path,
+            ("static", [static(make_two_hop_rollout())]),
+            ("interleaved", [make_two_hop_rollout()]),
+        )
+    )
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    named = [(node["role"]["value"], node["name"]["value"]) for node in nodes if "name" in node]
+    used = [name for role, name in named if role in ("button", "slider", "combobox", "checkbox")]
+    assert {"Step", "Speed", "Colour", "Guesses", "First step", "Play"} < {*used} and all(used)
+    assert named.count(("group", "Canvas; arrow keys go from token to token")) == 2
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_of_a_thousand_tokens(browser, tmp_path):
+    """The bound is a hundred times what it takes: for what would grow with steps times tokens."""
+    rollout = make_synthetic_rollout(1000, 1000)
+    browser.open(page_of(tmp_path, ("", [rollout])))
+    expected = list(canvases(rollout))
+    guessed = list(ghosts(rollout))
+    for step in (1, 500, 499, 1000, 0, 777):
+        browser.run(f"page.go({step})")
+        assert browser.run(CANVAS) == [expected[step]]
+        assert browser.run(SEEN_GHOSTS) == guessed[step]
+    spent = browser.run(
+        "(() => { const begun = performance.now(); for (let n = 0; n < 20; n++) { page.go(500 + n);"
+        " document.body.offsetHeight; } return (performance.now() - begun) / 20; })()"
+    )
+    assert spent < 1000
+
+
+@pytest.mark.slow
+def test_sample_makes_the_page_of_what_it_answers(browser, tmp_path):
+    """On the screen, and with --out of its trace; the canvases are those of the trace."""
+    for words in (["--trace", "t1"], ["--out", "answers.jsonl", "--trace", "t2"]):
+        asked = ["--questions", ROOT / "dlm_rag/shipped/world/questions.jsonl", "--limit", "2"]
+        command = [sys.executable, ROOT / "sample.py", *asked, "--html", "page.html", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and "the page is in page.html" in done.stderr, done.stderr
+        browser.open(tmp_path / "page.html")
+        for number, rollout in enumerate(read_trace(tmp_path / words[-1])):
+            browser.run(f"page.open({number})")
+            guessed = list(ghosts(rollout))
+            assert any(map(any, guessed))
+            for step, canvas in enumerate(canvases(rollout)):
+                browser.run(f"page.go({step})")
+                assert browser.run(CANVAS) == [canvas]
+                assert browser.run(SEEN_GHOSTS) == guessed[step]

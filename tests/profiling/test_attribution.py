@@ -1,0 +1,159 @@
+"""Attribution of a session: a report made by hand, whose right answer can be worked out on paper."""
+
+import json
+import sqlite3
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "profiling"))
+
+import attribution
+import profile_readers
+
+MAIN, WORKER, AUTOGRAD, OTHER = (7 << 24) | 1, (7 << 24) | 2, (7 << 24) | 3, (8 << 24) | 1
+MS = 1_000_000
+
+
+@pytest.fixture
+def session_file(tmp_path):
+    """Two steps of 100 ms on one thread; a search beside the second; kernels on two streams.
+
+    step 0: 0 to 100, denoise 10 to 60 in it. step 1: 120 to 220, retrieve 120 to 150 with search 130 to
+    150, denoise 150 to 210. Beside: retrieve 140 to 170 on the worker.
+    """
+    path = tmp_path / "session.sqlite"
+    database = sqlite3.connect(path)
+    database.executescript(
+        """
+        CREATE TABLE StringIds (id INTEGER, value TEXT);
+        CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER,
+                                  domainId INTEGER, globalTid INTEGER);
+        CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER,
+                                                  correlationId INTEGER, nameId INTEGER);
+        CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, globalPid INTEGER,
+                                                 correlationId INTEGER, shortName INTEGER,
+                                                 streamId INTEGER);
+        """
+    )
+    texts = ["dlm_rag", "denoise", "gemm", "flash", "cudaLaunchKernel", "cudaStreamSynchronize"]
+    database.executemany("INSERT INTO StringIds VALUES (?, ?)", enumerate(texts))
+    ranges = [
+        (0, 100, "step 0 rows 2", None, MAIN), (10, 60, None, 1, MAIN),
+        (120, 220, "step 1 rows 4", None, MAIN), (120, 150, "retrieve", None, MAIN),
+        (130, 150, "retrieve/search", None, MAIN), (150, 210, None, 1, MAIN),
+        (140, 170, "retrieve", None, WORKER),
+    ]  # fmt: skip
+    database.executemany(
+        "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, ?, 1, ?)",
+        [(a * MS, b * MS, text, text_id, tid) for a, b, text, text_id, tid in ranges],
+    )
+    database.executemany(
+        "INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)",
+        [
+            (0, None, 75, None, 0, 1, MAIN),  # the domain dlm_rag of this process
+            (0, 500 * MS, 59, "denoise", None, 0, MAIN),  # the default domain
+            (0, 500 * MS, 59, "denoise", None, 1, OTHER),  # another process, whose domain 1 is another
+            (0, None, 75, None, 0, 2, OTHER),
+            (0, 500 * MS, 59, "denoise", None, 2, OTHER),  # another rank
+            (99 * MS, None, 34, "question q1", None, 1, MAIN),
+            (219 * MS, None, 34, "question q2", None, 1, MAIN),
+            (215 * MS, None, 59, "commit", None, 1, MAIN),  # was open when the session ended
+        ],
+    )
+    calls = [
+        (12, 13, 1, 4, MAIN), (14, 15, 2, 4, MAIN), (160, 161, 3, 4, MAIN), (161, 200, 9, 5, MAIN),
+        (90, 91, 4, 4, MAIN), (211, 212, 5, 4, AUTOGRAD),
+    ]  # fmt: skip
+    database.executemany(
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)",
+        [(a * MS, b * MS, thread, correlation, name) for a, b, correlation, name, thread in calls],
+    )
+    kernels = [
+        (20, 40, 1, 2, 7),
+        (30, 55, 2, 3, 8),
+        (165, 195, 3, 2, 7),
+        (92, 130, 4, 3, 7),
+        (212, 216, 5, 2, 7),
+    ]
+    database.executemany(
+        "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?)",
+        [
+            (a * MS, b * MS, MAIN & ~0xFFFFFF, correlation, name, stream)
+            for a, b, correlation, name, stream in kernels
+        ],
+    )
+    database.commit()
+    database.close()
+    return path
+
+
+def by_stage(found):
+    return {part.stage: part for part in found.stages}
+
+
+def ms(seconds):
+    return pytest.approx(1e3 * seconds)
+
+
+def test_times_on_paper(session_file):
+    found = attribution.attribute_session(profile_readers.read_profile_session(session_file))
+    stages = by_stage(found)
+    assert ms(found.wall) == 220 and found.counts_by_unit == {"question": 2, "step": 2, "session": 1}
+    assert found.others == 1
+    assert {name: round(1e3 * part.self_time) for name, part in stages.items()} == {
+        "denoise": 110, "step": 60, "retrieve/search": 20, "retrieve": 10, attribution.OUTSIDE_STAGES: 20,
+    }  # fmt: skip
+    assert ms(stages["step"].wall) == 200 and ms(stages["retrieve"].wall) == 30
+    assert stages["retrieve"].calls == 2 and ms(stages["retrieve"].beside) == 30
+    assert sum(part.self_time for part in found.stages) == pytest.approx(found.wall)
+    assert sum(part.share for part in found.stages) == pytest.approx(1)
+    assert ms(found.overlap) == 20, "retrieval 140 to 170 beside denoising 150 to 210"
+    steps = found.steps
+    assert (steps.count, steps.rows) == (2, 3.0) and ms(steps.first) == ms(steps.median) == 100
+
+
+def test_gpu_columns_on_paper(session_file):
+    """Denoise launches 20-40, 30-55 and 165-195: busy 65. Of its 110 ms the GPU runs 35 and 30.
+
+    92-130 was launched in step 0, 212-216 by a thread without ranges while step 1 was open.
+    """
+    found = attribution.attribute_session(profile_readers.read_profile_session(session_file))
+    denoise, step = by_stage(found)["denoise"], by_stage(found)["step"]
+    assert ms(denoise.gpu_busy) == 65 and ms(denoise.gpu_idle) == 110 - 35 - 30
+    assert ms(denoise.host_waits) == 39
+    assert {k: round(1e3 * v) for k, v in denoise.kernels.items()} == {"gemm": 50, "flash": 25}
+    assert ms(step.gpu_busy) == 65 + 38 + 4 and ms(step.gpu_idle) == 200 - 35 - 8 - 10 - 30 - 4
+    assert ms(found.gpu_busy) == 35 + 38 + 30 + 4
+    outside = by_stage(found)[attribution.OUTSIDE_STAGES]
+    assert (outside.gpu_busy, outside.gpu_idle) == (0, 0), "92-130 covers it, and belongs to step 0"
+
+
+def test_a_gpu_trace_of_torch_on_paper(tmp_path):
+    """Forward launches 20-40 and waits 5; backward's kernel 50-95 is launched by another thread."""
+
+    def event(name, category, start, end, tid, **args):
+        return {"ph": "X", "name": name, "cat": category, "ts": 1e3 * start, "dur": 1e3 * (end - start),
+                "pid": 1, "tid": tid, "args": args}  # fmt: skip
+
+    ranges = [("step 4 rows 2", 0, 100), ("forward", 10, 45), ("backward", 50, 90), ("aten::mm", 50, 60)]
+    events = [event(name, "user_annotation", start, end, 1) for name, start, end in ranges] + [
+        event("forward", "gpu_user_annotation", 20, 40, 7),
+        event("cudaLaunchKernel", "cuda_runtime", 12, 13, 1, correlation=1),
+        event("cudaStreamSynchronize", "cuda_runtime", 30, 35, 1, correlation=2),
+        event("cudaLaunchKernel", "cuda_runtime", 52, 53, 2, correlation=3),
+        event("gemm", "kernel", 20, 40, 7, correlation=1),
+        event("gemm [backward]", "kernel", 50, 95, 7, correlation=3),
+        event("memcpy", "gpu_memcpy", 96, 98, 7),
+    ]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "x"}]}))
+    found = attribution.attribute_session(profile_readers.read_profile_session(tmp_path / "trace.json"))
+    stages = by_stage(found)
+    assert ms(found.gpu_busy) == 20 + 45 + 2 and ms(found.wall) == 100
+    assert ms(stages["forward"].gpu_busy) == 20 and ms(stages["forward"].gpu_idle) == 15
+    assert ms(stages["forward"].host_waits) == 5
+    assert ms(stages["backward"].gpu_busy) == 45 and stages["backward"].gpu_idle == 0
+    assert stages["backward"].kernels == {"gemm [backward]": pytest.approx(0.045)}
+    assert ms(stages[attribution.OUTSIDE_STAGES].gpu_busy) == 2, "nobody launched it"

@@ -1,0 +1,205 @@
+"""Real sessions: of nsys where it is installed, of torch.profiler everywhere; and reports that are none."""
+
+import gzip
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.training import MICRO_SETTINGS
+
+HERE = shutil.which("nsys")
+needs_nsys = pytest.mark.skipif(HERE is None, reason="nsys is not installed: see docs/profiling.md")
+
+
+def profiling(script, *words, code=0):
+    """Runs a program of profiling/; what it printed, or said of an error."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "profiling" / script), *map(str, words)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr if code else done.stdout
+
+
+def attribution(folder):
+    return json.loads((folder / "report.json").read_text())["now"]
+
+
+def adds_up(found):
+    times, shares = (sum(part[key] for part in found["stages"]) for key in ("self_time", "share"))
+    assert times == pytest.approx(found["wall"]) and shares == pytest.approx(1)
+    assert all(part["self_time"] >= 0 for part in found["stages"])
+
+
+@needs_nsys
+def test_stage_times_of_a_session_are_those_of_the_answers(tmp_path):
+    answers = tmp_path / "answers.jsonl"
+    profiling("nsys.py", "sample", "--from-step", 0, "--steps", 0, "decode.batch_size=4", f"out={answers}",
+              "--report", tmp_path)  # fmt: skip
+    found = attribution(tmp_path)
+    adds_up(found)
+    records = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert found["questions"] == len(records) == 8
+    for part in found["stages"]:
+        if part["stage"] not in ("step", "outside of all stages"):
+            told = sum(record["seconds"][part["stage"]] for record in records)
+            assert part["wall"] == pytest.approx(told, rel=0.05, abs=1e-3), part["stage"]
+    turns = sum(record["forwards"] + 1 for record in records)  # the first turn of a row only searches
+    assert found["steps"]["count"] * found["steps"]["rows"] == pytest.approx(turns)
+    for name in ("report.md", "report.html", "report.png"):
+        assert (tmp_path / name).stat().st_size > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", [pytest.param("nsys", marks=needs_nsys), "torch"])
+def test_a_session_of_training_covers_backward_and_the_steps_that_were_asked_for(tmp_path, tool):
+    """Validations decode in steps of their own, which are not those of the window."""
+    words = ("train", "--with", tool, "--from-step", 3, "--steps", 4, "--report", tmp_path / "session")
+    profiling("nsys.py", *words, *MICRO_SETTINGS, "train.eval_steps=2", f"out={tmp_path / 'run'}")
+    found = attribution(tmp_path / "session")
+    adds_up(found)
+    calls = {part["stage"]: part["calls"] for part in found["stages"]}
+    assert found["steps"]["count"] == 4 and found["questions"] == 0
+    names = ("data", "forward", "loss", "backward", "optimizer")
+    assert {name: calls[name] for name in names} == dict.fromkeys(names, 4)
+    assert calls["checkpoint"] in (1, 2) and calls["evaluate"] in (1, 2) and calls["denoise"] > 4
+
+
+def test_torch_profiler_makes_the_same_page(tmp_path):
+    profiling("nsys.py", "sample", "--with", "torch", "--from-step", 2, "decode.batch_size=4",
+              "decode.overlap=pipeline", "--report", tmp_path)  # fmt: skip
+    found = attribution(tmp_path)
+    adds_up(found)
+    stages = {part["stage"]: part for part in found["stages"]}
+    assert {"denoise", "encode_evidence", "commit", "retrieve"} <= set(stages)
+    assert stages["retrieve"]["beside"] > 0, "searches have a thread of their own"
+    assert found["questions"] == 8
+    page = (tmp_path / "report.html").read_text()
+    assert "attention sdpa" in page and "attention sdpa" in (tmp_path / "report.md").read_text()
+    assert "data:image/png;base64," in page and "http" not in page, "nothing outside the page is needed"
+
+
+def test_a_baseline_shows_what_got_slower_first(tmp_path):
+    for name, factor in (("before", 1), ("after", 3)):
+        write_session(tmp_path / f"{name}.sqlite", 4, denoise=factor * 1000, commit=500 // factor)
+    told = profiling("attribute.py", tmp_path / "after.sqlite", "--baseline", tmp_path / "before.sqlite")
+    lines = [line for line in told.split("against the baseline")[1].splitlines() if "│" in line]
+    assert "denoise" in lines[0] and "commit" in lines[-1]
+
+
+def write_session(path, steps, denoise=1000, commit=500):
+    """An sqlite export of `steps` steps, two stages and a kernel in each; nanoseconds."""
+    path.unlink(missing_ok=True)
+    database = sqlite3.connect(path)
+    database.execute(
+        "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, "
+        "textId INTEGER, domainId INTEGER, globalTid INTEGER)"
+    )
+    database.execute("INSERT INTO NVTX_EVENTS VALUES (0, NULL, 75, 'dlm_rag', NULL, 1, 7)")
+    for table, times in (("KERNEL", "globalPid"), ("RUNTIME", "globalTid")):
+        name = "shortName" if table == "KERNEL" else "nameId"
+        database.execute(
+            f"CREATE TABLE CUPTI_ACTIVITY_KIND_{table} (start INTEGER, end INTEGER, {times} INTEGER, "
+            f"correlationId INTEGER, {name} INTEGER)"
+        )
+
+    def events():
+        at = 0
+        for step in range(steps):
+            middle, end = at + denoise, at + denoise + commit
+            yield at, end, f"step {step} rows 2"
+            yield at, middle, "denoise"
+            yield middle, end, "commit"
+            at = end + 100
+
+    database.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, NULL, 1, 7)", events())
+    period = denoise + commit + 100
+    launches = [(n * period + 1, n * period + 2, 7, n, None) for n in range(steps)]
+    database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", launches)
+    kernels = [(start + 10, end + denoise // 2, 0, n, None) for start, end, _, n, _ in launches]
+    database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?)", kernels)
+    database.commit()
+    database.close()
+
+
+@pytest.mark.slow
+def test_a_million_ranges_take_seconds_and_little_memory(tmp_path):
+    write_session(tmp_path / "huge.sqlite", 333_334)
+    code = f"""
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+sys.argv = ["attribute.py", {str(tmp_path / "huge.sqlite")!r}, "--out", {str(tmp_path)!r}]
+sys.path.insert(0, {str(ROOT / "profiling")!r})
+try:
+    runpy.run_path({str(ROOT / "profiling" / "attribute.py")!r}, run_name="__main__")
+finally:
+    print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # ru_maxrss is also the parent's
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout.splitlines()[-1]) < 2e6, "kilobytes"
+    found = attribution(tmp_path)
+    adds_up(found)
+    assert found["steps"]["count"] == 333_334
+    denoise = next(part for part in found["stages"] if part["stage"] == "denoise")
+    assert denoise["gpu_busy"] == pytest.approx(333_334 * 491e-9)
+
+
+NOTHING = "CREATE TABLE NVTX_EVENTS (start, end, eventType, text, textId, domainId, globalTid)"
+
+
+def broken_reports(folder):
+    """Name of the file -> its content, what is said of it."""
+    write_session(folder / "whole.sqlite", 200)
+    whole = (folder / "whole.sqlite").read_bytes()
+    event = {"ph": "X", "cat": "user_annotation", "name": "denoise", "pid": 1, "tid": 1, "ts": 1.0}
+    trace = json.dumps({"traceEvents": [event]})
+    return {
+        "empty.sqlite": (b"", "is empty"),
+        "truncated.sqlite": (whole[: len(whole) // 2], "no whole sqlite export"),
+        "text.sqlite": (b"It was a dark and stormy night.\n" * 200, "no whole sqlite export"),
+        "truncated.json": (trace[:-9].encode(), "no whole trace"),
+        "truncated.json.gz": (gzip.compress(trace.encode())[:-9], "no whole trace"),
+        "corrupted.json.gz": (gzip.compress(trace.encode())[:20] + b"?" * 50, "no whole trace"),
+        "foreign.json": (b'{"traceEvents": []}', "has no ranges of dlm_rag"),
+        "numbers.json": (b'{"traceEvents": [1]}', "no whole trace"),
+        "endless.json": (trace.replace("1.0", "Infinity").encode(), "no whole trace"),
+        "instant.json": (trace.encode(), "without length"),
+        "list.json": (b"[1, 2]", "no whole trace"),
+    }
+
+
+def test_a_report_that_is_none_is_one_sentence(tmp_path):
+    for name, (content, says) in broken_reports(tmp_path).items():
+        (tmp_path / name).write_bytes(content)
+        told = profiling("attribute.py", tmp_path / name, code=2)
+        assert says in told and told.count("\n") == 1, (name, told)
+    assert "was not found" in profiling("attribute.py", tmp_path / "nowhere.sqlite", code=2)
+    for statement, says in (
+        (NOTHING, "has no ranges of dlm_rag"),
+        ("CREATE TABLE t (a)", "no NVTX events"),
+        ("CREATE TABLE NVTX_EVENTS (start)", "no whole sqlite export"),
+    ):
+        path = tmp_path / f"{len(statement)}.sqlite"
+        with sqlite3.connect(path) as database:
+            database.execute(statement)
+        database.close()
+        assert says in profiling("attribute.py", path, code=2)
+
+
+@needs_nsys
+def test_a_broken_nsys_report_is_one_sentence(tmp_path):
+    for name, says in (("a.nsys-rep", "nsys cannot export"), ("a.qdstrm", "is no whole recording")):
+        (tmp_path / name).write_bytes(b"no report")
+        assert says in profiling("attribute.py", tmp_path / name, code=2)
+        (tmp_path / name).unlink()
+
+
+def test_what_is_missing_is_named_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "--with torch" in profiling("nsys.py", "sample", "--report", tmp_path, code=2)

@@ -1,0 +1,68 @@
+"""The benchmarks run, and what must be equal in them is equal. No timing is looked at."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+
+def run_benchmark(name, *words):
+    command = [sys.executable, str(ROOT / "profiling" / f"{name}.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_exact_mechanism_gives_the_tokens_of_the_reference(tmp_path):
+    run_benchmark("bench_decode", "--out", tmp_path, "--limit", 3, "--rounds", 1, "decode.batch_size=2")
+    found = json.loads((tmp_path / "scores.json").read_text())["settings"]
+    assert [line["same_tokens"] for line in found if line["exact"]] == [3] * 6
+    by_name = {line["setting"]: line for line in found}
+    plain, pooled = by_name["+ masked positions only"], by_name["+ evidence pool"]
+    assert pooled["reuse"] > 0.5 and pooled["tokens_run"] < plain["tokens_run"] / 2
+    assert (tmp_path / "picture.png").stat().st_size > 10_000 and (tmp_path / "table.md").exists()
+
+
+@pytest.mark.slow
+def test_search_by_url_gives_the_answers_of_a_local_search():
+    assert run_benchmark("bench_retrieval", "remote", "--limit", 6, "--rounds", 1).count("6 of 6") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--limit", "none"], "limit"),
+        (["--rounds", "none"], "--rounds"),
+        (["--shape", "8b"], "100m, 1b, 7b"),
+        ([], "--out FOLDER"),
+        (["retrieval.url=http://127.0.0.1:1/retrieve"], "retrieval.url"),
+    ],
+)
+def test_bad_words_are_one_sentence(tmp_path, words, named):
+    out = ["--out", str(tmp_path)] if words else []
+    command = [sys.executable, str(ROOT / "profiling" / "bench_decode.py"), *out, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert named in done.stderr
+
+
+PROGRAMS = sorted(
+    path.stem for path in (ROOT / "profiling").glob("*.py") if "run_program(main)" in path.read_text()
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_has_help_and_answers_bad_words_in_a_sentence(name, tmp_path):
+    out = run_benchmark(name, "--help")
+    source = ast.get_docstring(ast.parse((ROOT / "profiling" / f"{name}.py").read_text()))
+    assert out.startswith("usage: ") and source.partition("\n")[0] in out
+    command = [sys.executable, str(ROOT / "profiling" / f"{name}.py"), "--nonsense", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

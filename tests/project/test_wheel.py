@@ -1,0 +1,156 @@
+"""What `pip install dlm_rag` brings: three programs that work from any folder, without the source tree."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def run(*words, cwd, **kept):
+    """Without PYTHONPATH, so that nothing but the virtual environment is importable."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [*map(str, words)], cwd=cwd, env=environment | kept, capture_output=True, text=True, timeout=300
+    )
+
+
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+LOCAL = ("--no-deps", "--no-index")
+
+
+def must(*words, cwd):
+    done = run(*words, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what a package is built from: building leaves files behind."""
+    folder = tmp_path_factory.mktemp("source")
+    made = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "runs", "wandb")
+    return shutil.copytree(ROOT, folder, ignore=made, dirs_exist_ok=True)
+
+
+def build(kind: str, source: Path, into: Path) -> Path:
+    """What setuptools makes of the source: an sdist, or the wheel of an editable install."""
+    must(
+        sys.executable,
+        "-c",
+        f"from setuptools import build_meta as b; b.build_{kind}('{into}')",
+        cwd=source,
+    )
+    (built,) = into.iterdir()
+    return built
+
+
+def fresh_environment(folder: Path, wheel: Path) -> Path:
+    """The `bin` of a virtual environment with one wheel of ours, and the packages of this one behind it."""
+    venv.create(folder)
+    must(*PIP, "--python", folder / "bin" / "python", "install", *LOCAL, wheel, cwd=folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # Behind the environment's own; the .pth files in there, of editable installs, are not read.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def archives(source, tmp_path_factory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that pip makes of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    archive = build("sdist", source, folder / "sdist")
+    must(*PIP, "wheel", "--no-build-isolation", *LOCAL, archive, "--wheel-dir", folder, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return archive, wheel
+
+
+@pytest.fixture(scope="module")
+def installed(archives, tmp_path_factory) -> Path:
+    """The wheel's environment, in a repository of somebody else's."""
+    folder, (_, wheel) = tmp_path_factory.mktemp("elsewhere"), archives
+    found = fresh_environment(folder / "env", wheel)
+    for words in (["init", "--quiet"], ["add", "env/pyvenv.cfg"], ["commit", "--quiet", "-m", "not ours"]):
+        must("git", "-c", "user.name=a", "-c", "user.email=a@b", *words, cwd=folder)
+    return found
+
+
+def test_archives_hold_the_package_and_no_more(archives):
+    archive, wheel = archives
+    with tarfile.open(archive) as file:
+        packed = {name.partition("/")[2] for name in file.getnames()}
+    data = {
+        "configs/tiny.yaml",
+        "dlm_rag/shipped/model/model.safetensors",
+        "dlm_rag/shipped/world/corpus.jsonl",
+        "dlm_rag/page/page.js",
+        "dlm_rag/page/live.html",
+        "dlm_rag/page/live.js",
+    }
+    assert data | {"LICENSE", "README.md", "pyproject.toml"} <= packed
+    rooms = {name.partition("/")[0] for name in packed} - {""}
+    assert not rooms & {"tests", "examples", "profiling", "requirements", "docs"}
+    with zipfile.ZipFile(wheel) as file:
+        unpacked = set(file.namelist())
+    assert {name.replace("configs/", "dlm_rag/configs/") for name in data} <= unpacked
+    assert {name.partition("/")[0].partition("-")[0] for name in unpacked} == {"dlm_rag"}
+    assert any(name.endswith("LICENSE") for name in unpacked)
+
+
+def test_the_source_tree_is_not_there(installed, tmp_path):
+    code = "import dlm_rag; print(dlm_rag.__file__)"
+    assert run(installed / "python", "-c", code, cwd=tmp_path).stdout.startswith(str(installed.parent))
+
+
+def test_sample_answers_with_the_shipped_model(installed, tmp_path):
+    first = (ROOT / "dlm_rag/shipped/world/questions.jsonl").read_text().splitlines()[0]
+    question = json.loads(first)
+    out = tmp_path / "answers.jsonl"
+    done = run(installed / "dlm-rag", "sample", question["question"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    answer = json.loads(line)
+    assert answer["answer"] in question["golden_answers"] and answer["evidence"]
+
+    again = ("-m", "dlm_rag", "sample", question["question"], "--out", out)
+    done = run(installed / "python", *again, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(out.read_text())["response"] == answer["response"]
+    stamp = json.loads(Path(f"{out}.run.json").read_text())
+    assert stamp["commit"] is None, "the repository that the environment lies in is not ours"
+
+
+def test_train_finds_the_configs(installed, tmp_path):
+    for way in ([installed / "dlm-rag"], [installed / "python", "-m", "dlm_rag"]):
+        done = run(*way, "train", "--config", "tiny.yaml", "--print-config", cwd=tmp_path)
+        assert done.returncode == 0 and "hops: 2" in done.stdout, done.stderr
+    done = run(installed / "dlm-rag", "train", "--config", "tiny", "--plan", cwd=tmp_path)
+    assert done.returncode == 0 and "FLOPs" in done.stdout, done.stderr
+    done = run(installed / "dlm-rag", "train", "--config", "tinny.yaml", "--plan", cwd=tmp_path)
+    assert done.returncode == 2 and "nearest: 'tiny.yaml'" in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing is written by asking"
+
+
+def test_evaluate_tells_its_flags(installed, tmp_path):
+    done = run(installed / "dlm-rag", "evaluate", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("usage: dlm-rag evaluate [-h]")
+
+
+def test_an_editable_install_finds_the_configs_of_its_checkout(source, tmp_path):
+    found = fresh_environment(tmp_path / "env", build("editable", source, tmp_path / "dist"))
+    config = source / "configs" / "only_here.yaml"
+    config.write_text("decode: {seed: 17}\n")
+    words = ("sample", "--config", "only_here", "--print-config")
+    done = run(found / "dlm-rag", *words, cwd=tmp_path)
+    config.unlink()
+    assert done.returncode == 0 and "seed: 17" in done.stdout, done.stderr

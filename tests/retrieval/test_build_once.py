@@ -1,0 +1,211 @@
+"""Indexes are complete or not there, whoever builds them and whenever they die."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlm_rag.errors import CorpusError
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.build_once import DIGESTS_FILE, _digest_files, build_once
+from dlm_rag.retrieval.query import build_query
+from tests.support.processes import wait_until
+
+
+def slow_build(scratch):
+    (scratch / "first").write_text("1")
+    time.sleep(0.3)
+    with (scratch.parent / "builds").open("a") as file:
+        file.write("built\n")
+    (scratch / "second").write_text("2")
+
+
+def test_two_processes_at_once_build_one_index(tmp_path):
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=build_once, args=(tmp_path / "index", slow_build)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert (tmp_path / "builds").read_text() == "built\n"
+    assert sorted(path.name for path in (tmp_path / "index").iterdir()) == ["first", "second", DIGESTS_FILE]
+
+
+def test_a_build_that_was_killed_is_never_picked_up(tmp_path):
+    context = multiprocessing.get_context("fork")
+    worker = context.Process(target=build_once, args=(tmp_path / "index", slow_build))
+    worker.start()
+    wait_until((tmp_path / "index.building" / "first").exists)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    assert not (tmp_path / "index").exists()
+    build_once(tmp_path / "index", lambda scratch: (scratch / "third").touch())
+    assert {path.name for path in (tmp_path / "index").iterdir()} == {"third", DIGESTS_FILE}, (
+        "the rest is gone"
+    )
+
+
+def test_a_build_that_fails_leaves_no_index(tmp_path):
+    def broken(scratch):
+        (scratch / "first").touch()
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        build_once(tmp_path / "index", broken)
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_to_choose(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    with pytest.raises(CorpusError, match="retrieval.index_dir"):
+        build_once(tmp_path / "sub" / "index", slow_build)
+
+
+HARMS = {
+    "missing": Path.unlink,
+    "emptied": lambda path: path.write_bytes(b""),
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "garbage": lambda path: path.write_bytes(b"garbage"),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "nested beyond measure": lambda path: path.write_text("[" * 100_000),
+    "an empty object": lambda path: path.write_text("{}"),
+    "one bit": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_damaged_index_is_said_and_built_anew(corpus_file, tmp_path, caplog, harm):
+    """Whatever has become of whichever file, the passages found are those that were."""
+
+    def search():
+        retriever = load_retriever(corpus_file, top_k=2, index_dir=str(tmp_path / "index"))
+        return [passage.id for passage in retriever.search([build_query("question", "who wrote dune")])[0]]
+
+    found = search()
+    files = [path for path in (tmp_path / "index").rglob("*") if path.is_file() and path.suffix != ".lock"]
+    kept = {path: path.read_bytes() for path in files}
+    assert len(kept) > 8
+    for path in kept:
+        caplog.clear()
+        HARMS[harm](path)
+        if path.name == "corpus.json" and harm == "a pipe":
+            path.unlink()  # nobody reads or replaces it, and here it could not be read back
+        assert search() == found == ["dune"]
+        assert path.name == "corpus.json" or (path.name in caplog.text and "built again" in caplog.text)
+        assert {path: path.read_bytes() for path in kept} == kept, path
+
+
+def saved(change):
+    """Writes an array back with a change."""
+    return lambda path: np.save(path, change(np.load(path)))
+
+
+def said(text):
+    return lambda path: path.write_text(text)
+
+
+OFFSETS, WORDS = "offsets.npy", "vocab.index.json"
+SCORES, ROWS, STARTS = (f"{name}.csc.index.npy" for name in ("data", "indices", "indptr"))
+FORGED = {
+    "offsets of floats": (OFFSETS, saved(lambda old: old.astype(float))),
+    "offsets of nothing": (OFFSETS, saved(lambda old: old[:0])),
+    "offsets beyond the file": (OFFSETS, saved(lambda old: old * 10**15)),
+    "offsets that fall": (OFFSETS, saved(lambda old: old[[0, 3, 2, 1, 4, 5]])),
+    "a pickle": (OFFSETS, lambda path: np.save(path, np.array([{}]), allow_pickle=True)),
+    "a vocabulary in a list": (WORDS, said("[]")),
+    "words beyond all columns": (WORDS, said('{"wrote": 10000000}')),
+    "words that are texts": (WORDS, said('{"wrote": "a"}')),
+    "a word that is a large number": (WORDS, said(f'{{"wrote": 1{"0" * 30}}}')),
+    "scores as integers": (SCORES, saved(lambda old: old.astype(np.int32))),
+    "fewer scores": (SCORES, saved(lambda old: old[:-1])),
+    "rows beyond the corpus": (ROWS, saved(lambda old: old + 10**8)),
+    "one row beyond the corpus": (ROWS, saved(lambda old: old + (old == 4))),
+    "columns beyond the scores": (STARTS, saved(lambda old: old + 10**8)),
+    "columns that fall": (STARTS, saved(lambda old: old[::-1].copy())),
+    "no columns": (STARTS, saved(lambda old: old[:0])),
+}
+
+
+def test_settings_of_an_index_are_not_taken_from_it(corpus_file, tmp_path):
+    """They could ask for word ids of 8 bits; what bm25s has written beside the columns is not read."""
+    load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
+    (path,) = (tmp_path / "index").rglob("params.index.json")
+    path.write_text('{"int_dtype": "int8", "num_docs": 100000000, "method": "bm25+"}')
+    (path.parent / DIGESTS_FILE).write_text(json.dumps(_digest_files(path.parent)))
+    retriever = load_retriever(corpus_file, top_k=1, index_dir=str(tmp_path / "index"))
+    assert [p.id for p in retriever.search([build_query("question", "who wrote dune")])[0]] == ["dune"]
+
+
+def test_a_manifest_that_is_a_link_to_itself_is_written_anew(corpus_file, tmp_path):
+    folder = load_retriever(corpus_file, index_dir=str(tmp_path / "index")).corpus.folder
+    written = (folder / "corpus.json").read_text()
+    (folder / "corpus.json").unlink()
+    (folder / "corpus.json").symlink_to("corpus.json")
+    load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
+    assert (folder / "corpus.json").read_text() == written
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_an_index_that_somebody_else_made_is_refused_in_a_sentence(corpus_file, tmp_path, forged):
+    name, harm = FORGED[forged]
+    load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
+    (path,) = (tmp_path / "index").rglob(name)
+    harm(path)
+    (path.parent / DIGESTS_FILE).unlink()
+    (path.parent / DIGESTS_FILE).write_text(json.dumps(_digest_files(path.parent)))
+    with pytest.raises(CorpusError, match="remove .*, and it is built again"):
+        load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
+
+
+def test_two_processes_rebuild_a_damaged_index_once(tmp_path):
+    build_once(tmp_path / "index", slow_build)
+    (tmp_path / "index" / "second").write_text("3")
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=build_once, args=(tmp_path / "index", slow_build)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert (tmp_path / "builds").read_text() == "built\n" * 2
+    assert (tmp_path / "index" / "second").read_text() == "2"
+
+
+def test_what_was_added_to_a_folder_is_no_damage(tmp_path):
+    build_once(tmp_path / "index", lambda scratch: (scratch / "first").touch())
+    (tmp_path / "index" / "mine").touch()
+    build_once(tmp_path / "index", slow_build)
+    assert (tmp_path / "index" / "mine").exists() and not (tmp_path / "builds").exists()
+
+
+def test_a_build_that_goes_on_finds_what_it_has_left(tmp_path):
+    def killed(scratch):
+        (scratch / "half").touch()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once(tmp_path / "index", killed, resumable=True)
+    build_once(
+        tmp_path / "index", lambda scratch: (scratch / "half").rename(scratch / "whole"), resumable=True
+    )
+    assert (tmp_path / "index" / "whole").exists()
+
+
+def test_a_list_of_files_that_leads_elsewhere_is_damage(tmp_path):
+    """Nothing outside of an index is read for it."""
+    build_once(tmp_path / "index", lambda scratch: (scratch / "a").write_text("1"))
+    (tmp_path / "b").write_text("2")
+    note = json.loads((tmp_path / "index" / DIGESTS_FILE).read_text())
+    note["../b"] = _digest_files(tmp_path)["b"]
+    (tmp_path / "index" / DIGESTS_FILE).write_text(json.dumps(note))
+    build_once(tmp_path / "index", lambda scratch: (scratch / "a").write_text("3"))
+    assert (tmp_path / "index" / "a").read_text() == "3"

@@ -1,0 +1,231 @@
+"""The client of a search by HTTP alone: encryption, tokens, addresses, connections, deadlines."""
+
+import json
+import logging
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dlm_rag import load_retriever
+from dlm_rag.errors import ConfigError
+from dlm_rag.retrieval import http_retriever
+from dlm_rag.retrieval.retry import SearchUnavailableError
+from tests.support.retrievers import list_passage_ids, make_query
+
+SECRET = "sk-0123456789abcdef"
+
+
+class Service(ThreadingHTTPServer):
+    """Finds one passage for each query, for whoever brings `token` where there is one."""
+
+    daemon_threads, request_queue_size = True, 64
+    token, moved, connections = "", "", 0
+
+    def get_request(self):
+        self.connections += 1
+        return super().get_request()
+
+    def handle_error(self, request, client_address):
+        """Clients that do not trust it break off."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        given = self.headers.get("Authorization", "")
+        if self.server.moved:
+            return self.say(307, {}, self.server.moved)
+        if self.server.token and given != f"Bearer {self.server.token}":
+            return self.say(401, {"error": f"not allowed with {given!r}"})
+        return self.say(200, {"result": [[{"id": "a", "contents": "x"}] for _ in body["queries"]]})
+
+    def say(self, status, value, location=""):
+        self.send_response(status)
+        data = json.dumps(value).encode()
+        self.send_header("Content-Length", str(len(data)))
+        if location:
+            self.send_header("Location", location)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def running(host="127.0.0.1", context=None, handler=Handler):
+    """A service with its `port`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with type("Bound", (Service,), {"address_family": family})((host, 0), handler) as service:
+        if context:
+            service.socket = context.wrap_socket(
+                service.socket, server_side=True, do_handshake_on_connect=False
+            )
+        service.port = service.server_address[1]
+        thread = threading.Thread(target=service.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield service
+        finally:
+            service.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """Of localhost, signed by nobody but itself: its file and that of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", names, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    return folder / "cert.pem", folder / "key.pem"
+
+
+@pytest.fixture
+def encrypted(certificate):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    with running(context=context) as service:
+        yield service
+
+
+def found_at(url, **settings):
+    return list_passage_ids(
+        load_retriever(url=url, **settings).search([make_query("Who?"), make_query("Where?")])
+    )
+
+
+def test_https_trusts_whom_the_environment_names_and_nobody_else(
+    encrypted, certificate, monkeypatch, tmp_path
+):
+    url = f"https://localhost:{encrypted.port}/retrieve"
+    with pytest.raises(ConfigError, match="cannot be searched: self-signed certificate .*SSL_CERT_FILE"):
+        found_at(url)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    assert found_at(url) == [["a"], ["a"]]
+    with pytest.raises(ConfigError, match="cannot be searched: "):
+        found_at(url.replace("https", "http"))
+    for name in ("no-such-file.pem", tmp_path / "empty.pem"):
+        (tmp_path / "empty.pem").touch()
+        monkeypatch.setenv("SSL_CERT_FILE", str(name))
+        with pytest.raises(ConfigError, match="certificates of SSL_CERT_FILE cannot be read"):
+            found_at(url)
+
+
+def test_a_certificate_of_another_host_is_refused(encrypted, certificate, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address("127.0.0.1", encrypted.port)])
+    with pytest.raises(ConfigError, match=r"other\.example.*mismatch|mismatch.*other\.example"):
+        found_at(f"https://other.example:{encrypted.port}/retrieve")
+
+
+def test_a_token_goes_to_the_service_and_nowhere_else(monkeypatch, caplog):
+    """Not into errors, even where the service repeats it, nor into logs, nor to where it is sent on."""
+    caplog.set_level(logging.DEBUG)
+    with running() as service, running() as elsewhere:
+        service.token, url = SECRET, f"http://127.0.0.1:{service.port}/retrieve"
+        with pytest.raises(ConfigError, match="HTTP status 401 .*DLM_RAG_RETRIEVAL_TOKEN .* not set"):
+            found_at(url)
+        monkeypatch.setenv(http_retriever.RETRIEVAL_TOKEN_VARIABLE, f"{SECRET}\n")
+        retriever = load_retriever(url=url)
+        assert list_passage_ids(retriever.search([make_query("Who?")])) == [["a"]]
+        service.token = "another"
+        with pytest.raises(SearchUnavailableError, match="401 .*not its token") as refused:
+            retriever.search([make_query("Who?")])
+        service.moved = f"http://127.0.0.1:{elsewhere.port}/retrieve"
+        with pytest.raises(SearchUnavailableError, match="307"):
+            retriever.search([make_query("Who?")])
+        assert not elsewhere.connections
+    assert SECRET not in f"{refused.value!r}{caplog.text}{vars(retriever)['_client'].headers!r}"
+
+
+@pytest.mark.parametrize("token", ["two words", "line\nbreak", "schlüssel"])
+def test_what_is_no_token_is_refused_before_anything_is_sent(monkeypatch, token):
+    monkeypatch.setenv(http_retriever.RETRIEVAL_TOKEN_VARIABLE, token)
+    with pytest.raises(ConfigError, match="DLM_RAG_RETRIEVAL_TOKEN .* is not a bearer token") as error:
+        load_retriever(url="http://127.0.0.1:1/retrieve")
+    assert token not in str(error.value)
+
+
+def address(host, port):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return family, socket.SOCK_STREAM, 6, "", (host, port, 0, 0) if ":" in host else (host, port)
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_localhost_is_whichever_address_answers(host, monkeypatch):
+    with running(host) as service:
+        port = service.port
+        if ":" in host:
+            assert found_at(f"http://[::1]:{port}/retrieve") == [["a"], ["a"]]
+        both = [address("::1", port), address("127.0.0.1", port)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        assert found_at(f"http://localhost:{port}/retrieve") == [["a"], ["a"]]
+    with pytest.raises(ConfigError, match="cannot be searched: Connection refused"):
+        found_at(f"http://localhost:{port}/retrieve")
+
+
+def test_a_name_that_is_looked_up_for_ever_costs_no_more_than_an_attempt(monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60))
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="no answer within 0.2 s"):
+        load_retriever(url="http://slow.example/retrieve", timeout=0.6)
+    assert time.monotonic() - start < 30
+    over.set()
+
+
+def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew():
+    opened = []
+
+    class Closable(Handler):
+        def setup(self):
+            opened.append(self.request)
+            super().setup()
+
+    with running(handler=Closable) as service:
+        retriever = load_retriever(url=f"http://127.0.0.1:{service.port}/retrieve", top_k=1)
+        for _ in range(3):
+            retriever.search([make_query("Who?")])
+        assert len(opened) == 1
+        opened[0].shutdown(socket.SHUT_RDWR)
+        retriever.connect()  # with one attempt
+        assert len(opened) == 2
+
+
+def test_many_threads_search_at_once():
+    with running() as service:
+        retriever, found = load_retriever(url=f"http://127.0.0.1:{service.port}/retrieve"), []
+
+        def search():
+            found.extend(list_passage_ids(retriever.search([make_query("Who?")])))
+
+        threads = [threading.Thread(target=search) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [["a"]] * 16

@@ -1,0 +1,600 @@
+"""Search in a Milvus, a real server over TCP: the same rankings as here, kills, and every sentence."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.passages import write_jsonl_file
+from tests.support.paths import ROOT
+
+pytest.importorskip("milvus_lite")
+
+from pymilvus import MilvusClient
+
+from dlm_rag.__main__ import dispatch
+from dlm_rag.commands.answer_job import plan_answer_job
+from dlm_rag.commands.executors import LocalEngines
+from dlm_rag.commands.startup import SHIPPED_FOLDER, apply_shipped_defaults
+from dlm_rag.config import DecodeConfig, RetrievalConfig, load_config
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.errors import ConfigError, CorpusError, UserError
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.questions import read_questions
+from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_ingest, milvus_retriever, retry
+from dlm_rag.retrieval.base import PartialSearchError, select_top_hits
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.dense import DenseRetriever, load_text_encoder
+from dlm_rag.retrieval.hybrid import HybridRetriever
+from dlm_rag.retrieval.milvus_collection import MilvusCollection
+from dlm_rag.retrieval.milvus_collection_info import CollectionInfo
+from dlm_rag.retrieval.milvus_ingest import count_complete_rows, ingest_corpus, iterate_write_batches
+from dlm_rag.retrieval.milvus_retriever import MilvusRetriever, ends_in_tie
+from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.retry import CircuitBreaker, SearchUnavailableError
+from dlm_rag.retrieval.sparse_vectors import compute_corpus_statistics
+from dlm_rag.tokenizer import Tokenizer
+from tests.support.milvus_server import LocalBM25Retriever, MilvusServer
+
+WORLD = SHIPPED_FOLDER / "world"
+SECONDS = 120.0  # a deadline that a loaded machine keeps too
+STOP_WORDS = {"id": "stop", "title": "", "contents": "it is as it was"}
+
+
+def asked(text: str) -> Query:
+    return Query(text, (text,))
+
+
+def entry(number: int, text: str) -> dict:
+    return {"id": f"p{number}", "title": f"Title {number}", "contents": text}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    found = MilvusServer(tmp_path_factory.mktemp("milvus") / "data")
+    yield found
+    found.kill()
+
+
+@pytest.fixture
+def own_server(tmp_path):
+    """One that a test may kill."""
+    found = MilvusServer(tmp_path / "data")
+    yield found
+    found.resume()
+    found.kill()
+
+
+def build(server: MilvusServer, name: str, path: Path, **settings) -> MilvusRetriever:
+    """A collection of the passages of a file, and search in it."""
+    ingest_corpus(
+        MilvusCollection(server.url(name), SECONDS), open_corpus(path), RetrievalConfig(**settings)
+    )
+    found = load_retriever(url=server.url(name), timeout=SECONDS, **settings)
+    assert isinstance(found, MilvusRetriever)
+    return found
+
+
+def spread(server: MilvusServer, name: str, path: Path, seed: int) -> None:
+    """A collection that the server holds in many files, its passages written in another order."""
+    corpus, collection = open_corpus(path), MilvusCollection(server.url(name), SECONDS)
+    collection.create(CollectionInfo(corpus.fingerprint, "bm25", len(corpus)))
+    collection.describe()
+    collection.create_indexes()
+    rows = list(range(len(corpus)))
+    random.Random(seed).shuffle(rows)
+    vector, client = compute_corpus_statistics(p.text for p in corpus).encode_passage, server.client()
+    for start in range(0, len(rows), 300):
+        for row in rows[start : start + 300]:
+            collection.upsert_passages(row, [corpus[row]], {"sparse": [vector(corpus[row].text)]})
+        client.flush(name)
+    collection.finalize_build()
+    collection.mark_finished()
+
+
+@pytest.fixture(scope="module")
+def few(server, tmp_path_factory):
+    """Every 8th passage of the shipped world, some twice, one of stop words: file and collection."""
+    lines = (WORLD / "corpus.jsonl").read_text().splitlines()[::8]
+    entries = [json.loads(line) for line in lines]
+    twice = [entry | {"id": f"again-{entry['id']}"} for entry in entries[:60]]
+    path = write_jsonl_file(tmp_path_factory.mktemp("few") / "corpus.jsonl", [*entries, *twice, STOP_WORDS])
+    return path, build(server, "few", path)
+
+
+def queries(path: Path) -> list[Query]:
+    texts = [passage.text for passage in open_corpus(path)]
+    return [
+        asked(text)
+        for text in (*texts[::9], *(" ".join(text.split()[:2]) for text in texts[::9]), "", "it is", "zzzz")
+    ]
+
+
+# ---------------------------------------------------------------------------------- what is found
+
+
+def test_passages_are_those_of_a_local_search(few):
+    path, found = few
+    local = LocalBM25Retriever(open_corpus(path), 7)
+    assert found.search(queries(path)) == local.search(queries(path))
+    assert found.search([asked("it is"), asked("zzzz"), asked("")]) == [[], [], []]
+
+
+def test_shards_change_nothing(server, few):
+    """Other files in another order, on which an engine's own BM25 would count other words."""
+    path, found = few
+    spread(server, "spread", path, 1)
+    other = load_retriever(url=server.url("spread"))
+    assert other.search(queries(path)) == found.search(queries(path))
+    assert other.fingerprint == found.fingerprint, "answers of the one go on with the other"
+
+
+@pytest.mark.parametrize("most", [milvus_collection.MAX_SEARCH_HITS, 100])
+def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most):
+    """More equals than are asked for at first; where they have no end, that query alone fails."""
+    texts = ["emma rare words here"] + ["dune"] * 150 + ["dune by herbert"]
+    path = write_jsonl_file(
+        tmp_path / "corpus.jsonl", [{"id": f"p{n}", "contents": text} for n, text in enumerate(texts)]
+    )
+    found = build(server, f"equal{most}", path, top_k=5)
+    monkeypatch.setattr(milvus_retriever, "MAX_SEARCH_HITS", most)
+    if most > 150:
+        passages = found.search([asked("dune"), asked("emma")])
+        assert [[p.id for p in ps] for ps in passages] == [[f"p{n}" for n in range(1, 6)], ["p0"]]
+    else:
+        with pytest.raises(PartialSearchError, match="same score") as error:
+            found.search([asked("dune"), asked("emma")])
+        assert [p.id for p in error.value.results[1]] == ["p0"]
+
+
+def test_the_rule_for_equals():
+    hits = [(3.0, 4), (2.00001, 9), (2.0, 1), (1.9999, 3), (1.0, 0)]
+    assert [row for _, row in select_top_hits(hits, 9, 4)] == [4, 1, 9, 3, 0] and select_top_hits(
+        hits, 3, 4
+    ) == select_top_hits(hits, 9, 4)[:3]
+    assert ends_in_tie(hits[:3], 2, 4) and not ends_in_tie(hits[:4], 2, 4)
+    assert not ends_in_tie(hits[:1], 2, 4)
+
+
+def test_where_all_passages_fit_the_others_follow(server, corpus_file):
+    found = build(server, "tiny", corpus_file, top_k=9)
+    local = LocalBM25Retriever(open_corpus(corpus_file), 9)
+    asked_for = [asked("Who wrote Emma?"), asked("zzzz")]
+    assert found.search(asked_for) == local.search(asked_for)
+
+
+def test_a_refresh_takes_two_round_trips_and_one_where_passages_recur(few, monkeypatch):
+    path, _ = few
+    found = load_retriever(url=few[1]._collection.url)
+    calls = []
+    call = MilvusCollection._call
+    monkeypatch.setattr(MilvusCollection, "_call", lambda self, ask: calls.append(1) or call(self, ask))
+    some = [asked(passage.text) for passage in open_corpus(path)[300:]]
+    first = found.search(some)
+    assert len(calls) == 2
+    assert found.search(some) == first and len(calls) == 3
+    monkeypatch.setattr(milvus_retriever, "MAX_CACHED_PASSAGES", 5)
+    assert found.search([*some, *queries(path)])[: len(some)] == first, "what is kept is bounded"
+    assert len(found._known) < 200
+
+
+def test_queries_without_known_words_cost_a_count_now_and_then(few, monkeypatch):
+    found = load_retriever(url=few[1]._collection.url, timeout=SECONDS)
+    counts = []
+    count = MilvusCollection.count_rows
+    monkeypatch.setattr(
+        MilvusCollection, "count_rows", lambda self, *a, **k: counts.append(1) or count(self, *a, **k)
+    )
+    nothing = [asked(f"zzzz{n}") for n in range(20)]
+    monkeypatch.setattr(milvus_retriever, "COUNT_CHECK_SECONDS", 3600)
+    assert found.search(nothing) == [[]] * 20 and found.search(nothing[:3]) == [[]] * 3
+    assert len(counts) == 1, "of 23 queries, in two searches"
+    found._count_due = 0.0  # an hour later
+    found.search(nothing)
+    assert len(counts) == 2, "a collection that has lost its passages is noticed in time"
+
+
+@pytest.mark.slow
+def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path):
+    """Passages that are there twice have equal vectors; a hybrid collection answers all three kinds."""
+    lines = few[0].read_text().splitlines()
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join([*lines[:40], *lines[250:270], lines[-1]]))
+    settings = {"embedding_model": minilm, "top_k": 5}
+    corpus = open_corpus(path)
+    encoder = load_text_encoder(RetrievalConfig(**settings))
+    vectors = encoder.encode_passages([passage.text for passage in corpus]).numpy()
+    dense = DenseRetriever(corpus, 5, encoder.encode_queries, vectors, encoder.device)
+    sparse = LocalBM25Retriever(corpus, 5)
+    local = {"bm25": sparse, "dense": dense, "hybrid": HybridRetriever([sparse, dense], 5, 50)}
+    build(server, "all_kinds", path, method="hybrid", **settings)
+    texts = [passage.text for passage in corpus][::5]
+    asked_for = [Query(f"{a} {b}", (a, b)) for a, b in zip(texts, reversed(texts), strict=True)]
+    for kind, here in local.items():
+        found = load_retriever(url=server.url("all_kinds"), method=kind, **settings)
+        assert found.search(asked_for) == here.search(asked_for), kind
+        assert found.search([Query("", ())]) == [[]]
+    refused(
+        server.url("all_kinds"), "holds vectors of embedding_model",
+        method="dense", passage_prompt="passage: ", **settings,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- what is not there
+
+
+def refused(url: str, says: str, **settings) -> None:
+    start = time.perf_counter()
+    with pytest.raises(UserError, match=re.escape(says)):
+        load_retriever(url=url, **settings)
+    assert time.perf_counter() - start < SECONDS, "no hang"
+
+
+def changed(server: MilvusServer, name: str, **properties) -> str:
+    """The URL of a copy of the facts of `few` with other properties, without passages."""
+    client = server.client()
+    known = client.describe_collection("few")["properties"]
+    schema = milvus_schema(client, "dlm_rag_no" not in properties)
+    client.create_collection(name, schema=schema, properties=known | properties)
+    return server.url(name)
+
+
+def milvus_schema(client: MilvusClient, fits: bool):
+    from pymilvus import DataType
+
+    schema = client.create_schema(auto_id=False)
+    schema.add_field("row", DataType.INT64, is_primary=True)
+    for name in ("id", "title", "contents") if fits else ("id", "text"):
+        schema.add_field(name, DataType.VARCHAR, max_length=100)
+    schema.add_field("sparse", DataType.SPARSE_FLOAT_VECTOR)
+    return schema
+
+
+def test_what_is_no_collection_of_ours_is_refused(server, few):
+    refused(server.url("fex"), "there is no such collection (nearest: 'few')")
+    refused(server.url("few"), "built with retrieval.method=bm25", method="dense")
+    refused(server.url("few"), "at most 16,384", top_k=20_000)
+    refused(changed(server, "form", **{"dlm_rag.form": "0"}), "has form 0")
+    refused(
+        changed(server, "half", **{"dlm_rag.finished": "0"}), "half-built: finish it with `dlm-rag index"
+    )
+    refused(changed(server, "odd", **{"dlm_rag.kind": "all"}), "damaged properties")
+    refused(changed(server, "schema", dlm_rag_no="1"), "its field 'title' should be VARCHAR")
+    refused(changed(server, "unindexed"), "the index of its field 'sparse' is None by None")
+    refused(changed(server, "nobody", **{"dlm_rag.fingerprint": ""}), "does not say what it holds")
+
+
+def test_a_server_is_found_by_a_name_and_not_by_an_ipv6_address(few):
+    url = few[1]._collection.url
+    found = load_retriever(url=url.replace("127.0.0.1", "localhost"), timeout=SECONDS)
+    assert found.fingerprint == few[1].fingerprint
+    refused(url.replace("127.0.0.1", "[::1]"), "takes no IPv6 address: write a name for it")
+
+
+def test_the_wrong_place_is_told_at_once(server, few, monkeypatch):
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    refused("milvus://127.0.0.1:1/world", "Connection refused")
+    refused("milvus://nowhere.invalid/world", "cannot be searched")
+    web = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    refused(f"milvus://127.0.0.1:{web.server_port}/world", "does not answer as a Milvus does")
+    web.shutdown()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+    assert MilvusCollection(server.url("few"), SECONDS).describe(), "a proxy is not for this machine"
+    monkeypatch.setitem(sys.modules, "pymilvus", None)
+    refused(server.url("few"), "needs pymilvus: pip install 'dlm_rag[milvus]'")
+
+
+def test_scores_that_are_not_the_vectors_are_found_at_the_start(server, few, monkeypatch):
+    """As an index that drops small numbers would give them."""
+    search = MilvusCollection.search
+
+    def inexact(self, asks):
+        return [[[(s - 0.01, r) for s, r in hits] for hits in each] for each in search(self, asks)]
+
+    monkeypatch.setattr(MilvusCollection, "search", inexact)
+    refused(server.url("few"), "does not give the scores of its vectors (sparse, row 0)")
+    monkeypatch.setattr(
+        MilvusCollection,
+        "search",
+        lambda self, asks: [[hits[1:] for hits in e] for e in search(self, asks)],
+    )
+    refused(server.url("few"), "does not give the scores of its vectors")
+
+
+def test_other_words_in_the_vectors_are_found_at_the_start(server, few, monkeypatch):
+    monkeypatch.setattr(milvus_retriever, "count_query_words", lambda text: {7: 1.0})
+    refused(server.url("few"), "does not match its passage")
+
+
+def test_passages_that_are_not_given_are_an_error(server, tmp_path, corpus_file):
+    found = build(server, "lacking", corpus_file, top_k=2)
+    client = server.client()
+    keys = [hit["row"] for hit in client.query("lacking", filter="row >= 0", output_fields=["row"])]
+    before = found.search([asked("Who wrote Dune?")])
+    client.delete("lacking", ids=sorted(keys)[:1])
+    assert found.search([asked("Who wrote Dune?")]) == before
+    with pytest.raises(SearchUnavailableError, match="does not give 1 of 1 passages"):
+        found._collection.fetch_passages([0])
+    with pytest.raises(SearchUnavailableError, match="holds 4 of 5"):
+        found.search([asked("zzzz")])
+    refused(server.url("lacking"), "holds 4 of 5 passages: run `dlm-rag index --to` again")
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_collection_that_was_replaced_is_noticed(server, corpus_file, tmp_path, anew):
+    """By the first hit, though the passages are the same; the run ends, for nothing is right any more."""
+    name = f"replaced{anew}"
+    found = build(server, name, corpus_file, top_k=2)
+    server.client().drop_collection(name)
+    if anew:
+        build(server, name, corpus_file)
+    with pytest.raises(CorpusError, match="not the collection any more"):
+        found.search([asked("Who wrote Emma?")])
+
+
+def give(found: MilvusRetriever, seconds: float) -> None:
+    """From now on a search has so long, beginning with a circuit that is closed."""
+    found._collection._link = CircuitBreaker(found._collection.url, seconds)
+
+
+def test_a_server_that_begins_again_is_searched_again(own_server, corpus_file, capfd):
+    """By a search that began while it was away, too: it goes on until its deadline."""
+    found = build(own_server, "small", corpus_file, top_k=2)
+    before = found.search([asked("Who wrote Emma?")])
+    own_server.kill()
+    give(found, 1)
+    with pytest.raises(SearchUnavailableError, match="no connection"):
+        found.search([asked("Who wrote Emma?")])
+    give(found, SECONDS)
+    begin = threading.Timer(1.0, own_server.start)
+    begin.start()
+    assert found.search([asked("Who wrote Emma?")]) == before
+    begin.join()
+    assert not capfd.readouterr().err, "nothing of pymilvus and gRPC, which say much"
+
+
+def test_loading_again_may_take_as_long_as_the_search_has(server, corpus_file, monkeypatch):
+    found = build(server, "late", corpus_file, top_k=2)
+    before = found.search([asked("Who wrote Emma?")])
+    server.client().release_collection("late")
+    load = found._collection._load
+
+    def later(seconds):
+        threading.Timer(1.5, load, [seconds]).start()
+
+    monkeypatch.setattr(found._collection, "_load", later)
+    assert found.search([asked("Who wrote Emma?")]) == before
+
+
+def test_a_server_that_hangs_is_left_alone_in_time(own_server, corpus_file, capfd):
+    found = build(own_server, "small", corpus_file)
+    own_server.pause()
+    give(found, 0.9)
+    with pytest.raises(SearchUnavailableError, match=r"no answer within 0\.\d+ s"):
+        found.search([asked("Who wrote Emma?")])
+    refused(own_server.url("small"), "does not answer as a Milvus does (deadline_exceeded)", timeout=1)
+    own_server.resume()
+    give(found, SECONDS)
+    assert found.search([asked("Who wrote Emma?")])
+    assert not capfd.readouterr().err
+
+
+# ---------------------------------------------------------------------------------- building
+
+
+def index(*words: str) -> None:
+    dispatch(["index", *words])
+
+
+def test_index_builds_and_leaves_what_is_finished(server, corpus_file, capsys):
+    url = server.url("built")
+    index("--corpus", str(corpus_file), "--to", url)
+    assert f"5 passages are in {url}, 5 of them new" in capsys.readouterr().err
+    index("--corpus", str(corpus_file), "--to", url)
+    assert "already, and it is finished" in capsys.readouterr().err
+    assert load_retriever(url=url).search([asked("Who wrote Emma?")])
+    index("--corpus", str(corpus_file))
+    assert "5 passages are indexed in" in capsys.readouterr().err
+
+
+def test_a_program_says_one_line(server, corpus_file):
+    """In a process of its own: pymilvus would print a traceback for a collection that is not there yet."""
+    url = server.url("aloud")
+    _, said = command("index", "--corpus", str(corpus_file), "--to", url).communicate(timeout=60)
+    assert said == f"5 passages are in {url}, 5 of them new\n"
+
+
+def test_other_passages_are_refused(server, corpus_file, tmp_path):
+    url = server.url("other")
+    index("--corpus", str(corpus_file), "--to", url)
+    other = write_jsonl_file(tmp_path / "other.jsonl", [entry(1, "another text")])
+    with pytest.raises(CorpusError, match=r"holds other passages than .*other.jsonl"):
+        index("--corpus", str(other), "--to", url)
+    with pytest.raises(ConfigError, match="is built with retrieval.method=bm25"):
+        index("--corpus", str(corpus_file), "--to", url, "retrieval.method=hybrid")
+
+
+def test_a_text_that_is_too_long_is_named_before_anything_is_written(server, tmp_path):
+    path = write_jsonl_file(tmp_path / "long.jsonl", [entry(0, "short"), entry(1, "é" * 40_000)])
+    with pytest.raises(CorpusError, match=r"long.jsonl, row 1: 'contents' has 80,000 bytes"):
+        index("--corpus", str(path), "--to", server.url("long"))
+
+
+@pytest.mark.parametrize("lost", [[], [40], [0, 99], list(range(100))])
+def test_a_build_goes_on_from_what_is_there(server, tmp_path, lost):
+    """It counts no passage as there behind one that lacks."""
+    path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, f"word{n} text") for n in range(100)])
+    name, corpus = f"gaps{len(lost)}", open_corpus(path)
+    collection = MilvusCollection(server.url(name), SECONDS)
+    ingest_corpus(collection, corpus, RetrievalConfig())
+    client = server.client()
+    properties = client.describe_collection(name)["properties"]
+    client.alter_collection_properties(name, {"dlm_rag.finished": "0"})
+    keys = sorted(hit["row"] for hit in client.query(name, filter="row >= 0", output_fields=["row"]))
+    if lost:
+        client.delete(name, ids=[keys[row] for row in lost])
+    collection = MilvusCollection(server.url(name), SECONDS)
+    collection.describe()
+    assert count_complete_rows(collection) == min(lost, default=100)
+    assert ingest_corpus(collection, corpus, RetrievalConfig()) == 100 - min(lost, default=100)
+    assert client.describe_collection(name)["properties"] == properties, "the same build"
+    assert found_ids(server, name) == [f"p{n}" for n in range(100)]
+
+
+def found_ids(server: MilvusServer, name: str) -> list[str]:
+    """The ids of all entities by their keys, doubled ones twice."""
+    found = server.client().query(name, filter="row >= 0", output_fields=["row", "id"])
+    return [entity["id"] for entity in sorted(found, key=lambda entity: entity["row"])]
+
+
+def test_writes_are_bounded_by_passages_and_bytes(tmp_path, monkeypatch):
+    path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, "x" * (9 * n + 1)) for n in range(40)])
+    corpus = open_corpus(path)
+    monkeypatch.setattr(milvus_ingest, "WRITE_BATCH_PASSAGES", 6)
+    monkeypatch.setattr(milvus_ingest, "WRITE_BATCH_BYTES", 600)
+    for start in (0, 5, 39, 40):
+        found = list(iterate_write_batches(corpus, start))
+        assert [p for _, passages in found for p in passages] == corpus[start:]
+        assert [row for row, _ in found] == [
+            start + sum(len(p) for _, p in found[:n]) for n in range(len(found))
+        ]
+    assert all(
+        len(p) <= 6 and (len(p) == 1 or sum(len(x.contents) for x in p) <= 600)
+        for _, p in iterate_write_batches(corpus, 0)
+    )
+
+
+# ---------------------------------------------------------------------------------- kills
+
+
+def command(*words: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "dlm_rag", *words], env=environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+class Chaos:
+    """A retriever whose server is killed, and begins again, or stands still for a while, as it is asked."""
+
+    def __init__(self, inner, server: MilvusServer, chance: random.Random) -> None:
+        self._inner, self._server, self._chance = inner, server, chance
+        self._mending = threading.Thread()
+        self.events = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def search(self, asked):
+        if self.events < 20 and not self._mending.is_alive() and self._chance.random() < 0.5:
+            kill = self.events % 2 == 0
+            (self._server.kill if kill else self._server.pause)()
+            self._mending = threading.Thread(target=self._mend, args=(kill, self._chance.uniform(0, 1.0)))
+            self._mending.start()
+            self.events += 1
+        return self._inner.search(asked)
+
+    def _mend(self, killed: bool, after: float) -> None:
+        time.sleep(after)
+        (self._server.start if killed else self._server.resume)()
+
+    def wait(self) -> None:
+        if self._mending.ident:
+            self._mending.join()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_or_stopped_20_times_costs_no_answer(own_server, tmp_path, monkeypatch):
+    """Questions whose search failed are asked again by the same command; the answers are as without."""
+    monkeypatch.setattr(retry, "CIRCUIT_OPEN_SECONDS", 0.2)
+    build(own_server, "world", WORLD / "corpus.jsonl")
+    questions = read_questions(str(WORLD / "questions.jsonl"))[::10]
+
+    def job(out: str):
+        url = own_server.url("world")
+        words = [f"out={tmp_path / out}", f"retrieval.url={url}", f"retrieval.timeout={SECONDS}"]
+        return plan_answer_job(
+            apply_shipped_defaults(load_config(None, [*words, "decode.batch_size=8"]), []), questions
+        )
+
+    here, chaos, failed = LocalEngines(), None, []
+    job("calm.jsonl").run(here)
+    while chaos is None or chaos.events < 20 or failed[-1]:
+        wild = job("wild.jsonl" if chaos is None or failed[-1] else f"wild{len(failed)}.jsonl")
+        if chaos is None:
+            chaos = Chaos(wild.prepared.retriever, own_server, random.Random(0))
+            give(wild.prepared.retriever, 0.5)
+        wild.prepared = replace(wild.prepared, retriever=chaos)
+        wild.run(here)
+        chaos.wait()
+        failed.append(wild.failed)
+    assert any(failed), "not one search failed: this shows nothing"
+    calm, *others = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(tmp_path.glob("*.jsonl"))
+    ]
+    for answers in (calm, *others):
+        for answer in answers:
+            answer.pop("seconds")
+        assert sorted(answers, key=lambda answer: answer["id"]) == sorted(
+            calm, key=lambda answer: answer["id"]
+        )
+    assert len(calm) == len(questions)
+
+
+@pytest.mark.slow
+def test_400_trajectories_are_those_of_a_local_search(server):
+    """Every step, every passage, every token; of 100 also where the server has other files and order."""
+    questions = read_questions(str(WORLD / "questions.jsonl"))
+    path, model = WORLD / "corpus.jsonl", str(SHIPPED_FOLDER / "model")
+    denoiser, tokenizer = Denoiser.from_pretrained(model), Tokenizer.from_pretrained(model)
+
+    def trajectories(retriever, count: int):
+        decoder = Decoder(denoiser, retriever, tokenizer, DecodeConfig(batch_size=16))
+        found = decoder.decode(questions[:count])
+        assert not any(rollout.error for rollout in found)
+        return [
+            (rollout.passages, [replace(step, seconds={}) for step in rollout.steps]) for rollout in found
+        ]
+
+    local = trajectories(LocalBM25Retriever(open_corpus(path), 7), 400)
+    assert len(local) == 400 and trajectories(build(server, "world", path), 400) == local
+    spread(server, "world_spread", path, 2)
+    other = load_retriever(url=server.url("world_spread"))
+    assert trajectories(other, 112) == trajectories(LocalBM25Retriever(open_corpus(path), 7), 112)
+
+
+@pytest.mark.slow
+def test_builds_that_are_killed_lose_nothing(own_server, tmp_path):
+    """The program is killed five times and the server twice, at random moments; the end is as without."""
+    chance = random.Random(0)
+    texts = [f"{chance.random()} word{n % 7} text of passage {n}" for n in range(6000)]
+    path = write_jsonl_file(tmp_path / "corpus.jsonl", [entry(n, text) for n, text in enumerate(texts)])
+    words = ["index", "--corpus", str(path), "--to", own_server.url("killed")]
+    for kill in range(7):
+        process = command(*words)
+        time.sleep(chance.uniform(2.0, 6.0))
+        if kill % 3 == 2:
+            own_server.kill()
+            process.communicate(timeout=120)
+            own_server.start()
+        else:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+    last = command(*words)
+    _, said = last.communicate(timeout=120)
+    assert last.returncode == 0, said
+    assert found_ids(own_server, "killed") == [f"p{n}" for n in range(6000)]

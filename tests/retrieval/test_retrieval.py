@@ -1,0 +1,398 @@
+"""Retrievers: a batch of queries in, ranked passages out; nothing found is not a failure."""
+
+import json
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from dlm_rag import load_retriever
+from dlm_rag.config import load_config
+from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.evaluation.metrics import compute_evidence_recall
+from dlm_rag.questions import read_questions
+from dlm_rag.retrieval import RETRIEVERS
+from dlm_rag.retrieval.base import MemoizedBatchFunction, fuse_rankings, interleave_rankings
+from dlm_rag.retrieval.bm25 import BM25Retriever
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.dense import DenseRetriever
+from dlm_rag.retrieval.hybrid import HybridRetriever
+from dlm_rag.retrieval.oracle import NoRetriever
+from dlm_rag.retrieval.query import Query
+from dlm_rag.retrieval.sparse_vectors import extract_terms
+from tests.support.passages import write_jsonl_file
+from tests.support.retrievers import letters, list_passage_ids, make_letter_retriever, make_query
+
+
+def bm25_by_the_book(texts, query, k1=1.5, b=0.75):
+    """Lucene's BM25 (Robertson's, without the constant factor k1 + 1) straight from the formula."""
+    documents = [extract_terms(text) for text in texts]
+    mean = sum(map(len, documents)) / len(documents)
+    scores = []
+    for document in documents:
+        score = 0.0
+        for term in extract_terms(query):
+            df = sum(term in other for other in documents)
+            tf = document.count(term)
+            idf = math.log(1 + (len(documents) - df + 0.5) / (df + 0.5))
+            score += idf * tf / (tf + k1 * (1 - b + b * len(document) / mean))
+        scores.append(score)
+    return scores
+
+
+def test_bm25_ranks_by_the_formula(corpus_file):
+    retriever = load_retriever(corpus_file, top_k=3)
+    texts = [passage.text for passage in retriever.corpus]
+    for query in ("Where was Jane Austen born?", "village in Hampshire", "novel by Frank Herbert"):
+        scores = bm25_by_the_book(texts, query)
+        best = sorted((n for n in range(len(texts)) if scores[n] > 0), key=lambda n: -scores[n])[:3]
+        assert retriever.rank([make_query(query)], 3)[0] == best
+
+
+def test_a_query_that_finds_nothing_is_an_empty_list_beside_full_ones(corpus_file):
+    retriever = load_retriever(corpus_file, top_k=3)
+    found = list_passage_ids(
+        retriever.search([make_query("Dune"), make_query("the of and"), make_query("zzz"), make_query("")])
+    )
+    assert found[0][0] == "dune" and found[1:] == [[], [], []]
+
+
+def test_passages_without_a_word_of_the_query_are_no_evidence(corpus_file):
+    assert list_passage_ids(load_retriever(corpus_file, top_k=4).search([make_query("Tacoma")])) == [
+        ["herbert"]
+    ]
+
+
+def test_top_k_beyond_the_corpus_takes_all_of_it_with_a_warning(corpus_file, caplog):
+    retriever = load_retriever(corpus_file, top_k=50)
+    assert "top_k=50, but the corpus has 5 passages" in caplog.text
+    found = list_passage_ids(retriever.search([make_query("Tacoma")]))[0]
+    assert found[0] == "herbert" and len(found) == 5
+
+
+def test_a_changed_corpus_gets_a_new_index_even_at_the_same_size_and_time(tmp_path):
+    import os
+
+    path = write_jsonl_file(
+        tmp_path / "c.jsonl", [{"id": "1", "contents": "red"}, {"id": "2", "contents": "sky"}]
+    )
+    stat = path.stat()
+    assert list_passage_ids(load_retriever(path, top_k=1).search([make_query("red")])) == [["1"]]
+    path.write_text(path.read_text().replace("red", "sea").replace("sky", "red"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_size == stat.st_size
+    assert list_passage_ids(load_retriever(path, top_k=1).search([make_query("red")])) == [["2"]]
+
+
+def test_a_corpus_of_stop_words_alone_can_be_indexed(tmp_path):
+    path = write_jsonl_file(
+        tmp_path / "c.jsonl", [{"id": "1", "contents": "the of"}, {"id": "2", "contents": "and"}]
+    )
+    assert list_passage_ids(load_retriever(path, top_k=1).search([make_query("the dune")])) == [[]]
+
+
+def test_every_query_of_the_golden_traces_finds_the_same_passages(golden):
+    retriever = load_retriever(golden / "corpus.jsonl", top_k=7)
+    asked, expected = [], []
+    for path in sorted((golden / "traces").glob("*.json")):
+        for question in json.loads(path.read_text())["questions"]:
+            asked += [make_query(r["query"]) for r in question["retrievals"]]
+            expected += [r["passages"] for r in question["retrievals"]]
+    assert len(asked) > 700
+    assert list_passage_ids(retriever.search(asked)) == expected
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20], ids=["in blocks", "in one product"])
+def test_dense_search_is_exact(corpus, monkeypatch, block_bytes):
+    monkeypatch.setattr("dlm_rag.retrieval.dense.SEARCH_BLOCK_BYTES", block_bytes)
+    retriever = make_letter_retriever(corpus, 2)
+    queries = [make_query("a village in Hampshire"), make_query("Frank"), make_query("zebra jazz")]
+    similarity = letters([q.text for q in queries]) @ letters([p.text for p in corpus]).T
+    expected = [np.argsort(-row, kind="stable")[:2].tolist() for row in similarity.numpy()]
+    assert retriever.rank(queries, 2) == expected
+
+
+def drawn(texts):
+    """A unit vector of 48 numbers, and no more than 12 different ones: so many passages are equal."""
+    rows = [np.random.default_rng(int(text) % 12).standard_normal(48) for text in texts]
+    return torch.nn.functional.normalize(torch.tensor(np.array(rows), dtype=torch.float32), dim=-1)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 6 * 48 * 4, 1 << 20])
+def test_equal_passages_stand_in_corpus_order_whatever_the_depth(monkeypatch, block_bytes):
+    """Against float64: similarities that agree in six digits are equal. In blocks of any size."""
+    monkeypatch.setattr("dlm_rag.retrieval.dense.SEARCH_BLOCK_BYTES", block_bytes)
+    rng = np.random.default_rng(0)
+    texts = [str(n) for n in rng.integers(0, 12, 130)]
+    vectors = drawn(texts)
+    retriever = DenseRetriever([None] * 130, 7, drawn, vectors.numpy(), torch.device("cpu"))
+    queries = [make_query(str(n)) for n in range(12)]
+    similarity = drawn([query.text for query in queries]).double() @ vectors.double().T
+    rows = np.arange(130)
+    expected = [np.lexsort((rows, -row.round(decimals=6).numpy())).tolist() for row in similarity]
+    for depth in (1, 3, 7, 20, 64, 129, 130, 500):
+        assert retriever.rank(queries, depth) == [ranking[:depth] for ranking in expected], depth
+
+
+def test_dense_asks_part_by_part_and_the_parts_take_turns(corpus):
+    retriever = make_letter_retriever(corpus, 3)
+    alone = retriever.rank([make_query("Frank Herbert"), make_query("Steventon")], 5)
+    both = retriever.rank([make_query("x", "Frank Herbert", "Steventon")], 3)
+    assert both == [interleave_rankings(alone, 3)]
+    assert retriever.rank([Query("", ())], 3) == [[]]
+
+
+def test_what_is_remembered_is_right_in_many_threads_and_computed_by_one_at_a_time():
+    """Though so little is kept that each call drops what another has just put there."""
+    busy = threading.Lock()
+
+    def squared(numbers):
+        assert busy.acquire(blocking=False), "encoders and tokenizers bear one call at a time"
+        time.sleep(0.0002)
+        busy.release()
+        return [n * n for n in numbers]
+
+    remembered = MemoizedBatchFunction(squared, 5)
+    asked = [[(7 * k + n) % 13 for n in range(1 + k % 6)] for k in range(200)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(remembered, asked)) == [[n * n for n in numbers] for numbers in asked]
+
+
+def test_a_part_is_embedded_once_though_it_is_asked_at_every_step(corpus):
+    embedded = []
+
+    def embed(texts):
+        embedded.extend(texts)
+        return letters(texts)
+
+    retriever = make_letter_retriever(corpus, 2, embed)
+    retriever.search([make_query("q", "one", "two")])
+    retriever.search([make_query("q", "one", "three"), make_query("q", "two", "one")])
+    assert embedded == ["one", "two", "three"]
+
+
+def test_a_failing_search_is_an_error_not_an_empty_result(corpus):
+    def broken(texts):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_letter_retriever(corpus, 2, broken).search([make_query("Frank")])
+
+
+def test_reciprocal_rank_fusion_by_hand():
+    """1: 1/61 + 1/63; 2: 1/62 + 1/61; 3: 1/63; 4: 1/62. So 2, 1, 4, 3."""
+    assert fuse_rankings([[1, 2, 3], [2, 4, 1]], 4, 3) == [2, 1, 4, 3]
+    assert fuse_rankings([[1, 2], [2, 1]], 2, 2) == [1, 2], "ties go to the row that came first"
+    assert fuse_rankings([[], []], 3, 3) == []
+    assert fuse_rankings([[1, 2, 3], [2, 4, 1, 5, 3]], 9, 2) == [2, 1, 4, 5, 3], (
+        "the rest as the last has them"
+    )
+
+
+def test_taking_turns_by_hand():
+    assert interleave_rankings([[1, 2, 3], [2, 4], []], 9) == [1, 2, 4, 3]
+    assert interleave_rankings([], 3) == []
+
+
+@pytest.mark.parametrize("fusion_depth", [1, 4, 50])
+def test_the_best_of_a_hybrid_are_the_first_of_more(tmp_path, fusion_depth):
+    """Among many equals, at depths on either side of what is fused."""
+    words = "novel village born first published Hampshire".split()
+    lines = [{"id": n, "contents": " ".join(words[: 1 + n % 6])} for n in range(60)]
+    sparse = load_retriever(write_jsonl_file(tmp_path / "c.jsonl", lines), top_k=7)
+    hybrid = HybridRetriever([sparse, make_letter_retriever(sparse.corpus, 7)], 7, fusion_depth)
+    queries = [
+        make_query("a novel"),
+        make_query("first published", "first", "published"),
+        make_query("zebra"),
+    ]
+    whole = hybrid.rank(queries, 60)
+    assert all(sorted(ranking) == list(range(60)) for ranking in whole)
+    for depth in (1, 3, 7, 30):
+        assert hybrid.rank(queries, depth) == [ranking[:depth] for ranking in whole], depth
+
+
+def test_hybrid_fuses_the_rankings_of_its_parts(corpus_file):
+    sparse = load_retriever(corpus_file, top_k=2)
+    dense = make_letter_retriever(sparse.corpus, 2)
+    hybrid = HybridRetriever([sparse, dense], 3, fusion_depth=5)
+    query = make_query("born in Tacoma")
+    both = [sparse.rank([query], 5)[0], dense.rank([query], 5)[0]]
+    assert hybrid.rank([query], 3) == [fuse_rankings(both, 3, 5)]
+    assert hybrid.key(query) == (query.text, query.parts)
+
+
+def test_a_long_bm25_build_says_what_it_takes(tmp_path, monkeypatch, caplog):
+    lines = [{"id": str(n), "contents": f"word{n} and another"} for n in range(40)]
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.BUILD_ESTIMATE_PASSAGES", 10)
+    now = iter((0.0, 30.0))
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.perf_counter", lambda: next(now))
+    monkeypatch.setattr("dlm_rag.retrieval.bm25.read_host_memory", lambda: {"available": 2000})
+    with caplog.at_level("INFO"):
+        load_retriever(write_jsonl_file(tmp_path / "corpus.jsonl", lines), index_dir=tmp_path / "indexes")
+    said = [record.getMessage() for record in caplog.records]
+    # 40 passages of 2 terms, 10 of them in 30 seconds
+    assert "building this BM25 index takes about 4 min, 4 kB of memory and 1 kB on disk" in said
+    assert "only 2 kB of memory are free here" in said
+
+
+def test_no_corpus_and_no_such_dense_model(corpus_file):
+    from dlm_rag.config import RetrievalConfig
+
+    with pytest.raises(ConfigError, match="no corpus"):
+        load_retriever(RetrievalConfig())
+    with pytest.raises(CheckpointError, match="embedding_model 'nobody/nothing' .*could not be fetched"):
+        load_retriever(corpus_file, method="dense", embedding_model="nobody/nothing")
+
+
+def recall_of_question_alone(retriever, folder):
+    """Mean recall and share of questions with every supporting passage, in percent."""
+    questions = read_questions(folder / "questions.jsonl")
+    found = retriever.search([make_query(question.question) for question in questions])
+    recalls = [
+        compute_evidence_recall([p.id for p in passages], question.supporting_ids) or 0.0
+        for passages, question in zip(found, questions, strict=True)
+    ]
+    whole = sum(recall == 1.0 for recall in recalls) / len(recalls)
+    return 100 * sum(recalls) / len(recalls), 100 * whole
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("hotpotqa", (82.8, 66.7)), ("2wikimultihopqa", (71.2, 41.5))]
+)
+def test_bm25_recall_on_real_questions(real, name, expected):
+    retriever = load_retriever(real / name / "corpus.jsonl", top_k=7)
+    assert recall_of_question_alone(retriever, real / name) == pytest.approx(expected, abs=1.0)
+
+
+@pytest.mark.slow
+def test_dense_and_hybrid_recall_on_real_questions(real, minilm):
+    folder = real / "hotpotqa"
+    dense = load_retriever(folder / "corpus.jsonl", method="dense", embedding_model=minilm, top_k=7)
+    assert recall_of_question_alone(dense, folder) == pytest.approx((82.5, 66.7), abs=1.0)
+    hybrid = load_retriever(folder / "corpus.jsonl", method="hybrid", embedding_model=minilm, top_k=7)
+    recall, _ = recall_of_question_alone(hybrid, folder)
+    assert recall > 83.5, "fused, the two find more than either alone"
+
+
+def test_vectors_of_other_weights_or_settings_under_the_same_name_are_not_used(
+    corpus_file, minilm, tmp_path
+):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(minilm, model)
+    load_retriever(corpus_file, method="dense", embedding_model=str(model))
+    folder = open_corpus(corpus_file).folder
+    before = {path.name for path in folder.glob("dense-*") if path.is_dir()}
+    weights = load_file(model / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"][0] += 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    load_retriever(corpus_file, method="dense", embedding_model=str(model))
+    pooling = model / "1_Pooling" / "config.json"
+    text = pooling.read_text()
+    changed = text.replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
+    changed = changed.replace('"pooling_mode_mean_tokens": true', '"pooling_mode_mean_tokens": false')
+    assert changed != text
+    pooling.write_text(changed)
+    load_retriever(corpus_file, method="dense", embedding_model=str(model))
+    after = {path.name for path in folder.glob("dense-*") if path.is_dir()}
+    assert len(before) == 1 and len(after) == 3
+
+
+def test_words_of_parts_takes_turns_of_a_search_for_each_part(corpus_file):
+    """By hand: what bm25 finds for each part, the best of each first; the whole query finds otherwise."""
+    parts = ("novel by Frank Herbert", "Jane Austen was born in", "village in Hampshire")
+    query = Query(" ".join(parts), parts, asker="q1")
+    whole = load_retriever(corpus_file, top_k=3)
+    by_parts = load_retriever(corpus_file, top_k=3, bm25_query="sentences")
+    assert list_passage_ids(by_parts.search([query])) == [["dune", "austen", "steventon"]]
+    alone = [whole.rank([make_query(part)], 3)[0] for part in parts]
+    assert by_parts.rank([query, make_query("zzz")], 3) == [interleave_rankings(alone, 3), []]
+    assert whole.rank([query], 3) != by_parts.rank([query], 3)
+
+
+def test_one_part_is_the_query_itself_and_no_part_finds_nothing(corpus_file):
+    texts = ["Where was Jane Austen born?", "village in Hampshire", "novel"]
+    for depth in (1, 3, 5):
+        asked = [make_query(text) for text in texts]
+        by_parts = load_retriever(corpus_file, top_k=depth, bm25_query="sentences")
+        for _ in range(2):  # the second time from memory
+            assert by_parts.rank(asked, depth) == load_retriever(corpus_file, top_k=depth).rank(
+                asked, depth
+            )
+        assert by_parts.rank([Query("", ())], depth) == [[]]
+
+
+def test_the_key_of_parts_is_their_texts_and_all_that_is_asked_anew_is_searched(corpus_file, monkeypatch):
+    searched = []
+    rank = BM25Retriever.rank
+    monkeypatch.setattr(
+        BM25Retriever, "rank", lambda self, q, d: searched.append([x.text for x in q]) or rank(self, q, d)
+    )
+    retriever = load_retriever(corpus_file, top_k=3, bm25_query="sentences")
+    first, second = Query("a b", ("Emma", "Dune"), "q1"), Query("x", ("Dune", "Emma"), "q2")
+    assert retriever.key(first) != retriever.key(second)
+    assert retriever.key(first) == retriever.key(Query("other text", ("Emma", "Dune"), "q9"))
+    before = retriever.rank([first], 3)
+    alone = load_retriever(corpus_file, top_k=3)
+    dune, emma = (alone.rank([make_query(text)], 3)[0] for text in ("Dune", "Emma"))
+    searched.clear()
+    assert retriever.rank([first, second], 3) == [before[0], interleave_rankings([dune, emma], 3)]
+    assert not searched, "all of it was known"
+    retriever.rank([make_query("Dune", "Dune", "Tacoma")], 3)
+    retriever.rank([first], 2)
+    assert searched == [["Tacoma"], ["Emma", "Dune"]], "another depth is another search"
+
+
+def test_hybrid_fuses_the_turns_of_parts_with_dense(corpus_file, monkeypatch):
+    """Dense search is played by the whole corpus backwards."""
+
+    class Backwards(NoRetriever):
+        def rank(self, queries, depth):
+            return [[4, 3, 2, 1, 0][:depth] for _ in queries]
+
+    monkeypatch.setitem(RETRIEVERS, "dense", lambda config, corpus: Backwards(corpus, config.top_k))
+    parts = ("novel by Frank Herbert", "Jane Austen was born in")
+    query = Query(" ".join(parts), parts)
+    hybrid = load_retriever(corpus_file, method="hybrid", top_k=3, bm25_query="sentences")
+    turns = load_retriever(corpus_file, top_k=5, bm25_query="sentences").rank([query], 50)[0]
+    assert hybrid.rank([query], 3) == [fuse_rankings([turns, [4, 3, 2, 1, 0]], 3, 50)]
+    assert hybrid.key(query) != load_retriever(corpus_file, method="hybrid").key(query)
+
+
+OWN_RETRIEVER = """
+from dlm_rag.retrieval.base import CorpusRetriever
+
+class LongestFirst(CorpusRetriever):
+    def rank(self, queries, depth):
+        rows = sorted(range(len(self.corpus)), key=lambda row: -len(self.corpus[row].text))
+        return [rows[:depth] for _ in queries]
+
+def load(config, corpus):
+    return LongestFirst(corpus, config.top_k)
+"""
+
+
+def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_path, monkeypatch):
+    """One file of 9 lines, and nothing of the package is changed."""
+    (tmp_path / "longest_first.py").write_text(OWN_RETRIEVER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    words = [f"retrieval.corpus={corpus_file}", "retrieval.method=longest_first:load", "retrieval.top_k=2"]
+    config = load_config(None, words).retrieval
+    retriever = load_retriever(config, open_corpus(corpus_file))
+    lengths = {passage.id: len(passage.text) for passage in retriever.corpus}
+    assert list_passage_ids(retriever.search([make_query("x")])) == [
+        sorted(lengths, key=lengths.get)[:-3:-1]
+    ]
+    with pytest.raises(ConfigError, match=r"retrieval\.method=longest_first:other cannot be imported"):
+        load_retriever(config, retriever.corpus, method="longest_first:other")
+    with pytest.raises(ConfigError, match=r"method='bm52' is not one of .*bm25.*nearest: 'bm25'"):
+        load_retriever(config, retriever.corpus, method="bm52")

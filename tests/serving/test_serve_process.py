@@ -1,0 +1,405 @@
+"""The server at a real port: clients that people use, slow and hostile ones, many at once, and kill -9."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager, suppress
+
+import httpx
+import openai
+import pytest
+
+from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.config import DecodeConfig, RetrievalConfig
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.questions import read_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.serving import http_server, middleware
+from dlm_rag.tokenizer import Tokenizer
+from tests.support.headless_chromium import HeadlessChromium, find_chromium
+from tests.support.paths import ROOT
+from tests.support.processes import wait_until
+from tests.support.serving import ASKED, chat_body, made_decoder, parse_metrics_text, serve_decoder
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+
+WORLD = SHIPPED_FOLDER / "world"
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """Questions of the shipped world, and the text of each by the decoder."""
+    questions = read_questions(WORLD / "questions.jsonl")[:160]
+    retriever = load_retriever(RetrievalConfig(), open_corpus(WORLD / "corpus.jsonl"))
+    model = Denoiser.from_pretrained(SHIPPED_FOLDER / "model")
+    tokenizer = Tokenizer.from_pretrained(SHIPPED_FOLDER / "model")
+    decoder = Decoder(model, retriever, tokenizer, DecodeConfig(batch_size=32))
+    return {r.question: r.response for r in decoder.decode(questions)}
+
+
+@contextmanager
+def start_server_process(folder, port, *words, program=("-m", "dlm_rag")):
+    """`dlm-rag serve` in a process of its own, once it answers."""
+    command = [sys.executable, *program, "serve", "--port", str(port), *words]
+    process = subprocess.Popen(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = ""
+        while "answers at" not in said:
+            said = process.stderr.readline()
+            assert said, "it did not come up"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def find_free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture
+def folder(tmp_path, corpus_file):
+    tiny_denoiser().save_pretrained(tmp_path / "model", eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+TINY = ("--model", "model", "--corpus", "corpus.jsonl", "retrieval.top_k=2", "energy=none")
+ROWS = ("decode.max_new_tokens=16", "decode.batch_size=4", "decode.commit_threshold=0.1")
+
+
+@pytest.mark.slow
+def test_real_clients_at_a_real_server(folder, corpus):
+    """openai-python, curl, raw sockets; SIGTERM answers what was taken, kill -9 hinders no new start."""
+    (rollout,) = made_decoder(corpus).decode([ASKED])
+    port = find_free_port()
+    url = f"http://127.0.0.1:{port}"
+    with start_server_process(folder, port, *TINY, *ROWS, "serving.max_connections=20") as process:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["model"]
+        messages = chat_body()["messages"]
+        answer = client.chat.completions.create(model="model", messages=messages)
+        assert answer.choices[0].message.content == rollout.response
+        assert answer.dlm_rag["forwards"] == rollout.forwards
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        extra = {"commit_threshold": 0.1, "query_policy": "proxy"}
+        *chunks, last = client.chat.completions.create(
+            model="model", messages=messages, extra_body=extra, **options
+        )
+        assert "".join(chunk.choices[0].delta.content for chunk in chunks) == rollout.response
+        assert not last.choices and last.usage == answer.usage
+        assert [chunk.dlm_rag["step"] for chunk in chunks[:-1]] == list(range(len(rollout.steps)))
+        with pytest.raises(openai.BadRequestError, match="cannot be honoured"):
+            client.chat.completions.create(model="model", messages=messages, n=2)
+        with pytest.raises(openai.NotFoundError, match="the model here is 'model'"):
+            client.chat.completions.create(model="other", messages=messages)
+        client.close()
+        body = json.dumps({"messages": messages})
+        curl = ["curl", "-s", f"{url}/v1/chat/completions", "-d", body]
+        said = subprocess.run(curl, capture_output=True, check=True).stdout
+        assert json.loads(said)["choices"][0]["message"]["content"] == rollout.response
+        hostile(port)
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+    with start_server_process(folder, port, *TINY, *ROWS) as process:
+        process.kill()
+        process.wait()
+    with start_server_process(folder, port, *TINY, *ROWS):
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 200
+
+
+@pytest.mark.slow
+def test_the_same_corpus_is_served_on_and_another_ends_the_process(folder, corpus_file):
+    """Though its name is the same; questions on their way are refused."""
+    port = find_free_port()
+    url = f"http://127.0.0.1:{port}"
+    with start_server_process(folder, port, *TINY, *ROWS) as process:
+        corpus_file.touch()
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 200
+        corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Seattle"))
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=30).status_code == 503
+        assert process.wait(30) == 2
+        assert process.stderr.read().splitlines() == [
+            f"error: {corpus_file.name} has changed while it was in use: answers so far are of the file as "
+            "it was; begin again with the file as it is"
+        ]
+
+
+BROKEN = """
+from dlm_rag.__main__ import main
+from dlm_rag.decode.engine import Engine
+
+def step(engine):
+    raise RuntimeError("the device is lost")
+
+Engine.step = step
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_of_which_every_step_fails_ends(folder):
+    port = find_free_port()
+    with start_server_process(folder, port, *TINY, *ROWS, program=("-c", BROKEN)) as process:
+        url = f"http://127.0.0.1:{port}"
+        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 500
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert process.wait(30) == 1
+        assert "the device is lost" in process.stderr.read().splitlines()[-1]
+
+
+def hostile(port):
+    """What no client sends: each is answered in a line or dropped, and nothing of the machine is told."""
+    for sent in (
+        b"GARBAGE\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /v1/answers HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n",
+        b"POST /v1/answers HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/answers HTTP/1.1\r\nHost: [\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/answers HTTP/1.1\r\nHost: localhost\r\nContent-Length: \xb2\r\n\r\n{}",
+        b"POST /v1/answers HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /v1/answers HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"1" * 70_000,
+        b"POST /v1/answers HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"POST /v1/answers HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost.evil.example\r\n\r\n",
+        b"GET http://localhost/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /%2e%2e/%00%ff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"CONNECT evil.example:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
+            sock.sendall(sent)
+            said = sock.recv(2**16)
+        assert re.match(rb"HTTP/1.1 4\d\d ", said) and said.count(b"HTTP/1.1 ") == 1, said
+        assert b"Traceback" not in said and str(ROOT).encode() not in said
+    held = [socket.create_connection(("127.0.0.1", port), timeout=120) for _ in range(30)]
+    assert b" 503 " in held[-1].recv(2**16)
+    for sock in held:
+        sock.close()
+
+
+@pytest.mark.slow
+def test_rows_of_many_requests_share_a_batch(folder, corpus):
+    """32 at once: their steps are taken together, and one that goes away is seen while it runs."""
+    port = find_free_port()
+    many = ("decode.max_new_tokens=32", "decode.batch_size=32", "decode.commit_threshold=1.0")
+    questions = [f"Who wrote book {n}?" for n in range(32)]
+    settings = DecodeConfig(max_new_tokens=32, batch_size=32, commit_threshold=1.0)
+    known = {r.question: r.response for r in made_decoder(corpus, settings).decode(questions)}
+
+    async def all_of_them():
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            path = "/v1/chat/completions"
+            asked = [client.post(path, json=chat_body(question)) for question in questions]
+            answers = [response.json() for response in await asyncio.gather(*asked)]
+            with suppress(httpx.TimeoutException):
+                await client.post(path, json=chat_body(), timeout=httpx.Timeout(120, read=0.02))
+            async with asyncio.timeout(300):
+                while True:
+                    found = parse_metrics_text((await client.get("/metrics")).text)
+                    if found['answers_total{outcome="cancelled"}']:
+                        return answers, found
+                    await asyncio.sleep(0.01)
+
+    with start_server_process(folder, port, *TINY, *many):
+        answers, found = asyncio.run(all_of_them())
+    texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert texts == [known[question] for question in questions]
+    assert found["row_steps_total"] / found["steps_total"] > 12, "of 32 rows"
+    assert found['answers_total{outcome="cancelled"}'] == 1 and not found["rows"]
+
+
+@pytest.mark.slow
+def test_the_page_plays_a_question_that_is_typed(folder, corpus):
+    """In a browser: what it shows at the end is the decoder's answer, and its console is silent."""
+    if find_chromium() is None:
+        pytest.skip("chromium is not here (apt-get install chromium)")
+    (rollout,) = made_decoder(corpus).decode([ASKED])
+    port = find_free_port()
+    with start_server_process(folder, port, *TINY, *ROWS), HeadlessChromium() as browser:
+        browser.call("Page.navigate", url=f"http://127.0.0.1:{port}/")
+        wait_until(lambda: browser.run("typeof asking !== 'undefined'"))
+        browser.run(f"byId('asked').value = {json.dumps(ASKED)}; byId('ask').requestSubmit()")
+        wait_until(lambda: browser.run("page.data.questions[0]?.sides[0].end?.response") is not None)
+        assert browser.run("page.data.questions[0].sides[0].end.response") == rollout.response
+        assert browser.run("[page.last, byId('question').textContent]") == [len(rollout.steps) - 1, ASKED]
+        assert browser.run("byId('told').textContent") == ""
+        assert browser.complaints == []
+
+
+async def status_of(port, head, drip=b""):
+    """The status line of what is answered, b"" for none; `drip` is sent again and again until it ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    said = b""
+
+    async def send():
+        while drip:
+            writer.write(drip)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    writer.write(head)
+    sending = asyncio.ensure_future(send())
+    with suppress(ConnectionError):
+        said = await reader.readline()
+        while await reader.read(2**16):
+            pass
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    writer.close()
+    return said.rstrip()
+
+
+def served(service, client):
+    """What `client(port)` returns, run beside a server in this process that SIGTERM ends."""
+
+    async def run(port):
+        try:
+            return await asyncio.wait_for(client(port), 60)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        running = []
+        port = sock.getsockname()[1]
+        http_server.run_server(service, sock, lambda: running.append(asyncio.ensure_future(run(port))))
+    return running[0].result()
+
+
+def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
+    """Silence, a head, a body or unread bytes that never end: each has its bound, and is gone after it."""
+    for module, name in (
+        (middleware, "MAX_BODY_SECONDS"),
+        (http_server, "REQUEST_HEAD_TIMEOUT_SECONDS"),
+        (http_server, "WRITE_STALL_TIMEOUT_SECONDS"),
+    ):
+        monkeypatch.setattr(module, name, 0.6)
+    post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+    async def clients(port):
+        slow = [
+            status_of(port, b""),
+            status_of(port, b"GET / HTTP/1.1\r\nX: ", b"a"),
+            status_of(port, post + b"Content-Length: 99\r\n\r\n", b" "),
+            status_of(port, post + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+            status_of(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n", b"a"),
+        ]
+        slow = [asyncio.ensure_future(one) for one in slow]
+        _, deaf = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        deaf.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)  # whose answers it does not read
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            while service.connections() < 7:  # all of them, and its own
+                assert (await client.get("/health")).status_code == 200
+            assert (await client.post("/v1/chat/completions", json=chat_body())).status_code == 200
+            found = await asyncio.gather(*slow)
+        while service.connections():
+            await asyncio.sleep(0.01)
+        deaf.close()
+        return found
+
+    with serve_decoder(made_decoder(corpus)) as service:
+        silent, head, body, chunks, unread = served(service, clients)
+    assert (silent, head) == (b"", b"")
+    assert body == chunks == b"HTTP/1.1 408 Request Timeout" and unread == b"HTTP/1.1 200 OK"
+
+
+@pytest.mark.slow
+def test_datatroves_inference_runner(tmp_path, shipped):
+    """In endpoint mode: by its own requests to this machine, by OpenAI's client to another address."""
+    from datatrove.data import Document
+    from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
+    from datatrove.pipeline.writers import JsonlWriter
+
+    async def rollout(document, generate):
+        return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+    known = dict(list(shipped.items())[:40])
+    port = find_free_port()
+    with start_server_process(tmp_path, port, "--host", "0.0.0.0", "decode.batch_size=32"):
+        for host in ("127.0.0.1", "127.0.0.2"):
+            writer = JsonlWriter(str(tmp_path / host), output_filename="${rank}.jsonl", compression=None)
+            config = InferenceConfig(
+                "endpoint", "dlm-rag", endpoint_url=f"http://{host}:{port}", api_key="none",
+                max_concurrent_generations=32, server_ready_max_attempts=3, server_ready_delay_sec=1,
+            )  # fmt: skip
+            documents = [Document(question, f"d{n}") for n, question in enumerate(known)]
+            if host == "127.0.0.1":  # it knows a refusal only here
+                documents.insert(7, Document(" ", "blank"))
+            InferenceRunner(rollout, config, writer, skip_bad_requests=True).run(documents)
+            lines = (tmp_path / host / "00000.jsonl").read_text().splitlines()
+            found = {line["text"]: line["metadata"]["rollout_results"] for line in map(json.loads, lines)}
+            assert {text: [one["text"] for one in given] for text, given in found.items()} == {
+                text: [response] for text, response in known.items()
+            }
+
+
+@pytest.mark.slow
+def test_kill_9_during_load_costs_no_answer(tmp_path, monkeypatch, shipped):
+    """64 clients with 10 questions each ask again what was cut; nothing is left of the servers."""
+    questions = list(shipped)
+    shares = [[questions[(n + 64 * m) % len(questions)] for m in range(10)] for n in range(64)]
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path)
+    port, answered, cut = find_free_port(), 0, 0
+
+    async def client(session, share):
+        nonlocal answered, cut
+        texts = []
+        while len(texts) < len(share):
+            try:
+                response = await session.post("/v1/chat/completions", json=chat_body(share[len(texts)]))
+            except httpx.TransportError as error:
+                cut += not isinstance(error, httpx.ConnectError)
+                await asyncio.sleep(0.2)
+                continue
+            assert response.status_code == 200
+            texts.append(response.json()["choices"][0]["message"]["content"])
+            answered += 1
+        return texts
+
+    async def load(stack, processes):
+        def start():
+            processes.append(
+                stack.enter_context(start_server_process(tmp_path, port, "decode.batch_size=32"))
+            )
+
+        await asyncio.to_thread(start)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300) as session:
+            tasks = [asyncio.ensure_future(client(session, share)) for share in shares]
+            while answered < 100:
+                await asyncio.sleep(0.01)
+            processes[0].kill()
+            await asyncio.to_thread(start)
+            return await asyncio.gather(*tasks)
+
+    processes = []
+    with ExitStack() as stack:
+        texts = asyncio.run(load(stack, processes))
+        processes[-1].send_signal(signal.SIGTERM)
+        assert [process.wait(120) for process in processes] == [-signal.SIGKILL, 0]
+    assert texts == [[shipped[question] for question in share] for share in shares]
+    assert cut >= 32, "who was in the batch when it ended"
+    assert list(tmp_path.rglob("*")) == [tmp_path / "temporary"]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)

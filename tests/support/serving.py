@@ -1,0 +1,108 @@
+"""A server in this process with its requests."""
+
+import asyncio
+import json
+import re
+import threading
+from contextlib import contextmanager
+
+import httpx
+
+from dlm_rag.config import DecodeConfig, EngineConfig, RetrievalConfig, ServingConfig
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.trace_file import TraceWriter, build_trace_header
+from dlm_rag.page.record import build_page_record, read_trace_runs
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.serving.api_keys import ApiKeys
+from dlm_rag.serving.app import AnswerService
+from dlm_rag.serving.middleware import AccessControl
+from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+
+SETTINGS = DecodeConfig(max_new_tokens=16, batch_size=4, commit_threshold=0.1)
+
+
+ASKED = "Who wrote Emma?"
+
+
+def made_decoder(corpus, settings=SETTINGS):
+    retriever = load_retriever(RetrievalConfig(top_k=2), corpus)
+    return Decoder(
+        tiny_denoiser(), retriever, tiny_tokenizer(), settings, engine=EngineConfig(prefix_cache_gib=0.1)
+    )
+
+
+@contextmanager
+def serve_decoder(decoder, keys=None, **limits):
+    access = AccessControl(keys=None if keys is None else ApiKeys.from_file(str(keys)))
+    service = AnswerService(decoder, "tiny", ServingConfig(**limits), access=access)
+    try:
+        yield service
+    finally:
+        if isinstance(decoder.model_runner, Slow):
+            decoder.model_runner.free.set()
+        service.close()
+
+
+def make_client(service, **headers):
+    transport = httpx.ASGITransport(service.app)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers)
+
+
+def chat_body(question=ASKED, **more):
+    return {"messages": [{"role": "user", "content": question}]} | more
+
+
+def send_request(service, body, path="/v1/chat/completions", **headers):
+    """One request: the response, read whole."""
+
+    async def asked():
+        async with make_client(service, **headers) as client:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await asyncio.wait_for(client.post(path, content=content), 60)
+
+    return asyncio.run(asked())
+
+
+def parse_events(response):
+    """The server-sent events of a stream: name and data."""
+    found = []
+    for block in response.text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = fields["data"]
+        found.append((fields.get("event"), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+def parse_metrics_text(text):
+    return {name: float(value) for name, value in re.findall(r"^dlm_rag_(\S+) (\S+)$", text, re.MULTILINE)}
+
+
+QUESTIONS = [f"Who wrote {name}?" for name in ("Emma", "Dune", "the song", "all of it", "this", "that")]
+
+
+def decode_with_page(decoder, question, folder):
+    """A question decoded, and what the page of its trace is given of it."""
+    (rollout,) = decoder.decode([question])
+    header = build_trace_header(
+        decoder.denoiser.config, decoder.tokenizer, decoder.evidence_layout, decoder.config, top_k=2,
+        model="", corpus="",
+    )  # fmt: skip
+    TraceWriter(folder / "trace.jsonl", header).write(rollout)
+    (shown,) = build_page_record(read_trace_runs([folder / "trace.jsonl"]))["questions"]
+    (side,) = json.loads(json.dumps(shown["sides"]))
+    return rollout, side
+
+
+class Slow:
+    """A proposer whose passes wait until they are let through."""
+
+    def __init__(self, inner):
+        self._inner, self.let, self.free = inner, threading.Semaphore(0), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def propose(self, views):
+        while not self.free.is_set() and not self.let.acquire(timeout=0.05):
+            pass
+        return self._inner.propose(views)

@@ -1,0 +1,19 @@
+"""Outcomes for shards of synthesis."""
+
+from dlm_rag.config import SynthesisConfig
+from dlm_rag.synthesis.shards import SourceOutcome
+
+SETTINGS = {"synthesis.method": "corpus"}
+
+
+SMALL_SHARDS = SynthesisConfig(shard_rows=7, format="jsonl", dedup_threshold=None)
+
+
+def make_outcome(place, rows=2):
+    """Of source n: so many rows, every second one held out, and one left out."""
+    made = [
+        {"id": f"s{place}#{n}", "question": f"Who is {place} of {n}?", "response": "### x",
+         "template": "what", "held_out": n % 2 == 1}
+        for n in range(rows)
+    ]  # fmt: skip
+    return SourceOutcome(place, f"s{place}", made, {"not linked": 1}, {"tokens": 10})

@@ -1,0 +1,232 @@
+"""Another model as writer, behind a real server in a process of its own."""
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dlm_rag.commands import synthesize
+from dlm_rag.config import SynthesisConfig
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.questions import Question, read_questions
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.synthesis import chat_client
+from dlm_rag.synthesis.chat_client import ChatClient, ChatCompletion, RetriesExhaustedError
+from dlm_rag.synthesis.llm_writer import check_written_text, format_writer_prompt
+from tests.support.passages import PASSAGES, write_jsonl_file
+
+
+class Server:
+    """The process, and what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        program = Path(__file__).parents[1] / "support/fake_openai_server.py"
+        self.process = subprocess.Popen([sys.executable, str(program), str(folder)])
+        for _ in range(500):
+            if (folder / "port").exists():
+                break
+            time.sleep(0.02)
+        self.url = f"http://127.0.0.1:{(folder / 'port').read_text()}/v1"
+
+    @property
+    def requests(self):
+        path = self.folder / "requests"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def settings(self, **more):
+        return SynthesisConfig(method="writer", writer_url=self.url, writer_model="tiny-writer", **more)
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_client, "INITIAL_RETRY_SECONDS", 0.01)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "server").mkdir()
+    found = Server(tmp_path / "server")
+    yield found
+    found.process.kill()
+    found.process.wait()
+
+
+TINY = ["synthesis.method=writer", "synthesis.writer_model=tiny-writer", "synthesis.format=jsonl",
+        "synthesis.dedup_threshold=null"]  # fmt: skip
+
+
+def asked(*texts):
+    return [
+        {"id": f"q{n}", "question": text, "golden_answers": ["Jane Austen"], "supporting_ids": ["emma"],
+         "hops": 1, "response": "Jane Austen wrote Emma. ### Jane Austen"}
+        for n, text in enumerate(texts)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, server):
+    """Runs the program on questions; returns the rows, and the counts."""
+
+    def invoke(*texts, out="rows", more=()):
+        questions = write_jsonl_file(tmp_path / "questions.jsonl", asked(*texts))
+        words = [*TINY, f"synthesis.writer_url={server.url}", "--questions", str(questions),
+                 "--out", str(tmp_path / out), *more]  # fmt: skip
+        synthesize.main(words)
+        rows = [json.loads(line) for path in (tmp_path / out).glob("rows-*") for line in path.open()]
+        return rows, json.loads((tmp_path / out / "rows.json").read_text())["counts"]
+
+    return invoke
+
+
+def test_tokens_that_a_server_counts_in_another_form_are_not_known(run):
+    rows, counts = run("Who wrote the uncounted Emma?", "Who wrote the uncounted Emma of 1815?")
+    assert [(row["prompt_tokens"], row["response_tokens"]) for row in rows] == [(None, None)] * 2
+    assert {key: n for key, n in counts.items() if "spent" in key} == {
+        "spent: prompt_tokens": 0, "spent: requests": 2, "spent: response_tokens": 0,
+    }  # fmt: skip
+
+
+def test_paraphrases_keep_what_is_known_of_a_question(run, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("DLM_RAG_WRITER_KEY", "secret")
+    rows, counts = run("Who wrote Emma?", "Who wrote Dune in 1965?", more=["synthesis.n=2"])
+    assert [row["id"] for row in rows] == ["q0#paraphrase0", "q1#paraphrase0"], "equal ones are one"
+    assert rows[0] == {
+        "id": "q0#paraphrase0", "question": "Please say: Who wrote Emma?",
+        "golden_answers": ["Jane Austen"],
+        "supporting_ids": ["emma"], "hops": 1, "response": "Jane Austen wrote Emma. ### Jane Austen",
+        "source_ids": ["q0"], "template": "paraphrase", "model": "tiny-writer",
+        "filters": ["finished", "other_words", "names_kept", "answer_not_in_question"],
+        "settings": rows[0]["settings"], "finish_reason": "stop",
+        "prompt_tokens": len(format_writer_prompt(Question("", "Who wrote Emma?"), "paraphrase").split()),
+        "response_tokens": 5,
+    }  # fmt: skip
+    assert (
+        counts["spent: requests"] == counts["sources"] == 4
+        and counts["left out: equal to an earlier row"] == 2
+    )
+    assert counts["spent: response_tokens"] == 2 * 5 + 2 * 7
+    sent = server.requests
+    assert {line["key"] for line in sent} == {"Bearer secret"} and len({line["seed"] for line in sent}) == 4
+    assert {(line["model"], line["temperature"], line["max_tokens"]) for line in sent} == {
+        ("tiny-writer", 0.7, 1024)
+    }
+    assert read_questions(tmp_path / "rows")[1].question == "Please say: Who wrote Dune in 1965?"
+    run("Who wrote Emma?", "Who wrote Dune in 1965?", more=["synthesis.n=2"])
+    assert len(server.requests) == 4, "nothing is asked again"
+
+
+def test_what_fails_in_passing_is_tried_again_and_what_is_refused_is_not(run, server):
+    rows, counts = run(
+        "busy: who?", "broken: who?", "forbidden: who?", "endless: who?", "same: who?", "other Emma?"
+    )
+    assert sorted(row["source_ids"][0] for row in rows) == ["q0", "q1"]
+    assert {key: n for key, n in counts.items() if "left out" in key} == {
+        "left out: refused by the writer": 1, "left out: not finished": 1, "left out: not other_words": 1,
+        "left out: not names_kept": 1,
+    }  # fmt: skip
+    tries = Counter(line["prompt"].rpartition("Question: ")[2].split(":")[0] for line in server.requests)
+    assert tries == {"busy": 3, "broken": 2, "forbidden": 1, "endless": 1, "same": 1, "other Emma?": 1}
+    assert counts["spent: requests"] == 8
+
+
+def test_a_run_whose_server_goes_keeps_what_it_has_and_goes_on(run, server, tmp_path):
+    texts = [f"Who wrote volume {n} of Emma?" for n in range(12)]
+    (server.folder / "gone").touch()
+    few = ["synthesis.max_retries=1", "synthesis.concurrency=2"]
+    with pytest.raises(RunError, match="failed 1 times, at last with 503: going down: the same command"):
+        run(*texts, more=few)
+    (server.folder / "gone").unlink()
+    rows, _ = run(*texts, more=few)
+    assert len(rows) == 12
+
+
+def test_what_has_no_answer_is_asked_again_by_the_same_command(run, server, capsys):
+    """One that takes too long does not cost the others theirs."""
+    short = ["synthesis.timeout=0.5", "synthesis.max_retries=1"]
+    with pytest.raises(SystemExit) as stop:
+        run("Who wrote Emma?", "slow: who?", "Who wrote Dune?", more=short)
+    assert stop.value.code == 1 and "1 failed; the same command asks again" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("Who wrote Emma?", "slow: who?", "Who wrote Dune?", more=short)
+    tries = Counter(line["prompt"].rpartition("Question: ")[2] for line in server.requests)
+    assert tries == {"Who wrote Emma?": 1, "slow: who?": 2, "Who wrote Dune?": 1}
+
+
+def test_passages_as_tables_and_questions(server, tmp_path):
+    corpus = write_jsonl_file(
+        tmp_path / "corpus.jsonl",
+        [{"id": i, "title": t, "contents": c} for i, t, c in [*PASSAGES, ("odd", "Odd", "odd words.")]],
+    )
+    found = {}
+    for template in ("table", "faq"):
+        out = tmp_path / template
+        words = [
+            f"synthesis.writer_url={server.url}",
+            f"synthesis.template={template}",
+            "--corpus",
+            str(corpus),
+        ]
+        synthesize.main([*TINY, *words, "--out", str(out)])
+        found[template] = [json.loads(line) for line in (out / "rows-00000.jsonl").open()]
+    table, faq = found["table"], found["faq"]
+    ids = [name for name, _, _ in PASSAGES]
+    assert [row["source_ids"] for row in table] == [[name] for name in ids], (
+        "a number that is in no passage"
+    )
+    assert len(faq) == 6 and faq[0]["text"] == f"Q: What is said?\nA: {PASSAGES[0][2]}"
+    assert faq[0]["title"] == "Emma" and "question" not in faq[0]
+
+
+def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
+    with pytest.raises(
+        ConfigError, match=r"writer_model=tiny is none of tiny-writer \(nearest: 'tiny-writer'"
+    ):
+        ChatClient(
+            SynthesisConfig(method="writer", writer_url=server.url, writer_model="tiny")
+        ).check_model()
+    for url in (server.url.removesuffix("/v1"), "http://127.0.0.1:1/v1"):
+        with pytest.raises(ConfigError, match="does not list its models"):
+            ChatClient(
+                SynthesisConfig(method="writer", writer_url=url, writer_model="tiny-writer")
+            ).check_model()
+    server.process.kill()
+    server.process.wait()
+    with pytest.raises(RetriesExhaustedError, match="failed 2 times, at last with .*refused"):
+        ChatClient(server.settings(max_retries=2)).complete("Who?", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "fails"),
+    [
+        ("By whom was Emma of 1815 written?", None),
+        ("Question: By whom was Emma of 1815 written?", None),
+        ('"By whom was Emma of 1815 written?"', None),
+        ("who wrote emma of 1815", "other_words"),
+        ("By whom was Emma\nof 1815 written?", "other_words"),
+        ("By whom was Persuasion of 1815 written?", "names_kept"),
+        ("By whom was Emma of 1816 written?", "names_kept"),
+        ("By whom was Emma of 1815 written in 2?", "names_kept"),
+        ("Was Emma of 1815 written by Jane Austen?", "answer_not_in_question"),
+    ],
+)
+def test_what_is_checked_of_a_paraphrase(text, fails):
+    source = Question("q", "Who wrote Emma of 1815?", ("Jane Austen",))
+    found = check_written_text(source, ChatCompletion(text, "stop", 1, 1, 1))
+    assert [name for name, holds in found.items() if not holds] == ([fails] if fails else [])
+
+
+def test_an_answer_that_is_cut_is_not_kept():
+    passage = Passage("p", "Emma", "Emma is of 1815.")
+    assert check_written_text(passage, ChatCompletion("Of 1815.", "length", 1, 1, 1)) == {
+        "finished": False,
+        "numbers_held": True,
+    }
+    assert not check_written_text(passage, ChatCompletion("Of 1816.", "stop", 1, 1, 1))["numbers_held"]
+    assert not check_written_text(passage, ChatCompletion("", "stop", 1, 1, 1))["finished"]
+
+
+def test_braces_of_a_text_are_text():
+    passage = Passage("p", "{text}", "{title} {0}")
+    assert format_writer_prompt(passage, "table").endswith("Title: {text}\n\n{title} {0}")

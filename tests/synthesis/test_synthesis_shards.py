@@ -1,0 +1,372 @@
+"""The folder of rows: the same bytes whatever was killed, no row twice, nothing of an evaluation set."""
+
+import json
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlm_rag.config import SynthesisConfig
+from dlm_rag.errors import ConfigError
+from dlm_rag.questions import read_questions
+from dlm_rag.synthesis.dedup import DuplicateFilter
+from dlm_rag.synthesis.shards import JOURNAL, QUESTION_COLUMNS, TEXT_COLUMNS, RowsFolder, SourceOutcome
+from tests.support.passages import write_jsonl_file
+from tests.support.paths import ROOT
+from tests.support.shards import SETTINGS, SMALL_SHARDS, make_outcome
+
+
+def make(folder, outcomes, config=SMALL_SHARDS, complete=True):
+    """A run that goes on where the one before was stopped; returns its counts."""
+    rows = RowsFolder(folder, SETTINGS, model="tiny")
+    rows.begin({"command": "test"})
+    try:
+        for each in () if rows.complete else outcomes:
+            if each.source not in rows.done:
+                rows.append_outcome(each)
+        return None if rows.complete else rows.finish(config, QUESTION_COLUMNS, complete)
+    finally:
+        rows.close()
+
+
+def contents(folder: Path):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_files_are_in_the_order_of_the_sources_whatever_order_they_were_done_in(tmp_path):
+    every = [make_outcome(place) for place in range(20)]
+    counts = make(tmp_path / "a", every)
+    random.Random(0).shuffle(every)
+    assert make(tmp_path / "b", every) == counts
+    one, other = contents(tmp_path / "a"), contents(tmp_path / "b")
+    other["README.md"] = other["README.md"].replace(b"# b:", b"# a:").replace(b"/b ", b"/a ")
+    assert one == other
+    assert sorted(one) == [
+        "README.md", *(f"held_out/rows-{n:05d}.jsonl" for n in range(3)),
+        *(f"rows-{n:05d}.jsonl" for n in range(3)), "rows.json",
+    ]  # fmt: skip
+    assert [q.id for q in read_questions(tmp_path / "a")] == [f"s{n}#0" for n in range(20)]
+    assert [q.id for q in read_questions(tmp_path / "a" / "held_out")] == [f"s{n}#1" for n in range(20)]
+    assert counts == {
+        "sources": 20, "rows: what": 20, "held out: what": 20, "left out: not linked": 20,
+        "spent: tokens": 200,
+    }  # fmt: skip
+    assert "| left out: not linked | 20 |" in (tmp_path / "a" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+@pytest.mark.parametrize("columns", [QUESTION_COLUMNS, TEXT_COLUMNS])
+def test_both_forms_hold_the_same_rows_with_all_columns(tmp_path, form, columns):
+    rows = RowsFolder(tmp_path, SETTINGS, model="tiny")
+    rows.begin({})
+    full = {"id": "a", "question": "Who?", "text": "It.", "golden_answers": ["A", "B"], "hops": 2,
+            "source_ids": [], "template": "what", "held_out": False, "prompt_tokens": 3}  # fmt: skip
+    rows.append_outcome(
+        SourceOutcome(
+            0, "s", [full, {"id": "b", "question": "Where?", "text": "There.", "template": "what"}]
+        )
+    )
+    rows.finish(SynthesisConfig(format=form), columns)
+    rows.close()
+    if form == "parquet":
+        from pyarrow import parquet
+
+        found = parquet.read_table(tmp_path / "rows-00000.parquet").to_pylist()
+    else:
+        found = [json.loads(line) for line in (tmp_path / "rows-00000.jsonl").open()]
+    assert [list(row) for row in found] == [list(columns)] * 2
+    wanted = {"model": "tiny", "settings": found[0]["settings"]} | {
+        k: v for k, v in full.items() if k in columns
+    }
+    assert {k: v for k, v in found[0].items() if v is not None} == wanted
+    assert len(found[0]["settings"]) == 16 and found[1]["id"] == "b" and found[1]["prompt_tokens"] is None
+
+
+def test_a_kill_at_any_byte_of_the_journal_loses_and_repeats_nothing(tmp_path):
+    every = [make_outcome(place) for place in range(6)]
+    make(tmp_path / "whole", every)
+    whole = contents(tmp_path / "whole")
+    rows = RowsFolder(tmp_path / "journal", SETTINGS, model="tiny")
+    rows.begin({"command": "test"})
+    for each in every:
+        rows.append_outcome(each)
+    rows.close()
+    journal = (tmp_path / "journal" / JOURNAL).read_bytes()
+    note = (tmp_path / "journal" / "rows.json").read_bytes()
+    for end in range(0, len(journal), 37):
+        folder = tmp_path / f"killed-{end}" / "whole"  # the card holds the name of the folder
+        folder.mkdir(parents=True)
+        (folder / JOURNAL).write_bytes(journal[:end])
+        (folder / "rows.json").write_bytes(note)
+        make(folder, every)
+        found = contents(folder)
+        found["README.md"] = found["README.md"].replace(f"killed-{end}/".encode(), b"")
+        assert found == whole, end
+
+
+def test_a_journal_that_is_taken_away_meanwhile_is_put_back(tmp_path):
+    every = [make_outcome(place) for place in range(6)]
+    make(tmp_path / "whole" / "rows", every)
+    rows = RowsFolder(folder := tmp_path / "rows", SETTINGS, model="tiny")
+    rows.begin({"command": "test"})
+    for each in every:
+        rows.append_outcome(each)
+        if each.place in (0, 3, 5):
+            (folder / JOURNAL).unlink()
+    rows.finish(SMALL_SHARDS, QUESTION_COLUMNS)
+    rows.close()
+    check_same(folder, tmp_path / "whole" / "rows", 6)
+
+
+def test_a_folder_that_is_complete_is_left_alone_and_what_failed_is_asked_again(tmp_path):
+    every = [make_outcome(place) for place in range(5)]
+    make(tmp_path / "a", every[:3], complete=False)
+    assert len(read_questions(tmp_path / "a")) == 3 and (tmp_path / "a" / JOURNAL).exists()
+    make(tmp_path / "a", every)
+    assert len(read_questions(tmp_path / "a")) == 5
+    rows = RowsFolder(tmp_path / "a", SETTINGS, model="tiny")
+    rows.begin({})
+    assert rows.complete
+    rows.close()
+
+
+def test_a_kill_before_the_first_line_leaves_nothing_in_the_way(tmp_path):
+    """While the very first note was written."""
+    (tmp_path / ".part-1234.json").write_text('{"depends')
+    (tmp_path / "synthesis.lock").touch()
+    make(tmp_path, [make_outcome(0)])
+    assert sorted(contents(tmp_path)) == [
+        "README.md",
+        "held_out/rows-00000.jsonl",
+        "rows-00000.jsonl",
+        "rows.json",
+    ]
+
+
+def test_fewer_files_than_before_leave_none_of_before(tmp_path):
+    make(tmp_path, [make_outcome(place) for place in range(9)], complete=False)
+    assert len(list(tmp_path.glob("rows-*"))) == 2
+    larger = SynthesisConfig(shard_rows=100, format="jsonl", dedup_threshold=None)
+    make(tmp_path, [make_outcome(place) for place in range(9)], larger)
+    assert len(list(tmp_path.glob("rows-*"))) == 1 and len(read_questions(tmp_path)) == 9
+
+
+@pytest.mark.parametrize("name", ["../victim.txt", "{0}/victim.txt", "out/victim.txt"])
+def test_no_name_in_a_note_takes_a_file_away_outside(tmp_path, name):
+    """Folders of rows get handed on, and with them whatever a note names to be replaced."""
+    victim, folder = tmp_path / "victim.txt", tmp_path / "rows"
+    victim.write_text("mine")
+    make(folder, [make_outcome(0)], complete=False)
+    (folder / "out").symlink_to(tmp_path)
+    note = json.loads((folder / "rows.json").read_text())
+    note["files"].append(name.format(tmp_path))
+    (folder / "rows.json").write_text(json.dumps(note))
+    before = contents(folder)
+    with pytest.raises(ConfigError, match=r"rows\.json names .* is not the name of a file in"):
+        make(folder, [make_outcome(0), make_outcome(1)])
+    assert victim.read_text() == "mine" and contents(folder) == before
+
+
+JOURNALED = json.dumps({"place": 0, "source": "s", "rows": [], "dropped": {}, "spent": {}})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        (JOURNAL, '{"level": "info"}\n', "line 1: place: "),
+        (JOURNAL, f'{JOURNALED}\n{{"place": "a", "source": "s", "rows": []}}\n', "line 2: place: "),
+        (JOURNAL, JOURNALED.replace("[]", '[{"hops": "two"}]') + "\n", "line 1: a row: hops: "),
+        (JOURNAL, JOURNALED.replace("[]", '[{"golden_answers": "x"}]') + "\n", "a row: golden_answers: "),
+        (JOURNAL, JOURNALED.replace("[]", "[5]") + "\n", "line 1: rows.0: "),
+        (JOURNAL, "my notes\nof today", "line 1: the line is not JSON"),
+        ("rows.json", '"files": 5', "rows.json: files: "),
+        ("rows.json", '"files": [{}]', "rows.json: files.0: "),
+        ("rows.json", '"complete": "yes"', "rows.json: complete: "),
+        ("rows.json", '"energy": [5]', "rows.json: energy.0: "),
+        ("rows.json", '"depends_on": []', "rows.json: depends_on: "),
+    ],
+)
+def test_what_another_program_left_is_named_and_stays(tmp_path, name, text, says):
+    make(tmp_path, [make_outcome(0)], complete=False)
+    if name != JOURNAL:
+        note = json.loads((tmp_path / name).read_text()) | json.loads(f"{{{text}}}")
+        text = json.dumps(note)
+    (tmp_path / name).write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        make(tmp_path, [make_outcome(0), make_outcome(1)])
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [JOURNAL, "rows.json", "README.md", "held_out"])
+def test_nothing_is_written_through_a_link(tmp_path, name):
+    """As a folder that was handed on may have one."""
+    make(tmp_path / "rows", [make_outcome(0)], complete=False)
+    (tmp_path / "rows" / name).rename(tmp_path / "mine")
+    (tmp_path / "rows" / name).symlink_to(tmp_path / "mine")
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name} is a link"):
+        make(tmp_path / "rows", [make_outcome(0), make_outcome(1)])
+    assert contents(tmp_path) == before
+
+
+def test_other_settings_other_folders_and_a_second_process_are_refused(tmp_path):
+    make(tmp_path / "a", [make_outcome(0)], complete=False)
+    with pytest.raises(ConfigError, match="holds rows with synthesis.method=corpus, this run has traces"):
+        RowsFolder(tmp_path / "a", {"synthesis.method": "traces"})
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="holds 'thesis.tex', which is of no rows"):
+        RowsFolder(tmp_path / "b", SETTINGS)
+    first, second = RowsFolder(tmp_path / "a", SETTINGS), RowsFolder(tmp_path / "a", SETTINGS)
+    first.begin({})
+    with pytest.raises(ConfigError, match="is being written by another process"):
+        second.begin({})
+    first.close()
+
+
+def questions(texts, template="what"):
+    return [{"id": str(n), "question": text, "template": template} for n, text in enumerate(texts)]
+
+
+def left_out(rows, near=0.8, against=None):
+    return [reason for _, reason in DuplicateFilter(near, against).filter_rows(rows)]
+
+
+LONG = "which name is left out of this sentence about the old city by the river that flows to the sea"
+
+
+def test_equal_and_nearly_equal_rows_are_left_out_by_their_template():
+    near = LONG.replace("sea", "lake")
+    other = "who wrote the book that was published by the company that has its seat in the city"
+    assert left_out(questions([LONG, LONG.upper() + "?", near, other])) == [
+        "", "equal to an earlier row", "nearly an earlier row", "",
+    ]  # fmt: skip
+    assert left_out(questions([LONG, near]), near=None) == ["", ""]
+    assert left_out([*questions([LONG]), *questions([LONG, near], "complete")]) == [
+        "", "", "nearly an earlier row",
+    ]  # fmt: skip
+    assert left_out(questions(["Who?", "Where?", "who"])) == ["", "", "equal to an earlier row"]
+
+
+def test_near_duplicates_agree_with_jaccard_itself():
+    """Random word sequences, each with one of its words changed: sure cases by exact 5-grams."""
+    rng = random.Random(0)
+
+    def grams(said):
+        return {tuple(said[n : n + 5]) for n in range(len(said) - 4)}
+
+    wrong = 0
+    for _ in range(60):
+        said = rng.choices([f"w{n}" for n in range(500)], k=60)
+        changed = list(said)
+        for place in rng.sample(range(60), rng.choice([0, 1, 12, 30])):
+            changed[place] = "new"
+        alike = len(grams(said) & grams(changed)) / len(grams(said) | grams(changed))
+        (_, reason) = left_out(questions([" ".join(said), " ".join(changed)]), near=0.6)
+        wrong += (alike > 0.75 and not reason) or (alike < 0.45 and bool(reason))
+    assert not wrong
+
+
+def test_what_shares_twelve_words_with_an_evaluation_set_is_left_out(tmp_path):
+    asked = [" ".join(f"w{n}" for n in range(20)), "Who wrote Emma?"]
+    sets = [
+        write_jsonl_file(tmp_path / f"{n}.jsonl", [{"id": "q", "question": text}])
+        for n, text in enumerate(asked)
+    ]
+    rows = questions(
+        [
+            "so " + " ".join(f"w{n}" for n in range(5, 17)),
+            "so " + " ".join(f"w{n}" for n in range(5, 16)),
+            "Tell me: who wrote Emma, please?",
+            "Who wrote Persuasion?",
+        ]
+    )
+    both = ",".join(map(str, sets))
+    assert [bool(reason) for reason in left_out(rows, against=both)] == [True, False, True, False]
+    assert left_out(rows, near=None, against=str(sets[1])) == ["", "", "in an evaluation set", ""]
+
+
+def slowly(folder: Path) -> None:
+    """A run of a hundred sources, each of which takes a moment."""
+
+    def each():
+        for place in random.sample(range(100), 100):
+            time.sleep(0.001)
+            yield make_outcome(place)
+
+    make(folder, each())
+
+
+@pytest.mark.slow
+def test_fifty_kills_lose_no_row_and_make_none_twice(tmp_path):
+    """At any moment: while the journal grows, while files are written, while they take their places."""
+    make(tmp_path / "whole" / "rows", [make_outcome(place) for place in range(100)])
+    fork, rng, kills = multiprocessing.get_context("fork"), random.Random(5), 0
+    folder = tmp_path / "killed" / "rows"
+    rounds = 0
+    while kills < 50:
+        process = fork.Process(target=slowly, args=(folder,))
+        process.start()
+        process.join(rng.uniform(0.005, 0.08 if rounds % 2 else 0.25))
+        if process.is_alive():
+            process.kill()
+            process.join()
+            kills += process.exitcode == -signal.SIGKILL
+            continue
+        assert process.exitcode == 0
+        check_same(folder, tmp_path / "whole" / "rows", 100)
+        folder, rounds = tmp_path / f"killed-{rounds}" / "rows", rounds + 1
+    slowly(folder)
+    check_same(folder, tmp_path / "whole" / "rows", 100)
+
+
+def check_same(folder, whole, sources):
+    ids = [q.id for side in ("", "held_out") for q in read_questions(folder / side)]
+    assert len(ids) == len(set(ids)) == 2 * sources
+    names = sorted(name for name in contents(whole) if "rows-" in name)
+    assert names == sorted(name for name in contents(folder) if "rows-" in name)
+    assert all((folder / name).read_bytes() == (whole / name).read_bytes() for name in names)
+
+
+@pytest.mark.slow
+def test_kills_of_the_program_itself(tmp_path):
+    """`dlm-rag synthesize` on a made-up corpus, killed at moments spread over the whole of a run."""
+    titles = [f"Ab{n}el Co{n}ad" for n in range(3000)]
+    write_jsonl_file(
+        tmp_path / "corpus.jsonl",
+        [
+            {
+                "id": f"p{n}",
+                "title": t,
+                "contents": f"{t} is a river of number {n} in {titles[n * 7 % 3000]}.",
+            }
+            for n, t in enumerate(titles)
+        ],
+    )
+
+    def run(out, seconds=None):
+        command = [sys.executable, "-m", "dlm_rag", "synthesize", "synthesis.method=corpus", "--corpus",
+                   str(tmp_path / "corpus.jsonl"), "--out", str(out)]  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    begun = time.perf_counter()
+    assert run(tmp_path / "whole") == 0
+    took, rng = time.perf_counter() - begun, random.Random(1)
+    killed = [run(tmp_path / "killed", took * rng.uniform(0.3, 1.0)) for _ in range(4)]
+    assert -signal.SIGKILL in killed
+    assert run(tmp_path / "killed") == 0
+    rows = [contents(tmp_path / name) for name in ("whole", "killed")]
+    assert sorted(rows[0]) == sorted(rows[1]) and len(rows[0]) == 4
+    for name in rows[0]:
+        assert name in ("README.md", "rows.json") or rows[0][name] == rows[1][name]

@@ -1,0 +1,129 @@
+"""Chat templates: rendered as by transformers, and confined whatever they do."""
+
+import datetime
+
+import pytest
+
+from dlm_rag.errors import CheckpointError
+from dlm_rag.tokenizer import Tokenizer, chat_template
+from dlm_rag.tokenizer.chat_template import render_chat_affixes
+from tests.support.tiny_models import byte_tokenizer
+
+CHATML = """{%- if messages[0]['role'] != 'system' -%}
+{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' -}}
+{%- endif -%}
+{% for message in messages %}
+{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# As Llama 3's: a date, tools, white space trimmed.
+HEADERS = """{{- bos_token }}
+{%- if not tools is defined %}
+    {%- set tools = none %}
+{%- endif %}
+{%- if strftime_now is defined %}
+    {%- set today = strftime_now('%d %b %Y') %}
+{%- else %}
+    {%- set today = '26 Jul 2024' %}
+{%- endif %}
+{%- if tools is not none %}
+    {{- 'Environment: ipython\\n' }}
+{%- endif %}
+{{- today }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+# As Mistral's: a namespace, roles that must alternate, a loop that is left.
+INSTRUCT = """{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in messages %}
+{% if (message['role'] == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}
+{% endif %}{% if message['role'] == 'tool' %}{% break %}{% endif %}
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{% else %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% endif %}
+{% set ns.index = ns.index + 1 %}{% endfor %}"""
+TEMPLATES = {"ChatML": CHATML, "headers": HEADERS, "instruct": INSTRUCT}
+
+
+def with_template(template):
+    inner = byte_tokenizer()
+    inner.chat_template = template
+    return inner
+
+
+@pytest.fixture
+def on_the_day_of_templates(monkeypatch):
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2024, 7, 26)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Day)
+
+
+@pytest.mark.parametrize("name", ["ChatML", "headers", "instruct"])
+def test_affixes_are_those_of_transformers_on_one_date(on_the_day_of_templates, name):
+    inner = with_template(TEMPLATES[name])
+    messages = [{"role": "user", "content": "Who <wrote> “Emma”?"}]
+    whole = inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert "Who <wrote> “Emma”?".join(render_chat_affixes(inner)) == whole
+
+
+@pytest.mark.parametrize("name", ["tiny-dream", "tiny-llada"])
+def test_affixes_of_the_golden_checkpoints(golden, name):
+    inner = Tokenizer.from_pretrained(golden / "checkpoints" / name).inner
+    messages = [{"role": "user", "content": "Who?"}]
+    whole = inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert "Who?".join(render_chat_affixes(inner)) == whole
+
+
+@pytest.mark.parametrize("name", ["ChatML", "headers", "instruct"])
+def test_the_users_message_stands_between_prefix_and_suffix(name):
+    inner = with_template(TEMPLATES[name])
+    tokenizer = Tokenizer(inner, 256)
+    prompt = tokenizer.build_prompt("Who?", ["Emma."])
+    text = tokenizer.inner.decode(prompt.ids)
+    suffixes = {"ChatML": "assistant\n", "headers": "<|end_header_id|>\n\n", "instruct": "[/INST]\n"}
+    assert text.index("<|im_start|>user" if name == "ChatML" else "Who?") < text.index("Emma.")
+    assert text.endswith(suffixes[name])
+
+
+def test_every_day_is_the_same_day():
+    inner = with_template("{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
+    assert render_chat_affixes(inner) == ("26 Jul 2024", "")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no\nway') }}",
+        "{% if",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ messages[0].content }}",
+        "{{ (" + "(" * 5000 + ")" * 5001 + "}}",
+        "no message at all",
+        "{{ messages[0].content | upper }}",
+        "{{ messages[0].content | tojson }}",
+        "{{ messages[0].content | replace('\n', ' ') }}",
+        "{{ messages[0].content }}{{ messages[0].content }}",
+        {"tool_use": CHATML},
+        7,
+        [CHATML],
+    ],
+)
+def test_unusable_templates_are_refused(template):
+    with pytest.raises(CheckpointError, match="chat template"):
+        Tokenizer(with_template(template), 256)
+
+
+def test_the_default_of_several_templates_is_used():
+    several = Tokenizer(with_template({"default": CHATML, "tool_use": "{{ raise_exception('no') }}"}), 256)
+    assert several.build_prompt("a", []) == Tokenizer(with_template(CHATML), 256).build_prompt("a", [])
+
+
+def test_endless_template_is_stopped(monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
+    loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    with pytest.raises(CheckpointError, match="takes more than"):
+        render_chat_affixes(with_template(loops))

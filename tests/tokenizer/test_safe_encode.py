@@ -1,0 +1,297 @@
+"""No text becomes a token with a meaning, whatever the family of the tokenizer; all else stays as it is."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from dlm_rag import Decoder, Denoiser, load_retriever
+from dlm_rag.config import DecodeConfig
+from dlm_rag.errors import CheckpointError, QuestionError
+from dlm_rag.model.families import FAMILIES
+from dlm_rag.tokenizer import PromptTemplate, Tokenizer
+from dlm_rag.training.tokenizer_training import iterate_world_texts, train_tokenizer
+from tests.support.passages import write_jsonl_file
+from tests.support.properties import hypothesis_settings
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+
+MASK, END = "<mask>", "<end>"
+WORDS = [
+    "who",
+    "wrote",
+    "Emma",
+    "a",
+    "b",
+    "<",
+    ">",
+    "ask",
+    "<m",
+    "k>",
+    "m",
+    "s",
+    "k",
+    "e",
+    "n",
+    "d",
+    "</s>",
+    "|",
+]
+
+
+def byte_level(backend=None):
+    """Byte pairs that can spell the mask by merges, and find it whole."""
+    alphabet = json.loads(byte_tokenizer().backend_tokenizer.to_str())["model"]["vocab"]
+    parts = ["<m", "as", "<mas", "k>", MASK, "<e", "nd", "nd>", END, f"{MASK}a", "wr"]
+    merges = [("<", "m"), ("a", "s"), ("<m", "as"), ("k", ">"), ("<mas", "k>"), ("<", "e"), ("n", "d")]
+    merges += [("nd", ">"), ("<e", "nd>"), (MASK, "a"), ("w", "r")]
+    vocabulary = alphabet | {part: 256 + n for n, part in enumerate(parts)}
+    backend = Backend(models.BPE(vocabulary, merges, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return backend
+
+
+def unigram():
+    pieces = [("<unk>", 0.0), (MASK, 0.0), (END, 0.0), *((word, -3.0) for word in WORDS), ("▁", -2.0)]
+    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    return backend
+
+
+def make_word_tokenizer(model):
+    listed = ["[UNK]", MASK, END, *WORDS, *(f"##{word}" for word in WORDS)]
+    backend = Backend(model({word: n for n, word in enumerate(listed)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return backend
+
+
+BACKENDS = {
+    "byte pairs": byte_level,
+    "unigram": unigram,
+    "word pieces": lambda: make_word_tokenizer(models.WordPiece),
+    "words": lambda: make_word_tokenizer(models.WordLevel),
+}
+ADDED = {
+    "in the vocabulary alone": [],
+    "special": [
+        AddedToken(MASK, special=True),
+        AddedToken(END, special=True),
+        AddedToken("<|im_end|>", special=True),
+    ],
+    "not special": [
+        AddedToken(MASK),
+        AddedToken(END, normalized=True),
+        AddedToken("<tool>", normalized=True),
+    ],
+    "stripping": [
+        AddedToken(MASK, lstrip=True, rstrip=True, special=True),
+        AddedToken(END, lstrip=True),
+        AddedToken("ask>", single_word=True),
+    ],
+}
+TOKENIZERS = [(kind, added) for kind in BACKENDS for added in ADDED]
+
+
+@pytest.fixture(scope="module")
+def made():
+    """kind, added -> our tokenizer, one each."""
+    found = {}
+    for kind, added in TOKENIZERS:
+        backend = BACKENDS[kind]()
+        backend.add_tokens(ADDED[added])
+        inner = PreTrainedTokenizerFast(tokenizer_object=backend)
+        mask, end = backend.token_to_id(MASK), backend.token_to_id(END)
+        found[kind, added] = Tokenizer(inner, mask, PromptTemplate("{question}", "{passage}"), (end,))
+    return found
+
+
+MARKERS = [MASK, END, "<|im_end|>", "<tool>", "ask>", "<MASK>", "＜mask＞", f" {MASK} ", f"{MASK}a", "<ma"]
+TEXTS = st.lists(st.sampled_from([*MARKERS, *WORDS, " ", "\n", "é", "\0"]) | st.text(max_size=3)).map(
+    "".join
+)
+
+
+@pytest.mark.parametrize(("kind", "added"), TOKENIZERS)
+@given(text=TEXTS)
+@hypothesis_settings(60)
+def test_no_text_becomes_a_token_with_a_meaning(made, kind, added, text):
+    tokenizer = made[kind, added]
+    control = {tokenizer.mask_id, *tokenizer.end_ids}
+    assert control <= tokenizer._plain.meaning
+    assert not tokenizer._plain.meaning & set(tokenizer.encode_uncached(text))
+    for prompt in (tokenizer.build_prompt("who", [text, "a"]), tokenizer.build_prompt(f"{text}?", ["a"])):
+        assert not tokenizer._plain.meaning & set(prompt.ids)
+
+
+@pytest.mark.parametrize(("kind", "added"), TOKENIZERS)
+@given(
+    text=st.lists(st.sampled_from([*WORDS[:5], " ", "\n", "é", "日"]) | st.text("abcdehorw \n", max_size=3))
+)
+@hypothesis_settings(30)
+def test_text_without_markers_is_encoded_as_by_the_whole_tokenizer(made, kind, added, text):
+    tokenizer, text = made[kind, added], "".join(text)
+    assert list(tokenizer.encode_uncached(text)) == tokenizer.inner.encode(text, add_special_tokens=False)
+
+
+def test_the_whole_tokenizers_do_make_tokens_of_markers(made):
+    """What the tests above hold is not so by itself."""
+    for tokenizer in made.values():
+        ids = tokenizer.inner.encode(f"a {MASK} b", add_special_tokens=False)
+        assert tokenizer.mask_id in ids
+
+
+def test_names_of_the_mask_and_the_end_are_text_to_our_own_tokenizer():
+    """Mask and end stand in its vocabulary, where merges do not reach them."""
+    tokenizer = Tokenizer(train_tokenizer(iterate_world_texts(0, 1), 300), 0, None, (1,))
+    ids = tokenizer.encode("<mask> of <end>")
+    assert not {0, 1} & set(ids)
+    assert tokenizer.inner.decode(ids).strip() == "<mask> of <end>"
+
+
+def test_white_space_and_characters_that_were_added_stay_text():
+    backend = byte_level()
+    backend.add_tokens([AddedToken("é"), AddedToken("  ")])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), 260)
+    assert bytes(tokenizer.encode_uncached("é  é")) == "é  é".encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"unk_token": MASK}, "what the tokenizer makes of unknown characters"),
+        ({"dropout": 0.5}, "drops merges at random"),
+    ],
+)
+def test_a_tokenizer_that_no_text_is_safe_with_is_refused(change, says):
+    raw = json.loads(byte_level().to_str())
+    raw["model"] |= change
+    inner = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(raw)))
+    with pytest.raises(CheckpointError, match=says):
+        Tokenizer(inner, 260)
+
+
+def test_a_mask_that_is_one_character_is_refused():
+    with pytest.raises(CheckpointError, match="'a' is the model's mask .* a single character"):
+        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level()), ord("a"))
+    with pytest.raises(CheckpointError, match="mask_token_id=999 is not a token"):
+        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level()), 999)
+
+
+def test_special_tokens_that_nobody_declares_are_left_out_of_answers():
+    backend = byte_tokenizer().backend_tokenizer
+    backend.add_special_tokens(["<|turn|>"])
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="<mask>", eos_token="<end>")
+    turn = backend.token_to_id("<|turn|>")
+    assert turn not in inner.all_special_ids, "else this test shows nothing"
+    tokenizer = Tokenizer(inner, 256)
+    assert tokenizer.decode_with_offsets([*b"Austen", turn])[0] == "Austen"
+    assert tokenizer.query_text([*b"a", turn, *b"b"]) == "a b"
+
+
+def test_a_text_that_the_tokenizer_fails_at_is_an_error_of_its_question():
+    backend = Backend(models.WordLevel({"who": 0, MASK: 1, "wrote": 7}))  # without an unknown token
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = Tokenizer(inner, 1, PromptTemplate("{question}", "{passage}"), vocabulary=5)
+    assert tokenizer.encode("who") == (0,)
+    for text, says in (("whom", "the tokenizer fails"), ("wrote", "gives the id 7, but the model has 5")):
+        with pytest.raises(QuestionError, match=says):
+            tokenizer.encode(text)
+    with pytest.raises(QuestionError, match="makes no tokens of the question"):
+        tokenizer.build_prompt(" ", [])
+
+
+def test_one_question_that_the_tokenizer_fails_at_fails_alone(tmp_path):
+    """The letter ß has an id that the model does not have."""
+    raw = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    raw["model"]["vocab"]["Ã"] = 9000
+    tiny_denoiser().save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(raw))).save_pretrained(tmp_path)
+    lines = [{"id": "a", "contents": "Emma is a novel."}, {"id": "b", "contents": "The Spaß is a passage."}]
+    corpus = write_jsonl_file(tmp_path / "corpus.jsonl", lines)
+    decoder = Decoder(
+        Denoiser.from_pretrained(tmp_path), load_retriever(corpus, top_k=1),
+        Tokenizer.from_pretrained(tmp_path), DecodeConfig(max_new_tokens=8),
+    )  # fmt: skip
+    asked = decoder.decode(["Emma, a novel", "Straße?", "passage"])
+    assert [bool(rollout.error) for rollout in asked] == [False, True, True]
+    assert "gives the id 9000, but the model has 258" in asked[1].error
+    assert asked[0].tokens_committed == 8
+
+
+def test_a_pattern_that_panics_is_an_error_of_its_question():
+    """Patterns that go astray end by themselves: the library gives up after so many steps, and panics."""
+    from tokenizers import Regex
+
+    backend = byte_tokenizer().backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("(a+)+$"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), 256)
+    assert tokenizer.encode("Emma")
+    with pytest.raises(QuestionError, match="the tokenizer fails: .*retry-limit"):
+        tokenizer.encode("a" * 40 + "b")
+
+
+@pytest.mark.parametrize("kind", ["unigram", "word pieces", "words"])
+def test_what_marks_a_turn_is_no_text_though_nobody_declares_it(kind):
+    """A piece of the vocabulary as any other, but for the chat template that has it."""
+    raw = json.loads(BACKENDS[kind]().to_str())
+    vocabulary = raw["model"]["vocab"]
+    if kind == "unigram":
+        vocabulary.append(["<|turn|>", -1.0])
+    else:
+        vocabulary["<|turn|>"] = len(vocabulary)
+    turn = len(vocabulary) - 1
+    inner = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(raw)))
+    for template, marked in (("<|turn|> {{ messages[0].content }}", True), (None, False)):
+        inner.chat_template = template
+        tokenizer = Tokenizer(inner, 1, PromptTemplate("{question}", "{passage}"), (2,))
+        assert (turn in tokenizer.build_prompt("who", []).ids) == marked
+        assert (turn in tokenizer.encode("wrote <|turn|> Emma")) != marked
+
+
+QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</tool_call>")
+SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else has a meaning
+    "dlm_rag": ("<mask>", "<end>"),
+    "llada": ("<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>", "[gMASK]"),
+    "Dream": ("<|mask|>", *QWEN, "<|beginoftext|>"),
+    "qwen2": ("<|mask|>", *QWEN),
+    "qwen3": ("<|mask|>", *QWEN),
+    "llama": ("<|mask|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>"),
+    "sdar": ("<|MASK|>", *QWEN, "<|fim_middle|>"),
+    "Fast_dLLM_Qwen": ("|<MASK>|", *QWEN),
+    "a2d-qwen2": ("<|mask|>", *QWEN),
+    "a2d-qwen3": ("<|mask|>", *QWEN),
+    "a2d-llama": ("<|mask|>", "<|eot_id|>", "<|begin_of_text|>"),
+    "wedlm": ("<|mask|>", *QWEN),
+    "sdar_moe": ("<|MASK|>", *QWEN),
+    "llada2_moe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
+    "diffusion_gemma": ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image|>"),
+    "lladamoe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_text_becomes_a_special_token_of_any_family(family):
+    """Byte pairs, as all public ones are, that find whole what was added, in text that spells it too."""
+    names = SPECIAL[family]
+    assert FAMILIES[family].mask_token in (None, names[0])
+    backend = byte_tokenizer().backend_tokenizer
+    backend.add_tokens([AddedToken(name, special=n < 3) for n, name in enumerate(names)])
+    ids = [backend.token_to_id(name) for name in names]
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = Tokenizer(inner, ids[0], PromptTemplate("{question}", "{passage}"), (ids[1],))
+    text = f"who {' '.join(names)} wrote{names[0]}\n{''.join(names)}"
+    assert set(ids) <= set(inner.encode(text)), "else this test shows nothing"
+    prompt = tokenizer.build_prompt(text, [text, names[1]])
+    for found in (tokenizer.encode(text), prompt.ids):
+        assert set(ids).isdisjoint(found) and max(found) < 256

@@ -1,0 +1,128 @@
+"""Documents: packed without padding, mixed by weight, following from the number of the sequence."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from dlm_rag.config import TrainConfig
+from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.training.data.documents import (
+    MIXTURE_BLOCK_SEQUENCES,
+    PackedDocuments,
+    allocate_quotas,
+    open_token_file,
+)
+from tests.support.passages import write_jsonl_file
+from tests.support.tiny_models import tiny_tokenizer
+
+TEXTS = [f"document {n}: " + "word " * (n % 7) for n in range(200)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = write_jsonl_file(tmp_path / "web.jsonl", [{"text": text} for text in TEXTS])
+    return open_token_file(path, tiny_tokenizer(), str(tmp_path / "cache"))
+
+
+def phase(**settings):
+    return TrainConfig(**({"objective": "pretrain", "sequence_length": 64, "batch_tokens": 256} | settings))
+
+
+def test_the_sequences_are_the_file_without_padding(source):
+    whole = [
+        token
+        for n in range(source.count_sequences(64))
+        for row in source.sequence_rows(n, 64)
+        for token in row
+    ]
+    expected = [token for text in TEXTS for token in (*text.encode(), 257)]
+    assert whole == expected[: len(whole)] and len(expected) - len(whole) < 64
+
+
+def test_a_row_lies_in_one_document(source):
+    for n in range(source.count_sequences(64)):
+        for row in source.sequence_rows(n, 64):
+            assert 257 not in row[:-1], "an end token is the last of its row"
+
+
+def test_every_sequence_comes_once_an_epoch(source):
+    documents = PackedDocuments({"web": source}, tiny_tokenizer(), phase(), "", False)
+    count = documents._sequences[0]
+    for epoch in range(2):
+        drawn = [documents.sequence_rows(epoch * count + n) for n in range(count)]
+        assert sorted(drawn) == sorted(source.sequence_rows(n, 64) for n in range(count))
+    held = [list(example.target) for rows in documents.held_out_examples() for example in rows]
+    last = [row for n in range(count, source.count_sequences(64)) for row in source.sequence_rows(n, 64)]
+    assert held == last and count < source.count_sequences(64), "what is held out is never drawn"
+
+
+def test_sources_have_their_exact_shares(tmp_path):
+    files = {
+        name: open_token_file(
+            write_jsonl_file(tmp_path / f"{name}.jsonl", [{"text": name * 50} for _ in range(30)]),
+            tiny_tokenizer(), str(tmp_path),
+        )
+        for name in "ab"
+    }  # fmt: skip
+    documents = PackedDocuments(files, tiny_tokenizer(), phase(mixture={"a": 0.94, "b": 0.06}), "", False)
+    for block in range(2):
+        drawn = Counter(
+            chr(documents.sequence_rows(block * MIXTURE_BLOCK_SEQUENCES + n)[0][0])
+            for n in range(MIXTURE_BLOCK_SEQUENCES)
+        )
+        assert drawn == {"a": 940, "b": 60}
+    assert allocate_quotas([1 / 3, 1 / 3, 1 / 3], 1000) == [334, 333, 333]
+
+
+def test_batches_follow_from_the_step_whoever_makes_them(source):
+    ours, theirs = (
+        PackedDocuments({"web": source}, tiny_tokenizer(), phase(), "", False) for _ in range(2)
+    )
+    theirs.examples(0, range(4))
+    assert ours.examples(3, range(4)) == [e for n in range(4) for e in theirs.examples(3, [n])]
+    assert ours.examples(3, range(4)) != ours.examples(4, range(4))
+
+
+def test_the_weights_are_those_of_the_nelbo(source):
+    """1 / t with t of tokens masked on average: the loss of a constant 1 nat is 1 nat a token."""
+    documents = PackedDocuments({"web": source}, tiny_tokenizer(), phase(batch_tokens=64 * 64), "", False)
+    rows = [e for step in range(40) for e in documents.examples(step, range(64))]
+    per_token = sum(e.weight * sum(e.masked) for e in rows) / sum(e.divisor for e in rows)
+    assert per_token == pytest.approx(1, abs=0.03)
+    assert np.mean([e.divisor == len(e.target) for e in rows]) == 1
+
+
+def test_a_shifted_denoiser_gets_a_row_before_every_first_token(source):
+    documents = PackedDocuments({"web": source}, tiny_tokenizer(), phase(), "", True)
+    assert {example.prompt.ids[0] for example in documents.examples(0, range(4))} == {257}
+
+
+@pytest.mark.parametrize(
+    ("lines", "match"),
+    [
+        (['{"text": "a"}', "no json"], "line 2: the line is not JSON"),
+        (['{"txt": "a"}'], "line 1: there is no 'text'"),
+        ([], "holds no documents"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path, lines, match):
+    path = tmp_path / "web.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(CorpusError, match=match):
+        open_token_file(path, tiny_tokenizer(), str(tmp_path / "cache"))
+    with pytest.raises(CorpusError, match="was not found"):
+        open_token_file(tmp_path / "nothing.jsonl", tiny_tokenizer())
+
+
+def test_a_mixture_of_unknown_sources_and_a_file_too_short_are_errors(source):
+    for settings, match in (
+        ({"mixture": {"wep": 1.0}}, "mixture names 'wep', which is none of web"),
+        ({"mixture": {"web": -1.0}}, "must not be negative"),
+        ({"sequence_length": 8192, "batch_tokens": 8192}, "fewer than one sequence"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            PackedDocuments({"web": source}, tiny_tokenizer(), phase(**settings), "", False)
+    rare = phase(mixture={"web": 0.9997, "rare": 0.0003})
+    with pytest.raises(ConfigError, match="the share of 'rare' in the mixture is under one"):
+        PackedDocuments({"web": source, "rare": source}, tiny_tokenizer(), rare, "", False)

@@ -1,0 +1,178 @@
+"""What a run begins with: public checkpoints in, public checkpoints out."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.config import load_config
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.checkpoint import Checkpoint
+from dlm_rag.training.checkpoints import gather_full_state_dict
+from dlm_rag.training.initial_model import merge_lora_weights
+from dlm_rag.training.model_init import open_initial_model
+from dlm_rag.training.optimizers import make_optimizers
+from dlm_rag.training.sharding import apply_fsdp
+from tests.support.tiny_models import write_autoregressive_checkpoint
+
+CPU = torch.device("cpu")
+IDS = torch.arange(24).view(2, 12) * 7 % 256
+
+
+@pytest.fixture(params=[(Qwen2Config, Qwen2ForCausalLM), (LlamaConfig, LlamaForCausalLM)])
+def autoregressive(request, tmp_path):
+    return write_autoregressive_checkpoint(tmp_path / "ar", *request.param)
+
+
+def test_adaptation_begins_with_the_model_as_it_was(autoregressive):
+    """Causal, the denoiser is the autoregressive model: row i - 1 predicts token i."""
+    folder, model = autoregressive
+    origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
+    assert origin.config.mask_token_id == 257 and origin.config.shifted, "one token more than there were"
+    denoiser = origin.build_denoiser(CPU)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        found = denoiser(IDS, block=1)
+    torch.testing.assert_close(found[:, 1:, :257], expected[:, :-1], atol=1e-5, rtol=1e-5)
+
+
+def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_path):
+    folder, model = autoregressive
+    origin = open_initial_model(load_config(None, [f"model.path={folder}", "train.objective=adapt"]))
+    denoiser = origin.build_denoiser(CPU)
+    with torch.no_grad():
+        denoiser.layers[0].mlp.up_proj.weight.mul_(1.1)
+    origin.export(tmp_path / "out", gather_full_state_dict(denoiser), 20000.0, torch.float32)
+    again = Denoiser.from_pretrained(tmp_path / "out")
+    assert again.config.rope_theta == 20000.0 and again.config.evidence_layout == "independent"
+    assert Tokenizer.from_pretrained(tmp_path / "out").mask_id == 257
+    public = type(model).from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        ours = again(IDS, block=1)
+        torch.testing.assert_close(ours[:, 1:], public(IDS).logits[:, :-1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["model.evidence_layout=joint", "decode.finished_block_context=no_evidence"],
+            "needs evidence_layout=independent",
+        ),
+        (
+            ["train.objective=pretrain", "train.context_parallel=2"],
+            "context_parallel=1",
+        ),
+    ],
+)
+def test_what_attention_in_blocks_does_not_go_with_is_refused(words, says):
+    with pytest.raises(ConfigError, match=says):
+        open_initial_model(load_config(None, ["model.block_size=8", *words]))
+
+
+def test_an_autoregressive_model_must_be_adapted_first(autoregressive):
+    with pytest.raises(ConfigError, match="begin with a phase of objective=adapt"):
+        open_initial_model(load_config(None, [f"model.path={autoregressive[0]}"]))
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream"])
+def test_a_public_denoiser_goes_out_as_it_came_in(golden, tmp_path, name):
+    folder = golden / "checkpoints" / name
+    origin = open_initial_model(load_config(None, [f"model.path={folder}", "model.evidence_layout=joint"]))
+    denoiser = origin.build_denoiser(CPU)
+    origin.export(tmp_path, gather_full_state_dict(denoiser), origin.config.rope_theta, torch.float32)
+    ids = torch.arange(40).view(2, 20) * 13 % 1500
+    with torch.no_grad():
+        torch.testing.assert_close(
+            Denoiser.from_pretrained(tmp_path)(ids), Denoiser.from_pretrained(folder)(ids)
+        )
+    theirs, ours = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path))
+    changed = {key for key in theirs if ours[key] != theirs[key]}
+    assert changed <= {"torch_dtype"} and ours["model_type"] == theirs["model_type"]
+
+
+def test_adapters_alone_are_trained_and_merge_into_the_weights(golden):
+    pytest.importorskip("peft")
+    folder = golden / "checkpoints" / "tiny-llada"
+    config = load_config(None, [f"model.path={folder}", "train.lora_rank=4"])
+    origin = open_initial_model(config)
+    denoiser = origin.build_denoiser(CPU)
+    trained = {name for name, value in denoiser.named_parameters() if value.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    (muon,) = make_optimizers(denoiser, config.train)
+    assert len(muon.param_groups[0]["params"]) == len(trained), "nothing is left for a second optimizer"
+    with torch.no_grad():
+        for name, value in denoiser.named_parameters():
+            if "lora_B" in name:
+                value.normal_(0, 0.05)
+        plain = Denoiser(origin.config)
+        plain.load_state_dict(merge_lora_weights(denoiser.state_dict(), 4))
+        expected = denoiser(IDS)
+        torch.testing.assert_close(plain(IDS), expected, atol=1e-4, rtol=1e-4)
+        original = Denoiser.from_pretrained(folder)(IDS)
+    assert F.mse_loss(expected, original) > 1e-3, "the adapters do something"
+
+
+@pytest.fixture
+def as_rank():
+    """Lets this process be one of several, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def be(rank, count):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+
+    yield be
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.path={folder}", "train.objective=adapt"],
+        ["model.path={folder}", "train.objective=adapt", "train.lora_rank=4"],
+        ["train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=401"],
+    ],
+    ids=["a wider vocabulary", "adapters", "fresh and tied"],
+)
+def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
+    autoregressive_qwen, as_rank, monkeypatch, words
+):
+    """Three ranks in shards against one process without: bit for bit, in the bytes of a third."""
+    words = [word.format(folder=autoregressive_qwen) for word in words]
+    origin = open_initial_model(load_config(None, words))
+    expected = origin.build_denoiser(CPU, torch.bfloat16).state_dict()
+    asked, read = [], Checkpoint.read_tensor_rows
+
+    def rows(self, name, which):
+        found = read(self, name, which)
+        asked.append((name, found.nbytes))
+        return found
+
+    monkeypatch.setattr(Checkpoint, "read_tensor_rows", rows)
+    whole_bytes = (
+        []
+        if origin.checkpoint is None
+        else [t.nbytes for _, t in origin.checkpoint.iterate_tensors(CPU, torch.float32)]
+    )
+    for rank in range(3):
+        as_rank(rank, 3)
+        asked.clear()
+        denoiser = origin.build_on_meta(torch.bfloat16)
+        apply_fsdp(torch.nn.Sequential(denoiser), denoiser, 3, CPU, torch.float32)
+        origin.materialize(denoiser, CPU)
+        for name, value in denoiser.named_parameters():
+            whole, own = expected[name], value.to_local()
+            size = -(-len(whole) // 3)
+            assert own.dtype == whole.dtype and torch.equal(own, whole[rank * size : (rank + 1) * size]), (
+                name
+            )
+        # The last one makes the new token of the means of all.
+        means = 2 * 257 * 32 * 4 if rank == 2 and origin.checkpoint else 0
+        assert sum(size for _, size in asked) <= sum(whole_bytes) / 3 * 1.05 + means
+        assert not asked or max(size for _, size in asked) < sum(whole_bytes) / 3

@@ -1,0 +1,363 @@
+"""The same global batch is the same step: alone, in copies, in shards, in parts, in stretches of a row."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlm_rag.config import load_config
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.training.checkpoints import find_latest_checkpoint
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.failure_messages import translate_failures
+from dlm_rag.training.planning.plan import check_run_fits
+from tests.support.paths import ROOT
+from tests.support.processes import TORCHRUN_COMMAND, count_lines, wait_until
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+from tests.support.torchrun_training_cases import TRAINING_CASES, run_training_case
+
+ALONE = DistributedContext(0, 1, 0)
+SAME = {  # case on two processes -> case on one
+    "sft": "sft",
+    "sft bfloat16 sharded": "sft bfloat16",
+    "sft muon": "sft muon",
+    "sft accumulated": "sft",
+    "sft sharded": "sft",
+    "sft sharded, accumulated, checkpointed": "sft",
+    "sft bfloat16": "sft bfloat16",
+    "adapters": "adapters",
+    "adapters sharded": "adapters",
+    "uneven": "uneven",
+    "rl": "rl",
+    "rl sharded": "rl",
+    **{case: case for case in TRAINING_CASES if "rows on one" in case},
+    "heads bfloat16 sharded": "heads bfloat16 sharded",
+    "pretrain": "pretrain",
+    "pretrain sharded": "pretrain",
+    "pretrain shared": "pretrain",
+    "pretrain shared, sharded": "pretrain",
+    "adapt": "adapt",
+}
+FAILING = "uneven, searches fail on one"
+FAST = ["sft", "sft bfloat16 sharded", FAILING]
+slow = pytest.mark.slow
+
+
+def torchrun(folder, *cases, processes=2):
+    command = [
+        *TORCHRUN_COMMAND,
+        str(processes),
+        str(ROOT / "tests/support/torchrun_training_cases.py"),
+        str(folder),
+        *cases,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {case: json.loads((folder / case / "found.json").read_text()) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Where the cases run on one process and on two; each has the checkpoint that adapters stand beside."""
+    found = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("together")
+    for folder in found:
+        make_checkpoint(folder)
+    return found
+
+
+def make_checkpoint(folder):
+    tiny_denoiser(max_position_embeddings=512).save_pretrained(folder / "checkpoint", eos_token_id=257)
+    byte_tokenizer().save_pretrained(folder / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """What one process computes in a case."""
+
+    @cache
+    def found(case):
+        (folders[0] / case).mkdir()
+        return run_training_case(case, folders[0] / case, ALONE)
+
+    return found
+
+
+@pytest.fixture(scope="module")
+def together(folders):
+    """What two processes compute in a case; few launches, for each is seconds of imports."""
+
+    @cache
+    def launched(cases):
+        return torchrun(folders[1], *cases)
+
+    rewarded = tuple(case for case in SAME if case.startswith(("rl", "heads")))
+    rest = tuple(case for case in SAME if case not in FAST and case not in rewarded)
+    launches = (tuple(FAST), rewarded, rest)
+    return lambda case: launched(next(cases for cases in launches if case in cases))[case]
+
+
+@slow
+def test_accumulation_is_the_same_step(alone):
+    assert alone("sft accumulated")["loss"] == pytest.approx(alone("sft")["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=slow) for case in SAME]
+)
+def test_two_processes_take_the_steps_of_one(alone, together, case):
+    """Up to the order of additions; in bfloat16, shards round gains and embeddings before they are used."""
+    theirs, ours = alone(SAME[case]), together(case)
+    low = 3 if "bfloat16" in case or "adapters" in case else 1
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=low * 1e-3)
+    assert ours["norm"] == pytest.approx(theirs["norm"], rel=low * 1e-2)
+    assert ours["scores"].keys() == theirs["scores"].keys()
+    assert ours["scores"]["nelbo_per_token"] == pytest.approx(
+        theirs["scores"]["nelbo_per_token"], rel=low * 1e-3
+    )
+    assert ours["again"] == ours["loss"][2:] and ours["same"], "resumed bit for bit"
+
+
+def test_searches_that_fail_on_one_process_hold_up_no_other(together):
+    """It has no canvas to denoise where the other has two, step by step; both must end, and together."""
+    found = together(FAILING)["scores"]
+    assert found["forwards_per_answer"] == pytest.approx(2 * 48 / 3), "two of three questions are answered"
+    assert 0 < found["nelbo_per_token"] < 10, "whose passages are named"
+
+
+@slow
+@pytest.mark.parametrize("case", [case for case in SAME if case.startswith("pretrain")])
+def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
+    """What MFU is made of: sequences are shared, their attention is not counted less for it."""
+    assert together(case)["flops"] == pytest.approx(alone(SAME[case])["flops"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("processes", "words", "said"),
+    [
+        (2, ["train.parallel=single"], "parallel=single is one process and there are 2"),
+        (
+            3,
+            ["train.objective=pretrain", "train.context_parallel=2"],
+            "must divide the number of processes",
+        ),
+        (
+            4,
+            ["train.passage_sets_per_step=7", "train.gradient_accumulation_steps=2"],
+            "a step of 7 has no work for 4 processes in 2 part",
+        ),
+        (2, ["train.phases={a: {}, b: {parallel: single}}"], "parallel=single is one process"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_anything_is_read(processes, words, said):
+    with pytest.raises(ConfigError, match=said):
+        check_run_fits(load_config(None, words), processes, torch.device("cpu"))
+
+
+@slow
+@pytest.mark.parametrize("case", ["sft sharded", "pretrain shared, sharded", "adapters sharded"])
+def test_what_shards_export_is_whole(alone, together, folders, case):
+    assert alone(SAME[case]) and together(case)
+    ours, theirs = (
+        load_file(folder / name / "model" / "model.safetensors")
+        for folder, name in zip(folders, (SAME[case], case), strict=True)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, theirs[name], rtol=1e-2, atol=2e-3 if "adapters" in case else 2e-4
+        )
+
+
+@slow
+@pytest.mark.parametrize(
+    ("begun", "resumed"), [("sft sharded", "sft"), ("sft", "sft sharded"), ("rl sharded", "rl")]
+)
+def test_a_run_goes_on_with_another_number_of_processes(alone, together, folders, tmp_path, begun, resumed):
+    """Two in shards -> one; one -> two in shards: the losses of the second half are the same."""
+    whole, shards = SAME[begun], begun.endswith("sharded")
+    assert alone(whole) and (not shards or together(begun))
+    source = folders[1 if shards else 0] / begun
+    shutil.copytree(source / "checkpoints", tmp_path / resumed / "checkpoints")
+    (tmp_path / "checkpoint").symlink_to(source.parent / "checkpoint")
+    found = (
+        run_training_case(resumed, tmp_path / resumed, ALONE) if resumed == whole
+        else torchrun(tmp_path, resumed)[resumed]
+    )  # fmt: skip
+    assert found["from"] == 2
+    assert found["loss"] == pytest.approx(alone(whole)["loss"][2:], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("said", "gone"),
+    [
+        ("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3156", True),
+        ("Read error [127.0.0.1]:3156: Connection reset by peer", True),
+        ("[../socket.cpp:792] The client socket has timed out after 600000ms", True),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True),
+        ("NCCL error in: x.cpp:3690, ncclRemoteError: A call failed possibly due to a network error", True),
+        ("NCCL error in: x.cpp:3690, ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0", False),
+        ("NCCL error in: x.cpp:3690, ncclSystemError: System call (e.g. socket, malloc) failed", False),
+        ("Expected all tensors to be on the same device", False),
+    ],
+)
+def test_only_a_dead_process_is_called_dead_and_the_cause_is_kept(said, gone):
+    with pytest.raises(RuntimeError) as caught, translate_failures():
+        raise RuntimeError(f"{said}\nException raised from somewhere")
+    assert isinstance(caught.value, RunError) == gone
+    assert str(caught.value).partition("\n")[0].count(said) == 1
+    if gone:
+        assert str(caught.value.__cause__).startswith(said)
+
+
+@slow
+def test_phases_go_from_copies_to_shards_to_shared_sequences(tmp_path):
+    """One run of three phases on two processes has the losses of the same run on one."""
+    words = [
+        *(word for word in TRAINING_CASES["pretrain"] if "steps=4" not in word),
+        "train.phases.short={max_steps: 2}", "train.phases.long={max_steps: 2, sequence_length: 192}",
+        "train.phases.last={max_steps: 2, sequence_length: 384}",
+    ]  # fmt: skip
+    spread = [
+        "train.phases.short.parallel=ddp", "train.phases.long.parallel=fsdp",
+        "train.phases.last.parallel=fsdp", "train.phases.last.context_parallel=2",
+    ]  # fmt: skip
+    losses = []
+    for folder, launcher, more in (
+        ("one", [sys.executable], []),
+        ("two", [*TORCHRUN_COMMAND, "2"], spread),
+    ):
+        command = [*launcher, "train.py", "--out", str(tmp_path / folder), *words, *more]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@slow
+def test_a_reference_in_shards_is_what_the_phase_began_with(tmp_path):
+    """Read, then act: on one process, and on two that are stopped within the second phase."""
+    make_checkpoint(tmp_path)
+    phases = "read={{objective: sft, max_steps: 2}}", "act={{objective: rl, max_steps: {}, kl_coef: 0.5}}"
+    words = [w.format(checkpoint=tmp_path / "checkpoint") for w in TRAINING_CASES["rl"]] + [
+        "train.objective=sft", "train.passage_sets_per_step=4", "train.rows_per_set=4", "train.worlds=1",
+    ]  # fmt: skip
+    found = []
+    for folder, launcher, steps in (
+        ("one", [sys.executable], [3]),
+        ("two", [*TORCHRUN_COMMAND, "2"], [2, 3]),
+    ):
+        more = ["train.parallel=fsdp"] if folder == "two" else []
+        for number in steps:
+            command = [*launcher, "train.py", "--out", str(tmp_path / folder), *words, *more]
+            command += [f"train.phases.{phase}".format(number) for phase in phases]
+            command += ["--resume"] if number != steps[0] else []
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr[-4000:]
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        found.append([json.loads(line) for line in lines][2:])
+    for name in ("loss", "divergence"):
+        one, two = ([metrics[name] for metrics in lines] for lines in found)
+        assert len(one) == 3 and two == pytest.approx(one, rel=1e-3)
+    assert found[1][0]["divergence"] == 0 < found[1][1]["divergence"]
+
+
+def start_training(folder, *words, launcher=()):
+    command = [*(launcher or [sys.executable]), "train.py", "--out", str(folder), *words]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: count_lines(folder / "metrics.jsonl") > 2, process)
+    return process
+
+
+LONG = [word for word in TRAINING_CASES["sft"] if "steps" not in word] + [
+    "train.max_steps=500", "train.save_steps=1000", "train.eval_steps=1000",
+]  # fmt: skip
+
+
+@slow
+def test_sigterm_saves_and_ends_well(tmp_path):
+    process = start_training(tmp_path, *LONG)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 0 and "--resume goes on" in error, error
+    last, _ = find_latest_checkpoint(tmp_path)
+    steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
+    assert last.name == f"step-{steps:08d}", "the step that was under way is whole"
+
+
+def workers_of(launched):
+    listed = subprocess.run(
+        ["ps", "--ppid", str(launched.pid), "-o", "pid="], capture_output=True, text=True, check=True
+    )
+    return sorted(int(pid) for pid in listed.stdout.split())
+
+
+@slow
+def test_two_processes_stop_at_the_same_step_even_in_a_validation(tmp_path):
+    words = [word for word in LONG if "eval_steps" not in word]
+    process = start_training(tmp_path, *words, "train.eval_steps=1", launcher=[*TORCHRUN_COMMAND, "2"])
+    for worker in workers_of(process):
+        os.kill(worker, signal.SIGTERM)
+        time.sleep(0.05)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 0 and "--resume goes on" in error, error
+    steps = (tmp_path / "metrics.jsonl").read_text().count("\n")
+    assert find_latest_checkpoint(tmp_path)[0].name == f"step-{steps:08d}", (
+        "a validated step is saved, and so is the last"
+    )
+
+
+@slow
+def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
+    """As threads of a group do now and then: here all processes of the run would end by SIGABRT."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os\nif 'RANK' in os.environ: atexit.register(os.abort)\n"
+    )
+    command = [
+        *TORCHRUN_COMMAND,
+        "2",
+        "train.py",
+        "--out",
+        str(tmp_path / "run"),
+        *TRAINING_CASES["sft"],
+        "train.max_steps=1",
+    ]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and (tmp_path / "run/model").is_dir(), done.stderr
+
+
+@slow
+def test_processes_with_folders_of_their_own_are_refused(tmp_path):
+    """As on two machines without a common file system."""
+    script = f"exec {sys.executable} train.py --out {tmp_path}/$RANK {' '.join(TRAINING_CASES['sft'])}"
+    done = subprocess.run(
+        [*TORCHRUN_COMMAND, "2", "--no-python", "bash", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0 and "is not the same folder for all processes" in done.stderr
+    assert not list(tmp_path.glob("*/checkpoints"))
+
+
+@slow
+def test_a_dead_process_is_named_and_the_checkpoint_stays(tmp_path):
+    words = [*LONG, "train.save_steps=1"]
+    process = start_training(tmp_path, *words, launcher=[*TORCHRUN_COMMAND, "2"])
+    os.kill(workers_of(process)[-1], signal.SIGKILL)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode != 0 and "another process of this run has died" in error, error
+    done = subprocess.run(
+        [sys.executable, "train.py", "--out", str(tmp_path), "--resume", *words, "train.max_steps=3"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "going on from step" in done.stderr, (error, done.stderr)

@@ -1,0 +1,202 @@
+"""Runs of several phases, and the configs of real machines shrunk to a toy size."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dlm_rag import Denoiser, Tokenizer
+from dlm_rag.config import TrainConfig, load_config
+from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.questions import Question, read_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.training.data.question_examples import QuestionExamples, target_response
+from tests.support.paths import ROOT
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+from tests.support.training import MICRO_SETTINGS
+from tests.support.training_data import write_own_data
+
+
+def train(folder, *words):
+    command = [sys.executable, "train.py", "--out", str(folder), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+PHASES = [
+    *MICRO_SETTINGS, "train.optimizer=adamw", "train.learning_rate=0.001",
+    "train.phases.read.objective=pretrain", "train.phases.read.max_steps=3",
+    "train.phases.read.sequence_length=64", "train.phases.read.batch_tokens=256",
+    "train.phases.long.objective=pretrain", "train.phases.long.max_steps=2",
+    "train.phases.long.sequence_length=128", "train.phases.long.batch_tokens=256",
+    "train.phases.long.rope_theta=50000", "train.phases.long.parallel=fsdp",
+    "train.phases.answer.max_steps=3", "train.phases.answer.rope_theta=50000",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_phases_follow_one_another_and_a_stopped_run_ends_the_same(tmp_path):
+    done = train(tmp_path / "whole", *PHASES)
+    assert done.returncode == 0, done.stderr
+    lines = metrics_of(tmp_path / "whole")
+    assert [line["phase"] for line in lines] == ["read"] * 3 + ["long"] * 2 + ["answer"] * 3
+    assert [line["step"] for line in lines] == list(range(8))
+    assert "nelbo_per_token" in lines[2] and "exact_match" in lines[7]
+    assert Denoiser.from_pretrained(tmp_path / "whole" / "model").config.rope_theta == 50000
+    later = ("phases.answer", "phases.long", "_set", "worlds", "steps_per_world", "eval_questions")
+    short = [word for word in PHASES if not any(name in word for name in later)]
+    assert train(tmp_path / "stopped", *short).returncode == 0
+    done = train(tmp_path / "stopped", *PHASES, "--resume")
+    assert done.returncode == 0 and "going on from step 3" in done.stderr, done.stderr
+    again = metrics_of(tmp_path / "stopped")
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines], "bit for bit"
+
+
+def test_what_is_wrong_with_the_last_phase_is_said_before_the_first(tmp_path):
+    missing = ["data.questions=none.jsonl", "data.corpus=none.jsonl"]
+    done = train(tmp_path / "run", *(word for word in PHASES if "world" not in word), *missing)
+    assert done.returncode == 2 and "none.jsonl" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "match"),
+    [
+        ("train.phases.a.stps=3", r"train.phases.a.stps is unknown \(nearest: 'max_steps'\)"),
+        ("train.phases.a.max_steps=few", "train.phases.a.max_steps: Value 'few'"),
+        ("train.phases.a.max_steps=0", "train.phases.a: max_steps=0 is out of range"),
+        ("train.phases.a.seed=1", "train.phases.a.seed belongs to the run"),
+        ("train.phases.a=3", "must name settings"),
+        (
+            "train.phases={a: {context_parallel: 2}}",
+            "train.phases.a.context_parallel=2 .*objective=pretrain",
+        ),
+        ("data.questions=q.jsonl", "data.questions needs data.corpus too"),
+    ],
+)
+def test_a_wrong_phase_is_one_sentence(word, match):
+    with pytest.raises(ConfigError, match=match):
+        load_config(None, [word], effects=True)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A tiny public-style denoiser."""
+    folder = tmp_path / "checkpoint"
+    tiny_denoiser(max_position_embeddings=512).save_pretrained(folder, eos_token_id=257)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def own_data(tmp_path):
+    return write_own_data(tmp_path)
+
+
+TOY = [
+    "model.device=cpu", "train.dtype=float32", "decode.max_new_tokens=64", "retrieval.top_k=2",
+    "train.passage_length=96", "train.world_passages=100", "train.worlds=1", "train.eval_questions=1",
+]  # fmt: skip
+SFT = [
+    "train.max_steps=2",
+    "train.passage_sets_per_step=4",
+    "train.rows_per_set=2",
+    "train.save_steps=2",
+    "train.eval_steps=2",
+]
+PARTS = {"open": 128, "short": 128, "long": 512}
+B200 = [
+    *(f"train.phases.{name}.{key}" for name, length in PARTS.items() for key in (
+        "max_steps=2", "gradient_accumulation_steps=1", f"sequence_length={length}",
+        f"batch_tokens={2 * length}",
+    )),
+    "train.phases.long.context_parallel=1", "train.phases.answer.max_steps=2",
+    "train.phases.answer.passage_sets_per_step=2",
+    "train.phases.answer.rows_per_set=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gb300",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gb10", "gb10_cluster", "h200", "v100x4")),
+    ],
+)
+def test_the_config_of_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
+    if name in ("gb10", "v100x4"):
+        pytest.importorskip("peft")
+    done = train(tmp_path / "run", "--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *SFT)
+    assert done.returncode == 0, done.stderr
+    (_, last) = metrics_of(tmp_path / "run")
+    assert last["exact_match"] >= 0 and last["tokens_per_second"] > last["supervised_tokens_per_second"] > 0
+    model = Denoiser.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.evidence_layout == "independent"
+    assert Tokenizer.from_pretrained(tmp_path / "run" / "model").mask_id == 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gb300_rl", "h200_rl"])
+def test_learning_by_reward_on_a_machine_runs_at_a_toy_size(checkpoint, tmp_path, name):
+    """A price on forwards: where nothing is answered, rollouts differ in nothing else."""
+    if name == "h200_rl":
+        pytest.importorskip("peft")
+    small = [
+        *(word for word in SFT if "_per_set" not in word and "passage_sets" not in word),
+        "train.prompts_per_step=4",
+        "train.num_generations=2",
+        "train.gradient_accumulation_steps=2",
+        "train.forward_cost=0.01",
+        "decode.max_new_tokens=32",
+    ]
+    words = ["--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *small]
+    done = train(tmp_path / "run", *words)
+    assert done.returncode == 0, done.stderr
+    (_, last) = metrics_of(tmp_path / "run")
+    assert last["exact_match"] >= 0 and last["divergence"] >= 0 and last["gradient_norm"] > 0
+    assert {"rollout", "forward", "backward"} <= last["stage_seconds"].keys()
+    assert Denoiser.from_pretrained(tmp_path / "run" / "model").config.evidence_layout == "independent"
+
+
+@pytest.mark.slow
+def test_the_phases_of_b200_run_at_a_toy_size_on_own_data(autoregressive_qwen, own_data, tmp_path):
+    data = [
+        f"data.documents.web={own_data}/web.jsonl", f"data.documents.quality={own_data}/quality.jsonl",
+        f"data.questions={own_data}/questions.jsonl", f"data.corpus={own_data}/corpus.jsonl",
+    ]  # fmt: skip
+    done = train(
+        tmp_path / "run", "--config", "b200.yaml", "--model", str(autoregressive_qwen), *TOY, *B200, *data
+    )
+    assert done.returncode == 0, done.stderr
+    lines = metrics_of(tmp_path / "run")
+    assert [line["phase"] for line in lines[::2]] == ["open", "short", "long", "answer"]
+    model = Denoiser.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.shifted and model.config.mask_token_id == 257
+    assert model.config.max_position_embeddings == 513, "as long as the longest phase was"
+
+
+def test_own_questions_become_what_decoding_sees(own_data):
+    from tests.support.tiny_models import tiny_tokenizer
+
+    questions = read_questions(own_data / "questions.jsonl")
+    retriever = load_retriever(own_data / "corpus.jsonl", top_k=2)
+    shape = tiny_denoiser(canvas_length=80, evidence_layout="independent").config
+    train = TrainConfig(passage_sets_per_step=10, rows_per_set=3)
+    batches = QuestionExamples(questions, retriever, tiny_tokenizer(), shape, train, "")
+    rows = [row for step in range(4) for row in batches.examples(step, range(10), (1, 2))]
+    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.masked) for row in rows)
+    seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
+    assert seen == {target_response(q)[:80] for q in questions}, "every question once an epoch"
+    assert batches.examples(2, [3], (1, 2)) == batches.examples(2, range(10), (1, 2))[9:12]
+    with pytest.raises(QuestionError, match="'x' has neither 'response' nor 'golden_answers'"):
+        QuestionExamples([Question("x", "Why?")], retriever, tiny_tokenizer(), shape, train, "")
+    short = replace(shape, canvas_length=20)
+    with pytest.raises(
+        QuestionError, match="are 35 tokens, more than the canvas of 20: set decode.max_new"
+    ):
+        QuestionExamples(questions[11:], retriever, tiny_tokenizer(), short, train, "")

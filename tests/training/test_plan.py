@@ -1,0 +1,331 @@
+"""The plan against what is measured: bytes by torch's own profiler, FLOPs by torch's own counter."""
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from dlm_rag.config import PlanConfig, load_config
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser_config import ExpertsConfig
+from dlm_rag.training.initial_weights import add_lora_adapters
+from dlm_rag.training.model_init import open_initial_model
+from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.planning.gpu_specs import GPU_SPECS
+from dlm_rag.training.planning.plan import (
+    check_run_fits,
+    count_forward_flops,
+    make_planned_task,
+    plan_phases,
+    resolve_shape,
+)
+from dlm_rag.training.planning.plan_report import describe_days_claim, describe_required_link
+from dlm_rag.training.planning.step_memory import MemoryTracker
+from tests.support.paths import ROOT
+from tests.support.tiny_models import tiny_denoiser
+from tests.support.training import CPU, MICRO_SETTINGS, make_trainer
+
+sys.path.insert(0, str(ROOT / "profiling"))
+
+import bench_memory
+
+# Configs that train, by name.
+PLANNED = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.yaml") if "train" in yaml.safe_load(path.read_text())
+)
+
+
+def slow(ways, *words):
+    """The ways as parameters, slow where they have one of these words."""
+    return [pytest.param(w, marks=[pytest.mark.slow] * any(x in w for x in words)) for w in ways]
+
+
+@pytest.mark.parametrize("way", slow(bench_memory.PLAN_CASES, "more", "rl"))
+def test_the_predicted_peak_is_within_a_hundredth_and_flops_within_a_tenth_of_what_torch_finds(way):
+    found = bench_memory.measure_planned_step([*bench_memory.BASE_SETTINGS, *bench_memory.PLAN_CASES[way]])
+    assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=0.01)
+    if "checkpointing" not in way and "rl" not in way:  # the plan counts nothing twice
+        assert found.predicted_flops == pytest.approx(found.measured_flops, rel=0.1)
+
+
+def test_frozen_weights_spare_their_own_half_of_backward_and_attention_spares_nothing():
+    """Long rows of a narrow denoiser, where attention is a third of the FLOPs; adapters of rank 2."""
+    pytest.importorskip("peft")
+    words = [*bench_memory.BASE_SETTINGS, *bench_memory.PRETRAIN_SETTINGS]
+    config = load_config(None, words)
+    denoiser = open_initial_model(config).build_denoiser(CPU)
+    add_lora_adapters(denoiser, 2)
+    examples = make_planned_task(config, config.train, denoiser.config).sample_examples(denoiser.config, 1)
+    objective = MaskedObjective(denoiser, "joint", frozenset({1}))
+
+    def step():
+        objective(examples, count_examples(examples, frozenset({1}), 1.0), LossWeights())[0].backward()
+
+    found = count_forward_flops(denoiser.config, examples, "joint").flops_with_backward(frozen=True)
+    assert found == pytest.approx(bench_memory.measure_flops(step), rel=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
+    words = [*MICRO_SETTINGS, f"train.optimizer={optimizer}"]
+    trainer = make_trainer(tmp_path, *words)
+    (plan,) = plan_phases(load_config(None, words), trainer.origin.config, torch.float32)
+    trainer.step()
+    kept = [x for o in trainer.optimizers for state in o.state.values() for x in state.values()]
+    assert plan.memory.weights == sum(p.nbytes for p in trainer.denoiser.parameters())
+    assert plan.memory.optimizer == sum(x.nbytes for x in kept if x.dim()), "step counts are left out"
+
+
+SMALL = ["train.logit_chunk=16", "train.passage_length=24", "decode.max_new_tokens=32"]
+DEEP = {
+    "sft": [],
+    "sft, adapters": ["train.lora_rank=2", "train.optimizer=adamw"],
+    "sft in shards": ["train.parallel=fsdp", "plan.devices=2", "train.activation_checkpointing=full"],
+    "rl, with a reference": [
+        "train.objective=rl", "train.trainable=all", "train.kl_coef=0.1", "train.train_steps_per_rollout=1",
+    ],
+    "pretrain, shared": ["train.objective=pretrain", "train.context_parallel=2", "plan.devices=2"],
+    "adapt": ["train.objective=adapt", "train.activation_checkpointing=selective"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("experts", [None, ExpertsConfig(4, 2, 16, first_k_dense_replace=2)])
+@pytest.mark.parametrize("way", slow(DEEP, "rl"))
+def test_a_few_layers_and_items_tell_of_all(monkeypatch, way, experts):
+    """Nine layers and eight items, run whole and not."""
+    if "adapters" in way:
+        pytest.importorskip("peft")
+    words = [
+        "train.passage_sets_per_step=8",
+        "train.prompts_per_step=8",
+        "train.rows_per_set=2",
+        "train.num_generations=2",
+        "train.sequence_length=64",
+        "train.batch_tokens=512",
+    ]
+    config = load_config(None, [*words, *SMALL, *DEEP[way]])
+    shape = tiny_denoiser(num_hidden_layers=9, experts=experts, canvas_length=32).config
+    (found,) = plan_phases(config, shape, torch.bfloat16)
+    monkeypatch.setattr("dlm_rag.training.planning.step_memory.TAIL_LAYERS", 10)
+    monkeypatch.setattr("dlm_rag.training.planning.step_memory.MIN_LOGIT_CHUNKS", 1000)
+    (whole,) = plan_phases(config, shape, torch.bfloat16)
+    assert replace(found.memory, bytes_moved=0) == replace(whole.memory, bytes_moved=0)
+    assert found.memory.bytes_moved == pytest.approx(
+        whole.memory.bytes_moved, rel=0.02
+    )  # chunks are whole ones
+
+
+def test_a_plan_reports_how_far_it_is(monkeypatch):
+    """Two depths of two numbers of items, one after another."""
+    reported = []
+
+    @contextmanager
+    def recorded(what, total):
+        yield lambda count: reported.append((what, total, count))
+
+    monkeypatch.setattr("dlm_rag.training.planning.step_memory.report_progress", recorded)
+    config = load_config(
+        None,
+        [
+            *MICRO_SETTINGS,
+            "train.passage_sets_per_step=8",
+            "train.prompts_per_step=8",
+            "train.logit_chunk=16",
+        ],
+    )
+    plan_phases(config, tiny_denoiser(num_hidden_layers=9).config, torch.float32)
+    assert reported == [("planning a step", 4, 1)] * 4
+
+
+def test_bytes_moved_are_those_of_operands_and_results():
+    a, b = torch.zeros(8, 16), torch.zeros(16, 4)
+    with MemoryTracker(wide=4) as alive:
+        product = a.t().t() @ b.expand(16, 4)  # views move nothing
+        product += 1
+    assert alive.bytes_moved == 4 * (8 * 16 + 16 * 4 + 8 * 4) + 4 * (8 * 4 + 8 * 4)
+    assert alive.peak_bytes == alive.wide_at_peak == product.nbytes
+
+
+def test_sharing_a_sequence_divides_its_activations():
+    """Eight devices on one sequence: an eighth of its tokens each, the keys and values of all."""
+    words = [
+        *MICRO_SETTINGS,
+        *bench_memory.PRETRAIN_SETTINGS,
+        "train.activation_checkpointing=full",
+        "plan.devices=8",
+    ]
+    begun = open_initial_model(load_config(None, words))
+    whole, shared = (
+        plan_phases(load_config(None, [*words, *more]), begun.config, torch.float32)[0]
+        for more in (["train.batch_tokens=8192"], ["train.context_parallel=8"])
+    )
+    assert whole.microbatch_items == shared.microbatch_items == 1
+    kept = shared.kv_bytes_per_item / begun.config.num_hidden_layers  # of the layer at work
+    assert shared.memory.activations < whole.memory.activations / 8 + 3 * kept
+    assert shared.flops == whole.flops / 8, "of one sequence instead of eight"
+    assert shared.network_traffic_bytes() > whole.network_traffic_bytes()
+
+
+def test_what_is_sent_is_what_the_collectives_say():
+    """Two devices: a ring sends half of the sum there and half of it back; shards a half of each gather.
+
+    Layers run, and are gathered, once for the passages and once for the canvases, forward and backward.
+    `profiling/netns_cluster.py` counts the same on a wire (docs/cluster.md).
+    """
+    base = [*MICRO_SETTINGS, "train.optimizer=adamw", "plan.devices=2"]
+    shape = open_initial_model(load_config(None, base)).config
+    copies, shards = (
+        plan_phases(load_config(None, [*base, *more]), shape, torch.bfloat16)[0]
+        for more in ([], ["train.parallel=fsdp", "train.gradient_accumulation_steps=1"])
+    )
+    weights = copies.memory.parameters
+    assert copies.network_traffic_bytes() == 4 * weights
+    width, vocabulary = shape.hidden_size, shape.vocab_size
+    outside = vocabulary * width * (1 if shape.tie_word_embeddings else 2) + width
+    gathered = 2 * (4 * (weights - outside) + outside)
+    assert shards.network_traffic_bytes() == gathered / 2 + 4 * weights / 2
+
+
+def test_a_claim_beyond_the_peak_is_named():
+    """8 B parameters on 150 B tokens in 18 to 22 days on 20 Sparks: 6 N D is 7.2e21 FLOPs."""
+    flops = 6 * 8e9 * 150e9
+    for days, share in ((18, "185%"), (22, "152%")):
+        said = describe_days_claim(GPU_SPECS["gb10"], flops, torch.bfloat16, 20, days)
+        assert share in said and "cannot be done" in said and "33.3 days" in said
+    assert "ask for 83%" in describe_days_claim(GPU_SPECS["gb10"], flops, torch.bfloat16, 20, 40)
+
+
+def test_the_link_at_which_devices_pay_is_the_one_that_takes_as_long():
+    """Two devices that compute for 2 s each, one for 4 s: 1 GB to send hides in 2 s, and is worth 4."""
+    phase = SimpleNamespace(
+        train=SimpleNamespace(max_steps=3),
+        network_traffic_bytes=lambda: 1e9,
+        step_seconds=lambda *_: {"compute": 2.0, "memory": 1.0, "network": 9.0},
+    )
+    plan = PlanConfig(machine="gb10", devices=2)
+    said = describe_required_link(GPU_SPECS["gb10"], [phase], torch.bfloat16, plan)
+    assert "a link of 96 Gb/s" in said and "from 2 Gb/s on" in said and "no link of 4." in said
+
+
+def test_what_cannot_fit_is_refused_before_it_is_allocated(monkeypatch):
+    monkeypatch.setattr("dlm_rag.training.planning.plan.measure_free_bytes", lambda device: 1e6)
+    with pytest.raises(ConfigError, match="see what fits with --plan"):
+        check_run_fits(load_config(None, MICRO_SETTINGS), 1, CPU)
+    monkeypatch.setattr("dlm_rag.training.planning.plan.measure_free_bytes", lambda device: 24e9)
+    with pytest.raises(ConfigError, match="alone take 128 GB on each device, and this cpu has 24 GB"):
+        check_run_fits(load_config("gb300"), 1, CPU)  # without a network
+
+
+@pytest.mark.slow
+def test_on_a_gpu_the_whole_step_must_fit(monkeypatch):
+    """An H200 has room for the weights, gradients and optimizer of gb300.yaml, a GB300 for its step."""
+    config = load_config("gb300", ["train.dtype=bfloat16"])  # which is asked of no device
+    planned = plan_phases(config, resolve_shape(config), torch.bfloat16)
+    assert planned[0].max_microbatch_items(GPU_SPECS["gb300"]) >= planned[0].microbatch_items
+    monkeypatch.setattr("dlm_rag.training.planning.plan.plan_phases", lambda *_: planned)
+    for machine, refused in (("gb300", False), ("h200", True)):
+        have = GPU_SPECS[machine].memory
+        monkeypatch.setattr(
+            "dlm_rag.training.planning.plan.measure_free_bytes", lambda device, have=have: have
+        )
+        with pytest.raises(ConfigError, match="a step takes") if refused else nullcontext():
+            check_run_fits(config, 1, torch.device("cuda", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PLANNED if load_config(name).plan.machine])
+def test_the_config_of_a_machine_fits_it_without_network_or_weights(name):
+    config = load_config(name)
+    dtype = torch.float16 if config.train.dtype == "float16" else torch.bfloat16
+    for phase in plan_phases(config, resolve_shape(config), dtype):
+        assert phase.max_microbatch_items(GPU_SPECS[config.plan.machine]) >= phase.microbatch_items, (
+            phase.name
+        )
+
+
+def test_rollouts_count_where_they_take_more_than_the_update():
+    """They come before it, when there are neither gradients nor activations."""
+    words = [
+        "train.trainable=all",
+        "train.passage_sets_per_step=1",
+        "train.prompts_per_step=1",
+        "train.rows_per_set=64",
+        "train.num_generations=64",
+        "train.kl_coef=0.1",
+        "train.activation_checkpointing=full",
+    ]
+    found = []
+    for places in (64, 2):
+        settings = [*words, "train.train_steps_per_rollout=1", f"decode.batch_size={places}"]
+        config = load_config("search_rl", settings)
+        (plan,) = plan_phases(config, resolve_shape(config), torch.float32)
+        memory = plan.memory
+        assert memory.reference == memory.weights > 0
+        always = memory.weights + memory.reference + memory.optimizer
+        update = memory.gradients + memory.activations
+        assert sum(plan.bytes_per_device().values()) == pytest.approx(
+            always + max(update, plan.decode_bytes)
+        )
+        found.append((plan.decode_bytes, update))
+    (many, update), (few, same) = found
+    assert few < update == same < many
+
+
+def run_measured(*command):
+    """Runs a command; its exit status, output, processor seconds and peak memory in bytes.
+
+    By way of a small process: a child begins with the peak of the process that it was made by.
+    """
+    script = (
+        "import json, resource, subprocess, sys\n"
+        "done = subprocess.run(sys.argv[1:], capture_output=True, text=True)\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
+        "size = used.ru_maxrss * (1 if sys.platform == 'darwin' else 1024)\n"
+        "seconds = used.ru_utime + used.ru_stime\n"
+        "print(json.dumps([done.returncode, done.stdout + done.stderr, seconds, size]))"
+    )
+    command = [sys.executable, "-c", script, *map(str, command)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return json.loads(done.stdout)
+
+
+LINE = (
+    "--config search_rl.yaml plan.machine=gb300 model.path=GSAI-ML/LLaDA-8B-Instruct train.trainable=all "
+    "train.prompts_per_step=32 train.num_generations=16"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [*(f"--config {name}.yaml" for name in PLANNED), LINE])
+def test_a_plan_takes_less_than_a_gigabyte_and_half_a_minute(words):
+    """Of which importing torch and what trains takes 0.3 GB and 3 s of one core."""
+    data = ["data.corpus=examples/passages.jsonl"] if "corpus.yaml" in words else []
+    status, said, seconds, size = run_measured(sys.executable, "train.py", "--plan", *words.split(), *data)
+    assert status == 0 and "together" in said, said
+    assert size < 1e9 and seconds < 30
+
+
+@pytest.mark.slow
+def test_the_page_says_what_a_run_takes():
+    done = subprocess.run(
+        [sys.executable, "train.py", "--config", "tiny.yaml", "--plan", "plan.devices=2", "plan.days=1"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "parameters",
+        "optimizer",
+        "it sends",
+        "network",
+        "wait for no link",
+        "kWh",
+        "2 x gb300 ask for",
+    ):
+        assert words in done.stdout
+    assert not done.stderr

@@ -1,0 +1,394 @@
+"""Policies over a step: outcomes that are enumerated, scores whose mean is 0, gradients by differences."""
+
+import functools
+import itertools
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dlm_rag.config import DecodeConfig, TrainConfig
+from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
+from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.diffusion.commit_rules import Proposals, RuleContext, choose_commits, select_by_threshold
+from dlm_rag.diffusion.policy import (
+    ActionDistribution,
+    SoftThreshold,
+    compute_action_distribution,
+    draw_actions,
+    gate_log_prob,
+    gather_action_log_probs,
+    step_kl_divergence,
+    step_log_prob,
+)
+from dlm_rag.evidence.prompt_segments import LaidOutRow
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.simulated_memory import MemoryTracker, replace_with_empty_weights
+from dlm_rag.retrieval.base import Query
+from dlm_rag.retrieval.bm25 import BM25Retriever
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.training.initial_weights import build_meta_denoiser
+from dlm_rag.training.objective import make_autocast
+from dlm_rag.training.rl.policy_loss import MAX_LOGIT_BYTES, PolicyObjective, PolicyRow
+from dlm_rag.training.rl.rollouts import sample_rollout_steps
+from tests.support.properties import hypothesis_settings
+from tests.support.tiny_models import tiny_denoiser
+
+V, MASK = 4, torch.tensor([3])  # three tokens and the mask
+SOFT = SoftThreshold(0.8, 0.7, 0.6)
+SAMPLED = DecodeConfig(commit_rule="sampled")
+
+
+def logits_of(seed: int, n: int, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(n, V, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2
+
+
+def actions(n: int):
+    """Every action at n candidates: what each took (-1: it stayed), and whether that was forced."""
+    tokens = range(V - 1)
+    for taken in itertools.product([-1, *tokens], repeat=n):
+        if any(token >= 0 for token in taken):
+            yield taken, False
+    for place, token in itertools.product(range(n), tokens):
+        yield tuple(token if at == place else -1 for at in range(n)), True
+
+
+def log_prob_of(logits, taken, forced, soft=SOFT):
+    taken = torch.tensor(taken)
+    parts = gather_action_log_probs(compute_action_distribution(logits, MASK, soft), taken)
+    step = torch.zeros(len(taken), dtype=torch.long)
+    return step_log_prob(parts, step, taken >= 0, torch.tensor([forced]))[0]
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_outcomes_of_a_step_sum_to_one_and_their_mean_score_is_zero(n, dtype, close):
+    logits = logits_of(n, n, dtype).requires_grad_()
+    log_probs = torch.stack([log_prob_of(logits, *action) for action in actions(n)])
+    assert abs(float(log_probs.detach().exp().sum()) - 1) < close
+    (score,) = torch.autograd.grad((log_probs.detach().exp() * log_probs).sum(), logits)
+    assert float(score.abs().max()) < 10 * close
+    one = compute_action_distribution(logits, MASK, SOFT)
+    whole = one.log_commit.exp().sum(-1) + one.log_stay.exp()
+    assert float((whole - 1).detach().abs().max()) < close
+
+
+def test_certain_and_hopeless_logits_have_finite_scores():
+    extreme = torch.tensor([[80.0, 0, 0, 0], [0, -80, 0, 0], [0, 0, 0, 90]], requires_grad=True)
+    found = compute_action_distribution(extreme, MASK, SOFT)
+    assert bool(found.log_stay.isfinite().all()) and bool(found.forced_logit.isfinite().all())
+    (found.log_stay.sum() + found.log_commit[:, :3].sum()).backward()
+    assert bool(extreme.grad.isfinite().all())
+
+
+WORDS = ("amber", "birch", "cedar")
+TEXTS = ("amber of the coast", "birch and birch and cedar", "cedar, a wood")
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory):
+    """BM25 over three passages: the number of the best for what is written, by words."""
+    path = tmp_path_factory.mktemp("toy") / "corpus.jsonl"
+    records = [{"id": str(n), "title": "", "text": text} for n, text in enumerate(TEXTS)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    retriever = BM25Retriever(open_corpus(path), 1)
+
+    @functools.cache
+    def best(canvas):
+        query = " ".join(WORDS[token] for token in canvas if token < V - 1)
+        return int(retriever.search([Query(query, (), "toy")])[0][0].id) if query else 0
+
+    assert [best((0, 3)), best((3, 1)), best((2, 3)), best((2, 1))] == [0, 1, 2, 1]
+    return best
+
+
+@pytest.mark.parametrize("evidence", ["none", "BM25"])
+def test_policy_gradient_of_two_steps_equals_finite_differences_of_the_expected_reward(evidence, search):
+    """A toy whose second step sees what the first has written, or the passage that this finds (the query
+    being the committed tokens); reward by the final canvas."""
+    passages = len(TEXTS) if evidence == "BM25" else 1
+    shape = (passages, 2 * V, V)
+    table = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 1.5
+
+    def logits_at(weights, canvas):
+        """Of each position, by what stands at the other (V - 1: the mask) and the evidence."""
+        seen = weights[search(canvas) if evidence == "BM25" else 0]
+        return torch.stack([seen[at * V + canvas[1 - at]] for at in range(2)])
+
+    def reward(canvas):
+        return float(canvas == (1, 2)) + 0.3 * float(canvas[0] == 1)
+
+    def walk(weights, canvas, log_prob, score):
+        open_ = [at for at in range(2) if canvas[at] == V - 1]
+        if not open_:
+            value = reward(canvas)
+            return math.exp(log_prob) * value, math.exp(log_prob) * value * score
+        logits = logits_at(weights, canvas)[open_]
+        expected, surrogate = 0.0, torch.zeros((), dtype=torch.float64)
+        for taken, forced in actions(len(open_)):
+            own = log_prob_of(logits, taken, forced)
+            after = list(canvas)
+            for at, token in zip(open_, taken, strict=True):
+                after[at] = token if token >= 0 else canvas[at]
+            value, part = walk(weights, tuple(after), log_prob + float(own.detach()), score + own)
+            expected, surrogate = expected + value, surrogate + part
+        return expected, surrogate
+
+    weights = table.clone().requires_grad_()
+    start = (V - 1, V - 1)
+    _, surrogate = walk(weights, start, 0.0, torch.zeros((), dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(surrogate, weights)
+    places = [(0, 0), (3, 1), (3, 2), (5, 1), (7, 0), (7, 2)]
+    assert all(bool(gradient[passage].any()) for passage in range(passages)), "each has its say"
+    with torch.no_grad():
+        for passage, (row, column) in itertools.product(range(passages), places):
+            values = []
+            for step in (1e-5, -1e-5):
+                moved = table.clone()
+                moved[passage, row, column] += step
+                values.append(walk(moved, start, 0.0, torch.zeros(()))[0])
+            found = float(gradient[passage, row, column])
+            assert found == pytest.approx((values[0] - values[1]) / 2e-5, abs=1e-8)
+
+
+def proposals_of(logits, soft, lots):
+    """What the loop gets of these logits, drawn at lots (5, n)."""
+    n = len(logits)
+    numbers = torch.tensor([[value] * n for value in (soft.temperature, soft.threshold, soft.width)])
+    none = torch.zeros(0, dtype=torch.long)
+    wanted = SamplingMetadata(
+        MASK, torch.zeros(n, dtype=torch.long), none, torch.zeros(0), torch.zeros(0), none, torch.arange(n),
+        torch.cat((numbers, torch.from_numpy(lots[:2]).float())),
+    )  # fmt: skip
+    values = sample_proposals(logits.float(), wanted).double().numpy()
+    return Proposals.from_rows(np.arange(n), values)
+
+
+def sample(found, draws):
+    """What is committed, and how it was drawn."""
+    return choose_commits(found, RuleContext(SAMPLED, draws=draws))
+
+
+def test_what_is_drawn_is_as_frequent_as_its_recorded_probability_says():
+    logits, rng, draws = logits_of(9, 2), np.random.default_rng(0), 4000
+    soft = SoftThreshold(0.8, 0.95, 1.5)  # so that all stay now and then
+    seen: dict = {}
+    for _ in range(draws):
+        chosen, action = sample(proposals_of(logits, soft, lots := rng.random((5, 2))), lots)
+        taken = [-1, -1]
+        for position, token in zip(chosen.positions, chosen.token_ids, strict=True):
+            taken[position] = int(token)
+        count, recorded = seen.get((tuple(taken), action.forced), (0, action.log_prob))
+        assert recorded == pytest.approx(action.log_prob, abs=1e-6)
+        seen[tuple(taken), action.forced] = count + 1, recorded
+    for taken, forced in actions(2):
+        count, recorded = seen.get((taken, forced), (0, None))
+        share = math.exp(expected := float(log_prob_of(logits, taken, forced, soft)))
+        assert recorded is None or recorded == pytest.approx(expected, abs=1e-5)
+        assert abs(count - draws * share) < 5 * math.sqrt(draws * share) + 3, (taken, forced)
+    assert any(forced for _, forced in seen)
+
+
+@hypothesis_settings(60)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.floats(0.3, 0.9))
+def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
+    logits = logits_of(seed, n)
+    soft = SoftThreshold(1e-3, tau, 1e-3)
+    found = proposals_of(logits, soft, lots := np.random.default_rng(seed).random((5, n)))
+    if np.abs(found.confidence - tau).min() < 0.01 or len(set(found.confidence.round(2))) < n:
+        return  # at the threshold, or of equal confidence, both may be right
+    chosen, action = sample(found, lots)
+    assert chosen.positions.tolist() == select_by_threshold(found.confidence, tau).tolist()
+    assert chosen.token_ids.tolist() == found.token_ids[chosen.positions].tolist()
+    assert action.log_prob == pytest.approx(0, abs=1e-3)
+
+
+def test_divergence_and_entropy_of_positions_are_those_of_the_enumerated_outcomes():
+    ours, theirs = (
+        compute_action_distribution(logits_of(1, 3), MASK, SOFT),
+        compute_action_distribution(logits_of(2, 3), MASK, SOFT),
+    )
+    p, q = (torch.cat((x.log_commit[:, :3], x.log_stay[:, None]), 1) for x in (ours, theirs))
+    pi, other = ours.log_pi[:, :3], theirs.log_pi[:, :3]
+    expected = torch.stack([(x.exp() * (x - y)).sum(1) for x, y in ((p, q), (pi, other))])
+    torch.testing.assert_close(ours.kl_divergence(theirs), expected, rtol=0, atol=1e-9)
+    assert float(ours.kl_divergence(ours).abs().max()) < 1e-12
+    torch.testing.assert_close(ours.entropy(), -(p.exp() * p).sum(1), rtol=0, atol=1e-9)
+
+
+def divergence_of(logits, other):
+    """KL of the action of one step from that of other logits, by the closed form."""
+    ours, theirs = (compute_action_distribution(z, MASK, SOFT) for z in (logits, other))
+    parts = torch.stack([ours.log_stay, ours.forced_logit, *ours.kl_divergence(theirs)])
+    return step_kl_divergence(parts, theirs.forced_logit, torch.zeros(len(logits), dtype=torch.long), 1)[0]
+
+
+def enumerated_divergence(logits, other):
+    """The same by all actions."""
+    pairs = [(log_prob_of(logits, *a), log_prob_of(other, *a)) for a in actions(len(logits))]
+    return sum(p.exp() * (p - q) for p, q in pairs)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("scale", [0.05, 1.0])
+def test_divergence_of_a_step_is_that_of_its_enumerated_actions(n, scale):
+    """Of forced ones too: with flat logits (scale 0.05) hardly anything else happens."""
+    logits, other = (logits_of(seed, n) * scale for seed in (7, 8))
+    logits.requires_grad_()
+    found, expected = divergence_of(logits, other), enumerated_divergence(logits, other)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-9)
+    slopes = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
+    torch.testing.assert_close(*slopes, rtol=1e-7, atol=1e-10)
+    assert float(divergence_of(logits, logits).detach().abs()) < 1e-12
+
+
+def masked(canvas):
+    return [at for at in range(2) if canvas[at] == V - 1]
+
+
+class Toy:
+    """A denoiser of three tokens and a mask, on two positions behind one token."""
+
+    def __init__(self, seed):
+        self.denoiser = tiny_denoiser(seed, vocab_size=V, mask_token_id=V - 1).train()
+        self.logits, self.log_prob = functools.cache(self.logits), functools.cache(self.log_prob)
+
+    def logits(self, canvas):
+        """Of the masked positions."""
+        return self.denoiser(torch.tensor([[0, *canvas]]))[0, 1:][masked(canvas)].double()
+
+    def log_prob(self, canvas, taken, forced):
+        return log_prob_of(self.logits(canvas), taken, forced)
+
+    def trajectories(self, canvas=(V - 1, V - 1), log_prob=0.0, path=()):
+        """Every way from a canvas to a whole one: its probability, its steps, the canvas at the end."""
+        if not masked(canvas):
+            yield math.exp(log_prob), path, canvas
+            return
+        for taken, forced in actions(len(masked(canvas))):
+            after = list(canvas)
+            for at, token in zip(masked(canvas), taken, strict=True):
+                after[at] = token if token >= 0 else canvas[at]
+            own = float(self.log_prob(canvas, taken, forced).detach())
+            step = (canvas, taken, forced)
+            yield from self.trajectories(tuple(after), log_prob + own, (*path, step))
+
+
+@pytest.mark.parametrize("train_steps_per_rollout", [None, 1])
+def test_the_loss_is_reward_and_divergence_of_all_steps_that_are_visited(
+    train_steps_per_rollout, monkeypatch
+):
+    """The mean over all trajectories, and over all draws of their steps, of value and gradient of the loss:
+    against sums over everything that may happen. Visited states are as they are: the gradient of the
+    divergence is that at these states."""
+    ours, theirs = Toy(1), Toy(2)
+    divergence = functools.cache(lambda x: enumerated_divergence(ours.logits(x), theirs.logits(x)))
+    train = TrainConfig(kl_coef=0.7, train_steps_per_rollout=train_steps_per_rollout, logit_chunk=5)
+    rows, expected, total = [], torch.zeros((), dtype=torch.float64), 0.0
+    for probability, path, end in ours.trajectories():
+        advantage, total = float(end == (1, 2)) - 0.5 * float(end[0] == 1), total + probability
+        for step in path:
+            own = 0.7 * divergence(step[0]) - advantage * ours.log_prob(*step)
+            expected = expected + probability * own
+        steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(len(path))]
+        draws = list(itertools.combinations(steps, train_steps_per_rollout or len(steps)))
+        share = probability / len(draws)
+        for draw in draws:
+            monkeypatch.setattr(random.Random, "sample", lambda *_, draw=draw: list(draw))
+            for part in sample_rollout_steps(Rollout("q", "Who?", "joint", 2, steps), advantage, train):
+                canvas, taken, forced = path[part.step.step]
+                state = LaidOutRow((), Segment((0, *canvas), 0), 1)
+                weights = part.weight * share, 0.0, part.steps_represented * share
+                rows.append(PolicyRow(state, tuple(masked(canvas)), taken, forced, *weights))
+    assert total == pytest.approx(1, abs=1e-5)
+    settings = DecodeConfig(
+        temperature=SOFT.temperature, commit_threshold=SOFT.threshold, gate_temperature=SOFT.width
+    )
+    objective = PolicyObjective(ours.denoiser, settings, V - 1, train, theirs.denoiser)
+    loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert 0.7 * sums["divergence"] - sums["policy"] == pytest.approx(loss.item(), rel=1e-5)
+    weights = list(ours.denoiser.parameters())
+    for found, wanted in zip(*(torch.autograd.grad(x, weights) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-5)
+
+
+def test_divergence_summed_over_the_steps_is_that_of_whole_trajectories():
+    """The chain rule, by which the sum over steps of a rollout is a divergence, too."""
+    summed = whole = 0.0
+    with torch.no_grad():
+        ours, theirs = Toy(1), Toy(2)
+        divergence = functools.cache(lambda x: divergence_of(ours.logits(x), theirs.logits(x)))
+        for probability, path, _ in ours.trajectories():
+            for step in path:
+                whole += probability * float(ours.log_prob(*step) - theirs.log_prob(*step))
+                summed += probability * float(divergence(step[0]))
+    assert summed == pytest.approx(whole, rel=1e-5)
+
+
+LLADA = DenoiserConfig(
+    vocab_size=126_464, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=16, intermediate_size=32, mask_token_id=126_336,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_logits_of_a_large_vocabulary_stay_within_their_budget(kl_coef, dtype, monkeypatch):
+    """2,048 candidates: all their logits are 1 GB, and what is computed of them 20 times as much."""
+    looks, entropy = [], ActionDistribution.entropy
+    monkeypatch.setattr(ActionDistribution, "entropy", lambda found: looks.append(0) or entropy(found))
+    places, mask = tuple(range(64)), LLADA.mask_token_id
+    state = LaidOutRow((), Segment((1, *(mask for _ in places)), 0), 1)
+    rows = [PolicyRow(state, places, (5, *(-1 for _ in places[1:])), False, 1.0, -9.0)] * 32
+    denoiser, reference = (build_meta_denoiser(LLADA, 0, dtype) for _ in range(2))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        denoiser, reference = replace_with_empty_weights(denoiser), replace_with_empty_weights(reference)
+        reference = reference.requires_grad_(False) if kl_coef else None
+        train = TrainConfig(kl_coef=kl_coef)
+        objective = PolicyObjective(denoiser, DecodeConfig(temperature=0.9), mask, train, reference)
+        with MemoryTracker(LLADA.vocab_size) as alive:
+            with make_autocast("cpu", dtype):
+                loss, _ = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+            loss.backward()
+    assert MAX_LOGIT_BYTES / 2 < alive.wide_at_peak < MAX_LOGIT_BYTES
+    assert alive.peak_bytes < 1.1 * MAX_LOGIT_BYTES, "but for the weights, of which the head has 16 MB"
+    assert len(looks) == -(-2048 // (MAX_LOGIT_BYTES // (80 * LLADA.vocab_size))), "once for each chunk"
+
+
+def test_steps_of_one_call_are_those_of_calls_of_their_own():
+    logits, taken = logits_of(4, 7), torch.tensor([-1, 2, -1, 0, -1, -1, 1])
+    step, forced = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([False, True, False])
+    together = step_log_prob(
+        gather_action_log_probs(compute_action_distribution(logits, MASK, SOFT), taken),
+        step,
+        taken >= 0,
+        forced,
+    )
+    alone = [
+        float(log_prob_of(logits[step == n], taken[step == n].tolist(), bool(forced[n]))) for n in range(3)
+    ]
+    assert together.tolist() == pytest.approx(alone, abs=1e-12)
+
+
+def test_gates_are_bernoulli():
+    logit, opened = torch.tensor([0.3, -2.0, 5.0]), torch.tensor([True, False, False])
+    p = logit.sigmoid()
+    expected = [math.log(p[0]) + math.log(1 - p[1]), math.log(1 - p[2])]
+    found = gate_log_prob(logit, torch.tensor([0, 0, 1]), opened, 2)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_draws_never_are_the_mask():
+    logits = torch.tensor([[0.0, 0, 0, 30.0]] * 50)
+    uniform = torch.linspace(0, 1, 50)
+    found = draw_actions(logits, MASK, SOFT, uniform, uniform)
+    assert set(found[0].tolist()) | set(found[6].tolist()) <= {0.0, 1.0, 2.0}

@@ -1,0 +1,336 @@
+"""What `train --resume` goes on with: files that are what was written, and the run that was begun."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file, save_file
+
+from dlm_rag import commands
+from dlm_rag.config import list_setting_fields, load_config
+from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point, skip_damaged_checkpoints
+from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
+from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.phase_setup import open_trainer
+from dlm_rag.training.rl.task import RlTask
+from dlm_rag.training.supervised_tasks import SftTask
+from dlm_rag.training.trainer import Trainer
+from tests.support.paths import ROOT
+from tests.support.processes import TORCHRUN_COMMAND
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+from tests.support.torchrun_training_cases import TRAINING_CASES
+from tests.support.training import METRICS_LINES, MICRO_SETTINGS, SINGLE_PROCESS, make_trainer
+from tests.support.training_data import write_own_data
+
+FOUR = [*MICRO_SETTINGS, "train.max_steps=4"]  # with checkpoints of steps 2 and 4
+
+
+def run(folder: Path, *words: str) -> None:
+    commands.train.main(["--out", str(folder), *FOUR, *words])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four steps that nothing has touched, without its model."""
+    trainer = make_trainer(folder := tmp_path_factory.mktemp("finished"), "train.max_steps=4")
+    while not trainer.finished:
+        trainer.step()
+        if trainer.state.step % 2 == 0:
+            trainer.save()
+    (folder / "metrics.jsonl").write_text("".join(METRICS_LINES))
+    return folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def shard_of(checkpoint: Path) -> Path:
+    (found,) = checkpoint.glob("*.safetensors")
+    return found
+
+
+def put(path: Path, make) -> None:
+    """Gives the numbers of a shard other bytes, made of the old ones; its size stays."""
+    data = path.read_bytes()
+    begin = 8 + struct.unpack("<Q", data[:8])[0]
+    path.write_bytes(data[:begin] + make(data[begin:]))
+
+
+def in_record(change):
+    """Writes state.json anew with one thing changed, its digest taken out or left."""
+
+    def harm(checkpoint: Path) -> None:
+        record = json.loads((checkpoint / RECORD_FILE).read_text())
+        change(record)
+        (checkpoint / RECORD_FILE).write_text(json.dumps(record))
+
+    return harm
+
+
+def in_shard(make):
+    return lambda checkpoint: put(shard_of(checkpoint), make)
+
+
+def without_digests(harm):
+    """The same in a checkpoint of a program that wrote none."""
+
+    def both(checkpoint: Path) -> None:
+        in_record(lambda record: [record.pop(key) for key in ("digest", "digests")])(checkpoint)
+        harm(checkpoint)
+
+    return both
+
+
+PICKLE = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
+NAN = struct.pack("<f", float("nan"))
+HARMS = {
+    "a flipped bit": (in_shard(lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]), "shard-"),
+    "zeros": (in_shard(lambda data: bytes(len(data))), "shard-"),
+    "NaN": (in_shard(lambda data: data[:-4] + NAN), "shard-"),
+    "NaN without digests": (without_digests(in_shard(lambda data: data[:-4] + NAN)), "no finite number"),
+    "a pickle": (lambda p: shard_of(p).write_bytes(PICKLE.ljust(shard_of(p).stat().st_size)), "shard-"),
+    "a pickle without digests": (
+        without_digests(lambda p: shard_of(p).write_bytes(PICKLE.ljust(shard_of(p).stat().st_size))),
+        "shard-",
+    ),
+    "a shard too many": (lambda p: save_file({"x": torch.zeros(1)}, p / "more.safetensors"), "more.safe"),
+    "a step edited": (in_record(lambda record: record["state"].update(step=3)), RECORD_FILE),
+    "an accuracy edited": (
+        in_record(lambda record: record["state"]["tasks"]["sft"].update(name_accuracy=0.6)),
+        RECORD_FILE,
+    ),
+}
+FOREIGN = {  # of state.json, beside digests that nobody wrote
+    "phase_step": lambda record: record["state"].update(phase_step=-1),
+    "phase_step above": lambda record: record["state"].update(phase_step=9),
+    "step": lambda record: record["state"].update(step=True),
+    "tasks": lambda record: record["state"].update(tasks={"sft": 5}),
+    "files": lambda record: record.update(files={"a\0b": 5}),
+    "files outside": lambda record: record.update(files={"../../metrics.jsonl": 5}),
+    "files of no size": lambda record: record.update(files=dict.fromkeys(record["files"], "big")),
+    "digests": lambda record: record.update(digests=5),
+    "scaler": lambda record: record.update(scaler=5),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_checkpoint_that_is_not_what_was_written_gives_way_to_the_one_before(folder, harm):
+    """It is named, then and later; the older one is whole."""
+    change, says = HARMS[harm]
+    change(folder / "checkpoints" / "step-00000004")
+    told = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
+    assert find_resume_point(folder, [""])[0] == 2
+    assert len(told) == 1 and "step-00000004" in told[0] and says in told[0], told
+    assert skip_damaged_checkpoints(folder, SINGLE_PROCESS) == told
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_foreign_values_of_a_record_are_passed_over(folder, what):
+    without_digests(in_record(FOREIGN[what]))(folder / "checkpoints" / "step-00000004")
+    (told,) = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
+    assert find_resume_point(folder, [""])[0] == 2 and "step-00000004 is passed over: " in told
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_changes_no_weight_of_the_end(folder, finished, capsys):
+    """The run goes on from the older checkpoint, and ends as the one that nothing has touched."""
+    run(finished, "--resume")
+    HARMS["NaN"][0](folder / "checkpoints" / "step-00000004")
+    capsys.readouterr()
+    run(folder, "--resume")
+    said = capsys.readouterr().err
+    assert "step-00000004" in said and "going on from step 2" in said and "learning rate" not in said
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (folder, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    run(folder, "--resume")
+    assert "going on from step 4" in capsys.readouterr().err
+
+
+def test_where_no_checkpoint_is_whole_nothing_begins_anew(folder, capsys):
+    for checkpoint in (folder / "checkpoints").iterdir():
+        HARMS["zeros"][0](checkpoint)
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="none of the checkpoints in .* is whole: .*shard-"):
+            run(folder, "--resume")
+    assert (folder / "metrics.jsonl").read_bytes() == metrics and "anew" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_damaged_shard_of_two_is_found_by_whoever_reads_it(tmp_path):
+    """Each process digests what it writes, and reads its part of what is checked."""
+
+    def both(*words):
+        command = [
+            *TORCHRUN_COMMAND,
+            "2",
+            "train.py",
+            "--out",
+            str(tmp_path),
+            *TRAINING_CASES["sft sharded"],
+            *words,
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stderr
+
+    both("train.save_steps=2", "train.eval_steps=100")
+    checkpoint = tmp_path / "checkpoints" / "step-00000004"
+    record = json.loads((checkpoint / RECORD_FILE).read_text())
+    shards = sorted(checkpoint.glob("*.safetensors"))
+    assert len(shards) == 2
+    assert record["digests"] == {path.name: blake3(path.read_bytes()).hexdigest() for path in shards}
+    put(shards[1], lambda data: data[:-1] + bytes([data[-1] ^ 64]))
+    said = both("train.save_steps=2", "train.eval_steps=100", "--resume")
+    assert f"step-00000004 is passed over: {shards[1].name}" in said and "going on from step 2" in said
+
+
+def test_a_checkpoint_without_digests_is_gone_on_with_and_it_is_said(folder):
+    for checkpoint in (folder / "checkpoints").iterdir():
+        without_digests(lambda _: None)(checkpoint)
+    (line,) = skip_damaged_checkpoints(folder, SINGLE_PROCESS)
+    assert find_resume_point(folder, [""])[0] == 4 and "step-00000004" in line and "no digests" in line
+
+
+OWN = [
+    *MICRO_SETTINGS, "model.path={base}/model", "data.questions={base}/questions.jsonl",
+    "data.corpus={base}/corpus.jsonl", "retrieval.top_k=2", "train.passage_length=96",
+]  # fmt: skip
+BEGUN = {
+    "sft": OWN,
+    "rl": [*OWN, "train.objective=rl", "train.trainable=policy_heads", "decode.gate_temperature=2"],
+    "documents": [
+        *MICRO_SETTINGS, "train.objective=pretrain", "train.sequence_length=64", "train.batch_tokens=256",
+        "data.documents.web={base}/web.jsonl",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Beneath one folder a model, data, and runs from them that have saved a checkpoint at once."""
+    write_own_data(base := tmp_path_factory.mktemp("begun"))
+    tiny_denoiser(max_position_embeddings=512).save_pretrained(base / "model", eos_token_id=257)
+    byte_tokenizer().save_pretrained(base / "model")
+    for name in BEGUN:
+        open_run(base, name).save()
+    return base
+
+
+@pytest.fixture
+def base(begun, tmp_path):
+    """A copy of it: everything has another path, and is the same."""
+    return Path(shutil.copytree(begun, tmp_path / "base"))
+
+
+def open_run(base: Path, name: str, *words: str) -> Trainer:
+    given = [word.format(base=base) for word in (*BEGUN[name], *words)]
+    return open_trainer(load_config(None, given), base / name)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "says"),
+    [
+        ("sft", "model.block_size=4", "model.block_size=None, not 4"),
+        ("sft", "decode.block_length=4", "decode.block_length=None, not 4"),
+        ("sft", "train.eval_questions=2", "train.eval_questions=1, not 2"),
+        ("sft", "retrieval.bm25_query=sentences", "retrieval.bm25_query=whole, not sentences"),
+        ("rl", "decode.block_length=4", "decode.block_length=None, not 4"),
+        ("rl", "decode.gate_temperature=1", "decode.gate_temperature=2.0, not 1.0"),
+        ("documents", "train.seed=1", "train.seed=0, not 1"),
+    ],
+)
+def test_what_a_run_depends_on_must_be_as_it_was(base, monkeypatch, name, word, says):
+    """And is looked at before any weight is read."""
+    monkeypatch.setattr(InitialModel, "materialize", None)
+    with pytest.raises(ConfigError, match=f"begun with {says}"):
+        open_run(base, name, word)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sft", ["decode.commit_threshold=0.5", "train.max_steps=99", "model.attn_implementation=sdpa"]),
+        ("rl", ["decode.batch_size=3", "train.eval_questions=1", "train.save_steps=7"]),
+        (
+            "documents",
+            ["train.eval_questions=3", "train.gradient_accumulation_steps=2", "decode.block_length=null"],
+        ),
+    ],
+)
+def test_what_changes_no_step_may_be_another(base, name, words):
+    assert open_run(base, name, *words).restore()
+
+
+def spoil(path: Path) -> None:
+    """Changes one byte, and keeps size and time: nothing but the content tells."""
+    found, data = path.stat(), bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def other_theta(path: Path) -> None:
+    path.write_text(path.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "harm", "says"),
+    [
+        ("rl", "model/model.safetensors", spoil, "model.path"),
+        ("rl", "model/config.json", other_theta, "model.path"),
+        ("sft", "questions.jsonl", lambda path: replace_in(path, "town 7", "town 8"), "data.questions"),
+        ("sft", "corpus.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.corpus"),
+        ("documents", "web.jsonl", lambda path: replace_in(path, "land 3", "land 4"), "data.documents.web"),
+    ],
+)
+def test_other_contents_under_the_same_name_are_refused(base, monkeypatch, name, file, harm, says):
+    assert open_run(base, name).restore(), "moved, and the same"
+    harm(base / file)
+    monkeypatch.setattr(InitialModel, "materialize", None)
+    with pytest.raises(ConfigError, match=f"begun with other contents of {says}={base}"):
+        open_run(base, name)
+
+
+def replace_in(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_run_without_fingerprints_is_held_by_its_names_and_it_is_said(base):
+    def older(record):
+        for key in ("digest", "fingerprints"):
+            del record[key]
+        del record["run"]["decode.block_length"]  # which older programs did not note
+
+    in_record(older)(next((base / "sft" / "checkpoints").iterdir()))
+    (line,) = skip_damaged_checkpoints(base / "sft", SINGLE_PROCESS)
+    assert "no fingerprints" in line
+    with pytest.raises(ConfigError, match=f"begun with model.path=.*, not {base}/model"):
+        open_run(base, "sft")
+    record = json.loads(next(base.glob("sft/checkpoints/*/" + RECORD_FILE)).read_text())
+    names = [f"{key}={record['run'][key]}" for key in ("model.path", "data.questions", "data.corpus")]
+    assert open_run(base, "sft", *names, "decode.block_length=4").restore()
+
+
+def test_every_setting_is_held_or_stands_in_the_table():
+    """`collect_run_settings` and `collect_phase_settings` have what the table does not name, and it names
+    what there is.
+    """
+    config = load_config(None, ["train.objective=rl"])
+    sections = ("model.", "retrieval.", "data.", "train.", "decode.")
+    known = {key for key in list_setting_fields() if key.startswith(sections)}
+    held = {*collect_run_settings(config), *collect_phase_settings(config, config.train, RlTask)}
+    held |= collect_phase_settings(config, config.train, SftTask).keys()
+    assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS

@@ -1,0 +1,568 @@
+"""Learning by reward: rollouts that can be computed again, gradients by them, runs that can be stopped."""
+
+import itertools
+import json
+import multiprocessing
+import random
+import shutil
+import signal
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlm_rag import Denoiser
+from dlm_rag.config import DecodeConfig, EngineConfig, TrainConfig, load_config
+from dlm_rag.decode.engine import with_checkpoint_defaults
+from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
+from dlm_rag.decode.trace_file import TraceWriter, build_trace_header, read_trace
+from dlm_rag.diffusion.commit_rules import base_gate_logit
+from dlm_rag.diffusion.policy import gate_log_prob
+from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.policy_heads import HEADS_FILE, PolicyHeads, read_heads, save_heads
+from dlm_rag.questions import Question
+from dlm_rag.training.phase_setup import open_trainer
+from dlm_rag.training.rl.policy_loss import (
+    GateDecisions,
+    PolicyObjective,
+    compute_clipped_surrogate,
+    make_policy_rows,
+)
+from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
+from dlm_rag.training.rl.rollouts import WeightedStep, fill_rollout_buffer, sample_rollout_steps
+from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms
+from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder, rollout_records
+from tests.support.tiny_models import tiny_denoiser
+from tests.support.training import MICRO_SETTINGS, SINGLE_PROCESS, clone_weights
+
+RL = [*MICRO_SETTINGS, "train.objective=rl", "train.prompts_per_step=2", "train.num_generations=4",
+      "train.optimizer=adamw", "train.learning_rate=0.01",
+      "train.warmup_steps=0",
+      "train.f1_weight=1", "train.recall_weight=1", "train.forward_cost=0.01", "train.max_hops=1",
+      "decode.max_new_tokens=48", "decode.batch_size=16", "decode.commit_threshold=0.05",
+      "decode.gate_temperature=2"]  # fmt: skip
+
+
+def lively_heads(seed=0):
+    """Heads that say something: not those of the start."""
+    heads = PolicyHeads()
+    with torch.no_grad():
+        for value in heads.parameters():
+            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)))
+    return heads.requires_grad_(False)
+
+
+def header_for(decoder):
+    return build_trace_header(
+        decoder.denoiser.config, decoder.tokenizer, decoder.evidence_layout, decoder.config,
+        top_k=2, model="m", corpus="c",
+    )  # fmt: skip
+
+
+def learned(rollouts):
+    return [
+        WeightedStep(r, step, 1.0 + n) for r in rollouts for n, step in enumerate(r.steps) if step.action
+    ]
+
+
+SAMPLED = {"commit_rule": "sampled", "temperature": 0.7, "commit_threshold": 0.5, "gate_temperature": 1.0}
+BLOCKS = {"block_size": 4, "evidence_layout": "independent"}
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("batch", "pool"), [(1, 0), (1, 1), (64, 1)])
+def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout, shifted, batch, pool):
+    decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=batch, **SAMPLED)
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig(prefix_cache_gib=pool))
+    check_recorded(decoder)
+
+
+@pytest.mark.parametrize("finished_block_context", ["recompute", "no_evidence"])
+@pytest.mark.parametrize("grid", ["canvas", "prompt"])
+def test_and_where_attention_has_blocks(corpus_file, finished_block_context, grid):
+    decoder = make_decoder(corpus_file, "independent", **SAMPLED)
+    decoder.config = replace(decoder.config, finished_block_context=finished_block_context)
+    decoder.denoiser = tiny_denoiser(
+        finished_block_context=finished_block_context, block_grid=grid, **BLOCKS
+    )
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig())
+    check_recorded(decoder, finished_block_context)
+
+
+def check_recorded(decoder, finished_block_context="recompute"):
+    questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)]
+    rollouts = decoder.decode(questions)
+    taken = learned(rollouts)
+    assert any(t.step.action.forced for t in taken) and any(not t.step.action.forced for t in taken)
+    rows = make_policy_rows(
+        taken, header_for(decoder), decoder.tokenizer, decoder.denoiser.config, finished_block_context
+    )
+    objective = PolicyObjective(decoder.denoiser, decoder.config, 256, TrainConfig(logit_chunk=7))
+    whole = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+    expected = sum(t.weight * t.step.action.log_prob for t in taken)
+    assert float(whole[1]["policy"].detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(whole[1]["ratio_error"]) / len(taken) < 1e-5
+    parts = [objective(SimpleNamespace(rows=rows[n::3]), {"divisor": 1.0}, None)[0] for n in range(3)]
+    assert sum(part.item() for part in parts) == pytest.approx(whole[0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("blocks", [{}, {"block_size": 4, "finished_block_context": "no_evidence"}])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_of_no_step_runs_as_many_layers_and_adds_no_gradient(corpus_file, layout, shifted, blocks):
+    """Layers in shards are gathered by all processes together, in each call of them."""
+    if blocks and (shifted or layout != "independent"):
+        return
+    decoder = make_decoder(corpus_file, layout, shifted=shifted, **SAMPLED)
+    decoder.denoiser = tiny_denoiser(shifted=shifted, evidence_layout=layout, **blocks)
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig())
+    taken = learned(decoder.decode([Question("0", QUESTIONS[0])]))
+    denoiser, reference = decoder.denoiser.train(), tiny_denoiser(3, shifted=shifted, **blocks)
+    train = TrainConfig(kl_coef=1.0)
+    objective = PolicyObjective(denoiser, decoder.config, 256, train, reference)
+    calls, order = [], "no_evidence" if blocks else "recompute"
+    for part in (taken, []):
+        before = denoiser.flop_count.calls, reference.flop_count.calls
+        rows = make_policy_rows(part, header_for(decoder), decoder.tokenizer, denoiser.config, order)
+        loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
+        calls.append((denoiser.flop_count.calls - before[0], reference.flop_count.calls - before[1]))
+    assert calls[0] == calls[1]
+    gradients = torch.autograd.grad(loss, list(denoiser.parameters()))
+    assert loss == 0 and not any(value.any() for value in (*gradients, *sums.values()))
+
+
+def test_rollouts_by_lot_are_those_they_are_alone(corpus_file):
+    questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 3)]
+    for settings in (
+        SAMPLED,
+        {"commit_rule": "policy_head", "head_threshold": None, "retrieval_gate": "policy_head"},
+    ):
+        found = []
+        for batch in (1, 9):
+            decoder = make_decoder(corpus_file, "independent", batch_size=batch, **settings)
+            decoder.denoiser.heads = lively_heads()
+            found.append(decoder.decode(questions))
+        assert rollout_records(found[0]) == rollout_records(found[1])
+        assert len({str(tokens) for tokens in rollout_records(found[0])}) > 3, (
+            "members of a group should differ"
+        )
+
+
+def test_heads_decide_as_they_say_and_a_trace_holds_what_learning_needs(corpus_file, tmp_path):
+    decoder = make_decoder(
+        corpus_file,
+        commit_rule="policy_head",
+        retrieval_gate="policy_head",
+        head_threshold=None,
+        query_policy="proxy",
+    )
+    decoder.denoiser.heads = heads = lively_heads(1)
+    heads.search.outer.weight.mul_(0.3)
+    heads.search.outer.bias.fill_(-2.0)
+    rollouts = decoder.decode([Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)])
+    taken = learned(rollouts)
+    kept = [t for t in taken if t.step.action.search_features and not t.step.retrieved]
+    assert kept, "the head should keep the evidence now and then"
+    writer = TraceWriter(tmp_path / "t.jsonl", header_for(decoder))
+    for rollout in rollouts:
+        writer.write(rollout)
+    again = learned(read_trace(tmp_path / "t.jsonl"))
+    for gates, head, fresh in (
+        (GateDecisions.from_commits(again), heads.commit, lambda x: base_gate_logit(x, decoder.config)),
+        (GateDecisions.from_searches(again), heads.search, lambda x: 2.0),
+    ):
+        features = torch.from_numpy(gates.features)
+        log_prob = gate_log_prob(
+            fresh(features) + head(features), torch.from_numpy(gates.step), torch.from_numpy(gates.opened),
+            len(gates.weights),
+        )  # fmt: skip
+        assert log_prob.tolist() == pytest.approx(gates.old_log_probs.tolist(), abs=1e-12)
+        assert 0 < gates.opened.mean() < 1
+
+
+def test_a_fresh_head_is_the_soft_threshold_and_at_a_hard_gate_the_commit_threshold(corpus_file):
+    plain = make_decoder(corpus_file).decode(QUESTIONS)
+    decoder = make_decoder(corpus_file, commit_rule="policy_head", head_threshold=0.5)
+    decoder.denoiser.heads = PolicyHeads()
+    decoder.denoiser.heads.initialise(3)
+    assert rollout_records(decoder.decode(QUESTIONS)) == rollout_records(plain)
+
+
+def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
+    heads = lively_heads()
+    denoiser = tiny_denoiser()
+    denoiser.heads = heads
+    denoiser.save_pretrained(tmp_path)
+    again = Denoiser.from_pretrained(tmp_path).heads
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
+    assert not any(
+        "head" in name and "lm_head" not in name for name in load_file(tmp_path / "model.safetensors")
+    )
+    denoiser.heads = None
+    denoiser.save_pretrained(tmp_path)
+    assert read_heads(tmp_path) is None, "those of the model before are gone"
+    save_heads({"heads.commit.inner.weight": torch.zeros(3, 3)}, tmp_path)
+    with pytest.raises(CheckpointError, match="of another version"):
+        read_heads(tmp_path)
+    (tmp_path / HEADS_FILE).write_bytes(b"none")
+    with pytest.raises(CheckpointError, match="is not a safetensors file"):
+        read_heads(tmp_path)
+
+
+def test_settings_that_need_heads_say_so(corpus_file):
+    for settings in ({"commit_rule": "policy_head"}, {"retrieval_gate": "policy_head"}):
+        with pytest.raises(ConfigError, match="needs heads beside the model"):
+            make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])
+
+
+# Rewards.
+
+
+def test_the_reward_by_hand():
+    question = Question("q", "Who?", ("Jane Austen",), ("a", "b"))
+    steps = [
+        RolloutStep(0, "q", ("a", "c"), True),
+        RolloutStep(1, "r", ("a", "c"), False),
+        RolloutStep(2, "s", ("b", "x"), True),
+    ]
+    rollout = Rollout("q", "Who?", "joint", 8, steps, response="It was her. ### Jane Bennet")
+    found = compute_reward_parts(rollout, question, "exact_match")
+    assert list(found.values()) == [0.0, 0.5, 0.5, 2.0, 2.0, 0.0, 0.0]
+    train = TrainConfig(f1_weight=0.5, recall_weight=0.1, forward_cost=0.01, search_cost=0.02)
+    assert compute_reward(found, train, priced=False) == pytest.approx(0.25 + 0.05)
+    assert compute_reward(found, train, priced=True) == pytest.approx(0.25 + 0.05 - 0.02 - 0.04)
+    assert compute_reward_parts(replace(rollout, response="It was her."), question, "f1")["unanswered"] == 1
+
+
+def test_a_reward_of_ones_own_is_named_on_the_command_line(tmp_path, monkeypatch):
+    """One file, its two lines."""
+    (tmp_path / "brief.py").write_text("def score(rollout, question):\n    return -len(rollout.response)\n")
+    monkeypatch.chdir(tmp_path)
+    rollout = Rollout("q", "Who?", "joint", 8, [], response="### Jane")
+    found = compute_reward_parts(rollout, Question("q", "Who?", ("Jane",)), "brief:score")
+    assert compute_reward(found, TrainConfig(f1_weight=0.5), priced=False) == -8 + 0.5
+
+
+def test_advantages_by_hand():
+    assert compute_advantages([1, 0, 0, 1], priced=False).tolist() == [1, -1, -1, 1]
+    assert compute_advantages([1, 0, 0, 1], priced=True).tolist() == [0.5, -0.5, -0.5, 0.5]
+    assert compute_advantages([1, 1, 1], priced=False).tolist() == [0, 0, 0]
+    assert compute_advantages([], priced=True).tolist() == []
+
+
+def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatch):
+    steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(5)]
+    rollout = Rollout("q", "Who?", "joint", 8, [RolloutStep(9, "q", (), True), *steps])
+    train = TrainConfig(train_steps_per_rollout=2)
+    total, subsets = np.zeros(5), list(itertools.combinations(steps, 2))
+    for subset in subsets:
+        monkeypatch.setattr(random.Random, "sample", lambda self, population, k, s=subset: list(s))
+        for taken in sample_rollout_steps(rollout, 0.7, train):
+            total[taken.step.step] += taken.weight / len(subsets)
+    assert total.tolist() == pytest.approx([0.7] * 5)
+    assert [t.weight for t in sample_rollout_steps(rollout, 0.7, TrainConfig())] == [0.7] * 5
+
+
+class Made:
+    """A decoder whose rollouts of a question are right as often as its id says, in 2 to 5 steps."""
+
+    def decode(self, questions):
+        return [self.rollout(question) for question in questions]
+
+    def rollout(self, question):
+        _, right, member = (int(word) for word in question.id.split("."))
+        steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(2 + member)]
+        answer = "yes" if member < right else "no"
+        return Rollout(question.id, question.question, "joint", 8, steps, response=f"So. ### {answer}")
+
+
+@pytest.mark.parametrize("right", [(0, 0, 0), (4, 4, 0), (2, 0, 4), (1, 2, 3)])
+@pytest.mark.parametrize("train_steps_per_rollout", [None, 2])
+def test_divergence_weighs_as_much_however_many_groups_differ(right, train_steps_per_rollout):
+    asked = [Question(f"{n}.{times}", "Is it?", ("yes",)) for n, times in enumerate(right)]
+    train = TrainConfig(num_generations=4, kl_coef=0.1, train_steps_per_rollout=train_steps_per_rollout)
+    taken = fill_rollout_buffer(Made(), asked, train, 0.0).weighted_steps
+    assert sum(part.steps_represented for part in taken) == pytest.approx(len(right) * (2 + 3 + 4 + 5))
+    assert sum(part.weight for part in taken if part.rollout.id[2] in "04") == 0
+    alone = fill_rollout_buffer(Made(), asked, replace(train, kl_coef=0.0), 0.0).weighted_steps
+    mixed = 4 * sum(0 < times < 4 for times in right)
+    assert len({part.rollout.id for part in alone}) == mixed, "without it they alone are learned from"
+
+
+class FailsFor:
+    """A retriever that has no answer for one question."""
+
+    def __init__(self, inner, word):
+        self._inner, self._word = inner, word
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def search(self, queries):
+        if any(self._word in query.text for query in queries):
+            raise RuntimeError("gone")
+        return self._inner.search(queries)
+
+
+def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file):
+    decoder = make_decoder(corpus_file, batch_size=1, **SAMPLED)
+    decoder.retriever = FailsFor(decoder.retriever, "Dune")
+    asked = [Question("a", QUESTIONS[0], ("x",)), Question("b", QUESTIONS[2], ("x",))]
+    buffer = fill_rollout_buffer(decoder, asked, TrainConfig(num_generations=3, f1_weight=1.0), 0.0)
+    assert buffer.sums["failed"] == 3 and buffer.sums["rollouts"] == 3 and buffer.sums["groups"] == 2
+    assert all(taken.rollout.id.startswith("a.") for taken in buffer.weighted_steps)
+
+
+def test_alarms_by_hand():
+    calm = {"unmixed": 0, "certain": 0, "searches_at_first": 5.0, "searches": 6.0}
+    assert find_alarms(calm, False) == {}
+    assert "nothing was learned" in find_alarms(calm | {"unmixed": ALARM_PATIENCE_STEPS}, False)["unmixed"]
+    assert (
+        "only prices were learned" in find_alarms(calm | {"unmixed": ALARM_PATIENCE_STEPS}, True)["unmixed"]
+    )
+    assert "nothing new is tried" in find_alarms(calm | {"certain": ALARM_PATIENCE_STEPS}, False)["certain"]
+    assert "search_cost" in find_alarms(calm | {"searches": 10.5}, False)["searches"]
+
+
+def test_an_alarm_is_reported_once_for_each_cause_of_a_run(tmp_path, model):
+    """Searches double, groups agree and entropy falls for 40 steps, then all recovers and comes back."""
+    trainer, _ = open_rl(tmp_path, model, *LEARN["heads"])
+    state, reported = {}, []
+    for step in range(120):
+        bad = 2 <= step < 40 or step >= 60
+        metrics = {
+            "groups_mixed": 0.0 if bad else 0.5, "entropy": 0.001 if bad else 1.0,
+            "rollout_searches": 20.0 if bad else 5.0,
+        }  # fmt: skip
+        state = json.loads(json.dumps(trainer.task.advance(state, metrics, {})))  # as a checkpoint has it
+        reported += [metrics["alarm"]] if "alarm" in metrics else []
+    assert len(reported) == 3 == len(set(reported)), reported
+
+
+def test_the_surrogate_by_hand():
+    """Ratios of 1.5 and 0.5: what they gain is bounded, what they lose is not."""
+    recorded = torch.log(torch.tensor([0.2, 0.2, 0.2, 0.2]))
+    log_prob = torch.log(torch.tensor([0.3, 0.3, 0.1, 0.1])).requires_grad_()
+    weights = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    gained, clipped = compute_clipped_surrogate(
+        log_prob, recorded, weights, TrainConfig(num_iterations=2, clip_eps=0.2)
+    )
+    assert float(gained.detach()) == pytest.approx(1.2 - 1.5 + 0.5 - 0.8) and float(clipped) == 2
+    (slopes,) = torch.autograd.grad(gained, log_prob)
+    assert slopes.tolist() == pytest.approx([0, -1.5, 0.5, 0])
+    same = recorded.clone().requires_grad_()
+    for updates in (1, 2):
+        gained, _ = compute_clipped_surrogate(same, recorded, weights, TrainConfig(num_iterations=updates))
+        assert torch.autograd.grad(gained, same)[0].tolist() == pytest.approx(weights.tolist())
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model that was trained for a few steps: it answers nothing, in the right form."""
+    folder = tmp_path_factory.mktemp("rl")
+    trainer, _ = open_trainer(
+        load_config(None, [*MICRO_SETTINGS, "train.max_hops=1", "decode.max_new_tokens=48"]), folder / "run"
+    )
+    for _ in range(2):
+        trainer.step()
+    trainer.export(folder / "model")
+    return folder / "model"
+
+
+def open_rl(folder, model, *words):
+    return open_trainer(load_config(None, [*RL, f"model.path={model}", *words]), folder, SINGLE_PROCESS)
+
+
+LEARN = {
+    "heads": [
+        "train.trainable=policy_heads",
+        "decode.commit_rule=policy_head",
+        "decode.retrieval_gate=policy_head",
+    ],
+    "all": [
+        "train.trainable=all",
+        "train.learning_rate=0.001",
+        "train.train_steps_per_rollout=2",
+        "train.kl_coef=0.1",
+    ],
+}
+
+
+@pytest.mark.parametrize("learn", LEARN)
+def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path, model, learn):
+    whole, _ = open_rl(tmp_path / "whole", model, *LEARN[learn])
+    told = [whole.step() for _ in range(4)]
+    assert all(metrics["ratio_error"] < 1e-5 for metrics in told)
+    assert any(metrics["gradient_norm"] > 0 for metrics in told)
+    stopped, _ = open_rl(tmp_path / "stopped", model, *LEARN[learn])
+    for _ in range(3):
+        stopped.step()
+        if stopped.state.step == 2:
+            stopped.save()
+    second, _ = open_rl(tmp_path / "stopped", model, *LEARN[learn])
+    assert second.restore() and second.state.step == 2
+    again = [second.step() for _ in range(2)]
+    for ours, theirs in zip(again, told[2:], strict=True):
+        assert ours == theirs
+    assert set(whole.stage_seconds) >= {"rollout", "reward", "forward", "backward", "optimizer"}
+    ours, theirs = clone_weights(second), clone_weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_the_reference_is_what_the_phase_began_with_also_when_it_is_gone_on_with(tmp_path):
+    """From scratch: one phase of questions and answers, one of rewards."""
+    words = [
+        *RL, "train.objective=sft", "train.phases.read={max_steps: 2}",
+        "train.phases.act={objective: rl, max_steps: 6, kl_coef: 0.3, train_steps_per_rollout: 2}",
+    ]  # fmt: skip
+    config = load_config(None, words)
+    read, _ = open_trainer(config, tmp_path, phase="read")
+    for _ in range(2):
+        read.step()
+    read.save()
+    began = {name: value.clone() for name, value in clone_weights(read).items()}
+    whole, _ = open_trainer(config, tmp_path, phase="act")
+    whole.restore()
+    told = []
+    for _ in range(4):
+        told.append(whole.step())
+        whole.save()
+    divergences = [metrics["divergence"] for metrics in told]
+    assert divergences[0] == 0 and all(value > 0 for value in divergences[1:])
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    resumed, _ = open_trainer(config, tmp_path, phase="act")
+    assert resumed.restore() and resumed.state.step == 5
+    reference = resumed.root.reference.state_dict()
+    assert all(torch.equal(reference[name], value) for name, value in began.items())
+    assert resumed.step() == told[-1]
+    (first,) = (tmp_path / "checkpoints" / "step-00000002").glob("*.safetensors")
+    first.write_bytes(first.read_bytes()[:-4] + b"oops")
+    broken, _ = open_trainer(config, tmp_path, phase="act")
+    with pytest.raises(CheckpointError, match="step-00000002 holds the weights that the phase began with"):
+        broken.restore()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learn", [["train.trainable=all"], ["train.trainable=lora", "train.lora_rank=2"]])
+def test_a_reference_in_bfloat16_is_the_policy_of_the_start_to_the_bit(tmp_path, model, learn):
+    words = [*LEARN["all"], *learn, "train.dtype=bfloat16"]
+    trainer, _ = open_rl(tmp_path, model, *words)
+    told = [trainer.step() for _ in range(2)]
+    assert told[0]["divergence"] == 0 < told[1]["divergence"]
+    matrices = [trainer.root.reference.layers[0].mlp.up_proj, trainer.denoiser.layers[0].mlp.up_proj]
+    dtypes = [next(module.parameters()).dtype for module in matrices]
+    assert dtypes == [torch.bfloat16, torch.float32 if "all" in learn[0] else torch.bfloat16]
+
+
+def go_on(folder, model, words, told, until):
+    """A process of a run: goes on from what is saved, saves after each step, tells of both."""
+    torch.set_num_threads(1)  # a fork lacks the threads that torch began before it, and waits for them
+    trainer, _ = open_rl(folder, model, *words, "train.max_steps=200")
+    trainer.restore()
+    told.release()
+    while trainer.state.step < until:
+        trainer.step()
+        trainer.save()
+        told.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learn", LEARN)
+def test_a_run_killed_twenty_times_ends_with_the_same_bits(tmp_path, model, learn):
+    """A kill may come within rollouts, gradients, an optimizer's step or a checkpoint."""
+    context, rng = multiprocessing.get_context("fork"), random.Random(0)
+
+    def start(folder, until):
+        told = context.Semaphore(0)
+        words = (tmp_path / folder, model, LEARN[learn], told, until)
+        process = context.Process(target=go_on, args=words, daemon=True)
+        process.start()
+        return process, told
+
+    for life in range(20):
+        process, told = start("killed", 200)
+        for _ in range(1 + life % 2):  # a slow machine, too, saves a step in every second life
+            assert told.acquire(timeout=120)
+        time.sleep(rng.random() * 0.6)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    killed, _ = open_rl(tmp_path / "killed", model, *LEARN[learn], "train.max_steps=200")
+    assert killed.restore() and killed.state.step >= 10, "every second life saved a step"
+    until = killed.state.step + 1
+    for folder in ("killed", "whole"):
+        process, _ = start(folder, until)
+        process.join()
+        assert process.exitcode == 0
+    whole, _ = open_rl(tmp_path / "whole", model, *LEARN[learn], "train.max_steps=200")
+    assert killed.restore() and whole.restore() and killed.state == whole.state
+    assert whole.state.step == until
+    ours, theirs = clone_weights(killed), clone_weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path, model):
+    trainer, validation = open_rl(tmp_path / "run", model, *LEARN["heads"])
+    for _ in range(2):
+        trainer.step()
+    assert 0 <= validation.compute_scores(trainer)["exact_match"] <= 1
+    trainer.export(tmp_path / "model")
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "model"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    heads, trained = read_heads(tmp_path / "model"), trainer.denoiser.heads
+    assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), trained.parameters(), strict=True))
+    assert heads.commit.outer.weight.any(), "something was learned"
+    own = with_checkpoint_defaults(DecodeConfig(), open_checkpoint(tmp_path / "model").config)
+    assert (own.commit_rule, own.retrieval_gate) == ("policy_head", "policy_head"), (
+        "by themselves, where nothing else is said"
+    )
+    onward, _ = open_rl(tmp_path / "onward", tmp_path / "model", *LEARN["heads"])
+    assert torch.equal(onward.denoiser.heads.commit.outer.weight, heads.commit.outer.weight)
+    whole, _ = open_rl(tmp_path / "all", tmp_path / "model", *LEARN["all"])
+    assert whole.denoiser.config.commit_rule == "threshold", "whose export has no heads"
+
+
+def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
+    words = [*LEARN["all"], "train.prompts_per_step=4", "train.num_generations=3"]
+    one, two = (
+        open_rl(tmp_path / str(parts), model, *words, f"train.gradient_accumulation_steps={parts}")[
+            0
+        ].step()
+        for parts in (1, 2)
+    )
+    for name in ("rollout_reward", "rollout_forwards", "groups_mixed", "forced_share"):
+        assert one[name] == pytest.approx(two[name])
+    assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_several_updates_of_a_buffer_move_its_probabilities_and_are_clipped(tmp_path, model):
+    words = [*LEARN["heads"], "train.num_iterations=6", "train.learning_rate=0.3", "train.clip_eps=0.05"]
+    trainer, _ = open_rl(tmp_path / "run", model, *words)
+    told = trainer.step()
+    assert told["ratio_error"] > 0.01 and told["clipped_share"] > 0
+
+
+def test_questions_of_ones_own_are_learned_from(tmp_path, model, corpus_file):
+    file = tmp_path / "questions.jsonl"
+    lines = [
+        {"id": str(n), "question": f"Who wrote number {n}?", "golden_answers": ["x"]} for n in range(20)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = [f"data.questions={file}", f"data.corpus={corpus_file}", *LEARN["heads"]]
+    trainer, _ = open_rl(tmp_path / "run", model, *own)
+    assert trainer.step()["rows"] == 8
+    file.write_text(json.dumps({"id": "a", "question": "Who?"}) + "\n")
+    with pytest.raises(Exception, match="has no 'golden_answers'"):
+        open_rl(tmp_path / "other", model, *own)

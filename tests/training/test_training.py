@@ -1,0 +1,808 @@
+"""Training: examples that follow from (seed, step), the objective by hand, runs that can be killed."""
+
+import json
+import math
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dlm_rag import Denoiser, Tokenizer, commands
+from dlm_rag.commands.train import StopSignal, prepare_run_folder, run_training
+from dlm_rag.config import TrainConfig, load_config
+from dlm_rag.data.synthetic_world import make_world, make_world_question
+from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.evidence.encode_segments import canvas_starts, encode_canvases, encode_contexts
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.files.atomic import acquire_file_lock, release_file_lock
+from dlm_rag.model.block import AttentionProbe
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.device_io import to_host
+from dlm_rag.training.attention_pointer_loss import PointerTargets, compute_pointer_loss
+from dlm_rag.training.checkpoints import find_latest_checkpoint, find_resume_point, scan_checkpoints
+from dlm_rag.training.chunked_cross_entropy import ChunkedCrossEntropy
+from dlm_rag.training.data.world_examples import WorldExamples, find_subsequence
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.fingerprint import collect_phase_settings
+from dlm_rag.training.metrics_logger import MetricsLogger, start_wandb
+from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE, open_initial_model
+from dlm_rag.training.objective import (
+    LossWeights,
+    MaskedObjective,
+    count_examples,
+    encode_batch,
+    lay_out_examples,
+)
+from dlm_rag.training.optimizers import compute_decay_factor, make_optimizers
+from dlm_rag.training.phase_setup import open_phase, open_trainer
+from dlm_rag.training.supervised_tasks import AdaptTask
+from dlm_rag.training.tokenizer_training import iterate_world_texts, train_tokenizer
+from dlm_rag.training.trainer import sum_counts
+from dlm_rag.training.validation import QuestionValidation
+from tests.support.paths import ROOT
+from tests.support.processes import count_lines, wait_until
+from tests.support.tiny_models import tiny_denoiser
+from tests.support.training import (
+    CPU,
+    METRICS_LINES,
+    MICRO_SETTINGS,
+    SINGLE_PROCESS,
+    clone_weights,
+    make_trainer,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(train_tokenizer(iterate_world_texts(0, 20), 1024), 0, DEFAULT_PROMPT_TEMPLATE, (1,))
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer):
+    return make_stream(tokenizer).examples(7, range(6), (3, 5))
+
+
+def make_stream(tokenizer, seed=0):
+    train = TrainConfig(
+        seed=seed, passage_sets_per_step=6, rows_per_set=6, world_passages=150, steps_per_world=3, worlds=2
+    )
+    return WorldExamples(tokenizer, train, DenoiserConfig(1024, canvas_length=120), top_k=5)
+
+
+def test_a_name_has_the_same_tokens_wherever_it_stands(tokenizer):
+    rng = random.Random(0)
+    for entity in rng.sample(make_world(1, "test", 200).entities, 50):
+        name = tokenizer.encode(entity.name)
+        assert (
+            find_subsequence(tokenizer.encode(f"It was written by {entity.name}."), list(name)) is not None
+        )
+        assert find_subsequence(tokenizer.encode(f"Title\n{entity.name} was born."), list(name)) is not None
+
+
+def test_the_tokenizer_reads_back_what_it_wrote(tokenizer):
+    world = make_world(3, "test", 200)
+    rng = random.Random(0)
+    questions = [q for _ in range(100) if (q := make_world_question(rng, world, 3))]
+    for text in [q.reasoning for q in questions] + ["Zoë’s “naïve” 東京 = 1,234\u2028x"]:
+        assert tokenizer.decode_with_offsets(list(tokenizer.encode(text)))[0].strip() == text
+
+
+def test_examples_follow_from_seed_and_step_alone(tokenizer, examples):
+    fresh, used = make_stream(tokenizer), make_stream(tokenizer)
+    for step in (0, 3, 6):
+        used.examples(step, range(6), (2, 2))
+    assert fresh.examples(7, range(6), (3, 5)) == used.examples(7, range(6), (3, 5)) == examples
+    assert fresh.examples(8, range(6), (3, 5)) != examples
+    assert make_stream(tokenizer, 1).examples(7, range(6), (3, 5)) != examples
+
+
+def test_examples_are_what_they_say(tokenizer, examples):
+    assert len(examples) == 36
+    for example in examples:
+        assert 3 <= len(example.prompt.facts) <= 5 and any(example.masked)
+        assert len(example.masked) == len(example.target) <= 120
+        text, _ = tokenizer.decode_with_offsets(list(example.target))
+        assert " ### " in text or len(example.target) == 120
+        for pointer in example.pointers:
+            assert example.prompt.facts[pointer.fact][pointer.token] == example.target[pointer.position]
+    pointed = sum(bool(example.pointers) for example in examples) / len(examples)
+    assert pointed > 0.8, "nearly every row has something to copy"
+    missing = sum(
+        "### " in tokenizer.decode_with_offsets(list(e.target))[0] and not e.pointers for e in examples
+    )
+    assert missing < len(examples) / 3
+
+
+def micro_denoiser(*words):
+    return open_initial_model(
+        load_config(None, [*MICRO_SETTINGS, "train.vocab_size=1024", *words])
+    ).build_denoiser(CPU)
+
+
+def objective_of(denoiser, layout="independent"):
+    return MaskedObjective(denoiser, layout, frozenset({1}), logit_chunk=7)
+
+
+def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
+    """The loss equals the textbook one: full logits, cross-entropy, mean over masked by weight."""
+    denoiser = micro_denoiser()
+    few = examples[:5]
+    found, sums = objective_of(denoiser)(few, count_examples(few, {1}, 0.15), LossWeights(end_token=0.15))
+    total = weight = 0.0
+    for example in few:
+        canvas = [0 if hide else t for t, hide in zip(example.target, example.masked, strict=True)]
+        states = [lay_out_prompt(example.prompt, denoiser.config).build_row(canvas, 0, shifted=False)]
+        read = [range(len(canvas))]
+        hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), read)
+        logits = denoiser.lm_head(denoiser.norm(hidden))
+        losses = F.cross_entropy(logits, torch.tensor(example.target), reduction="none")
+        weights = torch.tensor([0.15 if t == 1 else 1.0 for t in example.target])
+        weights = weights * torch.tensor(example.masked)
+        total, weight = total + float((losses * weights).sum().detach()), weight + float(weights.sum())
+    assert float(found.detach()) == pytest.approx(total / weight, rel=1e-5)
+    assert float(sums["tokens"]) == pytest.approx(total, rel=1e-5)
+
+
+def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 8, generator=generator, requires_grad=True) for n in (23, 50))
+    targets, weights = torch.arange(23) % 50, torch.rand(23, generator=generator)
+    expected = (F.cross_entropy(x @ head.t(), targets, reduction="none") * weights).sum()
+    slopes = torch.autograd.grad(expected * 0.3, (x, head))
+    for chunk in (1, 5, 23, 100):
+        found, right = ChunkedCrossEntropy.apply(x, head, targets, weights, chunk)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found * 0.3, (x, head)), slopes)
+        assert torch.equal(right, (x @ head.t()).argmax(-1) == targets)
+
+
+def test_supervised_and_hidden_are_two_masks(examples):
+    """What is supervised counts, seen or not; what is hidden but not supervised adds nothing."""
+    denoiser, example = micro_denoiser(), examples[0]
+    length = len(example.target)
+    hidden = tuple(n % 2 == 0 for n in range(length))
+    supervised = tuple(n % 3 == 0 for n in range(length))
+    row = replace(example, masked=hidden, supervised=supervised)
+    logits = denoiser.compute_token_logits(
+        encode_batch(denoiser, [replace(row, supervised=(True,) * length)], "independent").hidden
+    )
+    losses = F.cross_entropy(logits, torch.tensor(row.target), reduction="none")
+    passed = []
+    last = denoiser.layers[-1].mlp.register_forward_pre_hook(
+        lambda _, inputs: passed.append(len(inputs[0]))
+    )
+    counts = count_examples([row], {1}, 1.0)
+    found, sums = objective_of(denoiser)([row], counts, LossWeights())
+    last.remove()
+    expected = losses[torch.tensor(supervised)].sum()
+    torch.testing.assert_close(sums["tokens"], expected.detach(), rtol=1e-4, atol=1e-4)
+    assert counts["supervised"] == counts["divisor"] == sum(supervised)
+    assert passed[-1] == sum(supervised), "only they go through the last layer"
+    assert found.item() == pytest.approx(expected.item() / sum(supervised), rel=1e-4)
+
+
+def pointer_loss_of(examples, states, probe):
+    places = PointerTargets.of(examples, states, canvas_starts(states))
+    return compute_pointer_loss(places.counts, torch.from_numpy(places.indices), probe)
+
+
+@pytest.mark.parametrize(
+    ("layout", "block"), [("joint", 0), ("prefix", 0), ("independent", 0), ("independent", 8)]
+)
+def test_pointer_loss_is_the_mass_where_it_belongs(tokenizer, examples, layout, block):
+    """Against the softmax over all keys that a token sees, written out for each pointer."""
+    denoiser = micro_denoiser(f"model.evidence_layout={layout}", f"model.block_size={block}")
+    example = next(e for e in examples if e.supervised_pointers)
+    states, probe = lay_out_examples([example], denoiser.config), AttentionProbe(0)
+    encode_canvases(denoiser, states, encode_contexts(denoiser, states), [[0]], probe)
+    starts = canvas_starts(states)
+    loss, mass = pointer_loss_of([example], states, probe)
+    expected, masses = [], []
+    for p in example.supervised_pointers:
+        first = sum(map(len, example.prompt.facts[: p.fact]))
+        first += 0 if layout == "independent" else len(example.prompt.head)
+        inside = slice(first, first + len(example.prompt.facts[p.fact]))
+        seen = len(probe.keys)
+        if block:
+            seen -= max(0, len(example.target) - (p.position // block + 1) * block)
+        attention = [
+            ((probe.keys[:seen, head] @ probe.queries[starts[0] + p.position, head]) / 32**0.5).softmax(0)
+            for head in (0, 1)
+        ]
+        masses.append(attention[0][inside].sum())
+        expected.append(-(masses[-1].log() + attention[1][first + p.token].log()))
+    torch.testing.assert_close(loss, torch.stack(expected).sum())
+    assert mass == pytest.approx(float(torch.stack(masses).sum()), rel=1e-5)
+
+
+def test_the_pointer_loss_is_float32_under_autocast(examples):
+    """Of the same queries and keys the same number: what bfloat16 rounds is not rounded again."""
+    denoiser, few = micro_denoiser(), [e for e in examples if e.supervised_pointers][:4]
+    probe = AttentionProbe(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = encode_batch(denoiser, few, "independent", probe).states
+        found = pointer_loss_of(few, states, probe)
+    torch.testing.assert_close(found, pointer_loss_of(few, states, probe), rtol=0, atol=0)
+    assert probe.keys.dtype == torch.bfloat16 and found[0].dtype == torch.float32
+
+
+def test_the_parts_of_a_step_add_up_to_the_whole(tokenizer):
+    """Losses are divided by the counts of all: the gradients of two halves sum to the whole's."""
+    stream, denoiser = make_stream(tokenizer), micro_denoiser()
+    objective, terms = objective_of(denoiser), LossWeights(0.15, 0.3)
+    halves = [
+        stream.examples(1, DistributedContext(rank, 2, rank).local_items(6), (2, 3)) for rank in (0, 1)
+    ]
+    whole = stream.examples(1, range(6), (2, 3))
+    assert halves[0][:6] + halves[1][:6] == whole[:12] and len(halves[1]) == 18
+    counts = count_examples(whole, {1}, 0.15)
+    assert counts == pytest.approx(sum_counts([count_examples(half, {1}, 0.15) for half in halves]))
+    objective(whole, counts, terms)[0].backward()
+    expected = [p.grad.clone() for p in denoiser.parameters()]
+    denoiser.zero_grad()
+    for half in halves:
+        objective(half, counts, terms)[0].backward()
+    for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_part_that_hides_nothing_still_has_gradients_for_all(examples):
+    """Zeros: processes sum the gradients of all weights, whatever the masks of one of them."""
+    denoiser = micro_denoiser()
+    bare = [replace(example, masked=(False,) * len(example.target)) for example in examples[:3]]
+    counts = count_examples(examples, {1}, 0.15)
+    objective_of(denoiser)(bare, counts, LossWeights())[0].backward()
+    assert all(p.grad is not None and not p.grad.any() for p in denoiser.parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_checkpointing_changes_no_gradient(examples, kind, compiled):
+    denoiser = micro_denoiser()
+    objective, counts = objective_of(denoiser), count_examples(examples, {1}, 0.15)
+    objective(examples, counts, LossWeights(0.15, 0.3))[0].backward()
+    expected = [p.grad.clone() for p in denoiser.parameters()]
+    denoiser.zero_grad()
+    denoiser.activation_checkpointing = kind
+    if compiled:
+        denoiser.compile_layers()
+    objective(examples, counts, LossWeights(0.15, 0.3))[0].backward()
+    for parameter, gradient in zip(denoiser.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_fresh_denoiser_has_a_nelbo_of_about_log_v_per_token(tmp_path):
+    """Weights near zero predict all tokens alike: the bound is then log V, whatever was drawn."""
+    config = load_config(None, MICRO_SETTINGS)
+    origin = open_initial_model(config)
+    _, validation = open_phase(config, "", origin, tmp_path)
+    denoiser = origin.build_denoiser(CPU)
+    with torch.no_grad():
+        denoiser.lm_head.weight.mul_(1e-4)
+    nats, tokens = validation.nelbo(denoiser, origin.tokenizer, range(4))
+    assert nats / tokens == pytest.approx(math.log(400), rel=0.25), "four questions: the times vary"
+
+
+class Asked(TorchDispatchMode):
+    """The operators that would wait for a device, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator._schema.name.removeprefix("aten::") in ("_local_scalar_dense", "nonzero", "equal"):
+            self.found.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("objective", ["sft", "pretrain"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, objective, dtype):
+    """For its sums and the norm of its gradients together."""
+    words = [f"train.objective={objective}", "train.sequence_length=64", "train.batch_tokens=256"]
+    trainer = make_trainer(tmp_path, *words, f"train.dtype={dtype}", "train.gradient_accumulation_steps=2")
+    trainer.step()
+    waits = []
+    monkeypatch.setattr("dlm_rag.training.trainer.to_host", lambda x: waits.append(x) or to_host(x))
+    with Asked() as asked:
+        trainer.step()
+    assert not asked.found and len(waits) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("objective", ["sft", "pretrain"])
+def test_nothing_else_in_a_step_waits_for_a_gpu(tmp_path, objective):
+    words = [f"train.objective={objective}", "train.sequence_length=64", "train.batch_tokens=256"]
+    trainer = make_trainer(tmp_path, "model.device=cuda", *words)
+    trainer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert math.isfinite(trainer.step()["loss"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
+    whole = make_trainer(tmp_path / "whole")
+    for _ in range(8):
+        whole.step()
+    first = make_trainer(tmp_path / "stopped")
+    for _ in range(5):
+        first.step()
+        if first.state.step in (2, 4):
+            first.save()
+    second = make_trainer(tmp_path / "stopped")
+    assert second.restore() and second.state.step == 4
+    while second.state.step < 8:
+        second.step()
+    assert second.state == whole.state
+    ours, theirs = clone_weights(second), clone_weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
+    """Real processes: one runs through, one is killed three times while it trains or saves."""
+
+    def command(folder, *more):
+        return [sys.executable, "train.py", "--out", str(tmp_path / folder), *MICRO_SETTINGS, *more]
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command("whole"), cwd=ROOT, env=environment, check=True, capture_output=True)
+    rng = random.Random(0)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for attempt in range(3):
+        process = subprocess.Popen(
+            command("killed", *["--resume"][: bool(attempt)]),
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until(lambda least=2 * attempt: count_lines(metrics) > least, process)
+        time.sleep(rng.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run(
+        command("killed", "--resume"), cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "going on from step" in done.stderr, done.stderr
+    ours, theirs = (
+        load_file(tmp_path / run / "model" / "model.safetensors") for run in ("killed", "whole")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(8)), "each step is in the metrics once"
+    assert "exact_match_4_hops" in lines[-1]
+    model = tmp_path / "whole" / "model"
+    Tokenizer.from_pretrained(model)
+    assert Denoiser.from_pretrained(model).config.evidence_layout == "independent"
+    card = json.loads((model / "training.json").read_text())
+    assert card["config"]["train"]["max_steps"] == 8
+    assert card["machines"][0]["attention"] == "sdpa" and card["machines"][0]["torch"] == torch.__version__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "words", "said"),
+    [
+        ("ulimit -f 200;", [], "the checkpoint of step 2 could not be written"),  # files of 200 KiB
+        ("", ["train.learning_rate=1e18", "train.save_steps=1", "train.warmup_steps=0"], "is not a number"),
+    ],
+    ids=["disk full", "loss not a number"],
+)
+def test_what_fails_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path, limit, words, said):
+    make_trainer(tmp_path, *words).save()
+    command = [sys.executable, "train.py", "--resume", "--out", str(tmp_path), *MICRO_SETTINGS, *words]
+    done = subprocess.run(
+        ["bash", "-c", f"{limit} exec {shlex.join(command)}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert said in done.stderr and "as it was" in done.stderr
+    trainer = make_trainer(tmp_path, *words)
+    assert trainer.restore()
+    assert all(value.isfinite().all() for value in clone_weights(trainer).values())
+
+
+def spoil(trainer, name):
+    """One weight has a gradient that is not a number in the next step."""
+    return trainer.denoiser.get_parameter(name).register_hook(lambda slope: slope * math.nan)
+
+
+def test_a_gradient_that_is_not_a_number_changes_no_weight(tmp_path):
+    trainer = make_trainer(tmp_path)
+    before = clone_weights(trainer)
+    spoil(trainer, "layers.0.self_attn.q_proj.weight")
+    with pytest.raises(RunError, match="the gradient of step 0 is not a number"):
+        trainer.step()
+    assert all(torch.equal(value, before[name]) for name, value in clone_weights(trainer).items())
+
+
+def test_muon_on_a_cpu_is_that_of_float32():
+    """Against the iteration in float64 (Jordan et al. 2024); torch's own, in bfloat16, is far from it."""
+    gradient = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    true = gradient.double() / gradient.double().norm()
+    for _ in range(5):
+        gram = true @ true.T
+        true = 3.4445 * true + (-4.7750 * gram + 2.0315 * gram @ gram) @ true
+    found = {}
+    (ours, _) = make_optimizers(tiny_denoiser(), TrainConfig())
+    for kind in (type(ours), torch.optim.Muon):
+        weight = torch.nn.Parameter(torch.zeros(6, 10))
+        weight.grad = gradient.clone()
+        kind([weight], lr=1.0, weight_decay=0.0).step()
+        found[kind] = (weight.detach() + true).abs().max().item()
+    assert found[type(ours)] < 1e-5 and found[torch.optim.Muon] > 1e-3
+
+
+def test_what_float16_cannot_hold_is_skipped_by_all_optimizers_and_the_scale_is_kept(tmp_path):
+    """The matrices are Muon's, the rest AdamW's: neither may move on gradients clipped by a NaN."""
+    words = ["train.dtype=float16", "train.save_steps=1"]
+    trainer = make_trainer(tmp_path, *words)
+    before, scale = clone_weights(trainer), trainer._scaler.get_scale()
+    spoiled = spoil(trainer, "layers.0.self_attn.q_proj.weight")
+    trainer.step()
+    assert all(torch.equal(value, before[name]) for name, value in clone_weights(trainer).items())
+    assert trainer._scaler.get_scale() == scale / 2
+    spoiled.remove()
+    trainer.step()
+    assert not torch.equal(clone_weights(trainer)["lm_head.weight"], before["lm_head.weight"])
+    trainer.save()
+    again = make_trainer(tmp_path, *words)
+    assert again.restore() and again._scaler.get_scale() == scale / 2
+
+
+@pytest.mark.slow
+def test_the_scale_of_losses_in_float16_is_that_of_torch(tmp_path, monkeypatch):
+    """Against torch's own loop, which asks the scaler to step: growth, an overflow, growth, a resume."""
+
+    def by_torch(trainer, norm):
+        for optimizer in trainer.optimizers:
+            trainer._scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        trainer._scaler.update()
+
+    words, scales = ["train.dtype=float16", "train.rows_per_set=2"], []
+    trainers = [make_trainer(tmp_path / name, *words) for name in ("ours", "theirs")]
+    monkeypatch.setattr(trainers[1], "_update", partial(by_torch, trainers[1]))
+    for step in range(6):
+        if step == 4:
+            trainers[0].save()
+            trainers[0] = make_trainer(tmp_path / "ours", *words)
+            assert trainers[0].restore()
+        for trainer in trainers:
+            trainer._scaler.set_growth_interval(2)
+            with ExitStack() as stack:
+                if step == 2:  # of both optimizers, for torch asks each by itself
+                    for name in ("embed_tokens.weight", "layers.0.mlp.up_proj.weight"):
+                        stack.callback(spoil(trainer, name).remove)
+                trainer.step()
+        ours, theirs = map(clone_weights, trainers)
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), step
+        states = [trainer._scaler.state_dict() for trainer in trainers]
+        assert states[0] == states[1]
+        scales.append(states[0]["scale"] / 2**16)
+    assert scales == [1, 2, 1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_float16_scales_its_loss_and_bfloat16_needs_not(tmp_path):
+    losses = {
+        dtype: [make_trainer(tmp_path / dtype, f"train.dtype={dtype}").step()["loss"] for _ in range(1)]
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
+    assert losses["float16"] == pytest.approx(losses["float32"], rel=1e-2)
+    trainer = make_trainer(tmp_path, "train.dtype=float16", "train.max_steps=30", "train.warmup_steps=3")
+    found = [trainer.step()["loss"] for _ in range(30)]
+    assert sum(found[-5:]) < 0.9 * sum(found[:5]), "it learns"
+    assert trainer._scaler.get_scale() > 1
+
+
+def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monkeypatch):
+    words = [*MICRO_SETTINGS, "train.max_steps=2", "train.eval_steps=1", "train.save_steps=100"]
+    config, scores = load_config(None, words), QuestionValidation.compute_scores
+
+    def fails(self, trainer):
+        if trainer.state.step == 2:
+            raise ConnectionError("no route to host")
+        return scores(self, trainer)
+
+    def go_on():
+        run_training(config, open_initial_model(config), tmp_path, SINGLE_PROCESS, StopSignal())
+        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(QuestionValidation, "compute_scores", fails)
+        with pytest.raises(ConnectionError):
+            go_on()
+    assert find_resume_point(tmp_path, [""])[0] == 2, "the step is saved"
+    first, last = go_on()
+    assert "exact_match" in first and "exact_match" in last and last["step"] == 1
+    assert (tmp_path / "model").exists() and go_on() == [first, last], "and not made up for again"
+
+
+@pytest.mark.parametrize("objective", ["sft", "pretrain"])
+def test_bfloat16_trains_validates_saves_resumes_and_exports(tmp_path, objective):
+    words = ["train.dtype=bfloat16", f"train.objective={objective}", "train.sequence_length=64"]
+    words += ["train.batch_tokens=256", "decode.max_new_tokens=64"]
+    trainer, validation = open_trainer(load_config(None, [*MICRO_SETTINGS, *words]), tmp_path)
+    trainer.step()
+    trainer.save()
+    assert 0 < validation.compute_scores(trainer)["nelbo_per_token"] < 10
+    again = make_trainer(tmp_path, *words)
+    assert again.restore() and again.step() == trainer.step()
+    assert all(value.dtype == torch.float32 for value in clone_weights(again).values())
+    again.export(tmp_path / "model")
+    assert Denoiser.from_pretrained(tmp_path / "model").config == trainer.denoiser.config
+
+
+def test_a_folder_is_trained_in_by_one_run_at_a_time(tmp_path):
+    lock = acquire_file_lock(tmp_path / "train.lock", "the run")
+    with pytest.raises(ConfigError, match=f"the run in {tmp_path} is being written by another process"):
+        commands.train.main(["--out", str(tmp_path), *MICRO_SETTINGS])
+    assert not (tmp_path / "metrics.jsonl").exists()
+    release_file_lock(lock)
+    with commands.train.lock_run_folder(tmp_path, SINGLE_PROCESS):
+        assert (tmp_path / "train.lock").exists()
+    assert not (tmp_path / "train.lock").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew_and_says_so(tmp_path, capsys):
+    """What it has left: its lock, a world half written, perhaps metrics."""
+    (tmp_path / "validation.building").mkdir()
+    (tmp_path / "train.lock").touch()
+    words = ["--out", str(tmp_path), *MICRO_SETTINGS, "train.max_steps=1"]
+    commands.train.main([*words, "--resume"])
+    assert f"{tmp_path} has no checkpoint: the run begins again" in capsys.readouterr().err
+    assert (tmp_path / "model" / "README.md").exists() and find_resume_point(tmp_path, [""])[0] == 1
+    with pytest.raises(ConfigError, match="holds a run already: add --resume to go on"):
+        commands.train.main(words)
+
+
+def cut_shard(checkpoint):
+    shard = next(checkpoint.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it, what is said
+    "step-00000009": (Path.touch, "state.json cannot be read (Not a directory)"),
+    "step-00000008": (Path.mkdir, "state.json cannot be read (No such file"),
+    "step-last": (Path.mkdir, "its name is not that of a checkpoint"),
+    "step-9": (Path.mkdir, "its name is not that of a checkpoint"),
+    "step-00000004": (cut_shard, ".safetensors is cut short"),
+    **{
+        f"step-0000001{n}": (text, says)
+        for n, (text, says) in enumerate(
+            {
+                "": "the line is not JSON",
+                "[]": "the line is not a JSON object",
+                '{"format": 2}': "state.json: state",
+                '{"format": 2, "run": {}, "phase": {}, "state": []}': "state.json: state",
+                '{"format": 2, "run": {}, "phase": {}, "state": {"step": "4"}}': "state.json: state.step",
+                '{"format": 2, "run": {}, "phase": {}, "state": {"step": 4}}': "state.json: state.phase",
+                '{"format": 2, "state": {"step": 4, "phase": "", "phase_step": 4, "tasks": {}}}': "run",
+            }.items()
+        )
+    },
+}
+
+
+def test_what_is_no_whole_checkpoint_is_passed_over_and_left_alone(tmp_path, capsys):
+    trainer = make_trainer(tmp_path)
+    for _ in range(2):
+        trainer.step()
+        trainer.step()
+        trainer.save()
+    folder = tmp_path / "checkpoints"
+    for name, (harm, _) in BROKEN.items():
+        if isinstance(harm, str):
+            (folder / name).mkdir()
+            (folder / name / "state.json").write_text(harm)
+        else:
+            harm(folder / name)
+    passed = {line.split(" is passed over: ")[0]: line for line in scan_checkpoints(tmp_path).skipped}
+    for name, (_, says) in BROKEN.items():
+        assert says in passed.pop(str(folder / name)), name
+    assert not passed
+    again = make_trainer(tmp_path)
+    assert again.restore() and again.state.step == 2
+    again.step()
+    again.save()
+    assert find_latest_checkpoint(tmp_path)[0].name == "step-00000003"
+    assert {path.name for path in folder.iterdir()} == {*BROKEN, "step-00000002", "step-00000003"}
+    again.step()
+    again.save()
+    assert find_latest_checkpoint(tmp_path)[0].name == "step-00000004", "what was broken is written anew"
+
+
+@pytest.mark.slow
+def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
+    """A real process; what it says is how to go on, and the run that goes on is the whole one's."""
+
+    def start(folder, *more):
+        command = [
+            sys.executable,
+            "train.py",
+            "--out",
+            str(folder),
+            *MICRO_SETTINGS,
+            "train.save_steps=1000",
+            *more,
+        ]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        metrics = folder / "metrics.jsonl"
+        before = count_lines(metrics)
+        wait_until(lambda: count_lines(metrics) > before, process)
+        process.send_signal(signal.SIGINT)
+        return process
+
+    process = start(tmp_path, "train.max_steps=100000")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and "which is saved: --resume goes on" in err, err
+    assert "stopping after this step" in err and "Traceback" not in err
+    saved = find_resume_point(tmp_path, [""])[0]
+    assert saved > 0
+    # Steps of several seconds, so that the second comes in the one that the first has let go on.
+    process = start(
+        tmp_path / "long",
+        "train.max_steps=100000",
+        "train.passage_sets_per_step=200",
+    )
+    time.sleep(1.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
+    assert "stopping after this step" in err and "stopped after step" not in err
+
+
+def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
+    make_trainer(tmp_path).save()
+    assert make_trainer(tmp_path, "train.max_steps=20", "train.wandb=offline").restore()
+    with pytest.raises(ConfigError, match=r"begun with train.learning_rate=0.008, not 0.1"):
+        make_trainer(tmp_path, "train.learning_rate=0.1").restore()
+    with pytest.raises(ConfigError, match=r"the run was begun with retrieval.top_k=3, not 4"):
+        make_trainer(tmp_path, "retrieval.top_k=4").restore()
+    state = find_latest_checkpoint(tmp_path)[0] / "state.json"
+    record = json.loads(state.read_text())
+    del record["phase"]["train.weight_decay"]  # of a run that was begun before there was such a setting
+    del record["digest"]
+    state.write_text(json.dumps(record))
+    assert make_trainer(tmp_path).restore()
+    with pytest.raises(ConfigError, match=r"begun with train.weight_decay=0.0, not 0.1"):
+        make_trainer(tmp_path, "train.weight_decay=0.1").restore()
+    adapted = [*MICRO_SETTINGS, "train.objective=adapt"]
+    config = load_config(None, adapted)
+    assert "train.max_steps" in collect_phase_settings(config, config.train, AdaptTask)
+
+
+@pytest.mark.slow
+def test_loss_falls(tmp_path):
+    trainer = make_trainer(tmp_path, "train.max_steps=40", "train.warmup_steps=5")
+    losses = [trainer.step()["loss"] for _ in range(40)]
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+
+
+def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
+    task = make_trainer(tmp_path, "retrieval.top_k=7").task
+    right, counts, state = {"name_accuracy": 1.0}, {"pointed": 5.0}, {}
+    assert task.conditions(state) == (2, 2)
+    for _ in range(200):
+        assert task.advance(state, {"name_accuracy": 0.0}, {"pointed": 0.0})["stage"] == state.get(
+            "stage", 0
+        )
+        state = task.advance(state, right, counts)
+        if state["stage"] == 1:
+            break
+    assert task.conditions(state) == (2, 4) and state["name_accuracy"] == 0.3
+    for _ in range(200):
+        state = task.advance(state, right, counts)
+    assert task.conditions(state) == (4, 7), "and stays there"
+
+
+def test_the_rate_falls_over_the_last_steps():
+    shares = [compute_decay_factor(step, 10, 0.4) for step in range(10)]
+    assert shares == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(METRICS_LINES[:2]) + METRICS_LINES[2][:13])
+    report = MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), from_step=1)
+    assert path.read_text() == METRICS_LINES[0]
+    assert report.read_history() == [json.loads(METRICS_LINES[0])]
+    path.write_text(METRICS_LINES[0].rstrip())
+    MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), from_step=1)
+    assert path.read_text() == METRICS_LINES[0], "it lacked its line break and nothing else"
+
+
+def test_what_is_no_line_of_metrics_stays_and_is_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    foreign = ["garbage\n", "\udcff\n", "[1]\n", '{"step": "1"}\n', '{"step": 1}\n', "\n"]
+    path.write_text("".join([METRICS_LINES[0], *foreign, METRICS_LINES[1]]), errors="surrogateescape")
+    before = path.read_bytes()
+    report = MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), from_step=2)
+    assert path.read_bytes() == before and [line["step"] for line in report.read_history()] == [0, 1]
+    report.log_validation({"exact_match": 0.5})
+    assert path.read_bytes() == before[:-2] + b', "exact_match": 0.5}\n'
+    MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), from_step=1)
+    assert path.read_bytes() == before[: -len(METRICS_LINES[1])]
+
+
+@pytest.mark.parametrize("what", ["begin", "scores"])
+def test_a_kill_while_metrics_are_rewritten_leaves_the_old_ones(tmp_path, monkeypatch, what):
+    """A new file takes the place of the old one at once, or not at all."""
+    path, config = tmp_path / "metrics.jsonl", load_config(None, MICRO_SETTINGS)
+    path.write_text("".join(METRICS_LINES))
+    report = MetricsLogger(tmp_path, config, from_step=3)
+    monkeypatch.setattr("pathlib.Path.replace", None)
+    with pytest.raises(TypeError):
+        report.log_validation({"exact_match": 0.5}) if what == "scores" else MetricsLogger(
+            tmp_path, config, 2
+        )
+    assert path.read_text() == "".join(METRICS_LINES)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_wandb_offline_needs_no_account_and_no_network_and_a_resumed_run_is_the_same_run(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = load_config(None, [*MICRO_SETTINGS, "train.wandb=offline"])
+    shown = dict.fromkeys(("loss", "name_accuracy", "pointer_mass"), 0.5)
+    for step in range(2):
+        with MetricsLogger(tmp_path, config, from_step=step) as report:
+            line = {"step": step, "seconds": 1.0, "tokens": 20, "supervised_tokens": 10, "rows": 4}
+            report.log_step(line | shown)
+    runs = [*(tmp_path / "wandb").glob("offline-run-*")]
+    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "the id"
+    assert all(list(run.glob("*.wandb")) for run in runs)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_a_resumed_run_asks_wandb_for_the_run_that_it_began(tmp_path, monkeypatch):
+    """And another run for another; what the client is asked for, without it."""
+    asked = []
+    fake = SimpleNamespace(init=lambda **settings: asked.append(settings), Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = load_config(None, ["train.wandb=online"])
+    for folder in ("a", "a", "b"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        start_wandb(config, tmp_path / folder)
+    first, again, other = (settings["id"] for settings in asked)
+    assert first == again != other and {settings["resume"] for settings in asked} == {"allow"}
+    prepare_run_folder(tmp_path / "a", resume=False)  # which holds what a run leaves before its first step
+
+
+def test_the_command_of_a_card_can_be_pasted(monkeypatch):
+    from dlm_rag.training.model_card import make_train_command
+
+    monkeypatch.setattr(
+        "sys.argv", ["/x/train.py", "--out", "my run", "--resume", "data.corpus=it's.jsonl"]
+    )
+    assert shlex.split(make_train_command())[1:] == [
+        "train.py",
+        "--out",
+        "my run",
+        "data.corpus=it's.jsonl",
+    ]

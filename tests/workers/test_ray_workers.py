@@ -1,0 +1,361 @@
+"""Workers under Ray: killed, placed, interrupted; the answers are those of one process."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from dlm_rag.commands import evaluate
+from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.decode.trace_file import read_trace
+from dlm_rag.errors import ConfigError, CorpusError, RunError
+from dlm_rag.questions import Question
+from dlm_rag.workers import worker_pool as pool_module
+from dlm_rag.workers.placement import WorkerPlacement, plan_cluster_workers
+from dlm_rag.workers.question_queue import MAX_SHARED_DEATHS, MAX_SOLO_DEATHS
+from dlm_rag.workers.ray_cluster import summarize_ray_error
+from dlm_rag.workers.worker_pool import WorkerPool
+from tests.support.commands import call, model  # noqa: F401 - fixtures
+from tests.support.fake_workers import FakeDecoderFactory, make_finished_rollout
+from tests.support.passages import write_jsonl_file
+from tests.support.paths import ROOT
+from tests.support.processes import RAY_TOKEN, count_lines, wait_until
+from tests.support.results import make_stamp
+from tests.support.rollouts import strip_times_and_confidences
+from tests.support.traces import HEADER
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("ray") is None, reason="pip install 'dlm_rag[workers]'"),
+]
+QUESTIONS = SHIPPED_FOLDER / "world" / "questions.jsonl"
+MOST_SECONDS = 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings(ray_token):
+    """Where fakes are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
+
+
+def processes(mark: bytes) -> dict[int, bytes]:
+    """Command line by id of the processes whose environment holds `mark`; this one is none of them."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.name) != os.getpid() and mark in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+        except OSError:  # it has ended, or is another's
+            continue
+    return {number: words for number, words in found.items() if words}
+
+
+def workers(mark: bytes) -> list[int]:
+    return [number for number, words in processes(mark).items() if words.startswith(b"ray::Worker")]
+
+
+@pytest.fixture
+def mark(monkeypatch) -> bytes:
+    """What the environment of every process of a test holds."""
+    monkeypatch.setenv("DLM_RAG_TEST", name := f"{os.getpid()}-{time.monotonic_ns()}")
+    return f"DLM_RAG_TEST={name}".encode()
+
+
+def gone(mark: bytes, seconds: float = 120) -> bool:
+    """Whether nothing is left of a run; Ray's own agents see at their own pace that they are alone."""
+    end = time.monotonic() + seconds
+    while processes(mark) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not processes(mark)
+
+
+def open_pool(crew: WorkerPool, factory: FakeDecoderFactory, energy: str = "none") -> list[dict]:
+    return crew.open(factory, "fake", energy, 4)
+
+
+def asked(count: int, prefix: str = "q", **texts: str) -> list[Question]:
+    """Questions; `texts`: of some of them, what the fake is to do."""
+    return [Question(f"{prefix}{n}", texts.get(f"{prefix}{n}", "Who?")) for n in range(count)]
+
+
+def test_summaries_of_deaths_have_no_ids_of_ray():
+    from ray import exceptions
+
+    name = "0123456789abcdef01000000"
+    for error in (
+        exceptions.ActorUnavailableError("rpc error: peer closed", bytes.fromhex(name[:8] * 4)),
+        exceptions.WorkerCrashedError(),
+        exceptions.LocalRayletDiedError(),
+        exceptions.ObjectLostError(name, None, ""),
+        exceptions.OwnerDiedError(name, None, ""),
+        exceptions.RpcError(f"actor {name} is of another job"),
+    ):
+        said = summarize_ray_error(error)
+        assert said and not re.search("[0-9a-f]{16}", said) and "/tmp/ray" not in said, said
+
+
+def test_a_hundred_kills_lose_nothing_and_repeat_nothing(tmp_path, mark, caplog):
+    """Workers are killed while they start, load and answer; each run has files of its own."""
+    rng, kills, runs = random.Random(0), [], 0
+
+    def kill():
+        """At some time after the answer that brought it about; whoever is there then, ready or not."""
+        time.sleep(rng.random() * 0.2)
+        if alive := workers(mark):
+            os.kill(rng.choice(alive), signal.SIGKILL)
+            kills.append(time.monotonic())
+
+    with WorkerPool("local", WorkerPlacement(3, 1, 3)) as crew:
+        while len(kills) < 100:
+            files = tmp_path / f"{runs}.jsonl", tmp_path / f"{runs}-trace.jsonl"
+            file, questions = AnswersFile(*files), asked(300)
+            file.open_run(make_stamp(), HEADER)
+            open_pool(crew, FakeDecoderFactory(places=4, seconds=0.01))
+            killer = threading.Thread(target=kill)
+            for rollout in crew.stream(questions, make_finished_rollout):
+                file.append(rollout)
+                if len(kills) < 100 and not killer.is_alive() and rng.random() < 0.1:
+                    killer = threading.Thread(target=kill)
+                    killer.start()
+            if killer.ident is not None:
+                killer.join()
+            file.close()
+            runs += 1
+            for path in files:
+                lines = [json.loads(line) for line in path.read_text().splitlines()]
+                lines = [line for line in lines if "id" in line]
+                assert sorted(line["id"] for line in lines) == sorted(q.id for q in questions)
+                assert not [line for line in lines if line.get("error")]
+    assert len(kills) == 100 and runs > 1
+    assert "it was killed, or it crashed): it is restarted" in caplog.text
+    assert gone(mark), processes(mark)
+
+
+def test_what_kills_its_workers_is_given_up_and_the_others_are_answered(mark, caplog):
+    with WorkerPool("local", WorkerPlacement(2, 1, 2)) as crew:
+        open_pool(crew, FakeDecoderFactory())
+        found = {r.id: r for r in crew.stream(asked(30, q7="kill"), make_finished_rollout)}
+        assert len(found) == 30 and "answered" in crew.describe() and "2 workers" in crew.describe()
+        failed = {name: rollout.error for name, rollout in found.items() if rollout.error}
+        assert set(failed) == {"q7"}
+        assert failed["q7"].startswith(
+            f"{MAX_SHARED_DEATHS + MAX_SOLO_DEATHS} workers died with this question, the last "
+            f"{MAX_SOLO_DEATHS}"
+        )
+        with pytest.raises(CorpusError, match="^the corpus has changed$"):
+            list(crew.stream(asked(3, "r", r1="raise"), make_finished_rollout))
+    with (
+        pytest.raises(
+            RunError, match=r"died 5 times before it was ready \(it was killed.*log is in /tmp"
+        ) as end,
+        WorkerPool("local", WorkerPlacement(1, 1, 1)) as crew,
+    ):
+        open_pool(crew, FakeDecoderFactory(dies_while_loading=True))
+    logs = Path(str(end.value).rpartition(" ")[2])
+    assert logs.is_dir()
+    shutil.rmtree(logs)
+    assert gone(mark)
+
+
+def test_idle_power_is_measured_while_no_worker_loads_or_works(tmp_path, mark):
+    with WorkerPool("local", WorkerPlacement(3, 1, 3)) as crew:
+        for job in range(2):
+            log = tmp_path / f"{job}.txt"
+            open_pool(crew, FakeDecoderFactory(interval_log=str(log)), "idle")
+            lines = [line.split() for line in log.read_text().splitlines()]
+            spans = {
+                what: [(float(begin), float(end)) for name, begin, end in lines if name == what]
+                for what in ("load", "idle")
+            }
+            assert len(spans["load"]) == len(spans["idle"]) == 3
+            assert max(end for _, end in spans["load"]) <= min(begin for begin, _ in spans["idle"])
+            assert len({r.id for r in crew.stream(asked(9), make_finished_rollout)}) == 9
+        list(crew.stream(asked(9, q3="kill"), make_finished_rollout))
+        assert crew.read_energy().joules is None
+        assert sum(line.startswith("idle") for line in log.read_text().splitlines()) == 3
+    assert gone(mark)
+
+
+def port() -> int:
+    """A free one below those that Ray gives to its workers."""
+    for number in range(9400, 9900):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", number)):
+                return number
+    raise AssertionError("no port is free")
+
+
+@contextmanager
+def cluster(monkeypatch, nodes: int):
+    """A cluster of nodes of one core on this machine: its address, itself, its nodes beside the head."""
+    for name, value in {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "GRPC_ENABLE_FORK_SUPPORT": "0",  # see docs/workers.md
+        "RAY_health_check_initial_delay_ms": "500",
+        "RAY_health_check_period_ms": "300",
+        "RAY_health_check_failure_threshold": "3",
+    }.items():
+        monkeypatch.setenv(name, value)
+    from ray.cluster_utils import Cluster
+
+    own = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    head = own | {"ray_client_server_port": (at := port()), "include_dashboard": False}
+    there = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        yield f"ray://127.0.0.1:{at}", there, [there.add_node(**own) for _ in range(nodes - 1)]
+    finally:
+        there.shutdown()
+
+
+def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplog):
+    places = partial(plan_cluster_workers, gpus=False, weights=1)
+    with cluster(monkeypatch, 3) as (address, there, others):
+        with WorkerPool(address, places) as crew:
+            machines = open_pool(crew, FakeDecoderFactory(), "auto")
+            assert machines == [{"name": "a machine", "sharing": 1}]
+            found = []
+            for rollout in crew.stream(questions := asked(600), make_finished_rollout):
+                found.append(rollout)
+                if len(found) == 60:
+                    there.remove_node(others[0], allow_graceful=False)
+            assert sorted(r.id for r in found) == sorted(q.id for q in questions)
+            assert not [r for r in found if r.error]
+            assert "it is restarted" in caplog.text
+            drawn = crew.read_energy()
+            assert drawn.joules is None and "a worker has died" in drawn.reason
+            monkeypatch.setattr(pool_module, "PLACEMENT_TIMEOUT_SECONDS", 3.0)
+            open_pool(crew, FakeDecoderFactory(seconds=0.01))  # goes on with two
+            assert "no place for worker" in caplog.text and "the others go on" in caplog.text
+            assert len({r.id for r in crew.stream(asked(20), make_finished_rollout)}) == 20
+            assert not crew.read_energy().was_requested
+        hold = (
+            "import ray, sys, time\n"
+            "ray.init(sys.argv[1], log_to_driver=False)\n"
+            "print(ray.get(ray.util.placement_group([{'CPU': 1}]).ready()), flush=True)\n"
+            "time.sleep(600)\n"
+        )
+        other = subprocess.Popen([sys.executable, "-c", hold, address], stdout=subprocess.PIPE)
+        try:
+            assert other.stdout.readline()
+            with (
+                pytest.raises(ConfigError, match="no place for worker 2 of 2 within 3 s"),
+                WorkerPool(address, places) as crew,
+            ):
+                open_pool(crew, FakeDecoderFactory())
+        finally:
+            other.kill()
+            other.wait()
+
+
+def test_a_cluster_that_is_not_there_is_a_sentence_at_once():
+    with (
+        pytest.raises(ConfigError, match="can be reached at ray://127.0.0.1:1"),
+        WorkerPool("ray://127.0.0.1:1", partial(plan_cluster_workers, gpus=False, weights=1)) as crew,
+    ):
+        open_pool(crew, FakeDecoderFactory())
+
+
+def command(out: Path, *more: str) -> list[str]:
+    return [
+        sys.executable, str(ROOT / "sample.py"), "--questions", str(QUESTIONS), "--out", str(out),
+        "--trace", f"{out}.trace", "decode.batch_size=16", *more,
+    ]  # fmt: skip
+
+
+def until(process: "subprocess.Popen[str]", out: Path, answers: int) -> None:
+    """Waits for so many answers."""
+    wait_until(lambda: count_lines(out) >= answers, process, MOST_SECONDS)
+
+
+def test_400_answers_are_those_of_one_process_whatever_ends_the_run(tmp_path, mark):
+    """Begun with workers, ended by Ctrl-C, SIGTERM and SIGKILL, gone on without; and the reverse."""
+    own = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {name: value for name, value in own.items() if name not in RAY_TOKEN}
+
+    def start(*words) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            words, env=env, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+
+    out, answers = tmp_path / "split.jsonl", 0
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)):
+        process = start(*command(out, "workers=2"))
+        until(process, out, answers + 10)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        printed, err = process.communicate(timeout=MOST_SECONDS)
+        assert process.returncode == status and not printed and "Traceback" not in err and "ray" not in err
+        assert ("the same command goes on from here" in err) == (number == signal.SIGINT)
+        assert gone(mark), processes(mark)
+        kept, answers = answers, out.read_text().count("\n")
+        assert not kept or f"{kept} of 400 questions are answered already" in err
+    assert 30 <= answers < 400
+    process = start(*command(out, "workers=2"))
+    until(process, out, answers + 10)
+    os.kill(workers(mark)[0], signal.SIGKILL)
+    until(process, out, answers + 100)
+    process.send_signal(signal.SIGINT)
+    assert "it is restarted" in process.communicate(timeout=MOST_SECONDS)[1]
+    process = start(*command(out))  # without workers
+    printed, err = process.communicate(timeout=MOST_SECONDS)
+    assert process.returncode == 0 and "rounding may differ" not in err, err
+    assert out.read_text().count("\n") == 400
+
+    alone = tmp_path / "alone.jsonl"
+    process = start(*command(alone, "limit=80"))
+    until(process, alone, 20)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=MOST_SECONDS)
+    process = start(*command(alone, "limit=80", "workers=2"))
+    _, err = process.communicate(timeout=MOST_SECONDS)
+    assert process.returncode == 0 and "2 workers, cpu float32" in err and gone(mark)
+
+    whole = tmp_path / "whole.jsonl"
+    assert start(*command(whole)).wait(MOST_SECONDS) == 0
+    expected = {r.id: strip_times_and_confidences(r) for r in read_trace(Path(f"{whole}.trace"))}
+    assert len(expected) == 400
+    for path, count in ((out, 400), (alone, 80)):
+        found = list(read_trace(Path(f"{path}.trace")))
+        assert len(found) == len({r.id for r in found}) == count
+        assert all(strip_times_and_confidences(rollout) == expected[rollout.id] for rollout in found)
+        stamps = [json.loads(Path(f"{p}.run.json").read_text()) for p in (path, whole)]
+        assert [s["machines"] for s in stamps] == [stamps[1]["machines"]] * 2
+        assert stamps[0]["answers_depend_on"] == stamps[1]["answers_depend_on"]
+
+
+def test_evaluate_compares_over_the_same_workers(call, tmp_path, monkeypatch, mark):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    questions = [{"id": f"n{n}", "question": f"Who wrote book {n}?", "golden_answers": ["x"],
+                  "supporting_ids": ["emma"]} for n in range(12)]  # fmt: skip
+    path = write_jsonl_file(tmp_path / "q.jsonl", questions)
+    words = ["--questions", path, "--compare", "interleaved,static,oracle", "retrieval.top_k=1"]
+    code, _, err = call(*words, "--out", tmp_path / "many", "workers=2", program=evaluate)
+    assert code == 0 and err.count("12 questions in") == 3 and err.count("2 workers") == 3, err
+    assert gone(mark)
+    code, _, err = call(*words, "--out", tmp_path / "one", program=evaluate)
+    assert code == 0, err
+    scores = [json.loads((tmp_path / name / "scores.json").read_text()) for name in ("many", "one")]
+    for record in scores:
+        del record["command"]
+        for setting in record["settings"].values():
+            del setting["stamp"]
+            for group in setting["groups"].values():
+                del group["seconds"]
+    assert scores[0] == scores[1]

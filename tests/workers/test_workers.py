@@ -1,0 +1,339 @@
+"""Workers without Ray: who is asked what, how many there are, what one of them does."""
+
+import asyncio
+import json
+import logging
+import pickle
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlm_rag import machine
+from dlm_rag.commands.answer_job import PreparedQuestions, plan_answer_job
+from dlm_rag.commands.executors import make_decoder_factory, open_engines
+from dlm_rag.commands.startup import check_weights_fit, prepare_decoder
+from dlm_rag.config import Config, load_config
+from dlm_rag.decode.trace_file import read_trace
+from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.model.checkpoint import open_checkpoint
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.flops import count_weight_bytes
+from dlm_rag.questions import Question
+from dlm_rag.workers.placement import (
+    WorkerPlacement,
+    check_ray_installed,
+    plan_cluster_workers,
+    plan_local_workers,
+)
+from dlm_rag.workers.question_queue import MAX_SHARED_DEATHS, MAX_SOLO_DEATHS, QuestionQueue
+from dlm_rag.workers.worker import Worker
+from tests.support.fake_workers import FakeDecoder, FakeDecoderFactory
+from tests.support.properties import hypothesis_settings
+from tests.support.rollouts import strip_times_and_confidences
+from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+
+CPU = torch.device("cpu")
+ASKED = [Question(f"q{n}", "Who?") for n in range(40)]
+
+
+@hypothesis_settings(50)
+@given(st.data())
+def test_every_question_is_answered_or_given_up_once_whoever_dies(data):
+    """Workers take, answer and die at random; some questions kill whoever holds them, in the end."""
+    workers, most = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    bad = {f"q{n}" for n in data.draw(st.sets(st.integers(0, 39), max_size=3))}
+    shares, held = QuestionQueue(ASKED), {n: [] for n in range(workers)}
+    answered, given_up, deaths = [], [], Counter()
+    for _ in range(5000):
+        if shares.done:
+            break
+        worker = data.draw(st.integers(0, workers - 1))
+        given = shares.assign(worker, most, workers)
+        held[worker] += given
+        assert len(held[worker]) <= most
+        alone = [q for q in held[worker] if deaths[q.id] >= MAX_SHARED_DEATHS]
+        assert not alone or len(held[worker]) == 1, "a suspect has no company"
+        poisoned = [question.id for question in held[worker] if question.id in bad]
+        if poisoned or (held[worker] and sum(deaths.values()) < 30 and data.draw(st.booleans())):
+            deaths.update(question.id for question in held[worker])
+            lost = shares.requeue(worker)
+            assert all(deaths[question.id] == MAX_SHARED_DEATHS + MAX_SOLO_DEATHS for question in lost)
+            given_up += [question.id for question in lost]
+            held[worker] = []
+        elif held[worker]:
+            question = held[worker].pop(data.draw(st.integers(0, len(held[worker]) - 1)))
+            shares.mark_answered(worker, question.id)
+            answered.append(question.id)
+    assert shares.done
+    assert sorted(answered + given_up) == sorted(question.id for question in ASKED)
+    assert bad <= set(given_up), "what kills is given up"
+
+
+def test_who_shared_a_worker_with_a_bad_question_is_answered():
+    shares, answered = QuestionQueue(ASKED), []
+    while not shares.done:
+        given = shares.assign(0, 8, 1)
+        if any(question.id == "q3" for question in given) or not given:
+            lost = shares.requeue(0)
+            continue
+        for question in given:
+            shares.mark_answered(0, question.id)
+            answered.append(question.id)
+    assert [question.id for question in lost] == ["q3"] and len(answered) == len(set(answered)) == 39
+
+
+def test_few_questions_are_shared_evenly_and_each_worker_gets_no_more_than_it_holds():
+    shares = QuestionQueue(ASKED[:9])
+    assert [len(shares.assign(worker, 8, 3)) for worker in (0, 0, 1, 2, 1)] == [3, 0, 3, 3, 0]
+    shares = QuestionQueue(ASKED)
+    assert [len(shares.assign(0, 8, 3)), len(shares.assign(0, 8, 3))] == [8, 0]
+
+
+def test_cores_are_those_of_the_affinity_and_of_every_control_group_around(tmp_path, monkeypatch):
+    groups, own = tmp_path / "sys/fs/cgroup", tmp_path / "proc/self/cgroup"
+    (groups / "a/b").mkdir(parents=True)
+    own.parent.mkdir(parents=True)
+    assert machine._read_cgroup_cpu_quota(tmp_path) == float("inf")
+    (groups / "cpu.max").write_text("max 100000\n")
+    own.write_text("0::/a/b\n")
+    assert machine._read_cgroup_cpu_quota(tmp_path) == float("inf")
+    (groups / "a/cpu.max").write_text("350000 100000\n")
+    (groups / "a/b/cpu.max").write_text("800000 100000\n")
+    assert machine._read_cgroup_cpu_quota(tmp_path) == 3.5
+    own.write_text("")  # version 1
+    (groups / "cpu").mkdir()
+    (groups / "cpu/cpu.cfs_quota_us").write_text("150000\n")
+    (groups / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert machine._read_cgroup_cpu_quota(tmp_path) == 1.5
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
+    for quota, cores in ((float("inf"), 8), (3.5, 3), (0.2, 1)):
+        monkeypatch.setattr(machine, "_read_cgroup_cpu_quota", lambda quota=quota: quota)
+        assert machine.count_usable_cores() == cores
+
+
+@pytest.mark.parametrize(("system", "counted"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
+def test_peak_memory_is_in_bytes_whatever_the_system_counts(monkeypatch, system, counted):
+    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=counted))
+    monkeypatch.setattr("sys.platform", system)
+    assert machine.get_peak_memory_bytes() == 3 * 2**30
+
+
+@pytest.fixture
+def eight_cores(monkeypatch):
+    monkeypatch.setattr("dlm_rag.workers.placement.count_usable_cores", lambda: 8)
+    monkeypatch.setattr("dlm_rag.workers.placement.read_host_memory", lambda: {"available": 32 * 10**9})
+    monkeypatch.setattr("dlm_rag.workers.placement.get_device_memory_bytes", lambda device: 64e9)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_workers_of_a_cpu_share_its_cores_and_its_memory(eight_cores, monkeypatch):
+    assert plan_local_workers("auto", CPU, 10**6) == WorkerPlacement(8, 1, 8)
+    assert plan_local_workers("auto", CPU, 4 * 10**9) == WorkerPlacement(4, 2, 4), (
+        "twice the weights for each"
+    )
+    assert plan_local_workers("auto", CPU, 40 * 10**9) == WorkerPlacement(1, 8, 1)
+    assert plan_local_workers("3", CPU, 10**6) == WorkerPlacement(3, 2, 3)
+    assert plan_local_workers("16", CPU, 10**6) == WorkerPlacement(16, 1, 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert plan_local_workers("2", CPU, 10**6) == WorkerPlacement(2, 1, 2), (
+        "no more threads than one process would take"
+    )
+    with pytest.raises(ConfigError, match=r"workers=5 load 16 GB of weights each, .* has 64 GB"):
+        plan_local_workers("5", CPU, 16 * 10**9)
+
+
+def test_one_worker_for_each_gpu(eight_cores, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    gpu = torch.device("cuda")
+    assert plan_local_workers("auto", gpu, 10**9) == WorkerPlacement(4, 2, 1, gpus_per_worker=1)
+    assert plan_local_workers("2", gpu, 10**9) == WorkerPlacement(2, 4, 1, gpus_per_worker=1)
+    with pytest.raises(ConfigError, match="workers=5: 4 GPUs .* workers=4"):
+        plan_local_workers("5", gpu, 10**9)
+    for one in ("cuda:1", "mps"):
+        with pytest.raises(ConfigError, match=f"model.device={one} is one"):
+            plan_local_workers("auto", torch.device(one), 10**9)
+
+
+def test_workers_of_a_cluster_are_as_many_as_its_nodes_offer():
+    nodes = [{"CPU": 16.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}]
+    assert plan_cluster_workers(nodes, True, 10**12) == WorkerPlacement(8, 2, 1, gpus_per_worker=1)
+    with pytest.raises(ConfigError, match="8 GPUs, and model.device=cpu"):
+        plan_cluster_workers(nodes, False, 1)
+    nodes = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 8.0, "memory": 64e9}, {"memory": 64e9}]
+    assert plan_cluster_workers(nodes, False, 10**9) == WorkerPlacement(12, 1, 8)
+    assert plan_cluster_workers(nodes, False, 2 * 10**9) == WorkerPlacement(10, 1, 8)
+    with pytest.raises(ConfigError, match="0 GPUs, and model.device=cuda"):
+        plan_cluster_workers(nodes, True, 1)
+    with pytest.raises(ConfigError, match="no CPU to offer"):
+        plan_cluster_workers([{}], False, 1)
+
+
+def test_without_ray_the_remedy_is_a_command(monkeypatch):
+    monkeypatch.setattr("dlm_rag.workers.placement.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'dlm_rag\[workers\]'"):
+        check_ray_installed()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_of_weights_are_those_of_the_denoiser(tied):
+    shape = DenoiserConfig(vocab_size=300, num_hidden_layers=3, tie_word_embeddings=tied, qk_norm=True)
+    with torch.device("meta"):
+        numbers = sum(p.numel() for p in Denoiser(shape).parameters())
+    assert count_weight_bytes(shape, 2) == 2 * numbers
+
+
+@pytest.fixture
+def config(tmp_path, corpus_file) -> Config:
+    tiny_denoiser().save_pretrained(tmp_path / "model", eos_token_id=257)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    found = Config(out=str(tmp_path / "a.jsonl"), trace=str(tmp_path / "t.jsonl"))
+    return replace(
+        found,
+        model=replace(found.model, path=str(tmp_path / "model")),
+        retrieval=replace(found.retrieval, corpus=str(corpus_file), top_k=2),
+        decode=replace(found.decode, max_new_tokens=8, batch_size=3),
+    )
+
+
+def test_weights_that_a_device_cannot_hold_are_refused_before_they_are_read(config, monkeypatch):
+    checkpoint = open_checkpoint(config.model.path)
+    size = count_weight_bytes(checkpoint.config, 4)
+    monkeypatch.setattr("dlm_rag.commands.startup.get_device_memory_bytes", lambda device: size - 1.0)
+    with pytest.raises(
+        ConfigError, match=r"take 0.1 MB|take \d+ kB in float32, and this cpu has .*bfloat16"
+    ):
+        prepare_decoder(config, ASKED)
+    check_weights_fit(checkpoint, CPU, torch.bfloat16)
+    monkeypatch.setattr("dlm_rag.commands.startup.get_device_memory_bytes", lambda device: size / 2 - 1)
+    with pytest.raises(ConfigError, match="of memory: choose a smaller model or a larger device"):
+        check_weights_fit(checkpoint, CPU, torch.bfloat16)
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A worker in this process, which keeps its environment and its loggers."""
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    handlers = list(logging.getLogger("dlm_rag").handlers)
+    yield Worker(threads=1, workers_per_machine=2)
+    logging.getLogger("dlm_rag").handlers = handlers
+
+
+def make_factory(config, questions=ASKED):
+    """What a job sends to its workers, through pickle as to another process."""
+    asked = PreparedQuestions(config, questions, prepare_decoder(config, questions))
+    return pickle.loads(pickle.dumps(make_decoder_factory(asked)))
+
+
+def open_worker(worker, factory):
+    return asyncio.run(worker.open(factory, factory.config.model))
+
+
+def answer_all(worker, questions):
+    async def gather():
+        return await asyncio.gather(*(worker.answer(question) for question in questions))
+
+    return asyncio.run(gather())
+
+
+def test_worker_answers_equal_those_of_a_decoder(config, worker, tmp_path):
+    job = plan_answer_job(config, ASKED)
+    with open_engines(None, [job.prepared]) as engines:
+        job.run(engines)
+    expected = {
+        rollout.id: strip_times_and_confidences(rollout) for rollout in read_trace(tmp_path / "t.jsonl")
+    }
+    described = open_worker(worker, make_factory(replace(config, record_provisional=True)))
+    stamp = json.loads((tmp_path / "a.jsonl.run.json").read_text())
+    assert [described] == stamp["machines"], "stamped alike"
+    answers = answer_all(worker, ASKED)
+    for question, answer in zip(ASKED, answers, strict=True):
+        rollout, other = answer.rollout, expected[question.id]
+        assert all((step.guesses is None) == (step.step == 0) for step in rollout.steps)
+        assert rollout.citations and strip_times_and_confidences(rollout).steps == other.steps
+        assert (rollout.response, rollout.settings) == (other.response, other.settings)
+    assert answers[-1].stats.describe().startswith("cpu float32")
+
+
+def test_next_job_of_a_worker_keeps_weights_and_its_share_of_memory(config, worker, monkeypatch):
+    factory = make_factory(config)
+    open_worker(worker, factory)
+    before = worker._decoder
+    monkeypatch.setattr("dlm_rag.evidence.segment_kv_cache.measure_free_bytes", lambda device: 8 * 2**30)
+    open_worker(worker, factory)
+    assert worker._decoder is not before and worker._decoder.denoiser is before.denoiser
+    assert worker._decoder.model_runner._engine.prefix_cache_gib == 1, "a quarter of what is free, halved"
+    other = replace(factory.config.model, attn_implementation="sdpa")
+    open_worker(worker, replace(factory, config=replace(factory.config, model=other)))
+    assert worker._decoder.denoiser is not before.denoiser
+
+
+def test_a_worker_with_another_corpus_names_its_node(config, worker, corpus_file):
+    factory = make_factory(config)
+    assert Path(factory.config.retrieval.corpus).is_absolute()
+    corpus_file.write_text(corpus_file.read_text().replace("Tacoma", "Oslo"))
+    with pytest.raises(ConfigError, match=r"on \S+: corpus is \w+, and \w+ in the main process"):
+        open_worker(worker, factory)
+    corpus_file.unlink()
+    with pytest.raises(CorpusError, match=r"on \S+: .*corpus.jsonl"):
+        open_worker(worker, factory)
+
+
+def test_a_worker_with_other_code_is_refused_before_it_loads(config, worker, monkeypatch):
+    factory = make_factory(config)
+    monkeypatch.setattr("dlm_rag.commands.executors.prepare_decoder", None)
+    monkeypatch.setattr("dlm_rag.commands.executors.compute_code_digest", lambda: "another")
+    with pytest.raises(ConfigError, match=r"on \S+: dlm_rag is \S+ \(another\)"):
+        open_worker(worker, factory)
+
+
+def test_code_digest_depends_on_every_byte_and_name_and_no_folder(tmp_path):
+    found = set()
+    for name, text in (("a", "x = 1"), ("a", "x = 2"), ("b", "x = 2")):
+        package = tmp_path / f"{len(found)}" / "package"
+        (package / "room").mkdir(parents=True)
+        (package / "room" / f"{name}.py").write_text(text)
+        found.add(machine.compute_code_digest(package))
+        same = shutil.copytree(package, tmp_path / f"{len(found)}-moved")
+        (same / "cache.pyc").touch()
+        assert machine.compute_code_digest(same) in found
+    assert len(found) == 3
+
+
+def test_warnings_of_a_worker_travel_with_its_answers(worker, monkeypatch):
+    submit = FakeDecoder.submit
+
+    def submit_with_warning(*words, **more):
+        logging.getLogger("dlm_rag.x").warning("%d!", 3)
+        submit(*words, **more)
+
+    monkeypatch.setattr(FakeDecoder, "submit", submit_with_warning)
+    asyncio.run(worker.open(FakeDecoderFactory(), "fake"))
+    warnings = [answer.warnings for answer in answer_all(worker, ASKED[:2])]
+    assert warnings == [[(logging.WARNING, "3!")] * 2, []]
+
+
+def test_an_error_of_the_engine_fails_every_call(worker):
+    asyncio.run(worker.open(FakeDecoderFactory(places=2), "fake"))
+
+    async def gather():
+        asked = [*ASKED[:5], Question("bad", "raise")]
+        return await asyncio.gather(*map(worker.answer, asked), return_exceptions=True)
+
+    answers = asyncio.run(gather())
+    assert [isinstance(answer, CorpusError) for answer in answers] == [False] * 4 + [True] * 2
+    assert answers[0].stats.answers == 2, "batches of two"
+
+
+@pytest.mark.parametrize("words", ["workers=4", "workers=ray://[::1]:10001", "workers=null"])
+def test_typed_settings_reach_the_config(words):
+    expected = words.partition("=")[2]
+    assert load_config(None, [words]).workers == (None if expected == "null" else expected)
