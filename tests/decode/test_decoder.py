@@ -300,19 +300,6 @@ def test_one_text_is_no_list_of_questions(corpus_file):
         make_decoder(corpus_file).decode("Who wrote Emma?")
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
-def test_kept_scores_change_no_token_and_none_are_left(corpus_file, monkeypatch, overlap):
-    plain = make_decoder(corpus_file, overlap=overlap, batch_size=2).decode(QUESTIONS)
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
-    decoder = make_decoder(corpus_file, overlap=overlap, batch_size=2)
-    successive = decoder.retriever._successive
-    assert successive is not None
-    assert rollout_records(decoder.decode(QUESTIONS)) == rollout_records(plain)
-    assert not successive._kept
-    next(iter(decoder.stream([Question(f"id{n}", text) for n, text in enumerate(QUESTIONS)])))
-    assert not successive._kept, "the caller stopped early"
-
-
 def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
     decoder = make_decoder(corpus_file, batch_size=3)
     expected = rollout_records(decoder.decode(QUESTIONS))

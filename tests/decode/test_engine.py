@@ -73,8 +73,7 @@ def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
 
 
 @pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
-def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file, monkeypatch, overlap):
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
+def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file, overlap):
     settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "early_stopping": False}
     decoder = make_decoder(corpus_file, "independent", **settings)
     expected = {r.id: rollout_record(r) for r in decoder.stream(ASKED)}
@@ -93,7 +92,6 @@ def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file,
         name: expected[name] for name in ("id0", "id2")
     }
     assert rollout_record(found["late"]) == expected["id0"] and "id1" not in found
-    assert not decoder.retriever._successive._kept
     assert not decoder.model_runner._contexts._held
 
 
@@ -316,9 +314,8 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
-def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, monkeypatch, layout, overlap):
+def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, layout, overlap):
     """Same ids at the same time, settings of their own, cancellations, a slow search, a pool too small."""
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.MIN_INCREMENTAL_PASSAGES", 0)
     rng, alone, asked, done = random.Random(1), {}, {}, 0
     settings = [{"commit_threshold": 0.9} | way for way in WAYS]
     for number, way in enumerate(settings):
@@ -344,4 +341,4 @@ def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, mon
                     done += 1
                     assert rollout_record(event.rollout) == alone[asked[event.ticket]]
     assert done > 20 and engine.capacity == 5
-    assert not decoder.retriever._successive._kept and not decoder.model_runner._contexts._held
+    assert not decoder.model_runner._contexts._held
