@@ -53,9 +53,8 @@ def make_two_hop_rollout() -> Rollout:
 
 
 def header(rollout, corpus="passages"):
-    from conftest import tiny_denoiser, tiny_tokenizer
-
     from dlm_rag.config import DecodeConfig
+    from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
     made = build_trace_header(
         tiny_denoiser().config, tiny_tokenizer(), "joint", DecodeConfig(**rollout.settings),
