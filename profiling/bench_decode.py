@@ -145,7 +145,6 @@ def build_mechanism_settings(
         f"+ {of}": (True, batch, pool),
         "+ pipeline": (True, replace(batch, overlap="pipeline"), pool),
         f"{of}, no pool": (True, batch, masked),
-        f"{of}, stale evidence": (False, replace(batch, overlap="stale_evidence"), pool),
     }
     if compiled:
         found[f"{of}, compiled"] = (False, batch, replace(pool, compile=True))

@@ -212,9 +212,8 @@ class DecodeConfig(CheckedSettings):
     """random seed of sampling; every question has a generator of its own"""
     batch_size: int = setting(8, low=1, high=2**16)
     """number of questions denoised together"""
-    overlap: str = setting("none", choices=("none", "pipeline", "stale_evidence"))
-    """search while the model runs: pipeline (on the other half of the batch; the same tokens) or
-    stale_evidence (evidence arrives one step late)"""
+    overlap: str = setting("none", choices=("none", "pipeline"))
+    """search while the model runs: pipeline (on the other half of the batch; the same tokens)"""
     early_stopping: bool = setting(True, only_with={"decode.remask_threshold": (None,)})
     """stop once an end token and everything before it is committed, since the text can no longer change"""
 

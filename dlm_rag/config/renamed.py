@@ -56,7 +56,6 @@ _RENAMED_VALUES = {
     "finished_block_context": {"reread": "recompute", "text": "no_evidence", "kept": "frozen"},
     "commit_rule": {"head": "policy_head"},
     "retrieval_gate": {"head": "policy_head"},
-    "overlap": {"stale": "stale_evidence"},
     "trainable": {"heads": "policy_heads"},
 }
 _OF_REWARD = {"groups": "prompts_per_step", "rows": "num_generations"}  # of `train` with objective=rl

@@ -1,4 +1,4 @@
-"""Three orders of the same step: denoise and commit, ask, receive evidence, close the step.
+"""Two orders of the same step: denoise and commit, ask, receive evidence, close the step.
 
 Each takes a step with one group of rows and returns those whose step is over.
 """
@@ -27,18 +27,7 @@ def run_pipelined(steps: StepExecutor, group: RowGroup) -> list[Row]:
     return closed
 
 
-def run_stale(steps: StepExecutor, group: RowGroup) -> list[Row]:
-    """The search is under way while the same rows denoise: their evidence is one step late."""
-    ready, begun = group.ready_rows, group.started_rows
-    steps.denoise(ready)
-    steps.apply_search(group.search)
-    asking = [row for row in group.active_rows if row not in begun or (row in ready and not row.is_done)]
-    group.search = steps.start_search(asking, aside=True)
-    return steps.end_step(begun)
-
-
 OVERLAP_SCHEDULES: dict[str, OverlapSchedule] = {
     "none": run_lockstep,
     "pipeline": run_pipelined,
-    "stale_evidence": run_stale,
 }

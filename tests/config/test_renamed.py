@@ -8,6 +8,7 @@ import yaml
 
 from dlm_rag.config import dump_config, list_setting_fields, load_config
 from dlm_rag.config import renamed as table
+from dlm_rag.config.checked import list_choices
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.errors import ConfigError
@@ -28,7 +29,7 @@ def test_every_new_name_is_a_setting_and_no_old_one_is():
     known = list_setting_fields()
     assert {new for _, new in KEYS} <= set(known) and not {old for old, _ in KEYS} & set(known)
     for name, old, new in VALUES:
-        (choices,) = {item.metadata["choices"] for key, item in known.items() if key.endswith(f".{name}")}
+        (choices,) = {list_choices(item) for key, item in known.items() if key.endswith(f".{name}")}
         assert new in choices and old not in choices
 
 

@@ -173,7 +173,5 @@ def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, m
 
 
 def test_edits_are_for_attention_in_blocks(corpus):
-    with pytest.raises(
-        ConfigError, match="edit_threshold=0.1 is for checkpoints whose attention has blocks"
-    ):
+    with pytest.raises(ConfigError, match="edit_threshold=0.1 has no effect"):
         make_decoder(corpus, shape={"block_size": None}, **EDITS)

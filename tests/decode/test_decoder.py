@@ -84,22 +84,7 @@ def test_searching_for_one_half_while_the_other_denoises_changes_no_token(corpus
     assert rollout_records(together) == rollout_records(make_decoder(corpus_file).decode(QUESTIONS))
 
 
-def test_with_stale_overlap_the_evidence_is_that_of_the_step_before(corpus):
-    """Every search finds another passage, so that the evidence tells which search it is from."""
-    config = DecodeConfig(
-        max_new_tokens=6, commit_threshold=1.0, early_stopping=False, overlap="stale_evidence"
-    )
-    decoder = Decoder(
-        tiny_denoiser(), PlannedRetriever(corpus, [[n % 5] for n in range(9)]), tiny_tokenizer(), config
-    )
-    steps = decoder.decode(["Dune?"])[0].steps
-    found = [step.passage_ids[0] for step in steps]
-    order = [passage.id for passage in corpus]
-    assert found[:4] == [order[0], order[0], order[1], order[2]]
-    assert all(step.retrieved for step in steps[:-1]) and not steps[-1].retrieved
-
-
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_overlap_gives_the_same_alone_and_in_a_batch(corpus_file, overlap):
     batch, alone = (
         make_decoder(corpus_file, "independent", batch_size=size, overlap=overlap).decode(QUESTIONS)
@@ -169,7 +154,7 @@ def test_no_query_is_written_where_no_refresh_was_due(corpus):
     assert [step.query is None for step in steps] == [step.step % 3 != 0 for step in steps]
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 @pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid"])
 def test_two_rounds_merge_what_two_searches_find(corpus_file, kind, overlap):
     """Against the same two searches by hand, whose results are dealt one at a time."""
@@ -195,7 +180,7 @@ def test_two_rounds_merge_what_two_searches_find(corpus_file, kind, overlap):
     found = [(step.query, step.retrieved) for step in steps[:3]]
     assert found == [(asked, True), (f"{asked} {longer}", True), (f"{asked} {longer}", False)]
     assert steps[0].passage_ids == tuple(p.id for p in first)
-    assert all(step.passage_ids == dealt for step in steps[2 if overlap == "stale_evidence" else 1 :])
+    assert all(step.passage_ids == dealt for step in steps[1:])
 
 
 def test_a_second_round_that_finds_nothing_keeps_the_first(corpus):
@@ -219,7 +204,7 @@ class Fragile(CountingRetriever):
         return super().rank(queries, depth)
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
     config = DecodeConfig(max_new_tokens=8, batch_size=3, overlap=overlap)
     decoder, healthy = (
@@ -232,13 +217,13 @@ def test_a_failing_search_ends_its_row_and_no_other(corpus, overlap):
     assert rollout_records(found[1:]) == rollout_records(expected[1:])
 
 
-@pytest.mark.parametrize(("overlap", "earlier"), [("none", 2), ("pipeline", 2), ("stale_evidence", 1)])
-def test_the_last_search_too_must_not_fail(corpus, overlap, earlier):
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
+def test_the_last_search_too_must_not_fail(corpus, overlap):
     """No token needs it, but its passages are the evidence of the answer: those before are not."""
 
     class Failing(CountingRetriever):
         def rank(self, queries, depth):
-            if len(self.asked) == earlier:
+            if len(self.asked) == 2:
                 raise RuntimeError("the disk is gone")
             return super().rank(queries, depth)
 
@@ -262,7 +247,7 @@ def test_a_retriever_with_too_few_results_fails_its_questions(corpus):
 
 
 @pytest.mark.parametrize("nonsense", [None, "text", ["text"], [None], [{"id": "a"}], [Passage("a", "", 3)]])
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_what_is_no_list_of_passages_ends_its_row_and_no_other(corpus, nonsense, overlap):
     class Odd(CountingRetriever):
         def search(self, queries):

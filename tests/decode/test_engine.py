@@ -37,7 +37,7 @@ def run(engine):
     return found
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 @pytest.mark.parametrize("layout", ["joint", "independent"])
 def test_questions_that_come_late_get_the_tokens_they_get_alone(corpus_file, layout, overlap):
     decoder = make_decoder(corpus_file, layout, batch_size=4, overlap=overlap)
@@ -72,7 +72,7 @@ def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
         assert rollout_record(together[ticket]) == rollout_record(alone), way
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file, overlap):
     settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "early_stopping": False}
     decoder = make_decoder(corpus_file, "independent", **settings)
@@ -95,7 +95,7 @@ def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file,
     assert not decoder.model_runner._contexts._held
 
 
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_a_stream_that_is_left_early_leaves_nothing_behind(corpus_file, overlap):
     settings = {"commit_threshold": 1.0, "batch_size": 2, "overlap": overlap}
     expected = rollout_records(make_decoder(corpus_file, "prefix", **settings).decode(QUESTIONS))
@@ -251,7 +251,7 @@ def steps_on(engine, most=500):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 @pytest.mark.parametrize("what", ["propose", "prefetch"])
 def test_a_step_that_raises_gives_nobody_a_wrong_answer(corpus_file, what, overlap, temperature):
     way = {"batch_size": 4, "overlap": overlap, "commit_threshold": 0.5, "temperature": temperature}
@@ -293,11 +293,11 @@ def test_questions_one_after_another_need_one_slot(corpus_file):
 
 
 def test_the_record_has_the_overlap_that_held(corpus_file):
-    decoder = make_decoder(corpus_file, overlap="stale_evidence", batch_size=2)
+    decoder = make_decoder(corpus_file, overlap="pipeline", batch_size=2)
     with decoder.new_engine() as engine:
         engine.submit(ASKED[0], DecodeConfig(max_new_tokens=12))
         (rollout,) = run(engine).values()
-    assert (rollout.settings["overlap"], rollout.settings["batch_size"]) == ("stale_evidence", 2)
+    assert (rollout.settings["overlap"], rollout.settings["batch_size"]) == ("pipeline", 2)
 
 
 WAYS = [
@@ -312,7 +312,7 @@ WAYS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["none", "pipeline", "stale_evidence"])
+@pytest.mark.parametrize("overlap", ["none", "pipeline"])
 @pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
 def test_random_traffic_gives_every_question_what_it_gets_alone(corpus_file, layout, overlap):
     """Same ids at the same time, settings of their own, cancellations, a slow search, a pool too small."""
