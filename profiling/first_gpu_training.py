@@ -20,6 +20,7 @@ def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
     from dlm_rag.training.model_init import open_initial_model
     from dlm_rag.training.planning.step_memory import StepMemoryEstimator
     from dlm_rag.training.supervised_tasks import PretrainTask
+    from dlm_rag.training.task import Phase
     from dlm_rag.training.trainer import Trainer, free_memory
 
     class Fresh(InitialModel):
@@ -43,7 +44,7 @@ def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
     task = PretrainTask(Sampled(), config, config.train, origin)
     sampled = task.sample_examples(shape, task.items)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(config, origin, task, Path(scratch), DistributedContext(0, 1, 0))
+        trainer = Trainer(Phase(config, "", origin, Path(scratch)), task, DistributedContext(0, 1, 0))
     root: Any = trainer.root
     denoiser, device = trainer.denoiser, trainer.device
     record.add(

@@ -1,4 +1,4 @@
-"""The memory that decoding takes on a device, reckoned before weights are read, and a budget for it.
+"""The memory that decoding takes on a device, computed before weights are read, and a budget for it.
 
 Weights; slots of keys and values for the rows of the batch; what a step computes on the way. What is left
 of a budget is the pool's. Bytes of a token on the way are found by running the real code on tensors
@@ -116,7 +116,7 @@ class DecodeMemory:
         )
 
     def step_bytes(self, rows: int) -> float:
-        """What is alive at most while a step is taken, beside weights, slots and pool."""
+        """The most that is alive during a step, in addition to weights, slots and pool."""
         new = rows * sum(self.row.segment_tokens)
         call = self.activation_bytes_per_token * (
             rows * self.row.step_tokens + min(PREFILL_SCRATCH_TOKENS, new)
@@ -216,8 +216,7 @@ def check_memory_bounded(decode: DecodeConfig) -> None:
     if decode.finished_block_context == "append":
         raise ConfigError(
             "engine.memory_gib cannot be kept with decode.finished_block_context=append, whose rows grow "
-            "with "
-            "every search: leave one out"
+            "with every search: leave one out"
         )
 
 
@@ -231,11 +230,11 @@ def plan_decode_budget(
     """
     assert engine.memory_gib is not None
     given, free = engine.memory_gib * GIB, measure_free_bytes(device)
-    told = f"engine.memory_gib={engine.memory_gib:g}"
+    budget = f"engine.memory_gib={engine.memory_gib:g}"
     if given > free:
         raise ConfigError(
-            f"{told} is more than the {free / GIB:.1f} GiB that are free on this {device.type}: lower it, "
-            "or wait until others have ended"
+            f"{budget} is more than the {free / GIB:.1f} GiB that are free on this {device.type}: lower "
+            "it, or wait until others have ended"
         )
     room = given * (1 - RESERVED_MEMORY_FRACTION if device.type == "cuda" else 1)
     need, host = (
@@ -249,7 +248,7 @@ def plan_decode_budget(
         kept = f", pools {_gib(asked + host)}" if asked + host else ""
         remedy = f"decode.batch_size={most} fits" if most else "not one question fits"
         raise ConfigError(
-            f"{told} is too little for decode.batch_size={rows}: weights take "
+            f"{budget} is too little for decode.batch_size={rows}: weights take "
             f"{_gib(memory.weight_bytes)}, keys "
             f"and values of the batch {_gib(memory.kv_slot_bytes(rows))}, a step "
             f"{_gib(memory.step_bytes(rows))}{kept}; "

@@ -54,7 +54,7 @@ class CheckpointScan:
     """What the folder of a run has of checkpoints."""
 
     complete: list[tuple[Path, CheckpointRecord]]  # with their records, the oldest first
-    skipped: list[str]  # what lies there beside them, and why it is none, in words
+    skipped: list[str]  # other paths there, each with the reason, in words
 
 
 def scan_checkpoints(folder: Path) -> CheckpointScan:
@@ -94,9 +94,8 @@ def _read_record(path: Path) -> CheckpointRecord:
     raw = parse_json_object((path / RECORD_FILE).read_bytes(), RECORD_FILE, _SkippedCheckpointError)
     if (written := raw.get("format", 1)) != CHECKPOINT_FORMAT:
         raise CheckpointError(
-            f"{path} is of format {written} and this program goes on with format {CHECKPOINT_FORMAT} "
-            "only: end "
-            "the run with the version that began it, or begin again in another --out"
+            f"{path} has format {written}, and this version goes on with format {CHECKPOINT_FORMAT} only: "
+            "end the run with the version that began it, or start again in another --out"
         )
     if raw.get("digest", digest := _digest_record(raw)) != digest:
         raise _SkippedCheckpointError(f"{RECORD_FILE} has changed since it was written")
@@ -130,8 +129,8 @@ def skip_damaged_checkpoints(folder: Path, processes: DistributedContext) -> lis
         if not damages:
             if not record.digests or not record.fingerprints:
                 unchecked = [
-                    f"{path} is of an older version and carries no digests or no fingerprints: whether its "
-                    "files, the model and the data are as they were cannot be told"
+                    f"{path} is of an older version and has no digests or fingerprints: whether its files, "
+                    "the model and the data have changed is unknown"
                 ]
             break
         if processes.is_main:
@@ -141,7 +140,7 @@ def skip_damaged_checkpoints(folder: Path, processes: DistributedContext) -> lis
     if found.skipped and not found.complete:
         raise CheckpointError(
             f"none of the checkpoints in {folder} is whole: {found.skipped[-1]}; "
-            "begin again in another --out"
+            "start again in another --out"
         )
     return [*found.skipped, *unchecked]
 
@@ -163,13 +162,13 @@ def _describe_damage(path: Path, digest: str | None) -> str:
                 same = compute_file_digest(file, path) == digest
             return "" if same else f"{path.name} has changed since it was written"
         with safe_open(path, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - it is no mapping
+            for name in shard.keys():  # noqa: SIM118 - not a mapping
                 if not shard.get_tensor(name).isfinite().all():
-                    return f"{name} in {path.name} holds what is no finite number"
+                    return f"{name} in {path.name} has a value that is not finite"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     except SafetensorError as error:
-        return f"{path.name} is no safetensors file ({summarize_error(error)})"
+        return f"{path.name} is not a safetensors file ({summarize_error(error)})"
     return ""
 
 
@@ -250,12 +249,12 @@ class Checkpoints:
         try:
             with silence_single_process_warning():
                 dcp.save(tensors, storage_writer=writer, no_dist=self._processes.world_size == 1)
-        except (Exception, CheckpointException) as error:  # what torch wraps a failure in is no Exception
+        except (Exception, CheckpointException) as error:  # torch wraps failures in a BaseException
             if is_peer_lost(error):
                 raise make_peer_lost_error(error) from error
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {target.parent} "
-                f"({last_error_line(error)}); the one before is as it was: make room and --resume"
+                f"({last_error_line(error)}); the one before is intact: make room and --resume"
             ) from error
         digests = reduce(or_, self._processes.all_gather_object(written.digests))
         if self._processes.is_main:

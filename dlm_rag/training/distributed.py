@@ -43,7 +43,7 @@ class DistributedContext:
     def init(cls, timeout_minutes: float | None = None) -> "DistributedContext":
         """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
 
-        Who waits for another for so long raises what `process_failures.is_peer_lost` knows: a cable that
+        Who waits for another for so long raises what `failure_messages.is_peer_lost` knows: a cable that
         was pulled out closes no connection. Raises `ConfigError` where the environment is not as torchrun
         leaves it.
         """
@@ -166,5 +166,6 @@ def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
     if items < count // train.context_parallel * train.gradient_accumulation_steps:
         raise ConfigError(
             f"a step of {items} has no work for {count} processes in {train.gradient_accumulation_steps} "
-            "part(s) each: lower accumulate, or raise groups (sft) or batch_tokens"
+            "part(s) each: lower gradient_accumulation_steps, or raise passage_sets_per_step (sft), "
+            "prompts_per_step (rl) or batch_tokens"
         )

@@ -8,8 +8,8 @@ import torch
 
 from dlm_rag.errors import RunError, summarize_error
 
-# What gloo, NCCL and torch's store say of a process that is gone, and of nothing else: NCCL's name stands
-# in all of its errors, and `socket` in that of any system call.
+# What gloo, NCCL and torch's store say only of a lost process: NCCL's name is in all of its errors, and
+# `socket` in those of any system call.
 _GONE = re.compile(
     r"(connection|socket) (was |is )?(closed|reset|refused|aborted)|closed by (the )?peer|reset by peer"
     r"|broken pipe|timed? ?out|recv, got 0 bytes|ncclRemoteError|remote process exit",
@@ -24,8 +24,8 @@ def translate_failures() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(
-            "the memory of the device is full; the last checkpoint is as it was: see --plan for what fits "
-            "(accumulate, checkpointing, parallel=fsdp), then --resume"
+            "the memory of the device is full; the last checkpoint is intact: see --plan for what fits "
+            "(gradient_accumulation_steps, activation_checkpointing, parallel=fsdp), then --resume"
         ) from error
     except RuntimeError as error:
         if isinstance(error, RunError) or not is_peer_lost(error):
@@ -36,7 +36,7 @@ def translate_failures() -> Iterator[None]:
     except OSError as error:
         raise RunError(
             f"{error.filename or 'a file of the run'} could not be written or read "
-            f"({error.strerror or error}); the last checkpoint is as it was: --resume goes on from it"
+            f"({error.strerror or error}); the last checkpoint is intact: --resume goes on from it"
         ) from error
 
 
@@ -44,7 +44,7 @@ def make_peer_lost_error(error: BaseException) -> RunError:
     """What is said of `is_peer_lost`."""
     return RunError(
         f"another process of this run has died or lost its connection ({summarize_error(error)}); the last "
-        "checkpoint is as it was: start the run again with --resume"
+        "checkpoint is intact: start the run again with --resume"
     )
 
 

@@ -19,7 +19,7 @@ from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
 from dlm_rag.files.record_readers import expand_path, list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.task import SIZE_SETTINGS, Task
+from dlm_rag.training.task import SIZE_SETTINGS, Phase, Task
 from dlm_rag.training.train_state import CheckpointRecord
 
 CHANGEABLE_KEYS = frozenset({
@@ -108,22 +108,22 @@ def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
 
 
 def check_resume_settings(
-    record: CheckpointRecord, config: Config, phase: str, held: dict[str, str], task: type[Task]
+    record: CheckpointRecord, phase: Phase, held: dict[str, str], task: type[Task]
 ) -> None:
     """Raises `ConfigError` for the first thing that is not as it was when a checkpoint was written.
 
     record: of the checkpoint. phase: that is to go on, or to follow. held: `fingerprint_files` of now. A
     setting that is younger than the checkpoint had its default.
     """
-    train, fingerprints = config.train.get_phase_configs()[phase], record.fingerprints
+    config, train, fingerprints = phase.config, phase.train, record.fingerprints
     plain = replace(TrainConfig(), objective=train.objective)
     then = collect_run_settings(Config()) | collect_phase_settings(Config(), plain, task)
     if not fingerprints:  # older versions noted names in place of contents, and not all settings
         then = {key: value for key, value in then.items() if key.startswith("train.")}
     then |= upgrade_settings(record.phase | record.run)
     now = [("the run", collect_run_settings(config))]
-    if record.state.phase == phase:
-        now.append(("the phase" if phase else "the run", collect_phase_settings(config, train, task)))
+    if record.state.phase == phase.name:
+        now.append(("the phase" if phase.name else "the run", collect_phase_settings(config, train, task)))
     for what, settings in now:
         for key, value in settings.items():
             alike = _comparable_value if fingerprints and key in FINGERPRINTED_KEYS else lambda value: value
@@ -135,8 +135,7 @@ def check_resume_settings(
         if fingerprints and fingerprints.get(key) != digest:
             raise ConfigError(
                 f"the run was begun with other contents of {key}={_describe_setting(config, key)}: put "
-                "back what was "
-                "there, or begin again in another --out"
+                "it back, or start again in another --out"
             )
 
 

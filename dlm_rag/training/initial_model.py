@@ -27,18 +27,17 @@ class InitialModel:
     checkpoint: Checkpoint | None  # that the weights come from; None: fresh ones
     seed: int
     lora_rank: int
-    heads_only: bool = False  # beside weights that stay
+    heads_only: bool = False  # the weights stay as they are
     layers_checkpoint: Checkpoint | None = None  # of which a fresh denoiser has the layers
 
     def build_on_meta(self, frozen: torch.dtype) -> Any:
-        """The denoiser on the meta device; `frozen`: of weights beside which others are
-        trained."""
+        """The denoiser on the meta device; frozen: the dtype of weights that are not trained."""
         if self.config.noise is not None and self.checkpoint is not None:
             return DiffusionGemma.build_on_meta(self.checkpoint)
         return build_meta_denoiser(self.config, self.lora_rank, frozen, self.heads_only)
 
     def materialize(self, denoiser: Any, device: torch.device, trained: bool = True) -> None:
-        """Gives what `empty` made, or its shards, memory on the device and the first weights.
+        """Gives a meta denoiser, or its shards, memory on the device and the first weights.
 
         trained: as in `init_weights`.
         """
@@ -85,7 +84,7 @@ class InitialModel:
 
 
 def merge_lora_weights(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """A denoiser's tensors by their plain names, adapters added to the weights beside them: W + 2 B A."""
+    """A denoiser's tensors by their plain names, adapters added to their weights: W + 2 B A."""
     if not rank:
         return tensors
     found = {}

@@ -41,7 +41,7 @@ def build_meta_denoiser(
 
 
 def add_lora_adapters(denoiser: Denoiser, rank: int) -> None:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) beside all matrices of the layers, which are frozen."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on all matrices of the layers, which are frozen."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:

@@ -31,9 +31,9 @@ SCREEN_LABELS = {  # metrics of the steps, by what they are called on the screen
 
 
 class MetricsLogger:
-    """Writes `metrics.jsonl` in `folder`; a resumed run writes anew what it computes again.
+    """Writes `metrics.jsonl` in `folder`; a resumed run replaces what it computes again.
 
-    What is no line of metrics there stays and is passed over, but for a last one that a kill has cut short.
+    Other lines stay and are skipped, except a last one that a kill cut short.
     """
 
     def __init__(self, folder: Path, config: Config, from_step: int, quiet: bool = False) -> None:
@@ -122,7 +122,7 @@ class MetricsLogger:
         self._validated = select_validation_metrics(self._last)
 
     def _mean(self, name: str) -> float:
-        """Over the recent steps whose task told it."""
+        """The mean of a metric over the recent steps that have it."""
         values = [metrics[name] for metrics in self._recent if name in metrics]
         return sum(values) / len(values)
 
@@ -131,7 +131,7 @@ class MetricsLogger:
         return read_metrics(self._path)
 
     def _rewrite(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-        """Writes the file anew, with what `change` makes of the metrics of each step."""
+        """Rewrites the file with what `change` makes of the metrics of each step."""
         with (
             open_atomic_file(self._path) as scratch,
             self._path.open("rb") as old,
@@ -200,7 +200,6 @@ def start_wandb(config: Config, folder: Path) -> Any:
         )  # fmt: skip
     except wandb.Error as error:  # no key, no network
         raise ConfigError(
-            f"train.wandb={mode} does not begin ({summarize_error(error)}): run `wandb login`, or set it "
-            "to "
-            "offline"
+            f"train.wandb={mode} does not start ({summarize_error(error)}): run `wandb login`, or set it "
+            "to offline"
         ) from None

@@ -1,4 +1,4 @@
-"""What a trained model carries beside its weights: where it comes from, and how it got there."""
+"""The card of a trained model: where it comes from, its settings and curves."""
 
 import datetime
 import json
@@ -109,11 +109,11 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
     parts = [metrics[n : n + SCREEN_WINDOW_STEPS] for n in range(0, len(metrics), SCREEN_WINDOW_STEPS)]
 
     def curve(axis: Any, name: str, label: str, **style: Any) -> None:
-        told = [[line for line in part if name in line] for part in parts]
-        if not any(line[name] for part in told for line in part):
+        logged = [[line for line in part if name in line] for part in parts]
+        if not any(line[name] for part in logged for line in part):
             return
-        steps = [part[-1]["step"] + 1 for part in told if part]
-        means = [sum(line[name] for line in part) / len(part) for part in told if part]
+        steps = [part[-1]["step"] + 1 for part in logged if part]
+        means = [sum(line[name] for line in part) / len(part) for part in logged if part]
         axis.plot(steps, means, label=label, linewidth=1.5, **style)
 
     rollouts = any("rollout_reward" in line for line in metrics)

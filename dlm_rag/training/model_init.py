@@ -47,9 +47,8 @@ def _check_blocks(config: Config, shape: DenoiserConfig) -> None:
         raise ConfigError("pointer_loss_weight: this model's layers hide tokens by a pattern; set it to 0")
     if shape.shifted and shape.finished_block_context == "no_evidence":
         raise ConfigError(
-            "finished_block_context=no_evidence is trained for models that predict in place, and this one "
-            "predicts the "
-            "next token: set decode.finished_block_context=recompute"
+            "finished_block_context=no_evidence cannot be trained on a model that predicts the next token: "
+            "set decode.finished_block_context=recompute"
         )
 
 
@@ -115,10 +114,10 @@ def _fresh_model(config: Config) -> InitialModel:
             "rl begins with a model that answers: set model.path, or put a phase of sft before"
         )
     if train.lora_rank:
-        raise ConfigError("lora_rank needs a checkpoint: a fresh denoiser has nothing to stand beside")
+        raise ConfigError("lora_rank needs a checkpoint: set model.path, or lora_rank=0")
     heads, canvas = train.hidden_size // train.head_dim, config.decode.max_new_tokens
     canvas = canvas or DenoiserConfig.canvas_length
-    # Positions for the question, the canvas, and all passages where they stand behind one another.
+    # Positions for the question, the canvas, and all passages if they follow one another.
     passages = 1 if layout == "independent" else config.retrieval.top_k
     room = passages * train.passage_length + 2 * LONG_QUESTION_TOKENS + canvas
     longest = [

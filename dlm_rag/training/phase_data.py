@@ -68,9 +68,7 @@ def open_question_data(phase: Phase) -> tuple[QuestionData, QuestionValidation]:
         kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
     retriever = load_retriever(config.retrieval, corpus)
     truths = [target_response(question) for question in asked]
-    validation = QuestionValidation(
-        asked, truths, retriever, config.decode, train.seed, config.engine.for_training_rollouts
-    )
+    validation = QuestionValidation(asked, truths, retriever, config)
     return QuestionData(kept, retriever, single, crossed), validation
 
 
@@ -103,8 +101,7 @@ def open_world_validation(phase: Phase) -> QuestionValidation:
     retriever = load_retriever(
         built / "corpus.jsonl", top_k=config.retrieval.top_k, index_dir=str(built / "index")
     )
-    engine = config.engine.for_training_rollouts
-    return QuestionValidation(questions, truths, retriever, config.decode, train.seed, engine)
+    return QuestionValidation(questions, truths, retriever, config)
 
 
 def write_world_documents(config: Config, folder: Path) -> Path:

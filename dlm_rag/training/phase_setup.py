@@ -25,7 +25,7 @@ def open_trainer(
     processes, origin = processes or DistributedContext(0, 1, 0), origin or open_initial_model(config)
     phase = next(iter(config.train.get_phase_configs())) if phase is None else phase
     task, validation = open_phase(config, phase, origin, folder)
-    return Trainer(config, origin, task, folder, processes, phase), validation
+    return Trainer(Phase(config, phase, origin, folder), task, processes), validation
 
 
 def open_phase(config: Config, phase: str, origin: InitialModel, folder: Path) -> tuple[Task, Validation]:

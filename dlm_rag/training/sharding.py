@@ -39,7 +39,7 @@ def apply_fsdp(
     # Values are views of what projects them; nothing here writes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device.type, (count,))
-    # Heads stay in float64, and the frozen weights beside them are in the dtype already.
+    # Heads stay in float64; the frozen weights are in the dtype already.
     low = dtype != torch.float32 and denoiser.heads is None
     # Inputs stay as they are: the rotary angles need float32.
     policy = MixedPrecisionPolicy(

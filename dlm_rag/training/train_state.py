@@ -1,4 +1,4 @@
-"""Where a run stands, beside its weights and optimizers, and what a checkpoint notes of it."""
+"""The state of a run except weights and optimizers, and the record in a checkpoint."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlm_rag.config import Config
 from dlm_rag.errors import RunError
 from dlm_rag.machine import choose_dtype, get_peak_memory_bytes
 from dlm_rag.model.denoiser import Denoiser
@@ -32,7 +31,6 @@ from dlm_rag.training.fingerprint import (
     collect_run_settings,
     fingerprint_files,
 )
-from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.initial_weights import allocate_denoiser, copy_weights
 from dlm_rag.training.objective import make_autocast
 from dlm_rag.training.optimizers import LearningRateSchedule, make_optimizers
@@ -44,39 +42,32 @@ from dlm_rag.training.sharding import (
     skip_gradient_sync,
     wrap_in_ddp,
 )
-from dlm_rag.training.task import Task, TaskState
+from dlm_rag.training.task import Phase, Task, TaskState
 from dlm_rag.training.train_state import CheckpointRecord, TrainState
 
 
 class Trainer:
-    """Trains one phase: from the first weights, or from the newest checkpoint in `folder`."""
+    """Trains one phase: from its first weights, or from the newest checkpoint in its folder."""
 
-    def __init__(
-        self,
-        config: Config,
-        origin: InitialModel,
-        task: Task,
-        folder: Path,
-        processes: DistributedContext,
-        phase: str = "",
-    ) -> None:
-        """The phase's own settings are taken from the config; weights are read.
+    def __init__(self, phase: Phase, task: Task, processes: DistributedContext) -> None:
+        """Reads the weights.
 
-        Raises `ConfigError` where the processes cannot share it, and where the run in `folder` was begun
-        with other settings, or other contents of what they name.
+        Raises `ConfigError` if the processes cannot share the phase, or if the run in the folder began with
+        other settings, or other contents of the files that they name.
         """
+        config, origin, folder = phase.config, phase.origin, phase.folder
         self.config, self.origin, self.task, self.folder = config, origin, task, folder
-        self.train = train = config.train.get_phase_configs()[phase]
+        self.train = train = phase.train
         check_parallelism(train, task.items, processes.world_size)
         found = find_latest_checkpoint(folder)
         self._fingerprints = fingerprint_files(config, origin) if processes.is_main else {}
         if found is not None:
             record, held = found[1], self._fingerprints
-            processes.check_on_main(lambda: check_resume_settings(record, config, phase, held, type(task)))
+            processes.check_on_main(lambda: check_resume_settings(record, phase, held, type(task)))
         self.processes, share = processes.with_context_parallel(train.context_parallel)
         self.device = device = processes.local_device(config.model.device)
         self.dtype = choose_dtype(train.dtype, device)
-        self.state = TrainState(0, phase, 0, {})
+        self.state = TrainState(0, phase.name, 0, {})
         self.denoiser = origin.build_on_meta(self.dtype)
         self.root = task.objective(self.denoiser, share)
         self._reference: Denoiser | None = getattr(self.root, "reference", None)
@@ -135,14 +126,14 @@ class Trainer:
                 with profile_stage("optimizer"):
                     norm, own = self._clip_gradients(found)
                     sums = self._all_reduce(own)
-                    told = task.metrics(sums, counts, self.task_state)
-                    self._check_finite(told["loss"], "loss")
+                    found_metrics = task.metrics(sums, counts, self.task_state)
+                    self._check_finite(found_metrics["loss"], "loss")
                     self._update(norm)
             self.flops = self._flops(before, mine["supervised"] * task.updates)
         metrics = {
             "step": state.step,
             **({"phase": state.phase} if state.phase else {}),
-            **told,
+            **found_metrics,
             "learning_rate_share": share,
             "gradient_norm": norm,
             "rows": round(counts["rows"]),
@@ -219,8 +210,8 @@ class Trainer:
     def _check_finite(self, value: float, what: str) -> None:
         if not math.isfinite(value):
             raise RunError(
-                f"the {what} of step {self.state.step} is not a number; the last checkpoint is as it was: "
-                "begin again in another --out with a lower learning rate"
+                f"the {what} of step {self.state.step} is not a number; the last checkpoint is intact: "
+                "start again in another --out with a lower learning rate"
             )
 
     def _flops(self, before: Any, supervised: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_rag.config import DecodeConfig, EngineConfig
+from dlm_rag.config import Config
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.diffusion.nelbo import nelbo, token_losses
 from dlm_rag.diffusion.noise import NOISE_SCHEDULES, mask_tokens, sample_antithetic_times
@@ -35,11 +35,11 @@ class QuestionValidation:
     """Held-out questions with their true responses."""
 
     def __init__(
-        self, questions: list[Question], truths: list[str], retriever: CorpusRetriever,
-        decode: DecodeConfig, seed: int, engine: EngineConfig | None = None,
-    ) -> None:  # fmt: skip
-        self.questions, self._truths, self._seed = questions, truths, seed
-        self._retriever, self._config, self._engine = retriever, decode, engine
+        self, questions: list[Question], truths: list[str], retriever: CorpusRetriever, config: Config
+    ) -> None:
+        self.questions, self._truths, self._seed = questions, truths, config.train.seed
+        self._retriever, self._config = retriever, config.decode
+        self._engine = config.engine.for_training_rollouts
 
     def compute_scores(self, trainer: Trainer) -> dict[str, float]:
         """Exact match and forwards for all questions, exact match by hops, and the NELBO.

@@ -11,7 +11,7 @@ from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.model_init import open_initial_model
 from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.planning.plan import plan_phases
-from dlm_rag.training.task import Task
+from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import check_task_settings
 from dlm_rag.training.trainer import Trainer
 from tests.support.training import MICRO_SETTINGS
@@ -74,7 +74,7 @@ def make_trainer(folder):
     config = load_config(None, [*words, "train.warmup_steps=0"])
     origin = open_initial_model(config)
     task = Regression(None, config, config.train, origin)
-    return Trainer(config, origin, task, folder, DistributedContext(0, 1, 0))
+    return Trainer(Phase(config, "", origin, folder), task, DistributedContext(0, 1, 0))
 
 
 def test_a_task_of_ones_own_is_stepped_saved_and_resumed(tmp_path):

@@ -102,7 +102,7 @@ def test_a_shifted_denoiser_gets_a_row_before_every_first_token(source):
     ("lines", "match"),
     [
         (['{"text": "a"}', "no json"], "line 2: the line is not JSON"),
-        (['{"txt": "a"}'], "line 1: there is no 'text'"),
+        (['{"txt": "a"}'], "line 1: .*'text'"),
         ([], "holds no documents"),
     ],
 )
@@ -124,5 +124,5 @@ def test_a_mixture_of_unknown_sources_and_a_file_too_short_are_errors(source):
         with pytest.raises(ConfigError, match=match):
             PackedDocuments({"web": source}, tiny_tokenizer(), phase(**settings), "", False)
     rare = phase(mixture={"web": 0.9997, "rare": 0.0003})
-    with pytest.raises(ConfigError, match="the share of 'rare' in the mixture is under one"):
+    with pytest.raises(ConfigError, match="the share of 'rare'"):
         PackedDocuments({"web": source, "rare": source}, tiny_tokenizer(), rare, "", False)

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -119,28 +119,6 @@ def test_a_few_layers_and_items_tell_of_all(monkeypatch, way, experts):
     assert found.memory.bytes_moved == pytest.approx(
         whole.memory.bytes_moved, rel=0.02
     )  # chunks are whole ones
-
-
-def test_a_plan_reports_how_far_it_is(monkeypatch):
-    """Two depths of two numbers of items, one after another."""
-    reported = []
-
-    @contextmanager
-    def recorded(what, total):
-        yield lambda count: reported.append((what, total, count))
-
-    monkeypatch.setattr("dlm_rag.training.planning.step_memory.report_progress", recorded)
-    config = load_config(
-        None,
-        [
-            *MICRO_SETTINGS,
-            "train.passage_sets_per_step=8",
-            "train.prompts_per_step=8",
-            "train.logit_chunk=16",
-        ],
-    )
-    plan_phases(config, tiny_denoiser(num_hidden_layers=9).config, torch.float32)
-    assert reported == [("planning a step", 4, 1)] * 4
 
 
 def test_bytes_moved_are_those_of_operands_and_results():

@@ -413,7 +413,7 @@ def test_what_fails_is_one_sentence_and_leaves_the_last_checkpoint(tmp_path, lim
         ["bash", "-c", f"{limit} exec {shlex.join(command)}"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert said in done.stderr and "as it was" in done.stderr
+    assert said in done.stderr and "intact" in done.stderr
     trainer = make_trainer(tmp_path, *words)
     assert trainer.restore()
     assert all(value.isfinite().all() for value in clone_weights(trainer).values())
@@ -500,20 +500,6 @@ def test_the_scale_of_losses_in_float16_is_that_of_torch(tmp_path, monkeypatch):
     assert scales == [1, 2, 1, 1, 2, 2]
 
 
-@pytest.mark.slow
-def test_float16_scales_its_loss_and_bfloat16_needs_not(tmp_path):
-    losses = {
-        dtype: [make_trainer(tmp_path / dtype, f"train.dtype={dtype}").step()["loss"] for _ in range(1)]
-        for dtype in ("float32", "bfloat16", "float16")
-    }
-    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=2e-2)
-    assert losses["float16"] == pytest.approx(losses["float32"], rel=1e-2)
-    trainer = make_trainer(tmp_path, "train.dtype=float16", "train.max_steps=30", "train.warmup_steps=3")
-    found = [trainer.step()["loss"] for _ in range(30)]
-    assert sum(found[-5:]) < 0.9 * sum(found[:5]), "it learns"
-    assert trainer._scaler.get_scale() > 1
-
-
 def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monkeypatch):
     words = [*MICRO_SETTINGS, "train.max_steps=2", "train.eval_steps=1", "train.save_steps=100"]
     config, scores = load_config(None, words), QuestionValidation.compute_scores
@@ -587,20 +573,8 @@ BROKEN = {  # what lies beside two whole checkpoints, by its name: what makes it
     "step-last": (Path.mkdir, "its name is not that of a checkpoint"),
     "step-9": (Path.mkdir, "its name is not that of a checkpoint"),
     "step-00000004": (cut_shard, ".safetensors is cut short"),
-    **{
-        f"step-0000001{n}": (text, says)
-        for n, (text, says) in enumerate(
-            {
-                "": "the line is not JSON",
-                "[]": "the line is not a JSON object",
-                '{"format": 2}': "state.json: state",
-                '{"format": 2, "run": {}, "phase": {}, "state": []}': "state.json: state",
-                '{"format": 2, "run": {}, "phase": {}, "state": {"step": "4"}}': "state.json: state.step",
-                '{"format": 2, "run": {}, "phase": {}, "state": {"step": 4}}': "state.json: state.phase",
-                '{"format": 2, "state": {"step": 4, "phase": "", "phase_step": 4, "tasks": {}}}': "run",
-            }.items()
-        )
-    },
+    "step-00000010": ("[]", "the line is not a JSON object"),
+    "step-00000011": ('{"format": 2, "run": {}, "phase": {}, "state": []}', "state.json: state"),
 }
 
 
@@ -761,23 +735,6 @@ def test_a_kill_while_metrics_are_rewritten_leaves_the_old_ones(tmp_path, monkey
         )
     assert path.read_text() == "".join(METRICS_LINES)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_wandb_offline_needs_no_account_and_no_network_and_a_resumed_run_is_the_same_run(
-    tmp_path, monkeypatch
-):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    config = load_config(None, [*MICRO_SETTINGS, "train.wandb=offline"])
-    shown = dict.fromkeys(("loss", "name_accuracy", "pointer_mass"), 0.5)
-    for step in range(2):
-        with MetricsLogger(tmp_path, config, from_step=step) as report:
-            line = {"step": step, "seconds": 1.0, "tokens": 20, "supervised_tokens": 10, "rows": 4}
-            report.log_step(line | shown)
-    runs = [*(tmp_path / "wandb").glob("offline-run-*")]
-    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "the id"
-    assert all(list(run.glob("*.wandb")) for run in runs)
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
 def test_a_resumed_run_asks_wandb_for_the_run_that_it_began(tmp_path, monkeypatch):

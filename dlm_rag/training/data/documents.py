@@ -61,7 +61,7 @@ def read_documents(path: str | Path) -> Iterator[str]:
     ):
         _, text = get_field(record, "contents")
         if not isinstance(text, str) or not text.strip():
-            raise CorpusError(f"{place}: there is no 'text'")
+            raise CorpusError(f"{place}: a document needs a 'text'")
         yield text
 
 
@@ -125,13 +125,13 @@ class PackedDocuments:
         self._quotas = allocate_quotas(
             [weights[name] / whole for name in self._names], MIXTURE_BLOCK_SEQUENCES
         )
-        for name, quota in zip(self._names, self._quotas, strict=True):
+        for name, quota, file, usable in zip(
+            self._names, self._quotas, self._files, self._sequences, strict=True
+        ):
             if not quota:
                 raise ConfigError(
-                    f"the share of '{name}' in the mixture is under one sequence in "
-                    f"{MIXTURE_BLOCK_SEQUENCES:,}"
+                    f"mixture: the share of '{name}' is below one sequence in {MIXTURE_BLOCK_SEQUENCES:,}"
                 )
-        for name, file, usable in zip(self._names, self._files, self._sequences, strict=True):
             if not usable:
                 raise ConfigError(
                     f"the documents '{name}' have {len(file.tokens):,} tokens, fewer than one sequence of "

@@ -12,7 +12,7 @@ FULL_CANVAS_SHARE = 0.2  # share of rows with the whole canvas; others end soon 
 UNIFORM_MASK_SHARE = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
 STRAY_MASK_SHARE = 0.05  # share of the positions before the cut that are masked all the same
 RETRIEVAL_CUT_SHARE = 0.6  # share of rows that are cut where the response stood when the evidence was found
-MAX_LOOKAHEAD_BLOCKS = 3  # masked ones behind the block under work, at most
+MAX_LOOKAHEAD_BLOCKS = 3  # masked blocks after the current one, at most
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def draw_block_mask(
 ) -> tuple[tuple[bool, ...], int]:
     """Which positions of a canvas that attention takes in blocks are masked, and how many are finished.
 
-    One block is under work, masked in part; those before are finished, those behind (a few: what queries
+    One block is under work, masked in part; those before are finished, those after it (a few: what queries
     may guess at) masked. used, stands: as for `draw_random_mask`; first: positions of the first block. The
     canvas is as long as what is returned.
     """
@@ -123,6 +123,6 @@ def make_masked_canvas(
 
 
 def make_padded_canvas(rng: random.Random, ids: list[int], longest: int, end_id: int) -> list[int]:
-    """A response with end tokens behind it: a few, or now and then up to the whole canvas."""
+    """A response with end tokens after it: a few, or now and then up to the whole canvas."""
     length = longest if rng.random() < FULL_CANVAS_SHARE else min(longest, len(ids) + rng.randint(1, 10))
     return (ids + [end_id] * length)[:length]

@@ -14,7 +14,7 @@ def sample_passages(
 ) -> list[Passage]:
     """`count` of the passages that were found (all where they are fewer), in any order.
 
-    needed: ids of those that are kept where they were found; the others are drawn by lot.
+    needed: ids of those that are kept where they were found; the others are sampled.
     """
     kept = [passage for passage in found if passage.id in needed][-count:]
     others = [passage for passage in found if passage not in kept]

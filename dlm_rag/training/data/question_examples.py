@@ -1,9 +1,8 @@
 """Training examples from questions of one's own: evidence as our own retriever finds it while decoding.
 
 An item of a step is one set of passages: those that the query of a moment of some question brings, when
-some sentences of its response stand. Its rows are that question's, masked in several ways; with questions
-`beside`, half of them are of such as these passages answer too. Everything follows from (seed, phase, step,
-item).
+some sentences of its response stand. Its rows are that question's, masked in several ways; half of the rows
+are of single-passage questions, if any were added. Everything follows from (seed, phase, step, item).
 """
 
 import random
@@ -43,7 +42,7 @@ class QuestionExamples:
         """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
         self._questions, self._retriever, self._tokenizer = questions, retriever, tokenizer
         self._denoiser, self._train, self._key = denoiser, train, (train.seed, phase)
-        self._beside: dict[str, list[Question]] = {}
+        self._single: dict[str, list[Question]] = {}
         self._crossed: CounterfactualSampler | None = None
         for question in questions:
             self._check(question)
@@ -59,7 +58,7 @@ class QuestionExamples:
         self._crossed = crossed if self._train.counterfactual_share else None
         for question in questions:
             self._check(question)
-            self._beside.setdefault(question.supporting_ids[0], []).append(question)
+            self._single.setdefault(question.supporting_ids[0], []).append(question)
         return self
 
     def _check(self, question: Question) -> None:
@@ -80,8 +79,8 @@ class QuestionExamples:
     def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
         """Rows of some sets of passages of a step.
 
-        passages: at least and at most so many in a prompt, where there are questions beside; else all that
-        is found.
+        passages: at least and at most so many in a prompt, if there are single-passage questions; else all
+        that is found.
         """
         moments = []
         for item in items:
@@ -106,10 +105,10 @@ class QuestionExamples:
                 ]
                 if ends.index(stands) > 1 or rng.random() >= MISSING_PASSAGE_SHARE:
                     evidence = [*evidence, own]
-            if self._beside:
+            if self._single:
                 needed = question.supporting_ids[: ends.index(stands) + 1]
                 evidence = sample_passages(rng, evidence, needed, rng.randint(*passages))
-            others = [other for passage in evidence for other in self._beside.get(passage.id, ())]
+            others = [other for passage in evidence for other in self._single.get(passage.id, ())]
             for row in range(self._train.rows_per_set):
                 if others and row >= self._train.rows_per_set // 2:
                     side = rng.choice(others)
@@ -119,9 +118,9 @@ class QuestionExamples:
         return examples
 
     def _query_response(self, rng: random.Random, question: Question, stands: int) -> str:
-        """The part of a response that is in the query: what stands, and now and then a guess behind it."""
+        """The part of a response that is in the query: what stands, and now and then a guess after it."""
         response = target_response(question)
-        lot = rng.random() if self._beside else 1.0
+        lot = rng.random() if self._single else 1.0
         if lot >= RIGHT_GUESS_SHARE + WRONG_GUESS_SHARE:
             return response[:stands]
         guess = response[stands:]
@@ -143,7 +142,7 @@ class QuestionExamples:
         pointers = tuple(p for p in find_copy_pointers(ids, prompt.facts) if p.position < len(target))
         told = (
             self._count_supported_tokens(question, ids, {passage.id for passage in evidence})
-            if self._beside
+            if self._single
             else len(ids)
         )
         supervised = None
@@ -175,7 +174,7 @@ class QuestionExamples:
 
 
 def _sentence_ends(question: Question) -> list[int]:
-    """Where a response may stand: at its beginning and behind each of its sentences, in characters."""
+    """Where a response may stand: at its beginning and after each of its sentences, in characters."""
     return [0, *(end for _, end in find_sentence_spans(target_response(question)))]
 
 

@@ -15,7 +15,6 @@ from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.machine import choose_dtype
-from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
@@ -25,6 +24,7 @@ from dlm_rag.training.data.example import Example
 from dlm_rag.training.data.sample_rows import LONG_QUESTION_TOKENS
 from dlm_rag.training.distributed import check_parallelism
 from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.model_init import make_training_shape, open_initial_model
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.step_memory import (
@@ -39,8 +39,8 @@ from dlm_rag.training.tasks import find_task
 GB, GIB = 1e9, 2**30
 ROLLOUT_EXTRA_KEY = "rollouts, beyond these"
 MEMORY_REMEDY = (
-    "see what fits with --plan (accumulate, checkpointing, parallel=fsdp on several devices, lora_rank, a "
-    "smaller checkpoint)"
+    "see what fits with --plan (gradient_accumulation_steps, activation_checkpointing, parallel=fsdp, "
+    "lora_rank)"
 )
 # The shapes of checkpoints that people begin with, so that a plan needs neither network nor weights.
 KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -159,7 +159,7 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
     if shape.noise is not None:
         raise ConfigError("a plan is made for denoisers of masks, and this is a model of uniform noise")
     found = []
-    denoiser = _build_bare_denoiser(shape)
+    denoiser = build_meta_denoiser(shape, 0, torch.float32)
     in_layers = sum(p.numel() for p in denoiser.layers.parameters())
     outside = sum(p.numel() for p in denoiser.parameters()) - in_layers
     for name, train in config.train.get_phase_configs().items():
@@ -270,24 +270,22 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
     On a CPU without such a budget, and of a model of uniform noise, only weights, gradients and optimizer
     are looked at; else the whole step is planned, with the pool of the decoders that validate.
     """
-    have, told = (
-        measure_free_bytes(device) / (count if device.type == "cpu" else 1),
-        f"this {device.type} has",
-    )
+    have = measure_free_bytes(device) / (count if device.type == "cpu" else 1)
+    limit = f"this {device.type} has"
     engine, kept = config.engine, config.engine.for_training_rollouts.prefix_cache_gib or 0.0
     if engine.memory_gib is not None:
         given = engine.memory_gib * GIB
         if given > have:
             raise ConfigError(
                 f"engine.memory_gib={engine.memory_gib:g} is {given / GB:.3g} GB for each process, and "
-                f"{told} {have / GB:.3g} GB free for it: lower it, or wait until others have ended"
+                f"{limit} {have / GB:.3g} GB free for it: lower it, or wait until others have ended"
             )
-        have, told = given, f"engine.memory_gib={engine.memory_gib:g} is"
+        have, limit = given, f"engine.memory_gib={engine.memory_gib:g} is"
     shape = resolve_shape(config)
     denoiser = (
         open_initial_model(config).build_on_meta(torch.float32)
         if shape.noise is not None
-        else _build_bare_denoiser(shape)
+        else build_meta_denoiser(shape, 0, torch.float32)
     )
     each = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.get_phase_configs().values():
@@ -298,7 +296,7 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
         if need > have:
             raise ConfigError(
                 f"weights, gradients and optimizer alone take {need / GB:.3g} GB on each device, and "
-                f"{told} {have / GB:.3g} GB: {MEMORY_REMEDY}"
+                f"{limit} {have / GB:.3g} GB: {MEMORY_REMEDY}"
             )
     if shape.noise is not None or (device.type == "cpu" and engine.memory_gib is None):
         return
@@ -308,14 +306,9 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
         if need > have:
             name = f"the phase {phase.name}" if phase.name else "a step"
             raise ConfigError(
-                f"{name} takes {need / GB:.3g} GB on each device, and {told} {have / GB:.3g} GB: "
+                f"{name} takes {need / GB:.3g} GB on each device, and {limit} {have / GB:.3g} GB: "
                 f"{MEMORY_REMEDY}"
             )
-
-
-def _build_bare_denoiser(shape: DenoiserConfig) -> Denoiser:
-    with torch.device("meta"):
-        return Denoiser(shape)
 
 
 def resolve_shape(config: Config) -> DenoiserConfig:

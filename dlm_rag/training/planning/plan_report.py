@@ -60,12 +60,11 @@ def print_plan(config: Config) -> None:
     flops = share * sum(phase.flops * phase.train.max_steps for phase in phases)
     console.print(
         f"\n{_format_with_prefix(share * own)} tokens, {flops:.2e} FLOPs. Compute at {plan.mfu:.0%} of "
-        "its peak, "
-        "memory and network at all of theirs; together, if the longest hides the others:\n"
+        "its peak, memory and network at all of theirs; together, if the longest hides the others:\n"
     )
     console.print(_machine_table(machines, phases, share, dtype, plan))
     console.print(
-        f"kWh are reckoned from the power of a device at full load. {describe_measured_energy(config)}\n"
+        f"kWh are computed from the power of a device at full load. {describe_measured_energy(config)}\n"
     )
     for machine in machines:
         if plan.devices > 1 and dtype in machine.flops:
@@ -106,7 +105,7 @@ def _machine_table(
 
 
 def describe_measured_energy(config: Config) -> str:
-    """What the run in the folder has drawn as far as it was measured, beside what is reckoned."""
+    """The measured energy of the run in the folder, in words."""
     folder = Path(config.out or "runs/train")
     steps, joules = 0, 0.0
     for metrics in read_metrics(folder / "metrics.jsonl"):
@@ -116,8 +115,7 @@ def describe_measured_energy(config: Config) -> str:
         return f"Nothing was measured in {folder}."
     whole = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
     return (
-        f"Measured in {folder}: {format_three_digits(joules / steps)} J a step over {steps:,} steps, "
-        "which makes "
+        f"Measured in {folder}: {format_three_digits(joules / steps)} J a step over {steps:,} steps: "
         f"{joules / steps * whole / 3.6e6:.3g} kWh of {whole:,}."
     )
 
@@ -134,9 +132,8 @@ def describe_required_link(
     least, enough = (sent / seconds / BYTES_PER_GBIT for seconds in (plan.devices * apart, apart))
     return (
         f"{plan.devices} x {machine.name} have a link of {machine.link / BYTES_PER_GBIT:.3g} Gb/s: they "
-        "are faster "
-        f"than one (were its memory large enough) from {least:.2g} Gb/s on, and wait for no link of "
-        f"{enough:.2g}."
+        f"are faster than one (were its memory large enough) from {least:.2g} Gb/s on, and wait for no "
+        f"link of {enough:.2g}."
     )
 
 

@@ -6,9 +6,9 @@ from, in ids. Everything is drawn by (seed, step, question, member): nothing has
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.decode.decoder import Decoder
@@ -20,7 +20,6 @@ from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.data.world_examples import IndexedWorld, draw_world_question
-from dlm_rag.training.rl.policies import find_policy
 from dlm_rag.training.rl.reward import (
     REWARDS,
     compute_advantages,
@@ -63,7 +62,7 @@ class WorldQuestionSource:
 
 
 class FileQuestionSource:
-    """Of a file, in an order that is drawn anew whenever all have been asked."""
+    """Questions of a file, shuffled again whenever all have been asked."""
 
     def __init__(
         self, questions: Sequence[Question], retriever: CorpusRetriever, train: TrainConfig, phase: str
@@ -129,7 +128,7 @@ def fill_rollout_buffer(
 def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig) -> list[WeightedStep]:
     """The steps of a rollout that are learned from, each weighed by how many it stands for.
 
-    `train_steps_per_rollout` of S by lot, without putting back: the expectation of their weighted sum is
+    `train_steps_per_rollout` of S, sampled without replacement: the expectation of their weighted sum is
     the sum over all.
     """
     steps = [step for step in rollout.steps if step.action is not None]
@@ -166,6 +165,37 @@ def count_rollout_group(
     actions = [step.action for rollout in group for step in rollout.steps if step.action is not None]
     sums["steps"] += len(actions)
     sums["forced"] += sum(action.forced for action in actions)
+
+
+@dataclass(frozen=True)
+class LearnedPolicy:
+    """rollout_settings: the fields of `DecodeConfig` that make it sample. runs_denoiser: in its loss."""
+
+    rollout_settings: Callable[[TrainConfig], dict[str, Any]]
+    runs_denoiser: bool
+
+
+DENOISER_POLICY = LearnedPolicy(
+    lambda train: {
+        "commit_rule": "sampled",
+        "temperature": train.rollout_temperature,
+        "retrieval_gate": "always",
+    },
+    runs_denoiser=True,
+)
+LEARNED_POLICIES = {
+    "all": DENOISER_POLICY,
+    "lora": DENOISER_POLICY,
+    "policy_heads": LearnedPolicy(
+        lambda train: {"commit_rule": "policy_head", "head_threshold": None, "temperature": 0.0},
+        runs_denoiser=False,
+    ),
+}
+
+
+def find_policy(train: TrainConfig) -> LearnedPolicy:
+    """The policy that a phase teaches."""
+    return LEARNED_POLICIES[train.trainable or "all"]
 
 
 def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:

@@ -21,7 +21,6 @@ from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.initial_weights import copy_frozen_denoiser
 from dlm_rag.training.objective import lay_out_examples
 from dlm_rag.training.phase_data import open_question_data, open_world_validation
-from dlm_rag.training.rl.policies import LEARNED_POLICIES, check_policy_shape, find_policy
 from dlm_rag.training.rl.policy_loss import (
     GateDecisions,
     HeadsObjective,
@@ -31,12 +30,14 @@ from dlm_rag.training.rl.policy_loss import (
 )
 from dlm_rag.training.rl.reward import REWARDS, has_prices
 from dlm_rag.training.rl.rollouts import (
+    LEARNED_POLICIES,
     FileQuestionSource,
     QuestionSource,
     RolloutBuffer,
     WeightedStep,
     WorldQuestionSource,
     fill_rollout_buffer,
+    find_policy,
     make_rollout_decoder,
     make_rollout_settings,
 )
@@ -140,13 +141,23 @@ class RlTask(Task):
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
-        check_policy_shape(denoiser.config, self._train)
+        self._check_shape(denoiser.config)
         settings = make_rollout_settings(self._config, self._train)
         if not self.runs_denoiser:
             return HeadsObjective(denoiser, settings, self._train)
         dtype = choose_dtype(self._train.dtype, choose_device(self._config.model.device))
         reference = copy_frozen_denoiser(denoiser, dtype) if self._train.kl_coef else None
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self._train, reference)
+
+    def _check_shape(self, shape: DenoiserConfig) -> None:
+        """Raises `ConfigError` for a denoiser whose steps cannot be computed again as they were."""
+        finished = f"finished_block_context={shape.finished_block_context}"
+        appends = shape.finished_block_context in ("append", "frozen")
+        if self.runs_denoiser and shape.block_size and (shape.shifted or appends):
+            raise ConfigError(
+                "rl of the denoiser computes steps again from the canvas alone, which excludes "
+                f"{'shifted models in blocks' if shape.shifted else finished}: set trainable=policy_heads"
+            )
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RlMicrobatch:
         buffer, layout = self.collect_rollouts(step, items)
