@@ -78,9 +78,9 @@ class DecodeMemory:
     kv_bytes_per_token: int  # keys and values of a token, in all layers
     activation_bytes_per_token: float  # what a token of a call takes on its way through a layer
     logit_bytes_per_position: float  # what a position takes whose logits are read
-    crf_bytes_per_position: float = (
-        0.0  # and what every position of a canvas does beside it, where neighbours are to agree
-    )
+    # What every position of a canvas takes in addition where neighbours are to agree.
+    crf_bytes_per_position: float = 0.0
+    has_mask: bool = False  # whether attention in a step takes a mask
 
     @classmethod
     def from_config(
@@ -98,7 +98,8 @@ class DecodeMemory:
             if decode.copy_penalty is None
             else estimate_crf_bytes(shape.vocab_size, row.total_tokens)
         )
-        return cls(row, dtype.itemsize * numbers, kept, token, position + asked, linked)
+        masked = bool(shape.block_size or shape.attention_patterns)
+        return cls(row, dtype.itemsize * numbers, kept, token, position + asked, linked, masked)
 
     def scratch_tokens(self, rows: int) -> int:
         """Tokens of room for segments that run in the same call as the rows."""
@@ -121,6 +122,8 @@ class DecodeMemory:
         call = self.activation_bytes_per_token * (
             rows * self.row.step_tokens + min(PREFILL_SCRATCH_TOKENS, new)
         )
+        if self.has_mask:  # a byte for each query and key, kept for all layers
+            call += rows * self.row.step_tokens * self.row.total_tokens
         asked = rows * self.row.canvas_tokens
         read = (
             self.logit_bytes_per_position * min(LOGITS_CHUNK_POSITIONS, asked)

@@ -158,7 +158,7 @@ CASES = [
     BadInputCase(
         "a checkpoint of an older format",
         f"{TRAIN} --resume",
-        "step-00000001 is of format 1",
+        "step-00000001 has format 1",
         {"run/checkpoints/step-00000001/state.json": '{"state": {}}'},
     ),
     BadInputCase(

@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
-from dlm_rag import commands
+from dlm_rag.commands import train as train_command
 from dlm_rag.config import list_setting_fields, load_config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point, skip_damaged_checkpoints
@@ -33,7 +33,7 @@ FOUR = [*MICRO_SETTINGS, "train.max_steps=4"]  # with checkpoints of steps 2 and
 
 
 def run(folder: Path, *words: str) -> None:
-    commands.train.main(["--out", str(folder), *FOUR, *words])
+    train_command.main(["--out", str(folder), *FOUR, *words])
 
 
 @pytest.fixture(scope="module")
