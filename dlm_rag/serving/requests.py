@@ -149,6 +149,10 @@ class RequestParser:
     def _resolve_settings(self, asked: BaseModel, most: int | None = None) -> DecodeConfig:
         """The settings of a request, on top of the server's; most: positions that the client allows."""
         given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
+        for name, value in given.items():  # a client must not choose what code the server imports
+            own = getattr(self._settings, name)
+            if _SETTINGS[name].metadata.get("table") and ":" in str(value) and value != own:
+                raise ApiError(400, f"{name}={value!s:.60} is not one of this server's choices", name)
         given |= {  # null, which OpenAI's clients send, stands for the default
             name: _SETTINGS[name].default for name, value in given.items() if value is None
         }

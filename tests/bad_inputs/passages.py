@@ -108,7 +108,7 @@ CASES = [
     asked("lists in answers", '{"id": "b", "question": "x", "answers": [[1]]}', "must be a list of texts"),
     asked("a number as answer", '{"id": "b", "question": "x", "answer": 3.5}', "must be a list of texts"),
     asked("true in answers", '{"id": "b", "question": "x", "answers": [true]}', "must be a list of texts"),
-    asked("a list of Python", '{"id": "b", "question": "x", "answer": "[\'a\']"}', "'answer' is a list that"),
+    asked("a list of Python", '{"id": "b", "question": "x", "answer": "[\'a\']"}', "line 1: 'answer'"),
     *(
         asked(f"hops {hops}", f'{{"id": "b", "question": "x", "hops": {hops}}}', "a whole number from 1 to 99")
         for hops in ("0", "-1", "100", "1.5", "true", '"two"', "[2]", "{}", "NaN", "1e400", '""')

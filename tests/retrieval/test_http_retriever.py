@@ -162,7 +162,7 @@ BAD_ANSWERS = {
     "fewer results": ({"result": []}, "it gives 0 results for 1 queries"),
     "documents without lists": ({"result": [{"contents": "x"}]}, "a result that is not a list"),
     "a number": ({"result": [[3]]}, "a document that is not an object"),
-    "no contents": ({"result": [[{"document": {"id": "a"}}]]}, "no passage: the passage has no 'contents'"),
+    "no contents": ({"result": [[{"document": {"id": "a"}}]]}, "the passage has no 'contents'"),
     "contents of numbers": (document(contents=3), "'contents' must be a text"),
     "an id of a list": (document(id=[]), "must be a text"),
     "a title of a list": (document(title=[]), "'title' must be a text"),

@@ -177,6 +177,7 @@ REFUSED = {
     "half a character": (b'{"messages": "\\ud800"}', "half of a character"),
     "endless nesting": (b"[" * 500_000, "nesting that is too"),
     "a key twice": (b'{"n": 1, "n": 1}', "a second time"),
+    "code to import": (chat_body("x", commit_rule="antigravity:x"), "is not one of"),
     "too long for the context": (chat_body("word " * 1000), "context"),
     "too long to be counted": (chat_body("word " * 50_000), "characters that are read"),
 }  # fmt: skip
