@@ -5,7 +5,7 @@ with, is held unless `CHANGEABLE_KEYS` names it. What `FINGERPRINTED_KEYS` names
 of what lies there: it may be moved, but not changed.
 """
 
-from dataclasses import asdict, fields, replace
+from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
 from dlm_rag.files.record_readers import expand_path, list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.task import SIZE_SETTINGS, Phase, Task
+from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.train_state import CheckpointRecord
 
 CHANGEABLE_KEYS = frozenset({
@@ -58,15 +58,20 @@ def collect_run_settings(config: Config) -> dict[str, Any]:
 def collect_phase_settings(config: Config, train: TrainConfig, task: type[Task]) -> dict[str, Any]:
     """What the steps of a phase, whose settings are `train`, also depend on."""
     own = [item.name for item in fields(TrainConfig)]
-    unread = SIZE_SETTINGS - task.size_settings
-    names = (name for name in own[own.index(FIRST_PHASE_FIELD) :] if name not in unread)
-    found = {f"train.{name}": getattr(train, name) for name in names}
+    read = (item for item in fields(TrainConfig)[own.index(FIRST_PHASE_FIELD) :] if _is_read(item, train))
+    found = {f"train.{item.name}": getattr(train, item.name) for item in read}
     if (decode := task.rollout_settings(config, train)) is not None:
         found |= {f"decode.{k}": v for k, v in asdict(decode).items()}
     held = set(task.fixed_settings)
     if config.data.questions is not None:
         held.add("train.eval_questions")
     return {key: value for key, value in found.items() if key not in CHANGEABLE_KEYS - held}
+
+
+def _is_read(item: "Field[Any]", train: TrainConfig) -> bool:
+    """Whether the objective of a phase reads a setting, as far as its field declares; all of one's own."""
+    accepted = [need.get("train.objective", (train.objective,)) for need in item.metadata["only_with"]]
+    return not accepted or ":" in train.objective or any(train.objective in names for names in accepted)
 
 
 def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:

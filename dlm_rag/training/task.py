@@ -20,9 +20,6 @@ from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.data.example import Example
 from dlm_rag.training.initial_model import InitialModel
 
-# Sizes of a step: a config for several objectives may name those of the others.
-SIZE_SETTINGS = frozenset({"passage_sets_per_step", "rows_per_set", "prompts_per_step", "num_generations"})
-
 TaskState = dict[str, Any]  # JSON values; empty at first
 
 
@@ -61,7 +58,6 @@ class Task:
 
     name: ClassVar[str]  # what its state is saved under
     can_prefetch: ClassVar[bool] = True  # microbatches may be made by another thread during the step before
-    size_settings: ClassVar[frozenset[str]] = frozenset({"passage_sets_per_step", "rows_per_set"})
     fixed_settings: ClassVar[frozenset[str]] = frozenset()  # that --resume may not change, but others may
     trainable: ClassVar[frozenset[str]] = frozenset({"all", "lora"})  # values of `train.trainable`
     needs_trained_model: ClassVar[bool] = False

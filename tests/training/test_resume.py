@@ -5,6 +5,7 @@ import os
 import shutil
 import struct
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,7 @@ from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point, skip_da
 from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.phase_setup import open_trainer
-from dlm_rag.training.rl.task import RlTask
-from dlm_rag.training.supervised_tasks import SftTask
+from dlm_rag.training.tasks import TASKS, find_task
 from dlm_rag.training.trainer import Trainer
 from tests.support.paths import ROOT
 from tests.support.processes import TORCHRUN_COMMAND
@@ -331,6 +331,9 @@ def test_every_setting_is_held_or_stands_in_the_table():
     config = load_config(None, ["train.objective=rl"])
     sections = ("model.", "retrieval.", "data.", "train.", "decode.")
     known = {key for key in list_setting_fields() if key.startswith(sections)}
-    held = {*collect_run_settings(config), *collect_phase_settings(config, config.train, RlTask)}
-    held |= collect_phase_settings(config, config.train, SftTask).keys()
+    held = {*collect_run_settings(config)}
+    for objective in TASKS:
+        train = replace(config.train, objective=objective)
+        task = find_task(train)
+        held |= collect_phase_settings(config, train, task).keys() - task.fixed_settings
     assert known >= CHANGEABLE_KEYS and known == held | CHANGEABLE_KEYS and not held & CHANGEABLE_KEYS

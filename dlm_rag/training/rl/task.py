@@ -68,7 +68,6 @@ class RlTask(Task):
 
     name, can_prefetch, needs_trained_model = "rl", False, True
     trainable = frozenset(LEARNED_POLICIES)
-    size_settings = frozenset({"prompts_per_step", "num_generations"})
     _source: QuestionSource
 
     def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
