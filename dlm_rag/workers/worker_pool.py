@@ -10,6 +10,7 @@ ready first.
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class _Slot:
     actor: Any
     ready: bool = False
     restarts: int = 0
+    placed: Any = None  # Ray's reference of a call that ends once the actor runs
+    opened: float = 0.0  # when `open` was last called, by the monotonic clock
 
 
 class WorkerPool:
@@ -122,7 +125,8 @@ class WorkerPool:
         self, questions: Iterable[Question], make_failed_rollout: Callable[[Question, str], Rollout]
     ) -> Iterator[Rollout]:
         """One finished rollout for each question, as they come; make_failed_rollout makes that of a
-        question whose workers died again and again. Raises whatever a worker raises.
+        question whose workers died again and again. Raises whatever a worker raises, and `RunError` once
+        all have died and none finds a place again.
         """
         queue, most = QuestionQueue(questions), self._batch_size + max(1, self._batch_size // 2)
         while not queue.done:
@@ -131,6 +135,8 @@ class WorkerPool:
                 for question in queue.assign(slot.number, most, len(ready)):
                     call = slot.actor.answer.options(max_task_retries=0).remote(question)
                     self._calls[call] = slot
+            if not ready:
+                self._check_places()
             slot, answer = self._poll()
             if isinstance(answer, WorkerAnswer):
                 queue.mark_answered(slot.number, answer.rollout.id)
@@ -198,8 +204,21 @@ class WorkerPool:
             log.warning("%s: the others go on", message)
         return [pings[ref] for ref in found]
 
+    def _check_places(self) -> None:
+        import ray
+
+        last = max(slot.opened for slot in self._slots)
+        if time.monotonic() - last < PLACEMENT_TIMEOUT_SECONDS:
+            return
+        if not ray.wait([slot.placed for slot in self._slots], timeout=0)[0]:
+            raise RunError(
+                f"all workers died, and Ray at {self._address} found no place for one within "
+                f"{PLACEMENT_TIMEOUT_SECONDS:.0f} s: run the same command again to resume"
+            )
+
     def _open(self, slot: _Slot) -> None:
-        slot.ready = False
+        slot.ready, slot.opened = False, time.monotonic()
+        slot.placed = slot.actor.ping.remote()
         self._calls[slot.actor.open.remote(*self._opening)] = slot
 
     def _poll(self) -> tuple[_Slot, Any]:

@@ -202,8 +202,8 @@ def port() -> int:
 
 
 @contextmanager
-def cluster(monkeypatch, nodes: int):
-    """A cluster of nodes of one core on this machine: its address, itself, its nodes beside the head."""
+def cluster(monkeypatch, nodes: int, cores_of_head: int = 1):
+    """A cluster of nodes of one core on this machine: its address, itself, its nodes except the head."""
     for name, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
         "GRPC_ENABLE_FORK_SUPPORT": "0",  # see docs/workers.md
@@ -216,6 +216,7 @@ def cluster(monkeypatch, nodes: int):
 
     own = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     head = own | {"ray_client_server_port": (at := port()), "include_dashboard": False}
+    head["num_cpus"] = cores_of_head
     there = Cluster(initialize_head=True, head_node_args=head)
     try:
         yield f"ray://127.0.0.1:{at}", there, [there.add_node(**own) for _ in range(nodes - 1)]
@@ -261,6 +262,21 @@ def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplo
         finally:
             other.kill()
             other.wait()
+
+
+def test_the_run_ends_once_no_node_is_left_for_a_worker(monkeypatch, mark):
+    places = partial(plan_cluster_workers, gpus=False, weights=1)
+    with (
+        cluster(monkeypatch, 2, cores_of_head=0) as (address, there, others),
+        WorkerPool(address, places) as pool,
+    ):
+        open_pool(pool, FakeDecoderFactory())
+        monkeypatch.setattr(pool_module, "PLACEMENT_TIMEOUT_SECONDS", 3.0)
+        rollouts = pool.stream(asked(600), make_finished_rollout)
+        next(rollouts)
+        there.remove_node(others[0], allow_graceful=False)
+        with pytest.raises(RunError, match="no place"):
+            list(rollouts)
 
 
 def test_a_cluster_that_is_not_there_is_a_sentence_at_once():

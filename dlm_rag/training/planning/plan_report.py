@@ -115,8 +115,8 @@ def describe_measured_energy(config: Config) -> str:
         return f"Nothing was measured in {folder}."
     whole = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
     return (
-        f"Measured in {folder}: {format_three_digits(joules / steps)} J a step over {steps:,} steps: "
-        f"{joules / steps * whole / 3.6e6:.3g} kWh of {whole:,}."
+        f"Measured in {folder}: {format_three_digits(joules / steps)} J a step over {steps:,} steps; "
+        f"all {whole:,} steps would use {joules / steps * whole / 3.6e6:.3g} kWh."
     )
 
 
