@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import pairwise, takewhile
 from unittest.mock import patch
 
+import httpx
 import pytest
 
 from dlm_rag.cli import run_program
@@ -16,16 +19,19 @@ from dlm_rag.decode.trace_file import build_trace_header, make_step_examples, re
 from dlm_rag.errors import TraceError
 from tests.support.gemma_decoding import QueryHashRetriever, make_gemma_decoder
 from tests.support.passages import write_jsonl_file
+from tests.support.paths import ROOT
 from tests.support.rollouts import strip_times_and_confidences
 from tests.support.serving import (
     QUESTIONS,
     chat_body,
     decode_with_page,
+    find_free_port,
     make_client,
     parse_events,
     parse_metrics_text,
     send_request,
     serve_decoder,
+    start_server_process,
 )
 from tests.support.tiny_diffusion_gemma import END, TURN_END, write_tiny_gemma
 
@@ -218,3 +224,53 @@ def test_interleaved_and_static_are_compared(folder):
     settings = json.loads((folder / "runs" / "scores.json").read_text())["settings"]
     searches = {name: found["groups"]["all"]["searches"]["mean"] for name, found in settings.items()}
     assert searches["static"] == 1 < searches["interleaved"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="pip install 'dlm_rag[workers]'")
+def test_workers_answer_as_one_process_does(folder, ray_token, capsys):
+    words = ("--out", "a.jsonl", "--trace", "t.jsonl")
+    assert called(sample, *words) == 0
+    others = tuple(word.replace(".jsonl", "-w.jsonl") for word in words)
+    assert called(sample, *others, "workers=2") == 0
+    one, other = (
+        {rollout.id: strip_times_and_confidences(rollout) for rollout in read_trace(folder / name)}
+        for name in ("t.jsonl", "t-w.jsonl")
+    )
+    assert other == one and len(one) == 6
+    assert "2 workers" in capsys.readouterr().err
+    assert called(evaluate, "--out", "runs", "--compare", "interleaved,static", "workers=2") == 0
+    record = {line["id"]: line for line in timeless(folder / "runs" / "interleaved" / "answers.jsonl")}
+    assert {name: line["response"] for name, line in record.items()} == {
+        name: rollout.response for name, rollout in one.items()
+    }
+
+
+@pytest.mark.slow
+def test_a_server_process_says_what_sample_says(folder):
+    """`dlm-rag serve` and `dlm-rag sample`, each in its own process, with streams among other questions."""
+    said = {}
+    for question in QUESTIONS[:2]:
+        command = [sys.executable, str(ROOT / "sample.py"), question, *WORDS]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        said[question] = json.loads(done.stdout)
+    port = find_free_port()
+
+    async def asked():
+        base = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=base, timeout=120) as client:
+            assert 'id="ask"' in (await client.get("/")).text
+            bodies = [chat_body(question, stream=question in said) for question in QUESTIONS]
+            posts = [client.post("/v1/chat/completions", json=body) for body in bodies]
+            answers = await asyncio.gather(*posts)
+            return dict(zip(QUESTIONS, answers, strict=True))
+
+    with start_server_process(folder, port, *WORDS):
+        answers = asyncio.run(asked())
+    assert {answer.status_code for answer in answers.values()} == {200}
+    for question, record in said.items():
+        *chunks, (_, last), (_, done) = parse_events(answers[question])
+        texts = [body["choices"][0]["delta"]["content"] for _, body in [*chunks, (None, last)]]
+        assert done == "[DONE]" and "".join(texts) == record["response"]
+        for key in ("answer", "citations", "forwards", "retrievals", "tokens"):
+            assert last["dlm_rag"][key] == record[key], key

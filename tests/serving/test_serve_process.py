@@ -7,8 +7,7 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 
 import httpx
 import openai
@@ -26,7 +25,15 @@ from dlm_rag.tokenizer import Tokenizer
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until
-from tests.support.serving import ASKED, chat_body, made_decoder, parse_metrics_text, serve_decoder
+from tests.support.serving import (
+    ASKED,
+    chat_body,
+    find_free_port,
+    made_decoder,
+    parse_metrics_text,
+    serve_decoder,
+    start_server_process,
+)
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 WORLD = SHIPPED_FOLDER / "world"
@@ -41,31 +48,6 @@ def shipped():
     tokenizer = Tokenizer.from_pretrained(SHIPPED_FOLDER / "model")
     decoder = Decoder(model, retriever, tokenizer, DecodeConfig(batch_size=32))
     return {r.question: r.response for r in decoder.decode(questions)}
-
-
-@contextmanager
-def start_server_process(folder, port, *words, program=("-m", "dlm_rag")):
-    """`dlm-rag serve` in a process of its own, once it answers."""
-    command = [sys.executable, *program, "serve", "--port", str(port), *words]
-    process = subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said = ""
-        while "answers at" not in said:
-            said = process.stderr.readline()
-            assert said, "it did not come up"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def find_free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @pytest.fixture

@@ -1,8 +1,12 @@
-"""A server in this process with its requests."""
+"""A server in this process or in one of its own, with its requests."""
 
 import asyncio
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -16,6 +20,7 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.serving.api_keys import ApiKeys
 from dlm_rag.serving.app import AnswerService
 from dlm_rag.serving.middleware import AccessControl
+from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 SETTINGS = DecodeConfig(max_new_tokens=16, batch_size=4, commit_threshold=0.1)
@@ -41,6 +46,31 @@ def serve_decoder(decoder, keys=None, **limits):
         if isinstance(decoder.model_runner, Slow):
             decoder.model_runner.free.set()
         service.close()
+
+
+@contextmanager
+def start_server_process(folder, port, *words, program=("-m", "dlm_rag")):
+    """`dlm-rag serve` in a process of its own, once it answers."""
+    command = [sys.executable, *program, "serve", "--port", str(port), *words]
+    process = subprocess.Popen(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = ""
+        while "answers at" not in said:
+            said = process.stderr.readline()
+            assert said, "it did not come up"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def find_free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 def make_client(service, **headers):
