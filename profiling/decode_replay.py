@@ -271,7 +271,8 @@ class DecodeReplay:
         recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
         denoiser = make_random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
         print_note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
-        return cls(prepared, denoiser, recorded, decode)
+        # The shipped model attends in blocks, the shape does not.
+        return cls(prepared, denoiser, recorded, replace(decode, finished_block_context=None))
 
     def build_replay_decoder(
         self, layout: str, decode: DecodeConfig, engine: EngineConfig | None, order: str | None = None

@@ -327,8 +327,8 @@ def pool_of_two(count=6):
 
 
 FAULTS = {
-    "copies do not wait for the denoiser": ("fake_cuda.streams.Stream.wait_event", lambda *_: None),
-    "memory is given back": ("fake_cuda.streams.Streams.record", lambda *_: None),
+    "copies do not wait for the denoiser": ("tests.fake_cuda.streams.Stream.wait_event", lambda *_: None),
+    "memory is given back": ("tests.fake_cuda.streams.Streams.record", lambda *_: None),
 }
 
 
