@@ -66,3 +66,10 @@ def test_profiling_programs_that_are_named_exist(page):
     """A program that is gone is named with the commit that had it, and not as a command."""
     programs = re.findall(r"(?:python|torchrun .*) profiling/(\w+)\.py", page.read_text())
     assert set(programs) <= {path.stem for path in (ROOT / "profiling").glob("*.py")}
+
+
+def test_the_python_of_the_readme_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(program, {})
+    assert "Naibrourt Haweal (8 forwards)" in capsys.readouterr().out
