@@ -36,12 +36,12 @@ from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.planning.plan import (
     ROLLOUT_EXTRA_KEY,
     count_forward_flops,
     plan_phases,
 )
+from dlm_rag.training.trainer import open_trainer
 
 SINGLE_PROCESS = DistributedContext(0, 1, 0)
 BASE_SETTINGS = [

@@ -37,12 +37,11 @@ from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
-from dlm_rag.training.data.example import Example
-from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE
-from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.data.examples import Example
+from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
 from dlm_rag.training.phase_data import write_world_documents
 from dlm_rag.training.planning.step_memory import MemoryTracker
-from dlm_rag.training.tokenizer_training import iterate_world_texts, train_tokenizer
 
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
 BATCH, SEQUENCE = 4096, 512  # tokens

@@ -15,8 +15,7 @@ def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
 
     from dlm_rag.config import load_config
     from dlm_rag.training.distributed import DistributedContext
-    from dlm_rag.training.initial_model import InitialModel
-    from dlm_rag.training.initial_weights import allocate_denoiser
+    from dlm_rag.training.initial_model import InitialModel, allocate_denoiser
     from dlm_rag.training.model_init import open_initial_model
     from dlm_rag.training.planning.step_memory import StepMemoryEstimator
     from dlm_rag.training.supervised_tasks import PretrainTask

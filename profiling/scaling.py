@@ -37,9 +37,8 @@ def measure_process_count(config: Config, kind: str, steps: int, folder: Path) -
     """Measures this number of processes; the first writes `KIND-COUNT.json`."""
     import torch
 
-    from dlm_rag.training.distributed import DistributedContext
-    from dlm_rag.training.phase_setup import open_trainer
-    from dlm_rag.training.sharding import skip_gradient_sync
+    from dlm_rag.training.distributed import DistributedContext, skip_gradient_sync
+    from dlm_rag.training.trainer import open_trainer
 
     processes = DistributedContext.init()
     if not torch.cuda.is_available():

@@ -63,8 +63,7 @@ def main(argv: list[str]) -> None:
     prepare_run_folder(folder, resume)
     from dlm_rag.decode.memory_budget import limit_cuda_allocator
     from dlm_rag.training.checkpoints import find_latest_checkpoint, skip_damaged_checkpoints
-    from dlm_rag.training.distributed import DistributedContext
-    from dlm_rag.training.failure_messages import translate_failures
+    from dlm_rag.training.distributed import DistributedContext, translate_failures
     from dlm_rag.training.model_init import open_initial_model
     from dlm_rag.training.planning.plan import check_run_fits
 
@@ -185,9 +184,8 @@ def run_training(
     from dlm_rag.training.checkpoints import find_resume_point
     from dlm_rag.training.energy import EnergyWindows
     from dlm_rag.training.metrics_logger import MetricsLogger
-    from dlm_rag.training.phase_setup import open_phase
     from dlm_rag.training.task import Phase
-    from dlm_rag.training.trainer import Trainer, free_memory
+    from dlm_rag.training.trainer import Trainer, free_memory, open_phase
 
     commit = get_code_commit()  # of the code that runs: at the end the checkout may be another
     step, left = find_resume_point(folder, list(config.train.get_phase_configs()))

@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -38,9 +38,36 @@ from dlm_rag.files.atomic import write_text_atomic
 from dlm_rag.files.digest import compute_file_digest, create_hasher
 from dlm_rag.files.jsonl import parse_json_object
 from dlm_rag.files.untrusted import validate_json_value
-from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.failure_messages import is_peer_lost, make_peer_lost_error
-from dlm_rag.training.train_state import CheckpointRecord
+from dlm_rag.training.distributed import DistributedContext, is_peer_lost, make_peer_lost_error
+from dlm_rag.training.task import TaskState
+
+
+@dataclass
+class TrainState:
+    """All that is needed to go on: every step follows from it, the weights and the optimizers."""
+
+    step: int  # of the run
+    phase: str
+    phase_step: int
+    tasks: dict[str, TaskState]  # of each task so far, by its name
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.phase_step <= self.step:
+            raise ValueError(f"phase_step={self.phase_step} does not fit step={self.step}")
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """What `state.json` holds; what older versions did not write is empty."""
+
+    state: TrainState
+    run: dict[str, Any]  # settings by their dotted keys, as in `fingerprint.py`
+    phase: dict[str, Any]
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)  # bytes of each
+    digests: dict[str, str] = field(default_factory=dict)
+
 
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -7,22 +7,76 @@ step on any number of processes, in whole copies (DDP) or shards (FSDP): up to t
 float32, and up to what shards round before they are gathered in the dtypes below it (docs/training.md).
 """
 
+import inspect
 import os
+import re
 import secrets
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from dlm_rag.cli import parse_int
 from dlm_rag.config import TrainConfig
-from dlm_rag.errors import ConfigError, UserError
+from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
+from dlm_rag.evidence.encode_segments import encode_canvases
+from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.machine import choose_device
 from dlm_rag.model.context_parallel import ContextParallel
+from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.packed_batch import Segment
+
+# What gloo, NCCL and torch's store say only of a lost process: NCCL's name is in all of its errors, and
+# `socket` in those of any system call.
+_GONE = re.compile(
+    r"(connection|socket) (was |is )?(closed|reset|refused|aborted)|closed by (the )?peer|reset by peer"
+    r"|broken pipe|timed? ?out|recv, got 0 bytes|ncclRemoteError|remote process exit",
+    re.IGNORECASE,
+)
+
+
+@contextmanager
+def translate_failures() -> Iterator[None]:
+    """Turns what torch and the system say of a dead process, full memory or a full disk into `RunError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            "the memory of the device is full; the last checkpoint is intact: see --plan for what fits "
+            "(gradient_accumulation_steps, activation_checkpointing, parallel=fsdp), then --resume"
+        ) from error
+    except RuntimeError as error:
+        if isinstance(error, RunError) or not is_peer_lost(error):
+            raise
+        raise make_peer_lost_error(error) from error
+    except (ConnectionError, TimeoutError):  # of a search, say: no file
+        raise
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or 'a file of the run'} could not be written or read "
+            f"({error.strerror or error}); the last checkpoint is intact: --resume goes on from it"
+        ) from error
+
+
+def make_peer_lost_error(error: BaseException) -> RunError:
+    """What is said of `is_peer_lost`."""
+    return RunError(
+        f"another process of this run has died or lost its connection ({summarize_error(error)}); the last "
+        "checkpoint is intact: start the run again with --resume"
+    )
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether an error of torch's is that another process is gone."""
+    return _GONE.search(str(error)) is not None
 
 
 @dataclass(frozen=True)
@@ -43,7 +97,7 @@ class DistributedContext:
     def init(cls, timeout_minutes: float | None = None) -> "DistributedContext":
         """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
 
-        Who waits for another for so long raises what `failure_messages.is_peer_lost` knows: a cable that
+        Who waits for another for so long raises what `is_peer_lost` knows: a cable that
         was pulled out closes no connection. Raises `ConfigError` where the environment is not as torchrun
         leaves it.
         """
@@ -169,3 +223,90 @@ def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
             "part(s) each: lower gradient_accumulation_steps, or raise passage_sets_per_step (sft), "
             "prompts_per_step (rl) or batch_tokens"
         )
+
+
+def wrap_in_ddp(objective: nn.Module) -> nn.Module:
+    """The objective whose gradients DDP sums over whole copies, all with the first process's weights."""
+    copies: Any = nn.parallel.DistributedDataParallel
+    names = ("forward_sync_buffers", "broadcast_buffers")  # torch's new name and its old one
+    quiet = next(name for name in names if name in inspect.signature(copies).parameters)
+    wrapped: nn.Module = copies(objective, gradient_as_bucket_view=True, **{quiet: False})
+    return wrapped
+
+
+def apply_fsdp(
+    objective: nn.Module, denoiser: Denoiser, count: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Shards the objective in place, over `count` processes, before its weights have contents.
+
+    dtype: of the arithmetic; shards are gathered in it, gradients are summed in float32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    # Values are views of what projects them; nothing here writes in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    mesh = init_device_mesh(device.type, (count,))
+    # Heads stay in float64; the frozen weights are in the dtype already.
+    low = dtype != torch.float32 and denoiser.heads is None
+    # Inputs stay as they are: the rotary angles need float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if low else None,
+        reduce_dtype=torch.float32 if low else None,
+        cast_forward_inputs=False,
+    )
+    for module in list(objective.modules()):  # also of a reference
+        if isinstance(module, Denoiser):
+            for block in module.layers:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+    root: Any = fully_shard(objective, mesh=mesh, mp_policy=policy)
+    root.small_call = partial(_dummy_forward, denoiser)
+    register_fsdp_forward_method(root, "small_call")  # as the root's own: it may be the first call of all
+
+
+def skip_gradient_sync(root: nn.Module) -> AbstractContextManager[Any]:
+    """While it is open, backward sums no gradients of whole copies: for all parts but the last.
+
+    Shards sum theirs in every part: kept until the last, they would be as large as all weights.
+    """
+    return root.no_sync() if isinstance(root, nn.parallel.DistributedDataParallel) else nullcontext()
+
+
+@contextmanager
+def allow_independent_forwards(
+    root: nn.Module, denoiser: Denoiser, processes: DistributedContext
+) -> Iterator[None]:
+    """While it is open every process may call the denoiser by itself, each as often as it needs.
+
+    Layers in shards are gathered by all processes together. So before each call the processes agree
+    whether anybody still has one to make; who has none left makes a small one with the others. What a
+    process raises is not waited for: it ends the run.
+    """
+    module: Any = root
+    if not hasattr(module, "unshard"):
+        yield
+        return
+    # Layers find their root, and get the memory that they are gathered into, at their first call. Were it a
+    # decoder's, each would be a root, in memory of torch.inference_mode that no backward can use.
+    module.small_call()
+    module.unshard()
+    agree = denoiser.layers[0].register_forward_pre_hook(
+        lambda *_: processes.any_rank(True) and None, prepend=True
+    )
+    try:
+        yield
+    finally:
+        agree.remove()
+    while processes.any_rank(False):
+        _dummy_forward(denoiser)
+    module.reshard()
+
+
+def _dummy_forward(denoiser: Denoiser) -> None:
+    """One token through all layers."""
+    encode_canvases(denoiser, [LaidOutRow((), Segment((0, 0), 0), 0)], None, [[0]])
+
+
+def gather_full_tensor(value: Tensor) -> Tensor:
+    """A tensor gathered from its shards, where it has any."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -18,9 +18,9 @@ from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
 from dlm_rag.files.record_readers import expand_path, list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.training.checkpoints import CheckpointRecord
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.task import Phase, Task
-from dlm_rag.training.train_state import CheckpointRecord
 
 CHANGEABLE_KEYS = frozenset({
     # How long the run is, what it saves and reports. But adapt holds its steps (attention opens in a

@@ -1,21 +1,192 @@
-"""What a run begins with and ends in: a denoiser and its tokenizer; how they are built and exported."""
+"""What a run begins with and ends in: a denoiser with its first weights and its tokenizer; its export.
+
+A denoiser is built without contents, put where it belongs (in shards, where it has any), and then filled:
+a process reads or makes one tensor at a time and keeps the rows that are its own. A row is the same
+whoever has it, bit for bit.
+"""
 
 import shutil
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dlm_rag.errors import ConfigError
 from dlm_rag.model.checkpoint import Checkpoint, save_tensors
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.model.families.diffusion_gemma import to_checkpoint_names
-from dlm_rag.model.policy_heads import HEADS_PREFIX
+from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
+from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.initial_weights import allocate_denoiser, build_meta_denoiser, init_weights
+
+LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EMBEDDING_NAMES = ("embed_tokens.weight", "lm_head.weight")
+MEAN_CHUNK_ROWS = 4096  # of a tensor whose mean is taken
+
+
+def build_meta_denoiser(
+    config: DenoiserConfig, lora_rank: int, frozen: torch.dtype, heads: bool = False
+) -> Denoiser:
+    """A denoiser on the meta device: shapes, float32 where it is trained, else in `frozen`."""
+    with torch.device("meta"):
+        denoiser = Denoiser(config)
+        if lora_rank:
+            add_lora_adapters(denoiser, lora_rank)
+        if heads:
+            denoiser.requires_grad_(False)
+            denoiser.heads = PolicyHeads()
+        for parameter in denoiser.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(frozen)
+    return denoiser
+
+
+def add_lora_adapters(denoiser: Denoiser, rank: int) -> None:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on all matrices of the layers, which are frozen."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise ConfigError("lora_rank needs peft: install it with `pip install 'dlm_rag[lora]'`") from None
+    inject_adapter_in_model(
+        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LORA_TARGET_MODULES)), denoiser
+    )
+    for name, parameter in denoiser.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def copy_frozen_denoiser(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
+    """A copy of an empty denoiser that is not trained, with matrices in the dtype of the arithmetic.
+
+    Autocast takes them in it anyway, so with the same weights both compute the same, bit for bit.
+    """
+    found = deepcopy(denoiser).requires_grad_(False)
+    for module in found.modules():
+        if isinstance(module, nn.Linear) and module.weight is not found.embed_tokens.weight:
+            module.to(dtype)
+    return found
+
+
+@torch.no_grad()
+def copy_weights(source: Denoiser, target: Denoiser) -> None:
+    """Gives a placed denoiser the weights of another that lies in memory alike; frozen ones are shared."""
+    for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
+        if theirs.requires_grad or hasattr(theirs, "device_mesh"):
+            _local_shard(ours).copy_(_local_shard(theirs))
+        else:
+            ours.data = theirs.data
+
+
+def allocate_denoiser(denoiser: Denoiser, device: torch.device) -> None:
+    """Gives an empty denoiser memory on the device, for its shards alone where it has any."""
+    denoiser.to_empty(device=device)
+    denoiser.tie_weights()
+    denoiser.set_rope_theta(denoiser.config.rope_theta)
+
+
+@torch.no_grad()
+def init_weights(
+    denoiser: Denoiser, checkpoint: Checkpoint | None, seed: int, trained: bool = True,
+    layers: Checkpoint | None = None,
+) -> None:  # fmt: skip
+    """Gives a placed denoiser its first weights: the checkpoint's, or fresh ones that depend on the seed.
+
+    layers: whose weights stand in for all fresh ones but the embeddings. trained: also what is under
+    training; else only what is frozen, as where the rest was saved by a run.
+    """
+    values = denoiser.named_parameters()
+    wanted = {name: value for name, value in values if trained or not value.requires_grad}
+    adapters = {name: value for name, value in wanted.items() if ".lora_" in name}
+    for name, value in adapters.items():
+        _copy_local_rows(value, draw_fresh_adapter(name, value.shape, seed))
+    heads = {name: value for name, value in wanted.items() if name.startswith(HEADS_PREFIX)}
+    if heads:
+        there = None if checkpoint is None else read_heads(checkpoint.folder)
+        if there is None:
+            there = PolicyHeads()
+            there.initialise(seed)
+        for name, made in there.state_dict().items():
+            _copy_local_rows(heads[HEADS_PREFIX + name], made)
+    plain = {name: value for name, value in wanted.items() if name not in adapters and name not in heads}
+    if checkpoint is None:
+        if plain:
+            for name, made in draw_fresh_weights(denoiser.config, seed):
+                if layers is not None and name not in EMBEDDING_NAMES:
+                    made = layers.read_tensor_rows(name, slice(0, made.shape[0])).float()
+                _copy_local_rows(plain[name], made)
+        return
+    for name, value in plain.items():
+        own = local_rows(value)
+        local = _local_shard(value)
+        theirs = name.replace(".base_layer", "")
+        embedding = theirs in EMBEDDING_NAMES
+        old = checkpoint.config.vocab_size if embedding else value.shape[0]
+        kept = slice(min(own.start, old), min(own.stop, old))
+        if kept.start < kept.stop:
+            local[: kept.stop - kept.start].copy_(checkpoint.read_tensor_rows(theirs, kept))
+        if own.stop > max(own.start, old):  # tokens that the checkpoint did not have
+            local[kept.stop - own.start :].copy_(compute_mean_row(checkpoint, theirs, old))
+
+
+def draw_fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a fresh denoiser by its name, whole, on the CPU.
+
+    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by
+    the square root of their number; gains are 1, those of queries and keys 1.5.
+    """
+    with torch.device("meta"):
+        shapes = Denoiser(config)
+    generator = make_keyed_generator("weights", seed)
+    for name, shape in shapes.named_parameters():
+        value = torch.zeros(shape.shape)
+        if value.dim() == 2:
+            value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
+        elif not name.endswith("bias"):
+            value.fill_(1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.mul_((2 * config.num_hidden_layers) ** -0.5)
+        yield name, value
+
+
+def draw_fresh_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """A uniform with variance 1 / (3 fan-in), as a linear layer's; B zero, so that nothing changes yet."""
+    value = torch.zeros(shape)
+    if ".lora_A." in name:
+        bound = shape[1] ** -0.5
+        value.uniform_(-bound, bound, generator=make_keyed_generator("adapter", seed, name))
+    return value
+
+
+def compute_mean_row(checkpoint: Checkpoint, name: str, rows: int) -> Tensor:
+    """The mean (width,) of the `rows` rows of a matrix, of which never more than a part is held."""
+    parts = [slice(start, min(start + MEAN_CHUNK_ROWS, rows)) for start in range(0, rows, MEAN_CHUNK_ROWS)]
+    return (
+        sum((checkpoint.read_tensor_rows(name, part).double().sum(0) for part in parts), torch.zeros(()))
+        / rows
+    )
+
+
+def local_rows(value: Tensor) -> slice:
+    """Which rows of a parameter this process has: all, or its shard's."""
+    if not hasattr(value, "device_mesh"):
+        return slice(0, value.shape[0])
+    size = -(-value.shape[0] // value.device_mesh.size())
+    start = min(value.device_mesh.get_local_rank() * size, value.shape[0])
+    return slice(start, start + len(_local_shard(value)))
+
+
+def _local_shard(value: Tensor) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _copy_local_rows(value: Tensor, whole: Tensor) -> None:
+    """Copies this process's rows of a whole tensor into their place."""
+    _local_shard(value).copy_(whole[local_rows(value)])
 
 
 @dataclass(frozen=True)

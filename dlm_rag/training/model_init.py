@@ -1,19 +1,107 @@
 """What the config says a run begins with: a fresh architecture and tokenizer, or a checkpoint's."""
 
+import random
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
 from dlm_rag.config import Config
+from dlm_rag.config.effects import check_checkpoint_effects
+from dlm_rag.data.synthetic_world import make_world, make_world_question
+from dlm_rag.decode.engine import with_checkpoint_defaults
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.corpus import Corpus, open_corpus
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, load_tokenizer
-from dlm_rag.training.data.sample_rows import LONG_QUESTION_TOKENS
+from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.tasks import find_task
-from dlm_rag.training.tokenizer_training import iterate_corpus_texts, iterate_world_texts, train_tokenizer
-from dlm_rag.training.uniform_checks import check_noise_settings
+
+# By setting: the values that go with uniform noise, the one to set first.
+SUPPORTED_OF_MODEL = {"evidence_layout": ("prefix", None), "attn_implementation": ("sdpa", "auto")}
+SUPPORTED_OF_PHASE = {
+    "objective": ("sft",), "trainable": ("all", None), "parallel": ("ddp", "single"),
+    "activation_checkpointing": ("full", "none"), "lora_rank": (0,),
+}  # fmt: skip
+
+
+def check_noise_settings(config: Config, checkpoint: Checkpoint | None) -> None:
+    """Raises `ConfigError` for settings that do not go with how the model is noised.
+
+    checkpoint: what the run begins with; None or one without `noise` is a model of masks.
+    """
+    phases = list(config.train.get_phase_configs().values())
+    noise = "mask" if checkpoint is None or checkpoint.config.noise is None else "uniform"
+    for train in phases:
+        check_checkpoint_effects("train", train, {"noise": noise})
+    if checkpoint is None or noise == "mask":
+        return
+    for train in phases:
+        _check_supported(train, SUPPORTED_OF_PHASE, checkpoint)
+    with_checkpoint_defaults(config.decode, checkpoint.config)  # validation decodes
+    _check_supported(config.model, SUPPORTED_OF_MODEL, checkpoint)
+
+
+def _check_supported(settings: object, supported: Mapping[str, tuple[object, ...]], of: Checkpoint) -> None:
+    for name, values in supported.items():
+        if (value := getattr(settings, name)) not in values:
+            raise ConfigError(
+                f"{name}={value} is not supported by {of.folder}, a model of uniform noise: set "
+                f"{name}={values[0]}, or leave it out"
+            )
+
+
+MAX_TOKENIZER_PASSAGES = 100_000  # that a tokenizer is learned from, at most
+MASK_TOKEN, END_TOKEN = "<mask>", "<end>"
+_WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Ids 0 and 1 are the mask and the end token; the rest, all bytes among them, is learned from texts."""
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(" "), normalizers.Replace("\n", "\n ")])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORD_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[MASK_TOKEN, END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token=MASK_TOKEN, eos_token=END_TOKEN)
+
+
+def iterate_corpus_texts(corpus: Corpus) -> Iterator[str]:
+    """The texts of at most `MAX_TOKENIZER_PASSAGES` passages, from all over the corpus."""
+    yield from (
+        corpus[row].text for row in range(0, len(corpus), -(-len(corpus) // MAX_TOKENIZER_PASSAGES))
+    )
+
+
+def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
+    """Passages, questions and responses of `worlds` small training worlds."""
+    for number in range(worlds):
+        world = make_world(seed * 1_000_003 - 1 - number, "train", 150)
+        rng = random.Random(f"vocabulary/{seed}/{number}")
+        for entity in world.entities:
+            yield f"{entity.name}\n{world.contents[entity.id]}"
+        for _ in range(150):
+            question = make_world_question(rng, world, rng.choice((1, 2, 3, 4)), training=True)
+            if question is not None:
+                yield question.question
+                yield question.reasoning
+
 
 DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
 ADDED_MASK_TOKEN = "<|mask|>"  # for tokenizers that have none

@@ -14,9 +14,12 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.build_once import build_once
 from dlm_rag.retrieval.corpus import Passage, open_corpus
-from dlm_rag.training.data.corpus_questions import generate_corpus_questions
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
-from dlm_rag.training.data.question_examples import QuestionExamples, target_response
+from dlm_rag.training.data.question_examples import (
+    QuestionExamples,
+    generate_corpus_questions,
+    target_response,
+)
 from dlm_rag.training.task import Phase
 from dlm_rag.training.validation import QuestionValidation
 

@@ -11,11 +11,10 @@ from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.training.data.documents import PackedDocuments
-from dlm_rag.training.data.example import Example
-from dlm_rag.training.data.sample_rows import sample_document_rows, sample_prompt_rows
+from dlm_rag.training.data.examples import Example, sample_document_rows, sample_prompt_rows
 from dlm_rag.training.data.world_examples import WorldExamples
 from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from dlm_rag.training.optimizers import compute_decay_factor
 from dlm_rag.training.phase_data import (
     make_question_examples,

@@ -17,7 +17,7 @@ from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.data.example import Example
+from dlm_rag.training.data.examples import Example
 from dlm_rag.training.initial_model import InitialModel
 
 TaskState = dict[str, Any]  # JSON values; empty at first

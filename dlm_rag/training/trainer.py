@@ -17,33 +17,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlm_rag.config import Config
 from dlm_rag.errors import RunError
 from dlm_rag.machine import choose_dtype, get_peak_memory_bytes
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.device_io import to_host
 from dlm_rag.model.flops import count_head_flops
 from dlm_rag.nvtx_ranges import StageClock, profile_stage, profile_step
-from dlm_rag.training.checkpoints import Checkpoints, find_latest_checkpoint, gather_full_state_dict
-from dlm_rag.training.distributed import DistributedContext, check_parallelism
+from dlm_rag.training.checkpoints import (
+    CheckpointRecord,
+    Checkpoints,
+    TrainState,
+    find_latest_checkpoint,
+    gather_full_state_dict,
+)
+from dlm_rag.training.distributed import (
+    DistributedContext,
+    allow_independent_forwards,
+    apply_fsdp,
+    check_parallelism,
+    gather_full_tensor,
+    skip_gradient_sync,
+    wrap_in_ddp,
+)
 from dlm_rag.training.fingerprint import (
     check_resume_settings,
     collect_phase_settings,
     collect_run_settings,
     fingerprint_files,
 )
-from dlm_rag.training.initial_weights import allocate_denoiser, copy_weights
-from dlm_rag.training.objective import make_autocast
+from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, copy_weights
+from dlm_rag.training.losses import make_autocast
+from dlm_rag.training.model_init import open_initial_model
 from dlm_rag.training.optimizers import LearningRateSchedule, make_optimizers
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
-from dlm_rag.training.sharding import (
-    allow_independent_forwards,
-    apply_fsdp,
-    gather_full_tensor,
-    skip_gradient_sync,
-    wrap_in_ddp,
-)
-from dlm_rag.training.task import Phase, Task, TaskState
-from dlm_rag.training.train_state import CheckpointRecord, TrainState
+from dlm_rag.training.task import Phase, Task, TaskState, Validation
+from dlm_rag.training.tasks import find_task
 
 
 class Trainer:
@@ -329,3 +338,28 @@ class MicrobatchPrefetcher:
     def pause(self) -> None:
         if self._found is not None:
             self._found.exception()
+
+
+def open_trainer(
+    config: Config,
+    folder: Path,
+    processes: DistributedContext | None = None,
+    phase: str | None = None,
+    origin: InitialModel | None = None,
+) -> tuple[Trainer, Validation]:
+    """The trainer of a phase (the first where none is named) and its validation; weights are read.
+
+    Raises `UserError`.
+    """
+    processes, origin = processes or DistributedContext(0, 1, 0), origin or open_initial_model(config)
+    phase = next(iter(config.train.get_phase_configs())) if phase is None else phase
+    task, validation = open_phase(config, phase, origin, folder)
+    return Trainer(Phase(config, phase, origin, folder), task, processes), validation
+
+
+def open_phase(config: Config, phase: str, origin: InitialModel, folder: Path) -> tuple[Task, Validation]:
+    """The task of a phase and its validation; raises `UserError` for unusable data."""
+    train = config.train.get_phase_configs()[phase]
+    task = find_task(train, origin.config.noise)
+    source, validation = task.open_source(Phase(config, phase, origin, folder))
+    return task(source, config, train, origin), validation

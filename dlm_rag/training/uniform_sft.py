@@ -20,9 +20,9 @@ from dlm_rag.model.device_io import to_device
 from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import make_keyed_generator
-from dlm_rag.training.data.example import Example
+from dlm_rag.training.data.examples import Example
 from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.objective import LossWeights
+from dlm_rag.training.losses import LossWeights
 from dlm_rag.training.supervised_tasks import ExampleSource, SftTask
 
 LINEAR = NOISE_SCHEDULES["linear"]

@@ -23,8 +23,8 @@ from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.data.documents import PackedDocuments
-from dlm_rag.training.data.example import Example
-from dlm_rag.training.objective import LossWeights, count_examples, encode_batch
+from dlm_rag.training.data.examples import Example
+from dlm_rag.training.losses import LossWeights, count_examples, encode_batch
 from dlm_rag.training.trainer import Trainer, sum_counts
 
 NELBO_TIMES_PER_QUESTION = 4  # for each question

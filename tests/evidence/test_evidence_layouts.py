@@ -13,8 +13,8 @@ from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.truncation import ContextBudget, Truncation, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate
-from dlm_rag.training.data.example import Example
-from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.data.examples import Example
+from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from tests.support.attention import run_with_mask
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 

@@ -27,8 +27,8 @@ from dlm_rag.training import sharding
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE
-from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.planning.plan import resolve_shape
+from dlm_rag.training.trainer import open_trainer
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.decode import STEP_TRAFFIC
 from tests.fake_cuda.device import fake_cuda

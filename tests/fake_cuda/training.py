@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from dlm_rag.training.objective import MaskedObjective
+from dlm_rag.training.losses import MaskedObjective
 from tests.fake_cuda.checked_kernels import checked_kernels
 from tests.fake_cuda.decode import STEP_TRAFFIC, source_location
 from tests.fake_cuda.device import fake_cuda

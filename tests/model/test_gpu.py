@@ -27,7 +27,7 @@ from dlm_rag.model.kv_store import SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.questions import read_questions
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.phase_setup import open_trainer
+from dlm_rag.training.trainer import open_trainer
 from tests.support.attention import random_rows, sight_of
 from tests.support.block_attention import (
     MASK,

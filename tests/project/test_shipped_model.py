@@ -15,9 +15,8 @@ from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.data.corpus_questions import generate_corpus_questions
-from dlm_rag.training.data.question_examples import QuestionExamples
-from dlm_rag.training.objective import LossWeights, MaskedObjective, count_examples
+from dlm_rag.training.data.question_examples import QuestionExamples, generate_corpus_questions
+from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from tests.support.paths import ROOT
 
 MODEL, WHOLE, WORLD = SHIPPED_FOLDER / "model", SHIPPED_FOLDER / "whole", SHIPPED_FOLDER / "world"

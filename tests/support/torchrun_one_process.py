@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.sharding import apply_fsdp
+from dlm_rag.training.distributed import DistributedContext, apply_fsdp
 from tests.support.torchrun_training_cases import TRAINING_CASES, run_training_case
 
 

@@ -14,9 +14,8 @@ import torch
 
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.task import Validation
-from dlm_rag.training.trainer import Trainer
+from dlm_rag.training.trainer import Trainer, open_trainer
 
 STEPS = 4
 FRESH = ["train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400"]

@@ -6,7 +6,7 @@ import torch
 
 from dlm_rag.config import load_config
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.phase_setup import open_trainer
+from dlm_rag.training.trainer import open_trainer
 
 MICRO_SETTINGS = [
     "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",

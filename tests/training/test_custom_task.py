@@ -9,11 +9,10 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.model_init import open_initial_model
-from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.planning.plan import plan_phases
 from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import check_task_settings
-from dlm_rag.training.trainer import Trainer
+from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.training import MICRO_SETTINGS
 
 
@@ -104,7 +103,7 @@ def test_a_checkpoint_of_another_format_is_refused_in_a_sentence(tmp_path, recor
 
 
 EARLY_TOKENS = """
-from dlm_rag.training.objective import LossWeights
+from dlm_rag.training.losses import LossWeights
 from dlm_rag.training.supervised_tasks import SftTask
 
 

@@ -16,10 +16,12 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage, open_corpus
-from dlm_rag.training.data.corpus_questions import generate_corpus_questions
-from dlm_rag.training.data.example import Pointer
-from dlm_rag.training.data.passage_sampling import MIN_COPY_TOKENS, find_copy_pointers, sample_passages
-from dlm_rag.training.data.question_examples import MAX_UNSUPPORTED_TOKENS, QuestionExamples
+from dlm_rag.training.data.examples import MIN_COPY_TOKENS, Pointer, find_copy_pointers, sample_passages
+from dlm_rag.training.data.question_examples import (
+    MAX_UNSUPPORTED_TOKENS,
+    QuestionExamples,
+    generate_corpus_questions,
+)
 from dlm_rag.training.model_init import open_initial_model
 from tests.support.painters import PAINTERS, TOWNS, painter_sentence
 from tests.support.passages import write_jsonl_file

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.training.checkpoints import find_latest_checkpoint
-from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.failure_messages import translate_failures
+from dlm_rag.training.distributed import DistributedContext, translate_failures
 from dlm_rag.training.planning.plan import check_run_fits
 from tests.support.paths import ROOT
 from tests.support.processes import TORCHRUN_COMMAND, count_lines, wait_until

@@ -19,9 +19,8 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point, skip_damaged_checkpoints
 from dlm_rag.training.fingerprint import CHANGEABLE_KEYS, collect_phase_settings, collect_run_settings
 from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.tasks import TASKS, find_task
-from dlm_rag.training.trainer import Trainer
+from dlm_rag.training.trainer import Trainer, open_trainer
 from tests.support.paths import ROOT
 from tests.support.processes import TORCHRUN_COMMAND
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser

@@ -27,7 +27,6 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.policy_heads import HEADS_FILE, PolicyHeads, read_heads, save_heads
 from dlm_rag.questions import Question
-from dlm_rag.training.phase_setup import open_trainer
 from dlm_rag.training.rl.policy_loss import (
     GateDecisions,
     PolicyObjective,
@@ -37,6 +36,7 @@ from dlm_rag.training.rl.policy_loss import (
 from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
 from dlm_rag.training.rl.rollouts import WeightedStep, fill_rollout_buffer, sample_rollout_steps
 from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms
+from dlm_rag.training.trainer import open_trainer
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder, rollout_records
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import MICRO_SETTINGS, SINGLE_PROCESS, clone_weights

@@ -32,26 +32,30 @@ from dlm_rag.files.atomic import acquire_file_lock, release_file_lock
 from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
-from dlm_rag.training.attention_pointer_loss import PointerTargets, compute_pointer_loss
 from dlm_rag.training.checkpoints import find_latest_checkpoint, find_resume_point, scan_checkpoints
-from dlm_rag.training.chunked_cross_entropy import ChunkedCrossEntropy
 from dlm_rag.training.data.world_examples import WorldExamples, find_subsequence
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.fingerprint import collect_phase_settings
-from dlm_rag.training.metrics_logger import MetricsLogger, start_wandb
-from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE, open_initial_model
-from dlm_rag.training.objective import (
+from dlm_rag.training.losses import (
+    ChunkedCrossEntropy,
     LossWeights,
     MaskedObjective,
+    PointerTargets,
+    compute_pointer_loss,
     count_examples,
     encode_batch,
     lay_out_examples,
 )
+from dlm_rag.training.metrics_logger import MetricsLogger, start_wandb
+from dlm_rag.training.model_init import (
+    DEFAULT_PROMPT_TEMPLATE,
+    iterate_world_texts,
+    open_initial_model,
+    train_tokenizer,
+)
 from dlm_rag.training.optimizers import compute_decay_factor, make_optimizers
-from dlm_rag.training.phase_setup import open_phase, open_trainer
 from dlm_rag.training.supervised_tasks import AdaptTask
-from dlm_rag.training.tokenizer_training import iterate_world_texts, train_tokenizer
-from dlm_rag.training.trainer import sum_counts
+from dlm_rag.training.trainer import open_phase, open_trainer, sum_counts
 from dlm_rag.training.validation import QuestionValidation
 from tests.support.paths import ROOT
 from tests.support.processes import count_lines, wait_until

@@ -16,10 +16,9 @@ from dlm_rag.diffusion.noise import sample_antithetic_times
 from dlm_rag.diffusion.uniform_process import uniform_nelbo
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.tokenizer import Prompt
-from dlm_rag.training.data.example import Example
-from dlm_rag.training.objective import LossWeights
-from dlm_rag.training.phase_setup import open_trainer
-from dlm_rag.training.trainer import sum_counts
+from dlm_rag.training.data.examples import Example
+from dlm_rag.training.losses import LossWeights
+from dlm_rag.training.trainer import open_trainer, sum_counts
 from dlm_rag.training.uniform_sft import LINEAR, UniformObjective, UniformRow, make_full_canvas
 from dlm_rag.training.validation import _uniform_bounds
 from tests.support.passages import write_jsonl_file

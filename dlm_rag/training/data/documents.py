@@ -25,7 +25,7 @@ from dlm_rag.files.record_readers import expand_path, get_field, read_records, r
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.data.example import Example
+from dlm_rag.training.data.examples import Example
 
 MIXTURE_BLOCK_SEQUENCES = 1000  # sequences within which every source has its exact share
 HELD_OUT_SEQUENCES = 8  # sequences of each source at its end, for validation; at most one in 20

@@ -29,8 +29,7 @@ from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.data.example import Example, Pointer, make_masked_canvas
-from dlm_rag.training.data.passage_sampling import sample_passages
+from dlm_rag.training.data.examples import Example, Pointer, make_masked_canvas, sample_passages
 
 HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
 SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence

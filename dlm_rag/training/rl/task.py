@@ -15,11 +15,9 @@ from dlm_rag.machine import choose_device, choose_dtype
 from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.training.data.example import Example
-from dlm_rag.training.data.sample_rows import sample_prompt_rows
-from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.initial_weights import copy_frozen_denoiser
-from dlm_rag.training.objective import lay_out_examples
+from dlm_rag.training.data.examples import Example, sample_prompt_rows
+from dlm_rag.training.initial_model import InitialModel, copy_frozen_denoiser
+from dlm_rag.training.losses import lay_out_examples
 from dlm_rag.training.phase_data import open_question_data, open_world_validation
 from dlm_rag.training.rl.policy_loss import (
     GateDecisions,

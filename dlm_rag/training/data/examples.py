@@ -1,11 +1,14 @@
-"""A training row, and how its canvas and masks are drawn."""
+"""A training row: how its canvas, masks and evidence are drawn, what it copies; typical rows for plans."""
 
 import random
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dlm_rag.config import TrainConfig
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt
 
 FULL_CANVAS_SHARE = 0.2  # share of rows with the whole canvas; others end soon after their response
@@ -126,3 +129,86 @@ def make_padded_canvas(rng: random.Random, ids: list[int], longest: int, end_id:
     """A response with end tokens after it: a few, or now and then up to the whole canvas."""
     length = longest if rng.random() < FULL_CANVAS_SHARE else min(longest, len(ids) + rng.randint(1, 10))
     return (ids + [end_id] * length)[:length]
+
+
+MIN_COPY_TOKENS = 3  # tokens in a row that a response and a passage share
+
+
+def sample_passages(
+    rng: random.Random, found: Sequence[Passage], needed: Collection[str], count: int
+) -> list[Passage]:
+    """`count` of the passages that were found (all where they are fewer), in any order.
+
+    needed: ids of those that are kept where they were found; the others are sampled.
+    """
+    kept = [passage for passage in found if passage.id in needed][-count:]
+    others = [passage for passage in found if passage not in kept]
+    rng.shuffle(others)
+    evidence = kept + others[: count - len(kept)]
+    rng.shuffle(evidence)
+    return evidence
+
+
+def find_copy_pointers(ids: Sequence[int], facts: Sequence[Sequence[int]]) -> tuple[Pointer, ...]:
+    """Where a passage spells out the tokens `ids` of a response, run by run, each as long as can be.
+
+    Of equally long runs the one in the first passage counts, there the first. Runs of fewer than
+    `MIN_COPY_TOKENS` tokens may be chance and have no pointers.
+    """
+    places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for row, fact in enumerate(facts):
+        for at in range(len(fact) - MIN_COPY_TOKENS + 1):
+            places.setdefault(tuple(fact[at : at + MIN_COPY_TOKENS]), []).append((row, at))
+    found: list[Pointer] = []
+    position = 0
+    while position < len(ids):
+        starts = places.get(tuple(ids[position : position + MIN_COPY_TOKENS]), ())
+        runs = [(_count_common_tokens(ids, position, facts[row], at), row, at) for row, at in starts]
+        length, row, at = max(runs, key=lambda run: run[0], default=(1, 0, 0))
+        if runs:
+            found += [Pointer(position + n, row, at + n) for n in range(length)]
+        position += length
+    return tuple(found)
+
+
+def _count_common_tokens(ids: Sequence[int], position: int, fact: Sequence[int], at: int) -> int:
+    """How many tokens agree from there on."""
+    pairs = enumerate(zip(ids[position:], fact[at:], strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(ids) - position, len(fact) - at))
+
+
+LONG_QUESTION_TOKENS = 64  # a long question of a world; small vocabularies need up to twice as many
+
+
+def sample_document_rows(shape: DenoiserConfig, length: int, count: int) -> list[Example]:
+    """`count` packed sequences of `length` tokens."""
+    rng, hidden = random.Random(0), tuple(n % 2 == 0 for n in range(length))
+    return [
+        Example(Prompt((), (), ()), _draw_ids(rng, shape, length), hidden, (), 1.0, float(length))
+        for _ in range(count)
+    ]
+
+
+def sample_prompt_rows(
+    shape: DenoiserConfig, train: TrainConfig, top_k: int, rows: Sequence[int], searched: int = 1
+) -> list[Example]:
+    """Rows of items, `rows[n]` of item n; searched: how many times `top_k` passages an item has.
+
+    Rows of an item with one search have their own questions; with several, one question.
+    """
+    rng, hidden = random.Random(0), tuple(n % 2 == 0 for n in range(shape.canvas_length))
+    found = []
+    for count in rows:
+        passages = [_draw_ids(rng, shape, train.passage_length) for _ in range(searched * top_k)]
+        asked = count if searched == 1 else 1
+        questions = [_draw_ids(rng, shape, LONG_QUESTION_TOKENS) for _ in range(asked)]
+        for row in range(count):
+            first = row % ((searched - 1) * top_k + 1)
+            facts = tuple(passages[first : first + top_k])
+            prompt = Prompt(questions[row % len(questions)], facts, ())
+            found.append(Example(prompt, _draw_ids(rng, shape, shape.canvas_length), hidden))
+    return found
+
+
+def _draw_ids(rng: random.Random, shape: DenoiserConfig, length: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(shape.vocab_size) for _ in range(length))

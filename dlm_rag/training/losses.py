@@ -1,10 +1,14 @@
 """What a step of training minimises: cross-entropy at supervised positions; where two heads should look."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dlm_rag.evidence.encode_segments import (
@@ -19,10 +23,131 @@ from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
+from dlm_rag.model.feedforward import get_compute_dtype
+from dlm_rag.model.packed_batch import Segment
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.training.attention_pointer_loss import PointerTargets, compute_pointer_loss
-from dlm_rag.training.chunked_cross_entropy import ChunkedCrossEntropy
-from dlm_rag.training.data.example import Example
+from dlm_rag.training.data.examples import Example
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Weighted cross-entropy, summed, whose logits exist `chunk` rows at a time and only once.
+
+    The sum is linear in each token's loss, so the gradients of a chunk are known as soon as its logits
+    are (as in Liger Kernel, arXiv 2410.10989): they are computed at once and the logits dropped.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """x (n, hidden), head (V, hidden), targets and weights (n,) -> the sum in float32, and which
+        targets (n,) are the most probable token.
+        """
+        need_x, need_head = ctx.needs_input_grad[:2]
+        ctx.dtypes = x.dtype, head.dtype
+        d_x = torch.empty_like(x) if need_x else None
+        d_head = torch.zeros_like(head, dtype=torch.float32) if need_head else None
+        summed, right = torch.zeros((), device=x.device), torch.zeros_like(targets, dtype=torch.bool)
+        low = head.to(get_compute_dtype(x))
+        for rows, part, logits in iterate_logit_chunks(x, low, chunk):
+            target, weight = targets[rows], weights[rows]
+            right[rows] = logits.argmax(-1) == target
+            logits -= logits.logsumexp(-1, keepdim=True)
+            summed -= (logits.gather(1, target[:, None]).squeeze(1) * weight).sum()
+            if not (need_x or need_head):
+                continue
+            slope = logits.exp_()
+            slope.scatter_add_(1, target[:, None], torch.full_like(weight, -1.0)[:, None])
+            slope = (slope * weight[:, None]).to(low.dtype)
+            if d_x is not None:
+                d_x[rows] = slope @ low
+            if d_head is not None:
+                d_head += slope.t() @ part
+        ctx.gradients = d_x, d_head
+        ctx.mark_non_differentiable(right)
+        return summed, right
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        found = []
+        for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True):
+            found.append(None if gradient is None else gradient.mul_(slope).to(dtype))
+        return (*found, None, None, None)
+
+
+def iterate_logit_chunks(x: Tensor, low: Tensor, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of `size` rows of x (n, hidden) at a time: which they are, they and their logits (size, V).
+
+    Products are those of the dtype of the head `low` (V, hidden), logits float32.
+    """
+    for start in range(0, len(x), size):
+        rows = slice(start, start + size)
+        part = x[rows].to(low.dtype)
+        yield rows, part, (part @ low.t()).float()
+
+
+PASSAGE_HEAD, TOKEN_HEAD = 0, 1
+
+
+@dataclass(frozen=True)
+class PointerTargets:
+    """The pointers of a batch, row by row, p of them."""
+
+    counts: list[int]  # of each row
+    indices: NDArray[np.int64]  # (4, p): packed query; of the row's keys: first, last + 1 of passage; token
+
+    @classmethod
+    def of(
+        cls, examples: Sequence[Example], states: Sequence[LaidOutRow], starts: Sequence[int]
+    ) -> "PointerTargets":
+        """starts: where in the packed queries each canvas begins."""
+        found = []
+        for example, state, start in zip(examples, states, starts, strict=True):
+            facts, head = example.prompt.facts, len(example.prompt.head)
+            # Where the prompt is in one piece, the passages follow its head; else each is a segment.
+            bounds = dict(zip(range(len(facts)), accumulate(map(len, facts), initial=head), strict=False))
+            ends = accumulate((len(segment.ids) for segment in state.context_segments), initial=0)
+            at = dict(zip(state.context_segments, ends, strict=False))
+            for pointer in example.supervised_pointers:
+                fact = facts[pointer.fact]
+                first = at.get(Segment(fact, 0), bounds[pointer.fact])
+                last = first + len(fact)
+                found.append((start + pointer.position, first, last, first + pointer.token))
+        numbers = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        return cls([len(example.supervised_pointers) for example in examples], numbers)
+
+
+def compute_pointer_loss(
+    counts: Sequence[int], places: Tensor, probe: AttentionProbe
+) -> tuple[Tensor, Tensor]:
+    """Sum of -log(mass on the passage) - log(mass on the token), and the sum of masses on the passage.
+
+    counts, places: of `PointerTargets`, the latter on the device. In float32, whatever autocast says: the
+    log of a small mass is what is asked for.
+    """
+    assert probe.queries is not None and probe.keys is not None
+    off: Any = torch.autocast(probe.queries.device.type, enabled=False)
+    with off:
+        queries, keys = probe.queries[:, :2].float(), probe.keys.float()
+        group = probe.queries.shape[1] // keys.shape[1]
+        keys = keys.repeat_interleave(group, dim=1)[:, :2] if group > 1 else keys[:, :2]
+        scale = 1 / math.sqrt(queries.shape[-1])
+        losses, mass = queries.new_zeros(()), queries.new_zeros(())
+        rows = zip(places.split(list(counts), dim=1), keys.split(probe.key_lengths), strict=True)
+        for (at, first, last, token), row_keys in rows:
+            if not len(at):
+                continue
+            place = torch.arange(len(row_keys), device=at.device)
+            scores = torch.einsum("nhd,khd->hnk", queries[at], row_keys) * scale
+            if probe.visible_counts is not None:
+                scores = scores.masked_fill(place >= probe.visible_counts[at][:, None], -math.inf)
+            log_mass = scores.log_softmax(-1)
+            outside = (place < first[:, None]) | (place >= last[:, None])
+            on_passage = log_mass[PASSAGE_HEAD].masked_fill(outside, -math.inf).logsumexp(-1)
+            on_token = log_mass[TOKEN_HEAD].gather(1, token[:, None]).squeeze(1)
+            losses = losses - (on_passage + on_token).sum()
+            mass = mass + on_passage.detach().exp().sum()
+    return losses, mass
 
 
 def make_autocast(device: str, dtype: torch.dtype) -> torch.autocast:
