@@ -19,7 +19,7 @@ from dlm_rag.config import (
     list_setting_help,
     load_config,
 )
-from dlm_rag.config.checked import list_choices, read_help
+from dlm_rag.config.fields import list_choices, read_help
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.files.record_readers import expand_path

@@ -6,10 +6,8 @@ A field's metadata holds its choices or bounds, which constructors check, and th
 other room of the package, but the tables that a setting names.
 """
 
-from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
-from dlm_rag.config.serving import ServingConfig
-from dlm_rag.config.synthesis import SynthesisConfig
-from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
+from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig, ServingConfig
+from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
 from dlm_rag.config.tree import (
     CONFIG_FOLDER,
     Config,

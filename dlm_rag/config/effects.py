@@ -13,8 +13,7 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
-from dlm_rag.config.checked import SET, CheckedSettings, Need
-from dlm_rag.config.tables import import_object
+from dlm_rag.config.fields import SET, CheckedSettings, Need, import_object
 from dlm_rag.errors import ConfigError
 
 FACTS: dict[str, dict[Any, str]] = {  # about a checkpoint, as a sentence on it ends

@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from dlm_rag.config.checked import MAX_SHOWN_CHARS, SET, CheckedSettings, read_help, setting
-from dlm_rag.config.checked import shorten_repr as shorten
 from dlm_rag.config.effects import check_effects
-from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig
+from dlm_rag.config.fields import MAX_SHOWN_CHARS, SET, CheckedSettings, read_help, setting
+from dlm_rag.config.fields import shorten_repr as shorten
+from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig, ServingConfig
 from dlm_rag.config.renamed import explain_removed_key, find_new_key, upgrade_tree
-from dlm_rag.config.serving import ServingConfig
-from dlm_rag.config.synthesis import SynthesisConfig
-from dlm_rag.config.training import DataConfig, PlanConfig, TrainConfig
+from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 
 # An interpolation that calls something, as ${oc.env:HOME} does; \${ stands for the characters.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.tables import look_up
+from dlm_rag.config.fields import look_up
 
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]

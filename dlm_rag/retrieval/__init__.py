@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from dlm_rag.config import RetrievalConfig
-from dlm_rag.config.tables import look_up
+from dlm_rag.config.fields import look_up
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:

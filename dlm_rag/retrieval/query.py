@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from dlm_rag.config.tables import look_up
+from dlm_rag.config.fields import look_up
 from dlm_rag.text import drop_repeated_words, extract_sentences, normalize_whitespace
 
 

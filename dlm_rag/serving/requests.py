@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, Field, create_model, field_validator
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.checked import replace_settings
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
 from dlm_rag.decode.memory_budget import check_memory_bounded
 from dlm_rag.errors import UserError

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.config.tables import import_object, look_up
+from dlm_rag.config.fields import import_object, look_up
 from dlm_rag.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dlm_rag.config import (
     list_setting_fields,
     load_config,
 )
-from dlm_rag.config.checked import replace_settings
+from dlm_rag.config.fields import replace_settings
 from dlm_rag.errors import ConfigError
 
 

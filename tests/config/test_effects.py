@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dlm_rag.config import CONFIG_FOLDER, list_setting_fields, load_config
-from dlm_rag.config.checked import CheckedSettings, setting
 from dlm_rag.config.effects import FACTS, check_checkpoint_effects, check_effects
+from dlm_rag.config.fields import CheckedSettings, setting
 from dlm_rag.config.inference import DecodeConfig
 from dlm_rag.errors import ConfigError
 
@@ -63,7 +63,7 @@ def test_a_setting_without_effect_is_refused_with_what_it_needs(words, key, need
     ],
 )
 def test_a_setting_that_may_have_an_effect_is_not(words, monkeypatch):
-    monkeypatch.setattr("dlm_rag.config.checked.list_choices", lambda item: ())
+    monkeypatch.setattr("dlm_rag.config.fields.list_choices", lambda item: ())
     load(words)
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from dlm_rag.config import dump_config, list_setting_fields, load_config
 from dlm_rag.config import renamed as table
-from dlm_rag.config.checked import list_choices
+from dlm_rag.config.fields import list_choices
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.trace_file import read_trace, read_trace_header
 from dlm_rag.errors import ConfigError

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.config.tables import look_up
+from dlm_rag.config.fields import look_up
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evaluation.metrics import compute_evidence_recall, compute_exact_match, compute_f1
 from dlm_rag.questions import Question

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
-from dlm_rag.config.tables import look_up
+from dlm_rag.config.fields import look_up
 from dlm_rag.decode.engine import with_checkpoint_defaults
 from dlm_rag.decode.trace_file import build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError

@@ -1,19 +1,27 @@
-"""Fields that carry their help text, their bounds and what they need, and refuse what is outside them."""
+"""Fields that carry their help text, their bounds and what they need, and refuse what is outside them.
+
+A setting that names an entry of a table (commit rules, query policies, retrievers, rewards, objectives)
+also accepts `module:function`, one of the user's own.
+"""
 
 import ast
+import importlib
 import inspect
+import os
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, field, fields, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from dlm_rag.config.renamed import find_new_value
-from dlm_rag.config.tables import import_object
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 MAX_SHOWN_CHARS = 60  # characters of a value
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
+Entry = TypeVar("Entry")
 Need = dict[str, Any]  # the values of other settings, by dotted key: `SET`, or a tuple of values
 
 
@@ -116,3 +124,39 @@ def shorten_repr(value: Any) -> str:
     """The beginning of a value, as errors show it."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+def import_object(path: str, key: str) -> Any:
+    """The object at `module:name`; `ConfigError` names `key`."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"{key}={path} cannot be imported: {error}") from error
+
+
+def load_object(path: str, key: str) -> Any:
+    """The user's own object at `module:name`, with the working folder importable."""
+    with _working_folder_first():
+        return import_object(path, key)
+
+
+def look_up(table: Mapping[str, Entry], value: str, key: str) -> Entry | Any:
+    """The entry of `table` called `value`, or the user's own at `module:name`; else `ConfigError`."""
+    if value in table:
+        return table[value]
+    if ":" in value:
+        return load_object(value, key)
+    raise ConfigError(
+        f"{key}={value} is not one of {', '.join(table)} or module:function{suggest_nearest(value, table)}"
+    )
+
+
+@contextmanager
+def _working_folder_first() -> Iterator[None]:
+    folder = os.getcwd()  # noqa: PTH109
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
