@@ -109,7 +109,7 @@ def test_a_trajectory_is_read(tmp_path):
 def test_a_query_policy_of_ones_own_is_compared(tmp_path):
     lines = run_example("own_query_policy.py", tmp_path).splitlines()
     matches = {line[:10].strip(): int(re.search(r"(\d+)%", line)[1]) for line in lines}
-    assert matches["question"] < 20 < 60 < matches["names only"] and matches["proxy"] > 60
+    assert matches["question"] < 20 < 60 < matches["ask_names"] and matches["proxy"] > 60
 
 
 @pytest.mark.slow
