@@ -56,8 +56,7 @@ from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
-from dlm_rag.energy.meter import open_meter
-from dlm_rag.energy.reading import summarise_energy
+from dlm_rag.energy.meter import open_meter, summarise_energy
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.evidence.segment_kv_cache import CacheStats

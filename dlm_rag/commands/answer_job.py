@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.startup import PreparedDecoder, ResourceCache, open_search_service, prepare_decoder
 from dlm_rag.config import Config
-from dlm_rag.energy.reading import EnergyReading
+from dlm_rag.energy.meter import EnergyReading
 from dlm_rag.errors import ConfigError
 from dlm_rag.page.write import check_page_target
 from dlm_rag.progress import report_progress

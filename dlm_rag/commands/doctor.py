@@ -212,7 +212,7 @@ def check_cores_and_memory(_: Config) -> Iterator[Finding]:
 
 
 def check_energy(config: Config) -> Iterator[Finding]:
-    from dlm_rag.energy.meter import describe_sensors
+    from dlm_rag.energy.sensors import describe_sensors
 
     text, remedy = describe_sensors(choose_device(config.model.device))
     yield Finding("energy", HINT if remedy else OK, text, remedy)

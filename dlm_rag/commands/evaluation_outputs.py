@@ -49,7 +49,7 @@ def write_evaluation_report(
     """
     from rich.console import Console
 
-    from dlm_rag.energy.reading import summarise_energy
+    from dlm_rag.energy.meter import summarise_energy
     from dlm_rag.evaluation import pareto, report
     from dlm_rag.evaluation.compare import compare_to_first, serialize_summary, summarize_scores
     from dlm_rag.evaluation.published import build_paper_table

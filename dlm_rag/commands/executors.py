@@ -14,8 +14,7 @@ from dlm_rag.commands.answer_job import AnswerEngine, EngineSource, PreparedQues
 from dlm_rag.commands.startup import PreparedDecoder, prepare_decoder
 from dlm_rag.config import Config
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.meter import EnergyMeter, open_meter
-from dlm_rag.energy.reading import EnergyReading
+from dlm_rag.energy.meter import EnergyMeter, EnergyReading, open_meter
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import compute_code_digest, describe_machine
 from dlm_rag.questions import Question

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.reading import EnergyReading, format_energy, summarise_energy
+from dlm_rag.energy.meter import EnergyReading, format_energy, summarise_energy
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.progress import show_status
 from dlm_rag.text import find_word_spans, get_title_line, normalize_whitespace, replace_control_chars

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dlm_rag.energy.reading import format_three_digits
+from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.evaluation.compare import Estimate, GroupSummary, QuestionGroups, format_hops
 from dlm_rag.files.atomic import open_atomic_file
 from dlm_rag.text import replace_control_chars

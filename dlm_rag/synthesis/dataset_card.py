@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.energy.reading import format_energy, summarise_energy
+from dlm_rag.energy.meter import format_energy, summarise_energy
 
 TEMPLATE_DESCRIPTIONS = {
     "trace": "questions with a reasoning trace that was decoded, its supporting_ids the passages it cites",

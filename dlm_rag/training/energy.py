@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
-from dlm_rag.energy.meter import EnergyMeter
-from dlm_rag.energy.reading import (
+from dlm_rag.energy.meter import (
     MIN_WINDOW_SECONDS,
+    EnergyMeter,
     EnergyReading,
     format_energy,
     format_three_digits,

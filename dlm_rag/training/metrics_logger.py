@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
-from dlm_rag.energy.reading import format_three_digits
+from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
 from dlm_rag.files.jsonl import parse_json_object

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder, DecoderStats
     from dlm_rag.decode.engine import Engine
     from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.energy.meter import EnergyMeter
-    from dlm_rag.energy.reading import EnergyReading
+    from dlm_rag.energy.meter import EnergyMeter, EnergyReading
     from dlm_rag.questions import Question
 
     # Makes the decoder of a job, around this denoiser if there is one, for so many workers on the machine;

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.decode.decoder import DecoderStats
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.reading import EnergyReading, merge_readings
+from dlm_rag.energy.meter import EnergyReading, merge_readings
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import show_status
 from dlm_rag.questions import Question

@@ -16,24 +16,19 @@ from dlm_rag.commands.startup import SHIPPED_FOLDER
 from dlm_rag.config import Config
 from dlm_rag.decode.results_file import AnswersFile
 from dlm_rag.decode.terminal import RunTotals
-from dlm_rag.energy import meter as metering
+from dlm_rag.energy import meter as meters
+from dlm_rag.energy import sensors
 from dlm_rag.energy.meter import (
-    EnergyCounter,
-    EnergyMeter,
-    SensorError,
-    describe_sensors,
-    find_counters,
-    find_rapl_counters,
-    open_meter,
-)
-from dlm_rag.energy.reading import (
     DeviceEnergy,
+    EnergyMeter,
     EnergyReading,
     format_energy,
     format_three_digits,
     merge_readings,
+    open_meter,
     summarise_energy,
 )
+from dlm_rag.energy.sensors import EnergyCounter, describe_sensors, find_counters
 from dlm_rag.evaluation.report import build_energy_table
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.energy import EnergyWindows
@@ -50,23 +45,21 @@ import attribution_report
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ONE = DistributedContext(0, 1, 0)
+QUESTIONS = str(SHIPPED_FOLDER / "world/questions.jsonl")
 
 
-class Clock:
-    """A clock that tests advance, or that shows these moments."""
-
-    def __init__(self, *moments):
-        self.now, self.moments = 100.0, list(moments)
-
-    def perf_counter(self):
-        return self.moments.pop(0) if self.moments else self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that meters see; tests advance `now`."""
+    found = SimpleNamespace(now=100.0, perf_counter=lambda: found.now)
+    found.sleep = lambda seconds: setattr(found, "now", found.now + seconds)
+    for module in (meters, sensors):
+        monkeypatch.setattr(module, "time", found)
+    return found
 
 
 class FakeNvml:
-    """One GPU of UUID "a"."""
+    """One GPU of UUID "a", number 2."""
 
     class NVMLError(Exception):
         pass
@@ -91,14 +84,35 @@ class FakeNvml:
         return self.millijoules
 
 
-def rapl(root: Path, folder: str, name: str, energy_uj: int, range_uj: int = 262_143_328_850) -> Path:
-    """A domain of RAPL in a fake /sys; returns its counter."""
-    path = root / "class/powercap" / folder
-    path.mkdir(parents=True)
-    (path / "name").write_text(f"{name}\n")
-    (path / "max_energy_range_uj").write_text(f"{range_uj}\n")
-    (path / "energy_uj").write_text(f"{energy_uj}\n")
-    return path / "energy_uj"
+@pytest.fixture
+def rapl(tmp_path, monkeypatch):
+    """Makes a domain of RAPL in a fake /sys; returns its counter."""
+    monkeypatch.setattr(sensors, "POWERCAP", tmp_path / "powercap")
+
+    def make(folder, name="package-0", energy_uj=1, range_uj=262_143_328_850):
+        path = tmp_path / "powercap" / folder
+        path.mkdir(parents=True)
+        values = {"name": name, "max_energy_range_uj": range_uj, "energy_uj": energy_uj}
+        for file, value in values.items():
+            (path / file).write_text(f"{value}\n")
+        return path / "energy_uj"
+
+    return make
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Makes torch see one GPU of UUID `a` with this name, and NVML too; returns what waited for it."""
+
+    def make(name="NVIDIA H200", nvml=None):
+        properties = SimpleNamespace(uuid="a", name=name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setitem(sys.modules, "pynvml", nvml or FakeNvml())
+        waits = []
+        monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+        return waits
+
+    return make
 
 
 def counter(values, wraps_at=None):
@@ -106,21 +120,19 @@ def counter(values, wraps_at=None):
     return EnergyCounter("d", "a thing", "fake", iter(values).__next__, 0.1, wraps_at)
 
 
-def measured(seconds, *values, **more) -> EnergyReading:
-    clock = Clock()
-    with EnergyMeter([counter(values, **more)], clock=clock) as meter:
+def measure(clock, seconds, *values, **more) -> EnergyReading:
+    with EnergyMeter([counter(values, **more)]) as meter:
         clock.now += seconds
     return meter.reading
 
 
-def test_joules_are_the_difference_of_both_ends_with_the_error_of_a_step():
-    reading = measured(10.0, 5000.0, 6200.0)
+def test_joules_are_the_difference_of_both_ends_with_the_error_of_a_step(clock):
+    reading = measure(clock, 10.0, 5000.0, 6200.0)
     assert (reading.joules, reading.seconds) == (1200.0, 10.0)
     assert reading.error == pytest.approx(0.1 * 120), "0.1 s of the mean power, 120 W"
     assert (reading.sensor, reading.scope, reading.reason) == ("fake", "a thing", "")
-    assert measured(10.0, 990.0, 15.0, wraps_at=1000.0).joules == 25.0
-    assert measured(2.0, 0.0, 100.0).joules == 100.0
-    assert measured(3600.0, 1.0, 2.0).joules == 1.0
+    assert measure(clock, 10.0, 990.0, 15.0, wraps_at=1000.0).joules == 25.0
+    assert measure(clock, 2.0, 0.0, 100.0).joules == 100.0
 
 
 @pytest.mark.parametrize(
@@ -133,16 +145,16 @@ def test_joules_are_the_difference_of_both_ends_with_the_error_of_a_step():
         (5.0, (1.0,), None, "a thing"),
     ],
 )
-def test_a_reading_that_cannot_be_right_has_a_reason_and_no_joules(seconds, values, wraps_at, reason):
-    reading = measured(seconds, *values, wraps_at=wraps_at)
+def test_a_reading_that_cannot_be_right_has_a_reason_and_no_joules(
+    clock, seconds, values, wraps_at, reason
+):
+    reading = measure(clock, seconds, *values, wraps_at=wraps_at)
     assert reading.joules is None and reading.error is None and reason in reading.reason
 
 
-def test_laps_add_up_to_the_whole():
-    clock = Clock()
-    meter = EnergyMeter([counter([10.0, 20.0, 50.0, 90.0])], clock=clock)
+def test_laps_add_up_to_the_whole(clock):
+    meter, laps = EnergyMeter([counter([10.0, 20.0, 50.0, 90.0])]), []
     meter.start()
-    laps = []
     for seconds in (2, 3, 4):
         clock.now += seconds
         assert meter.elapsed == seconds
@@ -150,25 +162,25 @@ def test_laps_add_up_to_the_whole():
     assert [lap.joules for lap in laps] == [10.0, 30.0, 80.0] and laps[-1].seconds == 9
 
 
-def test_rapl_counts_each_package_once_and_nothing_else(tmp_path):
+def test_rapl_counts_each_package_once_and_nothing_else(rapl):
     """Cores lie within the package, psys around it, and mmio is the package again."""
     for number, (folder, name) in enumerate(
         [("intel-rapl:0", "package-0"), ("intel-rapl:0:0", "core"), ("intel-rapl:0:1", "dram"),
          ("intel-rapl:1", "package-1"), ("intel-rapl:2", "psys"), ("intel-rapl-mmio:0", "package-0")]
     ):  # fmt: skip
-        rapl(tmp_path, folder, name, number)
-    assert [(c.scope, c.read()) for c in find_rapl_counters(tmp_path)] == [
+        rapl(folder, name, number)
+    counters, missing = find_counters(CPU)
+    assert missing is None and [(c.scope, c.read()) for c in counters] == [
         ("CPU package 0 without its memory", 0),
         ("CPU package 1 without its memory", pytest.approx(3e-6)),
     ]
 
 
-def test_joules_of_two_packages_are_exact_when_a_counter_wraps(tmp_path):
+def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
     """Range 65,500 J: from 65,000 to 500 by way of the end is 1,000 J; the other goes from 100 to 350."""
-    first = rapl(tmp_path, "intel-rapl:0", "package-0", 65_000_000_000, range_uj=65_500_000_000)
-    second = rapl(tmp_path, "intel-rapl:1", "package-1", 100_000_000, range_uj=65_500_000_000)
-    clock = Clock()
-    meter = EnergyMeter(find_rapl_counters(tmp_path), clock=clock)
+    first = rapl("intel-rapl:0", "package-0", 65_000_000_000, range_uj=65_500_000_000)
+    second = rapl("intel-rapl:1", "package-1", 100_000_000, range_uj=65_500_000_000)
+    meter = open_meter("auto", CPU)
     meter.start()
     for energy_uj in (65_400_000_000, 200_000_000, 500_000_000):
         clock.now += 20
@@ -180,9 +192,9 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(tmp_path):
     assert reading.joules == pytest.approx(1250) and reading.error == pytest.approx(0.001 * 1250 / 60)
 
 
-def test_a_thread_reads_counters_that_wrap(monkeypatch):
+def test_a_thread_reads_counters_that_wrap(monkeypatch, clock):
     """The counter goes around three times; were it read at both ends only it would show 1 J."""
-    values, seen, clock = [0.0], metering.threading.Event(), Clock()
+    values, seen = [0.0], meters.threading.Event()
 
     def read():
         values.append((values[-1] + 7.0) % 20.0)
@@ -190,59 +202,48 @@ def test_a_thread_reads_counters_that_wrap(monkeypatch):
             seen.set()
         return values[-1]
 
-    monkeypatch.setattr(metering, "READ_SECONDS", 0.001)
-    with EnergyMeter([EnergyCounter("d", "s", "n", read, 0.001, wraps_at=20.0)], clock=clock) as meter:
-        assert seen.wait(120)
-        clock.now += 5
-    assert meter.reading.joules == pytest.approx(7.0 * (len(values) - 2))
+    monkeypatch.setattr(meters, "READ_SECONDS", 0.001)
+    meter = EnergyMeter([EnergyCounter("d", "s", "n", read, 0.001, wraps_at=20.0)])
+    meter.start()
+    assert seen.wait(120)
+    clock.now += 5
+    joules = meter.stop().joules
+    assert joules >= 70 and joules % 7 == 0, "of 7 J a reading"
 
 
-def test_counters_for_root_alone_are_not_measured_and_the_remedy_is_named(tmp_path, monkeypatch):
-    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
-    read = Path.read_text
+@pytest.mark.parametrize(
+    ("file", "content", "reason", "remedy"),
+    [
+        ("energy_uj", None, "only root may read", "sudo chmod a+r /sys/class/powercap/*/energy_uj"),
+        ("energy_uj", "what?", "cannot be read", ""),
+        ("max_energy_range_uj", "what?", "cannot be read", ""),
+    ],
+)
+def test_a_counter_that_cannot_be_read_is_not_measured(rapl, monkeypatch, file, content, reason, remedy):
+    assert "no RAPL" in str(find_counters(CPU)[1])
+    path, read = rapl("intel-rapl:0").with_name(file), Path.read_text
+    if content is None:
 
-    def refuse(path):
-        if path.name == "energy_uj":
-            raise PermissionError(13, "Permission denied")
-        return read(path)
+        def refuse(path):
+            if path.name == file:
+                raise PermissionError(13, "Permission denied")
+            return read(path)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(SensorError, match="energy_uj") as error:
-        find_rapl_counters(tmp_path)
-    assert error.value.remedy == "sudo chmod a+r /sys/class/powercap/*/energy_uj"
-
-
-@pytest.mark.parametrize("file", ["energy_uj", "max_energy_range_uj"])
-def test_a_counter_that_is_not_a_number_is_not_measured(tmp_path, file):
-    with pytest.raises(SensorError, match="no RAPL"):
-        find_rapl_counters(tmp_path)
-    rapl(tmp_path, "intel-rapl:0", "package-0", 1).with_name(file).write_text("what?\n")
-    with pytest.raises(SensorError, match="cannot be read"):
-        find_rapl_counters(tmp_path)
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """Torch with one GPU of UUID `a` and a name."""
-
-    def make(name="NVIDIA H200"):
-        properties = SimpleNamespace(uuid="a", name=name)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        waits = []
-        monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-        return waits
-
-    return make
+        monkeypatch.setattr(Path, "read_text", refuse)
+    else:
+        path.write_text(content)
+    counters, missing = find_counters(CPU)
+    assert not counters and reason in str(missing) and missing.remedy == remedy
 
 
-def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(tmp_path, cuda):
-    waits, nvml = cuda(), FakeNvml()
-    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
-    counters, _ = find_counters(CUDA, root=tmp_path, nvml=nvml)
+def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(rapl, cuda):
+    waits = cuda()
+    rapl("intel-rapl:0")
+    counters, _ = find_counters(CUDA)
     assert [(c.sensor, c.scope) for c in counters] == [
         ("NVML energy counter", "GPU 2 (NVIDIA H200)"), ("RAPL", "CPU package 0 without its memory")
     ]  # fmt: skip
-    meter = open_meter("auto", CUDA, host=False, root=tmp_path, nvml=nvml)
+    meter = open_meter("auto", CUDA, host=False)
     assert [c.read() for c in meter.counters] == [7000.0], "another process counts the CPUs"
     meter.start()
     assert waits == [CUDA]
@@ -251,10 +252,10 @@ def test_a_gpu_is_measured_with_its_cpus_after_both_ends_are_synchronized(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA GB10"])
-def test_the_cpu_of_a_module_is_not_counted_twice(tmp_path, cuda, name):
+def test_the_cpu_of_a_module_is_not_counted_twice(rapl, cuda, name):
     cuda(name)
-    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
-    ((found,), missing) = find_counters(CUDA, root=tmp_path, nvml=FakeNvml())
+    rapl("intel-rapl:0")
+    ((found,), missing) = find_counters(CUDA)
     assert found.includes_cpu and "its CPU" in found.scope and missing is None
 
 
@@ -266,10 +267,10 @@ def test_the_cpu_of_a_module_is_not_counted_twice(tmp_path, cuda, name):
         ("NVIDIA H200", FakeNvml(driver=False), "Driver Not Loaded"),
     ],
 )
-def test_a_gpu_without_a_counter_is_not_measured_by_its_cpu(tmp_path, cuda, name, nvml, reason):
-    cuda(name)
-    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
-    with open_meter("auto", CUDA, root=tmp_path, nvml=nvml) as meter:
+def test_a_gpu_without_a_counter_is_not_measured_by_its_cpu(rapl, cuda, name, nvml, reason):
+    cuda(name, nvml)
+    rapl("intel-rapl:0")
+    with open_meter("auto", CUDA) as meter:
         pass
     assert meter.reading.joules is None and reason in meter.reading.reason
 
@@ -279,21 +280,20 @@ def test_the_fake_has_functions_of_the_package():
     assert len(used) == 4 and all(callable(getattr(pynvml, name)) for name in used)
 
 
-def test_a_cpu_is_measured_without_the_gpus_that_are_not_used(tmp_path):
-    rapl(tmp_path, "intel-rapl:0", "package-0", 1)
-    assert [c.sensor for c in open_meter("auto", CPU, root=tmp_path).counters] == ["RAPL"]
-    assert not open_meter("auto", CPU, host=False, root=tmp_path).counters
-    with open_meter("none", CPU, root=tmp_path) as meter:
+def test_a_cpu_is_measured_without_the_gpus_that_are_not_used(rapl):
+    rapl("intel-rapl:0")
+    assert [c.sensor for c in open_meter("auto", CPU).counters] == ["RAPL"]
+    assert not open_meter("auto", CPU, host=False).counters
+    with open_meter("none", CPU) as meter:
         pass
     assert not meter.reading.was_requested and meter.reading.to_record() is None
     assert "energy" not in RunTotals().summary_line(1.0, "cpu", meter.reading)
     assert "mps" in describe_sensors(torch.device("mps"))[0]
 
 
-def test_idle_is_measured_before_the_window():
+def test_idle_is_measured_before_the_window(clock):
     """10 s idle at 50 W, then 4 s at 200 W: 800 J, 600 of them above idle."""
-    clock = Clock()
-    meter = EnergyMeter([counter([0.0, 500.0, 500.0, 1300.0])], idle_seconds=10.0, clock=clock)
+    meter = EnergyMeter([counter([0.0, 500.0, 500.0, 1300.0])], idle_seconds=10.0)
     meter.start()
     assert clock.now == 110.0
     clock.now += 4
@@ -301,13 +301,12 @@ def test_idle_is_measured_before_the_window():
     assert (reading.joules, reading.idle_joules, reading.seconds) == (800.0, 200.0, 4.0)
 
 
-def test_a_sensor_that_fails_ends_the_figure_and_not_the_run():
+def test_a_sensor_that_fails_ends_the_figure_and_not_the_run(clock):
     def broken():
         yield 1.0
         raise OSError(5, "Input/output error")
 
-    clock = Clock()
-    meter = EnergyMeter([counter([5.0, 6.0, 9.0]), counter(broken())], clock=clock)
+    meter = EnergyMeter([counter([5.0, 6.0, 9.0]), counter(broken())])
     meter.start()
     clock.now += 3
     assert meter.lap().joules is None, "the part of a machine would look like a saving"
@@ -330,8 +329,8 @@ def test_a_gpu_at_work_draws_more_than_idle_and_less_than_a_kettle():
     with open_meter("idle", CUDA, host=False) as meter:
         a = torch.randn(4096, 4096, device=CUDA)
         for _ in range(30):
-            began = metering.time.perf_counter()
-            while metering.time.perf_counter() - began < 0.1:
+            began = meters.time.perf_counter()
+            while meters.time.perf_counter() - began < 0.1:
                 a = torch.nn.functional.normalize(a @ a)
             torch.cuda.synchronize()
     reading = meter.reading
@@ -425,54 +424,49 @@ def test_a_table_of_settings_names_what_was_not_measured():
     )
 
 
-def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, monkeypatch, capsys):
-    """The whole way, with a counter that has drawn 500 J in 8 s when the run is over."""
+def fake_meters(clock, monkeypatch, *seconds):
+    """Makes the meters of programs show 500 J in windows of these lengths, one after another."""
+    left = iter(seconds)
+
+    class Meter(EnergyMeter):
+        def stop(self):
+            clock.now += next(left)
+            return super().stop()
+
+    monkeypatch.setattr(executors, "open_meter", lambda *_: Meter([counter([0.0, 500.0])]))
+
+
+def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, clock, monkeypatch, capsys):
     from dlm_rag.commands.sample import main
 
-    meter = EnergyMeter([counter([0.0, 500.0])], clock=Clock(0.0, 0.0, 8.0, 8.0))
-    monkeypatch.setattr(executors, "open_meter", lambda choice, device: meter)
-    words = [
-        "--questions",
-        str(SHIPPED_FOLDER / "world/questions.jsonl"),
-        "--out",
-        str(tmp_path / "a.jsonl"),
-    ]
-    main([*words, "--limit", "2"])
+    words = ["--questions", QUESTIONS, "--out", str(tmp_path / "a.jsonl")]
+    with monkeypatch.context() as patch:
+        fake_meters(clock, patch, 8.0)
+        main([*words, "--limit", "2"])
     stamp = json.loads((tmp_path / "a.jsonl.run.json").read_text())
     (found,) = stamp["energy"]
     assert (found["joules"], found["seconds"], found["answers"]) == (500.0, 8.0, 2) and found["tokens"] > 10
     assert "energy: 500 J ± 6.25 · 250 J/answer" in capsys.readouterr().err
     assert "energy" not in stamp["answers_depend_on"]
-    monkeypatch.undo()
     main([*words, "--limit", "3", "energy=none"])
     assert "1 question in" in (said := capsys.readouterr().err) and "energy" not in said
     assert json.loads((tmp_path / "a.jsonl.run.json").read_text())["energy"] == [found]
 
 
-def test_rows_have_the_joules_of_all_parts_on_their_card(tmp_path, monkeypatch, capsys):
+def test_rows_have_the_joules_of_all_parts_on_their_card(tmp_path, clock, monkeypatch, capsys):
     """Traces of two questions, stopped after one and gone on with; the second part was too short."""
     from dlm_rag.commands.synthesize import main
     from dlm_rag.synthesis.shards import RowsFolder
 
-    ends, add = iter([8.0, 1.0]), RowsFolder.append_outcome
-
-    def opened(choice, device):
-        end = next(ends)
-        return EnergyMeter([counter([0.0, 500.0])], clock=Clock(0.0, 0.0, end, end))
+    add = RowsFolder.append_outcome
 
     def stopped(folder, outcome):
         add(folder, outcome)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(executors, "open_meter", opened)
-    words = [
-        "--questions",
-        str(SHIPPED_FOLDER / "world/questions.jsonl"),
-        "--limit",
-        "2",
-        "decode.batch_size=1",
-    ]
-    words += ["synthesis.format=jsonl", "synthesis.filter=evidence", "--out", str(tmp_path / "rows")]
+    fake_meters(clock, monkeypatch, 8.0, 1.0)
+    words = ["--questions", QUESTIONS, "--limit", "2", "decode.batch_size=1", "synthesis.format=jsonl"]
+    words += ["synthesis.filter=evidence", "--out", str(tmp_path / "rows")]
     with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
         stop.setattr(RowsFolder, "append_outcome", stopped)
         main(words)
@@ -485,16 +479,12 @@ def test_rows_have_the_joules_of_all_parts_on_their_card(tmp_path, monkeypatch, 
     assert "energy: 500 J ± 6.25 · 500 J/answer" in (tmp_path / "rows/README.md").read_text()
 
 
-def test_evaluate_has_a_table_of_joules_and_null_where_it_was_too_short(tmp_path, monkeypatch, capsys):
+def test_evaluate_has_a_table_of_joules_and_null_where_it_was_too_short(
+    tmp_path, clock, monkeypatch, capsys
+):
     from dlm_rag.commands.evaluate import main
 
-    ends = iter([8.0, 1.0])
-
-    def opened(choice, device):
-        end = next(ends)
-        return EnergyMeter([counter([0.0, 500.0])], clock=Clock(0.0, 0.0, end, end))
-
-    monkeypatch.setattr(executors, "open_meter", opened)
+    fake_meters(clock, monkeypatch, 8.0, 1.0)
     main(["--out", str(tmp_path), "--limit", "2", "--compare", "static,none"])
     found = json.loads((tmp_path / "scores.json").read_text())["settings"]
     assert found["static"]["energy"]["joules_per_answer"] == 250 and found["none"]["energy"] is None
@@ -504,26 +494,19 @@ def test_evaluate_has_a_table_of_joules_and_null_where_it_was_too_short(tmp_path
     assert "Energy, measured" in out and "energy: not measured (1.0 s are too short" in err
 
 
-def step(tokens=1000):
-    return {"tokens": tokens, "supervised_tokens": tokens // 10}
+STEP = {"tokens": 1000, "supervised_tokens": 100}
 
 
-def test_training_tells_joules_by_windows_of_two_seconds():
-    clock = Clock()
-    windows = EnergyWindows(EnergyMeter([counter([0.0, 300.0, 700.0, 710.0])], clock=clock), ONE)
-    found = []
+def test_training_tells_joules_by_windows_of_two_seconds(clock):
+    windows, found = EnergyWindows(EnergyMeter([counter([0.0, 300.0, 700.0, 710.0])]), ONE), []
     for _ in range(5):
         clock.now += 1.5
-        found.append(windows.add_step(step()))
+        found.append(windows.add_step(STEP))
     assert [bool(figures) for figures in found] == [False, True, False, True, False]
     first, second = found[1], found[3]
-    assert (first["joules"], first["joules_steps"], first["joules_seconds"], first["watts"]) == (
-        300,
-        2,
-        3,
-        100,
-    )
-    assert first["joules_error"] == pytest.approx(10) and first["joules_of"] == "fake: a thing"
+    names = ("joules", "joules_steps", "joules_seconds", "watts", "joules_of")
+    assert [first[name] for name in names] == [300, 2, 3, 100, "fake: a thing"]
+    assert first["joules_error"] == pytest.approx(10)
     assert second["joules"] == 400 and second["tokens_per_joule"] == 5
     assert second["supervised_tokens_per_joule"] == 0.5
     assert windows.stop_and_describe().startswith(
@@ -531,20 +514,16 @@ def test_training_tells_joules_by_windows_of_two_seconds():
     )
 
 
-def test_training_without_a_sensor_says_so_once_and_has_no_figures():
-    windows = EnergyWindows(EnergyMeter(reason="no RAPL"), ONE)
-    assert (
-        windows.add_step(step()) == {} and windows.stop_and_describe() == "energy: not measured (no RAPL)"
-    )
-    windows = EnergyWindows(EnergyMeter(), ONE)
-    assert windows.add_step(step()) == {} and windows.stop_and_describe() == ""
+@pytest.mark.parametrize(("reason", "said"), [("no RAPL", "energy: not measured (no RAPL)"), ("", "")])
+def test_training_without_a_sensor_says_so_once_and_has_no_figures(reason, said):
+    windows = EnergyWindows(EnergyMeter(reason=reason), ONE)
+    assert windows.add_step(STEP) == {} and windows.stop_and_describe() == said
 
 
-def test_a_sensor_that_fails_while_training_leaves_null():
-    clock = Clock()
-    windows = EnergyWindows(EnergyMeter([counter([5.0, 1.0])], clock=clock), ONE)
+def test_a_sensor_that_fails_while_training_leaves_null(clock):
+    windows = EnergyWindows(EnergyMeter([counter([5.0, 1.0])]), ONE)
     clock.now += 3
-    found = windows.add_step(step())
+    found = windows.add_step(STEP)
     assert found["joules"] is None and found["joules_steps"] == 1 and "watts" not in found
     assert "went backwards" in windows.stop_and_describe()
 
@@ -560,12 +539,11 @@ class Pair(DistributedContext):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_joules_are_those_of_all_processes_or_none(fails, monkeypatch):
+def test_joules_are_those_of_all_processes_or_none(fails, clock, monkeypatch):
     monkeypatch.setattr(Pair, "other_fails", fails)
-    clock = Clock()
-    windows = EnergyWindows(EnergyMeter([counter([0.0, 300.0])], clock=clock), Pair(0, 2, 0))
+    windows = EnergyWindows(EnergyMeter([counter([0.0, 300.0])]), Pair(0, 2, 0))
     clock.now += 3
-    found = windows.add_step(step())
+    found = windows.add_step(STEP)
     assert found["joules"] == (None if fails else 600)
     assert found["joules_of"].endswith("a thing, with the devices of 1 other process")
 
@@ -606,12 +584,12 @@ def test_stages_get_joules_by_their_share_of_time_and_the_page_says_so(tmp_path)
     assert len(attribution_report.build_tables(replace(found, watts=None), None)[0][1]) == len(headings) - 1
 
 
-def test_doctor_names_the_sensors_and_what_would_add_to_them(tmp_path, cuda, monkeypatch):
+def test_doctor_names_the_sensors_and_what_would_add_to_them(rapl, cuda, monkeypatch):
     cuda()
-    text, remedy = describe_sensors(CUDA, tmp_path, FakeNvml())
+    text, remedy = describe_sensors(CUDA)
     assert "NVML energy counter: GPU 2 (NVIDIA H200); not the CPU: no RAPL" in text and remedy == ""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    text, remedy = describe_sensors(CUDA, tmp_path)
+    text, remedy = describe_sensors(CUDA)
     assert text.startswith("not measured: nvidia-ml-py") and remedy == "pip install 'dlm_rag[energy]'"
     (finding,) = doctor.check_energy(Config())
     assert finding.name == "energy" and finding.state in (doctor.OK, doctor.HINT)

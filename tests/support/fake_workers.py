@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.energy.reading import EnergyReading
+from dlm_rag.energy.meter import EnergyReading
 from dlm_rag.errors import CorpusError
 from dlm_rag.questions import Question
 

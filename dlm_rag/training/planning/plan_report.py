@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dlm_rag.config import Config, PlanConfig
-from dlm_rag.energy.reading import format_three_digits
+from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.training.metrics_logger import read_metrics
 from dlm_rag.training.planning.gpu_specs import GPU_SPECS, GpuSpec
 from dlm_rag.training.planning.plan import GB, PhasePlan, plan_phases, resolve_shape
