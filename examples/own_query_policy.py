@@ -1,7 +1,8 @@
 """A query policy of your own, compared with built-in ones on the world that comes with the package.
 
 python examples/own_query_policy.py
-python evaluate.py --out runs/names --compare static,interleaved,decode.query_policy=examples.own_query_policy:ask_names
+python evaluate.py --out runs/names --compare \\
+    static,interleaved,decode.query_policy=examples.own_query_policy:ask_names
 """
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
