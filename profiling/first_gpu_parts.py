@@ -78,7 +78,7 @@ def inspect_machine(record: PartRecord) -> None:
     from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
     from dlm_rag.config import load_config
     from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, measure_free_bytes
-    from dlm_rag.model.attention_backends import (
+    from dlm_rag.model.attention import (
         ATTENTION_BACKENDS,
         describe_kernel_version,
         get_backend_problem,

@@ -168,16 +168,17 @@ def check_torch(_: Config) -> Iterator[Finding]:
 
 def check_attention_kernel(config: Config) -> Iterator[Finding]:
     """The kernel that is used, and why each of the better ones is not."""
-    from dlm_rag.model.attention_backends import (
+    from dlm_rag.model.attention import (
+        ATTENTION_BACKENDS,
         choose_backend,
-        collect_backend_problems,
         describe_kernel_version,
+        get_backend_problem,
     )
 
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     chosen = choose_backend(config.model.attn_implementation, device, dtype)
-    problems = collect_backend_problems(device, dtype)
+    problems = {name: get_backend_problem(name, device, dtype) for name in ATTENTION_BACKENDS}
     better = list(problems)[: list(problems).index(chosen)]
     names: dict[str, list[str]] = {}
     for name in better:

@@ -250,7 +250,7 @@ def _choose_attention(
     config: Config, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> str:
     from dlm_rag.decode.uniform_runner import check_uniform_settings
-    from dlm_rag.model.attention_backends import choose_backend
+    from dlm_rag.model.attention import choose_backend
 
     if checkpoint.config.noise is not None:
         return check_uniform_settings(config.model, config.engine)

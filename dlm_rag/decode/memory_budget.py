@@ -8,7 +8,6 @@ row has its longest prompt, every passage its full length.
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from dlm_rag.config import DecodeConfig, EngineConfig
@@ -20,8 +19,9 @@ from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
 from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_bytes
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.denoiser_config import DenoiserConfig, list_tensor_shapes
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.kv_store import round_up_to_page
+from dlm_rag.model.layers import count_weight_bytes
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.model.simulated_memory import (
     RESERVED_MEMORY_FRACTION,
@@ -87,10 +87,6 @@ class DecodeMemory:
         cls, shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig, row: LongestRow
     ) -> "DecodeMemory":
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
-        shapes = list_tensor_shapes(shape)
-        if shape.tie_word_embeddings:
-            del shapes["lm_head.weight"]
-        numbers = sum(int(np.prod(sizes)) for sizes in shapes.values())
         kept = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
         token, position = _measure_activation_bytes(shape, dtype, decode)
         asked, linked = (
@@ -99,7 +95,9 @@ class DecodeMemory:
             else estimate_crf_bytes(shape.vocab_size, row.total_tokens)
         )
         masked = bool(shape.block_size or shape.attention_patterns)
-        return cls(row, dtype.itemsize * numbers, kept, token, position + asked, linked, masked)
+        return cls(
+            row, count_weight_bytes(shape, dtype.itemsize), kept, token, position + asked, linked, masked
+        )
 
     def scratch_tokens(self, rows: int) -> int:
         """Tokens of room for segments that run in the same call as the rows."""

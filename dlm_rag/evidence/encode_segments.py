@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from dlm_rag.evidence.prompt_segments import LaidOutRow
-from dlm_rag.model.block import AttentionProbe
-from dlm_rag.model.context_parallel import ContextParallel, ShardedRows
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.kv_store import KeysValues, SharedContext, make_consecutive_ranges
-from dlm_rag.model.packed_batch import CachedContext, Segment, pack_rows
+from dlm_rag.model.layers import AttentionProbe
+from dlm_rag.model.packed_batch import CachedContext, ContextParallel, Segment, ShardedRows, pack_rows
 
 
 def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:

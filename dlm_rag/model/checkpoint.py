@@ -23,12 +23,11 @@ from dlm_rag.config.renamed import upgrade_checkpoint
 from dlm_rag.errors import CheckpointError, suggest_nearest
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_json, resolve_hub_folder
-from dlm_rag.model.denoiser_config import DenoiserConfig, list_tensor_shapes
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES, get_family_name
-from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, TensorSource
-from dlm_rag.model.families.mask_token import find_mask_token_id
-from dlm_rag.model.flops import count_weight_bytes
+from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, TensorSource, find_mask_token_id
 from dlm_rag.model.headers import WEIGHTS_FILE, TensorSources, match_tensors, match_tensors_by_name
+from dlm_rag.model.layers import compute_rope_frequencies, count_weight_bytes, list_tensor_shapes
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.progress import report_progress
 
@@ -278,8 +277,6 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
 
 def _check_rope(checkpoint: Checkpoint) -> None:
     """Raises `CheckpointError` for scaled rotary positions without finite frequencies."""
-    from dlm_rag.model.block import compute_rope_frequencies
-
     config, path = checkpoint.config, checkpoint.folder / "config.json"
     try:
         frequencies, gain = compute_rope_frequencies(config)

@@ -21,26 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.model.attention_backends import FLASH_MODULE, choose_backend
-from dlm_rag.model.block import (
-    AttentionProbe,
-    Embedding,
-    ForwardContext,
-    RMSNorm,
-    TransformerLayer,
-    compute_rope_frequencies,
-)
+from dlm_rag.model.attention import FLASH_MODULE, choose_backend
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.diffusion_gemma import DiffusionGemma
-from dlm_rag.model.feedforward import Linear, MixtureOfExperts, get_compute_dtype, is_autocast
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
 from dlm_rag.model.kv_store import KeysValues
+from dlm_rag.model.layers import (
+    AttentionProbe,
+    ForwardContext,
+    MixtureOfExperts,
+    TransformerLayer,
+    TransformerWeights,
+    compute_rope_frequencies,
+    get_compute_dtype,
+    is_autocast,
+)
 from dlm_rag.model.packed_batch import PackedRows, pack_rectangle
 from dlm_rag.model.policy_heads import PolicyHeads, read_heads
 
 
-class Denoiser(nn.Module):
+class Denoiser(TransformerWeights):
     """ids -> logits; `logits[:, i]` always predicts token `i`.
 
     `forward` is the plain rectangular call. The decoder uses its two halves: `encode` runs the
@@ -50,19 +51,13 @@ class Denoiser(nn.Module):
     inverse_frequencies: Tensor
 
     def __init__(self, config: DenoiserConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.attention = "auto"
         self.activation_checkpointing = "none"  # while gradients are recorded: none, selective, full
         self._compiled_before: int | None = None
         self.flop_count = FlopCount()  # of all calls since
         self.heads: PolicyHeads | None = None  # where a policy was trained
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            TransformerLayer(config, layer) for layer in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
         self.set_rope_theta(config.rope_theta)
         if not self.embed_tokens.weight.is_meta:

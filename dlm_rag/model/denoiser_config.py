@@ -1,11 +1,13 @@
 """The architecture as numbers: its config, and the names and shapes of its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
-from dlm_rag.model.attention_patterns import AttentionPattern
-
+# Who sees whom inside a row, of tensors that broadcast: (query position, key position, key segment) ->
+# whether the query sees the key. Positions count from the first token of the prompt; the segment is 0 in the
+# prompt and 1 in the canvas. Blocks of tokens have a faster form of their own: `Segment.block`.
+AttentionPattern = Callable[[Any, Any, Any], Any]
 EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
 BLOCK_GRIDS = ("prompt", "canvas")
 # what they see: `evidence/prompt_segments.py`
@@ -193,48 +195,3 @@ def _check_scaling(scaling: Any) -> None:
     for key in ROPE_SCALINGS[kind]:
         given = f"rope_scaling: {key}={scaling.get(key)!r:.60}"
         _require(_is_positive(scaling.get(key)), f"{given} must be a number above 0 that float32 can hold")
-
-
-def list_tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a denoiser by its name, in the order of its modules; a tied head too."""
-    c = config
-    width, (queries, keys) = (
-        c.hidden_size,
-        (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads)),
-    )
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (width,)}
-    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        layer[f"self_attn.{name}.weight"] = (rows, width)
-        if c.qkv_bias:
-            layer[f"self_attn.{name}.bias"] = (rows,)
-    layer["self_attn.o_proj.weight"] = (width, queries)
-    if c.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,)}
-    layer["post_attention_layernorm.weight"] = (width,)
-    found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (c.vocab_size, width)}
-    dense, sparse = _feed_forward("mlp", width, c.intermediate_size), _sparse_shapes(c.experts, width)
-    for n in range(c.num_hidden_layers):
-        shapes = layer | (dense if n < c.dense_layers else sparse)
-        found |= {f"layers.{n}.{name}": shape for name, shape in shapes.items()}
-    return found | {"norm.weight": (width,), "lm_head.weight": (c.vocab_size, width)}
-
-
-def _feed_forward(name: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
-    inward = {f"{name}.{part}.weight": (inner, width) for part in ("gate_proj", "up_proj")}
-    return {**inward, f"{name}.down_proj.weight": (width, inner)}
-
-
-def _sparse_shapes(experts: ExpertsConfig | None, width: int) -> dict[str, tuple[int, ...]]:
-    """Of the experts of a layer and what chooses among them."""
-    if experts is None:
-        return {}
-    count, inner = experts.num_experts, experts.moe_intermediate_size
-    found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (count, width)}
-    if experts.expert_bias:
-        found["mlp.gate.expert_bias"] = (count,)
-    found |= {
-        "mlp.experts.gate_up_proj": (count, 2 * inner, width),
-        "mlp.experts.down_proj": (count, width, inner),
-    }
-    shared = experts.shared_intermediate_size
-    return found | (_feed_forward("mlp.shared_experts", width, shared) if shared else {})

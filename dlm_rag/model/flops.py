@@ -10,9 +10,8 @@ microseconds; a test compares it with torch's FlopCounterMode, which takes half 
 import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from math import prod
 
-from dlm_rag.model.denoiser_config import DenoiserConfig, list_tensor_shapes
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_duration
 
 log = logging.getLogger(__name__)
@@ -51,14 +50,6 @@ class FlopCount:
 
     def __sub__(self, other: "FlopCount") -> "FlopCount":
         return FlopCount(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def count_weight_bytes(config: DenoiserConfig, size: int) -> int:
-    """Bytes of all weights with numbers of `size` bytes; a tied head is there once."""
-    shapes = list_tensor_shapes(config)
-    if config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
-    return size * sum(map(prod, shapes.values()))
 
 
 def count_encode_flops(

@@ -9,8 +9,9 @@ from safetensors import SafetensorError, safe_open
 from dlm_rag.errors import CheckpointError, suggest_nearest, summarize_error
 from dlm_rag.files.hub import read_json
 from dlm_rag.files.untrusted import resolve_path_inside
-from dlm_rag.model.denoiser_config import DenoiserConfig, list_tensor_shapes
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import Family, NamedShapes, TensorSource
+from dlm_rag.model.layers import list_tensor_shapes
 
 WEIGHTS_FILE = "model.safetensors"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -33,10 +34,11 @@ def match_tensors(folder: Path, config: DenoiserConfig, family: Family) -> Tenso
             raise CheckpointError(
                 f"{folder} has {len(found)} tensors, too few for the {number} {what} of its config"
             )
-    wanted = list_tensor_shapes(config)
-    if config.tie_word_embeddings:
-        # A tied head is the embedding; some folders store it a second time.
-        wanted.pop("lm_head.weight")
+    try:
+        wanted = list_tensor_shapes(config)
+    except RuntimeError as error:  # sizes that overflow
+        raise CheckpointError(f"{folder / 'config.json'}: {summarize_error(error)}") from None
+    if config.tie_word_embeddings:  # some folders store the tied head a second time
         found.pop(family.rename_tensor("lm_head.weight"), None)
     sources = {ours: family.list_sources(ours, config) for ours in wanted}
     asked: dict[str, tuple[int, ...]] = {}

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.feedforward import ExpertStack
+from dlm_rag.model.layers import ExpertStack
 
 RESERVED_MEMORY_FRACTION = 0.08  # of a device's memory, for its context, workspaces and fragments
 
@@ -85,7 +85,7 @@ def replace_with_empty_weights(denoiser: Denoiser) -> Denoiser:
 
 
 def even_grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """As `feedforward.grouped_matmul`, for tensors without contents: all experts get as many of the
+    """As `layers.grouped_matmul`, for tensors without contents: all experts get as many of the
     rows.
     """
     even = pad(x, (0, 0, 0, -len(x) % len(weights))).unflatten(0, (len(weights), -1)).to(weights.dtype)

@@ -18,13 +18,11 @@ from dlm_rag.evidence.encode_segments import (
     encode_sequence_shards,
 )
 from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
-from dlm_rag.model.block import AttentionProbe
-from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
-from dlm_rag.model.feedforward import get_compute_dtype
-from dlm_rag.model.packed_batch import Segment
+from dlm_rag.model.layers import AttentionProbe, get_compute_dtype
+from dlm_rag.model.packed_batch import ContextParallel, Segment
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.training.data.examples import Example
 

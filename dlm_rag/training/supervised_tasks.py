@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.examples import Example, sample_document_rows, sample_prompt_rows
 from dlm_rag.training.data.world_examples import WorldExamples

@@ -17,7 +17,7 @@ from dlm_rag.commands.doctor import HINT, OK, PROBLEM, Finding, run_checks
 from dlm_rag.config import Config
 from dlm_rag.config.inference import RetrievalConfig
 from dlm_rag.machine import choose_dtype, is_built_for_gpu
-from dlm_rag.model import attention_backends
+from dlm_rag.model import attention
 
 BUILD = ["sm_80", "sm_90", "sm_100", "sm_120"]
 
@@ -58,12 +58,12 @@ def gpu(monkeypatch):
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(doctor, "choose_device", lambda name: torch.device("cuda", 0))
-        attention_backends.get_backend_problem.cache_clear()
-        attention_backends._first_working.cache_clear()
+        attention.get_backend_problem.cache_clear()
+        attention._first_working.cache_clear()
 
     yield make
-    attention_backends.get_backend_problem.cache_clear()
-    attention_backends._first_working.cache_clear()
+    attention.get_backend_problem.cache_clear()
+    attention._first_working.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_the_kernel_comes_with_why_not_a_better_one(gpu, monkeypatch):
     assert finding.state == OK and finding.what.startswith("sdpa")
     assert "not flash or varlen: it needs a CUDA device" in finding.what
     gpu((9, 0))
-    monkeypatch.setattr(attention_backends, "find_spec", lambda name: None)
-    monkeypatch.setattr(attention_backends, "get_torch_version", lambda: (2, 13))
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention, "get_torch_version", lambda: (2, 13))
     finding = found(doctor.check_attention_kernel)
     assert finding.state == HINT and finding.what.startswith("varlen") and "not flash: " in finding.what
     assert "flash" in finding.remedy

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.nn.attention.varlen as of_torch
 
-from dlm_rag.model import attention_backends, attention_kernels
+from dlm_rag.model import attention
 from tests.fake_cuda.device import CUDA
 
 PAGE = 256  # a page of keys is a multiple of so many tokens
@@ -59,23 +59,23 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0 and q.shape[-1] >= 16
         return q + 0 * (k.mean() + v.mean())
 
-    module = ModuleType(attention_backends.FLASH_MODULE)
-    module.__spec__ = ModuleSpec(attention_backends.FLASH_MODULE, None)
+    module = ModuleType(attention.FLASH_MODULE)
+    module.__spec__ = ModuleSpec(attention.FLASH_MODULE, None)
     module.flash_attn_varlen_func = of_flash
     package = {
-        attention_backends.FLASH_MODULE: module,
+        attention.FLASH_MODULE: module,
         "flash_attn": SimpleNamespace(flash_attn_interface=module),
     }
-    spied = {name: known(name, kernel) for name, kernel in attention_kernels._KERNELS.items()}
+    spied = {name: known(name, kernel) for name, kernel in attention._KERNELS.items()}
     with (
-        mock.patch.dict(attention_kernels._KERNELS, spied),
-        mock.patch.object(attention_kernels, "attend_flex", of_flex),
-        mock.patch.object(attention_kernels, "build_flex_mask", attention_kernels.build_dense_mask),
+        mock.patch.dict(attention._KERNELS, spied),
+        mock.patch.object(attention, "attend_flex", of_flex),
+        mock.patch.object(attention, "build_flex_mask", attention.build_dense_mask),
         mock.patch.object(of_torch, "varlen_attn", of_varlen),
         mock.patch("torch.nn.attention.current_flash_attention_impl", lambda: implementation),
         mock.patch.dict(sys.modules, package if flash else {}),
-        mock.patch.object(attention_backends, "version", lambda package: "2.8.3"),
-        mock.patch.object(attention_backends, "_flash_missing", lambda: "" if flash else "it is not there"),
+        mock.patch.object(attention, "version", lambda package: "2.8.3"),
+        mock.patch.object(attention, "_has_flash_attn", lambda: flash),
     ):
         yield calls
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dlm_rag
-from dlm_rag.model import attention_backends
+from dlm_rag.model import attention
 from tests.fake_cuda.streams import Event, Stream, Streams
 
 CUDA = torch.device("cuda", 0)
@@ -223,9 +223,9 @@ def _patched(capability: tuple[int, int], count: int, streams: Streams) -> Itera
         # The threads with which transformers reads weights do not see this mode.
         stack.enter_context(mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"))
         for function in (
-            attention_backends.get_paged_attention_support,
-            attention_backends.get_backend_problem,
-            attention_backends._first_working,
+            attention.get_paged_attention_support,
+            attention.get_backend_problem,
+            attention._first_working,
         ):
             function.cache_clear()
             stack.callback(function.cache_clear)

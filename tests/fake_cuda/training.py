@@ -149,4 +149,4 @@ def test_products_of_two_dtypes_are_found(tmp_path, folder):
         trainer.denoiser.layers[0].mlp.up_proj.to(torch.bfloat16)
         with pytest.raises(RuntimeError, match="aten.mm.default got numbers of") as found:
             trainer.step()
-    assert source_location(found.value)[0] == "feedforward.py"
+    assert source_location(found.value)[0] == "layers.py"

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.model.attention_backends import (
+from dlm_rag.model.attention import (
     choose_backend,
+    compute_attention,
     describe_kernel_version,
     get_backend_problem,
     get_paged_attention_support,
 )
-from dlm_rag.model.attention_kernels import compute_attention
 from dlm_rag.model.denoiser import _list_saved_ops
 from dlm_rag.model.kv_store import SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
@@ -125,7 +125,7 @@ def gpu_kernel(request, monkeypatch):
     monkeypatch.setattr("torch.__version__", version)
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: active)
     monkeypatch.setattr(
-        "dlm_rag.model.attention_backends.get_compute_capability_major", lambda device: capability[0]
+        "dlm_rag.model.attention.get_compute_capability_major", lambda device: capability[0]
     )
     get_paged_attention_support.cache_clear()
     yield "varlen"

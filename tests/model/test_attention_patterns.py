@@ -9,11 +9,16 @@ from dlm_rag import Denoiser
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.model import attention_kernels
-from dlm_rag.model.attention_patterns import prefix_causal, sliding_window
+from dlm_rag.model import attention
 from dlm_rag.model.checkpoint import open_checkpoint, save_tensors
 from dlm_rag.model.families import FAMILIES
-from dlm_rag.model.families.base import Family, read_transformers_config, to_transformers_name
+from dlm_rag.model.families.base import (
+    Family,
+    prefix_causal,
+    read_transformers_config,
+    sliding_window,
+    to_transformers_name,
+)
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
@@ -177,15 +182,15 @@ def test_the_mask_of_flex_attention_is_the_dense_one(monkeypatch, pattern):
     q, k, v = random_rows(lengths, lengths, width=16)
     q = q[packed.output_indices]
     sight, taken = packed.last_layer_metadata, []
-    dense = attention_kernels.compute_attention(q, k, v, sight, "sdpa", pattern)
+    dense = attention.compute_attention(q, k, v, sight, "sdpa", pattern)
 
     def attend_as_on_a_gpu(q, k, v, rule, masks, name):
-        taken.append(attention_kernels.build_flex_mask(rule, q, k))
-        return attention_kernels.attend_flex(q, k, v, taken[-1])
+        taken.append(attention.build_flex_mask(rule, q, k))
+        return attention.attend_flex(q, k, v, taken[-1])
 
-    monkeypatch.setattr(attention_kernels, "attend_masked", attend_as_on_a_gpu)
+    monkeypatch.setattr(attention, "attend_masked", attend_as_on_a_gpu)
     with torch.no_grad():
-        flex = attention_kernels.compute_attention(q, k, v, replace(sight), "sdpa", pattern)
+        flex = attention.compute_attention(q, k, v, replace(sight), "sdpa", pattern)
     torch.testing.assert_close(flex, dense)
     assert len(taken) == (3 if pattern else 2), "rows of equal lengths are one call"
 
@@ -209,12 +214,12 @@ def test_a_gpu_never_computes_grouped_heads_under_a_mask_with_sdpa(monkeypatch, 
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    monkeypatch.setattr(attention_kernels, "build_flex_mask", lambda *_: "mask")
-    monkeypatch.setattr(attention_kernels, "attend_flex", lambda q, k, v, mask: calls.append(mask) or q)
+    monkeypatch.setattr(attention, "build_flex_mask", lambda *_: "mask")
+    monkeypatch.setattr(attention, "attend_flex", lambda q, k, v, mask: calls.append(mask) or q)
     monkeypatch.setattr(
-        attention_kernels.F, "scaled_dot_product_attention",
+        attention.F, "scaled_dot_product_attention",
         lambda q, k, v, mask, enable_gqa: calls.append((k.shape[1], enable_gqa)) or q,
     )  # fmt: skip
     q, k, v = torch.zeros(1, 4, 5, width).as_subclass(OnGpu), *torch.zeros(2, 1, 2, 5, width)
-    attention_kernels.attend_masked(q, k, v, lambda row, head, i, j: j <= i, {}, "rule")
+    attention.attend_masked(q, k, v, lambda row, head, i, j: j <= i, {}, "rule")
     assert calls == (["mask"] if width == 32 else [(4, False)])

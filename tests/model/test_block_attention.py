@@ -13,7 +13,7 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts, encode_segments
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.model.attention_kernels import _KERNELS
+from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.kv_store import SharedContext
 from dlm_rag.model.packed_batch import pack_rows

@@ -8,10 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag import Denoiser
-from dlm_rag.model import feedforward
+from dlm_rag.model import layers
 from dlm_rag.model.denoiser_config import ExpertsConfig
-from dlm_rag.model.feedforward import MixtureOfExperts, Router, grouped_matmul
 from dlm_rag.model.flops import count_encode_flops
+from dlm_rag.model.layers import MixtureOfExperts, Router, grouped_matmul
 from dlm_rag.model.simulated_memory import replace_with_empty_weights
 from tests.support.tiny_models import tiny_denoiser
 
@@ -38,7 +38,7 @@ def test_the_grouped_product_equals_one_by_one(dtype, sizes):
     weights = torch.randn(len(sizes), 24, 16, dtype=dtype, requires_grad=True)
     ends = torch.tensor(sizes).cumsum(0).int()
     found = []
-    for way in (grouped_matmul, feedforward._looped_matmul):
+    for way in (grouped_matmul, layers._looped_matmul):
         out = way(x, weights, ends)
         found.append((out, *torch.autograd.grad(out.float().square().sum(), (x, weights))))
     for one, other in zip(*found, strict=True):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dlm_rag.model.denoiser_config import list_tensor_shapes
 from dlm_rag.model.families import FAMILIES
+from dlm_rag.model.layers import list_tensor_shapes
 from dlm_rag.training.planning.plan import KNOWN_CHECKPOINTS
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT

@@ -21,8 +21,7 @@ from dlm_rag.decode.memory_budget import GIB
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.evidence.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
-from dlm_rag.model.attention_backends import ATTENTION_BACKENDS, get_backend_problem
-from dlm_rag.model.attention_kernels import compute_attention
+from dlm_rag.model.attention import ATTENTION_BACKENDS, compute_attention, get_backend_problem
 from dlm_rag.model.kv_store import SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.questions import read_questions

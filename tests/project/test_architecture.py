@@ -48,7 +48,7 @@ def programs() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    """The first name below the package, as in `dlm_rag.model.block`; of the package itself `__init__`."""
+    """The first name below the package, as in `dlm_rag.model.layers`; of the package itself `__init__`."""
     return [*module.split("."), "__init__"][1]
 
 

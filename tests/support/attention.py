@@ -61,5 +61,5 @@ def run_with_mask(denoiser, ids, positions, allowed):
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-    with torch.no_grad(), patch("dlm_rag.model.block.compute_attention", masked):
+    with torch.no_grad(), patch("dlm_rag.model.layers.compute_attention", masked):
         return denoiser.encode(rows)[0]

@@ -29,9 +29,9 @@ from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evidence.encode_segments import canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.files.atomic import acquire_file_lock, release_file_lock
-from dlm_rag.model.block import AttentionProbe
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
+from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.training.checkpoints import find_latest_checkpoint, find_resume_point, scan_checkpoints
 from dlm_rag.training.data.world_examples import WorldExamples, find_subsequence
 from dlm_rag.training.distributed import DistributedContext

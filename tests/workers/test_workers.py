@@ -25,7 +25,7 @@ from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.flops import count_weight_bytes
+from dlm_rag.model.layers import count_weight_bytes
 from dlm_rag.questions import Question
 from dlm_rag.workers.placement import (
     WorkerPlacement,

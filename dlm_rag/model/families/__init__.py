@@ -8,7 +8,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, require_key
 from dlm_rag.model.families.dense import DENSE_FAMILIES
 from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY
-from dlm_rag.model.families.sparse import MOE_FAMILIES
+from dlm_rag.model.families.moe import MOE_FAMILIES
 
 
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from dlm_rag.errors import CheckpointError, suggest_nearest
-from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.files.hub import read_json
+from dlm_rag.model.denoiser_config import AttentionPattern, DenoiserConfig
 
 NamedShapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 BLOCK_SIZE_KEY = "attention_block"  # our key: a public `block_size` may be something else
@@ -149,3 +150,56 @@ def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
     for key, value in supported.items():
         if raw.get(key, value) not in (value, None):
             raise CheckpointError(f"{key}={raw[key]!r:.60} is not supported (only {value!r} is)")
+
+
+def sliding_window(size: int) -> AttentionPattern:
+    """Each token sees itself and the `size - 1` tokens before and after it."""
+    return lambda query, key, segment: (query - key).abs() < size
+
+
+def prefix_causal(query: Tensor, key: Tensor, segment: Tensor) -> Tensor:
+    """The prompt sees itself; a token of the canvas sees the prompt and the canvas up to itself."""
+    return (segment == 0) | (key <= query)
+
+
+def find_mask_token_id(folder: Path, usual: str) -> int:
+    """The id of the token that the folder declares as its mask, else of the family's `usual` one.
+
+    Raises `CheckpointError` where the files know neither.
+    """
+    files = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
+    declared, ids = None, dict[str, Any]()
+    for name in files:  # the last is long, and needed only where the others do not say it
+        if name == "tokenizer.json" and (declared or usual) in ids:
+            break
+        path = folder / name
+        raw = read_json(path) if path.exists() else {}
+        declared = declared or _content(raw.get("mask_token"))
+        ids |= _read_added_tokens(name, raw)
+    found = ids.get(declared or usual)
+    if type(found) is not int:
+        raise CheckpointError(
+            "the key 'mask_token_id' is missing, and the tokenizer has not added "
+            f"{declared or usual!r:.60}{', which it declares' if declared else ''}: add the key"
+        )
+    return found
+
+
+def _read_added_tokens(name: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Text -> id of the tokens that a file adds to the vocabulary."""
+    if name == "added_tokens.json":
+        return raw
+    listed = raw.get("added_tokens")
+    if isinstance(listed, list):
+        pairs = [(item, item.get("id")) for item in listed if isinstance(item, dict)]
+    else:
+        known = raw.get("added_tokens_decoder")
+        known = known if isinstance(known, dict) else {}
+        pairs = [(item, int(token)) for token, item in known.items() if token.isdecimal()]
+    return {text: token for item, token in pairs if (text := _content(item)) is not None}
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token, which these files give as it is or with its settings."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None

@@ -12,9 +12,9 @@ from dlm_rag.decode.engine import with_checkpoint_defaults
 from dlm_rag.decode.trace_file import build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.machine import choose_device, choose_dtype
-from dlm_rag.model.context_parallel import ContextParallel
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.training.data.examples import Example, sample_prompt_rows
 from dlm_rag.training.initial_model import InitialModel, copy_frozen_denoiser
 from dlm_rag.training.losses import lay_out_examples

@@ -1,31 +1,46 @@
-"""Attention over ragged rows, through one function with three interchangeable kernels.
+"""Attention over ragged rows, and the kernel that computes it here.
 
 Rows are packed one after another without padding, so a question gets the same arithmetic alone and in a
-batch. Who sees whom is decided by which keys a row is given, by how many of them a token sees, and by the
-attention pattern of the layer. Rows that need a mask run under SDPA with a boolean mask on a CPU, under
-FlexAttention on a GPU: there SDPA would compute grouped heads with a mask from whole matrices of scores.
+batch. Rows that need a mask run under SDPA with a boolean mask on a CPU, on a GPU under FlexAttention:
+there SDPA would compute grouped heads with a mask from whole matrices of scores.
 
 Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads (H a multiple of Hk);
 D head width.
 
-What the kernels of other versions do, read in the sources and wheels of torch 2.11 to 2.13 (not yet
-confirmed on a GPU): `attention_backends.py`.
+Read in the sources and wheels of torch 2.11 to 2.13 and flash-attn, not yet confirmed on a GPU:
+
+- torch's own FlashAttention 2 reads block tables from 2.12 on (pages of a multiple of 256 tokens) and needs
+  the ends of the keys too. In 2.12 it refuses `num_splits`, even 1 (pytorch #179760). From 2.13 on it must
+  be 1: split rows of paged keys may not be written at all (pytorch #194167), and how a row is split depends
+  on the other rows.
+- FlashAttention 3 reads block tables on compute capability 9, FlashAttention 4 in torch only on 10; both
+  refuse the ends of the keys with them.
+- flash-attn (2.x) reads block tables from 2.5.7 on. FlashAttention 4 alone is also named `flash_attn` but
+  has another function, so we look for the module with the function.
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlm_rag.model.attention_backends import get_paged_attention_support
-from dlm_rag.model.attention_patterns import AttentionPattern
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser_config import AttentionPattern
 from dlm_rag.model.kv_store import PAGE_TOKENS
 from dlm_rag.model.packed_batch import AttentionMetadata, RaggedLengths
 
+log = logging.getLogger(__name__)
+
+FLASH_MODULE = "flash_attn.flash_attn_interface"
+ATTENTION_BACKENDS = ("flash", "varlen", "sdpa")  # the first that works is taken
 FLEX_MIN_HEAD_DIM = 16  # FlexAttention has no narrower heads on a GPU
 MaskRule = Callable[[Any, Any, Any, Any], Tensor]  # (row, head, query, key) -> whether it is seen
 
@@ -37,9 +52,8 @@ def compute_attention(
     """Row r of `q` (Tq, H, D) attends to row r of `k`, `v` (Tk, Hk, D); returns (Tq, H, D).
 
     With `sight.cached_rows`, `k` and `v` are all that a `SlotKVCache` holds, (tokens, Hk, D): row r sees
-    the tokens from its start on, as many as its keys. `backend`: one of
-    `attention_backends.choose_backend`'s. `pattern`: what else hides keys, for rows whose keys are their
-    own tokens.
+    the tokens from its start on, as many as its keys. `backend`: one of `choose_backend`'s. `pattern`: what
+    else hides keys, for rows whose keys are their own tokens.
     """
     if sight.has_block_mask or pattern is not None:  # no other kernel takes a mask
         return _KERNELS["sdpa"](q, k, v, sight, pattern)
@@ -78,10 +92,7 @@ def _sdpa(
 def build_mask_rule(
     sight: AttentionMetadata, rows: slice, queries: slice, pattern: AttentionPattern | None
 ) -> MaskRule:
-    """Who sees whom in some rows of equal lengths, by the places of queries and keys in their row.
-
-    rows, queries: which rows of a call, and which of its packed queries.
-    """
+    """Who sees whom in some `rows` of equal lengths with the packed `queries`, by their places in a row."""
     number = rows.stop - rows.start
     limits = None if sight.visible_counts is None else sight.visible_counts[queries].view(number, -1)
     if pattern is None:
@@ -121,40 +132,37 @@ def build_dense_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Tensor:
 
 def build_flex_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Any:
     """The mask of FlexAttention, which knows the tiles that nobody or everybody sees."""
-    make = _compile_flex()[0] if q.is_cuda else _import_flex()[0]
+    make, _ = _import_flex(q.is_cuda)
     return make(rule, len(q), None, q.shape[2], k.shape[2], device=q.device)
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """FlexAttention, compiled on a GPU; without its decoding kernel, which splits keys by the batch."""
-    attend = _compile_flex()[1] if q.is_cuda else _import_flex()[1]
+    _, attend = _import_flex(q.is_cuda)
     options = {"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else None
     found: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
     return found
 
 
-def _import_flex() -> tuple[Any, Any]:
+@cache
+def _import_flex(compiled: bool) -> tuple[Any, Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    if compiled:
+        return torch.compile(create_block_mask), torch.compile(flex_attention)
     return create_block_mask, flex_attention
-
-
-@cache
-def _compile_flex() -> tuple[Any, Any]:
-    make, attend = _import_flex()
-    return torch.compile(make), torch.compile(attend)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    rule = get_paged_attention_support(q.device)
-    options = dict(rule.kernel_options)
+    support = get_paged_attention_support(q.device)
+    options = dict(support.kernel_options)
     ends: Tensor | None = sight.keys.cu_seqlens
-    if sight.cached_rows is not None and rule.reads_block_table:
+    if sight.cached_rows is not None and support.reads_block_table:
         k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
         options |= {"seqused_k": sight.key_counts, "block_table": sight.block_table}
-        ends = ends if rule.needs_key_offsets else None
+        ends = ends if support.needs_key_offsets else None
     elif sight.cached_rows is not None:
         k, v = (torch.cat(sight.cached_rows.slice_rows(x, sight.keys.lengths)) for x in (k, v))
     out = varlen_attn(
@@ -184,3 +192,81 @@ def _max_query_length(queries: RaggedLengths) -> int:
 
 
 _KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
+
+
+class PagedAttentionSupport(NamedTuple):
+    """How `varlen_attn` is called on a device."""
+
+    reads_block_table: bool
+    needs_key_offsets: bool  # the ends of the keys, with a block table
+    kernel_options: dict[str, Any]
+
+
+@cache
+def get_paged_attention_support(device: torch.device) -> PagedAttentionSupport:
+    """What the version of torch's kernel that is active on a device can do."""
+    implementation = torch.nn.attention.current_flash_attention_impl()
+    if generation := {"FA3": 9, "FA4": 10}.get(implementation or ""):
+        reads = get_compute_capability_major(device) == generation
+        return PagedAttentionSupport(reads, False, {"num_splits": 1})
+    options = {"num_splits": 1} if get_torch_version() >= (2, 13) else {}
+    return PagedAttentionSupport(get_torch_version() >= (2, 12), True, options)
+
+
+def get_compute_capability_major(device: torch.device) -> int:
+    """The major number of a GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def get_torch_version() -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel to use: `requested`, or for "auto" the first of flash, varlen, sdpa that works here.
+
+    Raises `ConfigError` when a kernel is asked for by name and cannot run here.
+    """
+    if requested == "auto":
+        return _first_working(device, dtype)
+    if reason := get_backend_problem(requested, device, dtype):
+        raise ConfigError(f"attention={requested} cannot be used here: {reason}")
+    return requested
+
+
+@cache
+def _first_working(device: torch.device, dtype: torch.dtype) -> str:
+    chosen = next(name for name in ATTENTION_BACKENDS if not get_backend_problem(name, device, dtype))
+    log.info(
+        "attention kernel: %s (%s) on %s in %s", chosen, describe_kernel_version(chosen), device, dtype
+    )
+    return chosen
+
+
+@cache
+def get_backend_problem(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Why a kernel cannot run here, with the remedy; empty where it can."""
+    if backend == "sdpa":
+        return ""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return "it needs a CUDA device and dtype=bfloat16 or float16; set attention=sdpa"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0 or newer; set attention=sdpa"
+    if backend == "flash" and not _has_flash_attn():
+        return "install it with `pip install 'dlm_rag[flash]'` (FlashAttention 4 alone is another package)"
+    if backend == "varlen" and get_torch_version() < (2, 12):
+        return "it needs torch 2.12 or newer; set attention=sdpa"
+    return ""
+
+
+def _has_flash_attn() -> bool:
+    try:
+        return find_spec(FLASH_MODULE) is not None and bool(version("flash-attn"))
+    except (ModuleNotFoundError, PackageNotFoundError):
+        return False
+
+
+def describe_kernel_version(backend: str) -> str:
+    """The kernel and the version of the package it is in, as stamped on results."""
+    return f"flash-attn {version('flash-attn')}" if backend == "flash" else f"torch {torch.__version__}"

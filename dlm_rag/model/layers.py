@@ -1,0 +1,324 @@
+"""The layers of the denoiser: attention's projections, rotary positions, feed-forward nets and experts.
+
+Shapes: T packed tokens, H heads, Hk key-value heads, D head width, W model width, E experts, k of them for
+each token.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dlm_rag.model.attention import compute_attention
+from dlm_rag.model.denoiser_config import AttentionPattern, DenoiserConfig, ExpertsConfig
+from dlm_rag.model.packed_batch import AttentionMetadata, PackedRows
+
+Rope = tuple[Tensor, Tensor]  # cos and sin, each (T, 1, D or what is turned of it), float32
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of `x`."""
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+
+
+def get_compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which products of `x` are computed: that of autocast where it is on, else its own."""
+    return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype
+
+
+class Linear(nn.Linear):
+    """Takes its weights from a checkpoint or from `Denoiser.initialise`, not at construction.
+
+    (On the meta device, torch's own initialisation imports its compiler, for 1.5 seconds.)
+    """
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """Without initialisation, as `Linear`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the wider dtype of input and gains: torch's fused kernel wants them alike.
+
+    Under autocast one of them may be float32 and the other not.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """The projections of attention; who sees whom is decided in `PackedRows`."""
+
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        c = config
+        self.head_dim = c.head_dim
+        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, c.qkv_bias)
+        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, c.qkv_bias)
+        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, c.qkv_bias)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+
+    def project_queries(self, x: Tensor, rope: Rope) -> Tensor:
+        """x (n, W) -> queries (n, H, D)."""
+        q = self._heads(self.q_proj(x))
+        return apply_rope(self.q_norm(q), rope).to(q.dtype)
+
+    def project_keys_values(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """x (T, W) -> keys and values, each (T, Hk, D)."""
+        k, v = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return apply_rope(self.k_norm(k), rope).to(k.dtype), v
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return rearrange(x, "t (h d) -> t h d", d=self.head_dim)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(width, inner, bias=False)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(nn.Module):
+    """Which experts a token goes to, and with which weights."""
+
+    def __init__(self, experts: ExpertsConfig, width: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.weight = nn.Parameter(torch.empty(experts.num_experts, width))
+        self.expert_bias = None
+        if experts.expert_bias:  # moved by how busy the experts are, never by gradients
+            self.expert_bias = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (T, W) -> the weight of each chosen expert, float32, and their numbers; both (T, k)."""
+        e = self.experts
+        # As in the public code: sigmoids are float32 from the weights on, softmax from their sums on.
+        if e.score_function == "sigmoid":
+            scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        else:
+            scores = F.linear(x, self.weight).softmax(dim=-1, dtype=torch.float32)
+        preferred = scores if self.expert_bias is None else scores + self.expert_bias
+        if e.n_group > 1:  # the groups whose two best experts are best together
+            grouped = preferred.unflatten(1, (e.n_group, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(e.topk_group, dim=-1).indices
+            kept = torch.zeros_like(grouped[..., 0]).scatter(1, best, 1.0).bool()
+            preferred = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        chosen = preferred.topk(e.num_experts_per_tok, dim=-1).indices
+        counts = scores.gather(1, chosen)
+        if e.norm_topk_prob:
+            counts = counts / (counts.sum(-1, keepdim=True) + 1e-20)
+        return counts * e.routed_scaling_factor, chosen
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's rows of x (n, in), up to its entry in `ends` (E,), times its weights (E, out, in)."""
+    low = get_compute_dtype(weights)  # autocast does this only for other products
+    x, weights = x.to(low), weights.to(low)
+    if (x.is_cuda and x.dtype != torch.bfloat16) or x.device.type not in ("cpu", "cuda"):
+        return _looped_matmul(x, weights, ends)
+    return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+
+
+def _looped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """As `grouped_matmul`, where torch has no grouped product: the host waits for the counts of tokens."""
+    parts = x.tensor_split(ends[:-1].long().cpu())
+    return torch.cat([part @ weight.T for part, weight in zip(parts, weights, strict=True)])
+
+
+class ExpertStack(nn.Module):
+    """The weights of all experts of a layer, stacked."""
+
+    matmul_by_expert = staticmethod(grouped_matmul)
+
+    def __init__(self, experts: ExpertsConfig, width: int) -> None:
+        super().__init__()
+        count, inner = experts.num_experts, experts.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x (n, W), sorted by expert, each expert's tokens up to its entry in `ends` (E,) -> the same."""
+        gate, up = self.matmul_by_expert(x, self.gate_up_proj, ends).chunk(2, dim=-1)
+        return self.matmul_by_expert(F.silu(gate) * up, self.down_proj, ends)
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, experts: ExpertsConfig, width: int) -> None:
+        super().__init__()
+        self.gate = Router(experts, width)
+        self.experts = ExpertStack(experts, width)
+        shared = experts.shared_intermediate_size
+        self.shared_experts = FeedForward(width, shared) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, W) -> the weighted sum of the chosen experts, in float32; the host does not wait."""
+        counts, chosen = self.gate(x)
+        sent, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(len(self.gate.weight), device=x.device)
+        ends = torch.searchsorted(sent, numbers, right=True, out_int32=True)
+        made = self.experts(x[order // chosen.shape[1]], ends)
+        back = torch.empty_like(made).index_copy(0, order, made).unflatten(0, chosen.shape)
+        mixed = (back * counts[..., None]).sum(1).to(x.dtype)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+
+
+@dataclass
+class AttentionProbe:
+    """Queries and keys of one layer of a call, kept for a look at its attention."""
+
+    layer: int
+    queries: Tensor | None = None  # (T, H, D)
+    keys: Tensor | None = None  # (Tk, Hk, D), row by row
+    key_lengths: tuple[int, ...] = ()  # keys of each row
+    visible_counts: Tensor | None = None  # (T,) how many of them each query sees; None: all
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What all layers of one call share."""
+
+    rows: PackedRows
+    backend: str
+    probe: AttentionProbe | None = None
+    patterns: tuple[AttentionPattern | None, ...] = ()  # one a layer, or none at all
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: AttentionMetadata) -> Tensor:
+        """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
+        k, v = self.rows.gather_keys_values(k, v, layer)
+        if self.probe is not None and self.probe.layer == layer:
+            self.probe.queries, self.probe.keys, self.probe.key_lengths = q, k, sight.keys.lengths
+            self.probe.visible_counts = sight.visible_counts
+        pattern = self.patterns[layer] if self.patterns else None
+        return compute_attention(q, k, v, sight, self.backend, pattern)
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self, config: DenoiserConfig, layer: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.mlp: nn.Module
+        if config.experts is None or layer < config.dense_layers:
+            self.mlp = FeedForward(width, config.intermediate_size)
+        else:
+            self.mlp = MixtureOfExperts(config.experts, width)
+
+    def forward(
+        self, x: Tensor, rope: Rope, call: ForwardContext, layer: int, last: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, W) -> the same tokens one layer on, in the `last` layer those that are read (n, W); and the
+        keys and values of all of them, each (T, Hk, D).
+        """
+        rows = call.rows
+        sight, read = (
+            (rows.last_layer_metadata, rows.output_indices)
+            if last and rows.last_layer_metadata is not rows.attention_metadata
+            else (rows.attention_metadata, None)
+        )
+        x, q, k, v = self.project_qkv(x, rope, read)
+        if not len(x) and rows.sharded_rows is None:
+            if not torch.is_grad_enabled():
+                return x, k, v
+            # Processes sum the gradients of all weights: those of a part that hides nothing are zeros.
+            return self.apply_attention_output(x, q + 0 * (k.sum() + v.sum())), k, v
+        return self.apply_attention_output(x, call.attend(q, k, v, layer, sight)), k, v
+
+    def project_qkv(
+        self, x: Tensor, rope: Rope, read: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What attention needs: the tokens that go on, their queries, keys and values of all."""
+        normed = self.input_layernorm(x)
+        k, v = self.self_attn.project_keys_values(normed, rope)
+        if read is not None:
+            x, normed, rope = x[read], normed[read], (rope[0][read], rope[1][read])
+        return x, self.self_attn.project_queries(normed, rope), k, v
+
+    def apply_attention_output(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows it: attended (n, H, D) comes in, then the feed-forward."""
+        x = x + self.self_attn.o_proj(rearrange(attended, "t h d -> t (h d)"))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class TransformerWeights(nn.Module):
+    """All modules with weights of a denoiser; its `state_dict` has our names of tensors."""
+
+    def __init__(self, config: DenoiserConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+def list_tensor_shapes(config: DenoiserConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a denoiser's checkpoint by its name; a tied head is left out."""
+    with torch.device("meta"):
+        weights = TransformerWeights(config).state_dict()
+    if config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return {name: tuple(value.shape) for name, value in weights.items()}
+
+
+def count_weight_bytes(config: DenoiserConfig, size: int) -> int:
+    """Bytes of all weights with numbers of `size` bytes; a tied head is there once."""
+    return size * sum(map(prod, list_tensor_shapes(config).values()))
+
+
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary positions (Su et al. 2021) on x (T, H, D), the halves of D paired, in float32.
+
+    Of a head wider than `rope`, the first numbers are turned.
+    """
+    cos, sin = rope
+    if (turned := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((apply_rope(x[..., :turned], rope), x[..., turned:]), dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def compute_rope_frequencies(config: DenoiserConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies (`rotary_dim` / 2,) in float32 and the gain on cos and sin, on the CPU.
+
+    Plain rotary positions by formula; scaled ones (llama3, yarn, linear) by transformers' own code.
+    """
+    kind = (config.rope_scaling or {}).get("rope_type", "default")
+    if kind == "default":
+        steps = torch.arange(0, config.rotary_dim, 2, device="cpu").float() / config.rotary_dim
+        return 1.0 / config.rope_theta**steps, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    llama = LlamaConfig(
+        hidden_size=config.num_attention_heads * config.head_dim,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {})},
+    )
+    with torch.device("cpu"):  # the caller may be building on the meta device
+        frequencies, gain = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+    return frequencies.float(), float(gain)
