@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 # Who sees whom inside a row, of tensors that broadcast: (query position, key position, key segment) ->
-# whether the query sees the key. Positions count from the first token of the prompt; the segment is 0 in the
-# prompt and 1 in the canvas. Blocks of tokens have a faster form of their own: `Segment.block`.
+# whether the query sees the key. Positions count from the first token of the prompt; the segment is 0 in
+# the prompt and 1 in the canvas. Blocks of tokens have a faster form of their own: `Segment.block`.
 AttentionPattern = Callable[[Any, Any, Any], Any]
 EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
 BLOCK_GRIDS = ("prompt", "canvas")

@@ -55,7 +55,7 @@ class MemoryTracker(TorchDispatchMode):
     def track_tensor(self, tensor: Tensor) -> None:
         """Counts a tensor's storage, once, for as long as it lives."""
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._known or tensor.device.type == "meta":  # fake tensors name a real device
             return
         self._known.add(storage)
         size = storage.nbytes()
