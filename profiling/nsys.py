@@ -20,7 +20,7 @@ from pathlib import Path
 
 from attribute import main as attribute
 from bench_tools import make_folder
-from nsys_cli import find_nsys, import_qdstrm
+from profile_readers import find_nsys, import_qdstrm
 
 from dlm_rag import nvtx_ranges
 from dlm_rag.cli import print_note, run_program

@@ -2,23 +2,22 @@
 
 Read are Nsight Systems' sqlite exports (of versions 2022 to 2025: the tables NVTX_EVENTS, StringIds and the
 CUPTI_ACTIVITY_KIND_ ones that are there) and Chrome traces of torch.profiler. All times are nanoseconds.
-Events are kept as columns of integers.
 """
 
 import gzip
 import json
 import re
+import shutil
 import sqlite3
+import subprocess
 import zlib
-from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from nsys_cli import export_sqlite, import_qdstrm
 from numpy.typing import NDArray
 
 from dlm_rag.errors import ConfigError
@@ -33,7 +32,25 @@ HOST_WAIT_CALLS = re.compile(r"Synchronize|(cudaMemcpy|cuMemcpy|cudaFree)(?!.*As
 GPU_TABLES = {"KERNEL": "", "MEMCPY": "memcpy", "MEMSET": "memset", "GRAPH_TRACE": "CUDA graph"}
 PARSE_ERRORS = (
     ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, EOFError, OSError,
+    zlib.error, sqlite3.DatabaseError,
 )  # fmt: skip
+# Ids name process and thread; the part above the lowest 24 bits is the process.
+NVTX_QUERY = f"""
+    SELECT start, end, eventType, coalesce(text, value, ''), globalTid
+    FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId
+    WHERE eventType IN ({PUSH_POP}, {MARK}) AND start IS NOT NULL AND (globalTid >> 24, domainId) IN (
+        SELECT globalTid >> 24, domainId FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId
+        WHERE eventType = {DOMAIN_CREATE} AND coalesce(text, value) = '{NVTX_DOMAIN}')
+"""
+GPU_QUERY = """
+    SELECT start, end, {name}, globalPid >> 24, coalesce(correlationId, -1) FROM {table} {join}
+    WHERE end > start AND globalPid IS NOT NULL
+"""
+CALL_QUERY = """
+    SELECT start, end, coalesce(value, ''), globalTid, correlationId
+    FROM {table} LEFT JOIN StringIds ON id = nameId
+    WHERE end IS NOT NULL AND globalTid IS NOT NULL AND correlationId IS NOT NULL
+"""
 
 
 @dataclass
@@ -71,19 +88,17 @@ class ProfileSession:
         return self.end - self.start
 
 
-Column = array  # "q": of 64-bit integers: the fields of all events of a kind, event after event
-
-
 @dataclass
 class EventBuffer:
-    """Events as they are read, before they are put in order; id: correlation of a launch."""
+    """Events as they are read, before they are put in order."""
 
     names: dict[str, int] = field(default_factory=dict)
-    ranges: "Column[int]" = field(default_factory=partial(array, "q"))  # start, end, name, thread
-    launches: "Column[int]" = field(default_factory=partial(array, "q"))  # process, id, start, thread
-    gpu: "Column[int]" = field(default_factory=partial(array, "q"))  # start, end, name, process, id
-    waits: "Column[int]" = field(default_factory=partial(array, "q"))  # start, end, name, thread
-    questions: "Column[int]" = field(default_factory=partial(array, "q"))  # time, thread
+    ranges: list[tuple[int, int, int, int]] = field(default_factory=list)  # start, end, name, thread
+    gpu: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # ..., process, correlation
+    waits: list[tuple[int, int, int, int]] = field(default_factory=list)  # start, end, name, thread
+    questions: list[tuple[int, int]] = field(default_factory=list)  # time, thread
+    # (process, correlation) of a call -> when and on which thread
+    launches: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def intern_name(self, text: str) -> int:
         return self.names.setdefault(text, len(self.names))
@@ -96,12 +111,11 @@ class EventBuffer:
                 "traced (nvtx 0.2.10 where nsys is older than 2024)"
             )
         names = list(self.names)
-        start, end, name, thread = unpack_columns(self.ranges, 4)
-        processes, counts = np.unique(extract_process_id(thread), return_counts=True)
-        process = processes[counts.argmax()]
-        order = np.lexsort((-end, start, thread))
-        order = order[extract_process_id(thread[order]) == process]
-        start, end, name, thread = start[order], end[order], name[order], thread[order]
+        ranges = make_columns(self.ranges, 4)
+        process = most_common(ranges[3] >> 24)
+        others = len(np.unique(ranges[3] >> 24)) - 1
+        ranges = ranges[:, ranges[3] >> 24 == process]
+        start, end, name, thread = ranges[:, np.lexsort((-ranges[1], ranges[0], ranges[3]))]
         if start.min() == end.max():
             raise ConfigError(f"{source} is a session without length")
         parent = find_parent_ranges(start, end, thread)
@@ -114,24 +128,22 @@ class EventBuffer:
             known = np.isin(threads, ours) | (threads == -1)
             return find_innermost_ranges(times, np.where(known, threads, main), start, end, thread, parent)
 
-        work = unpack_columns(self.gpu, 5)
-        begin, finish, kernel, of, correlation = (values[work[3] == process] for values in work)
-        launched, by = match_launches(of, correlation, unpack_columns(self.launches, 4), begin)
-        asked, asking = unpack_columns(self.questions, 2)
-        here = extract_process_id(asking) == process
-        asked = owner(asked[here], asking[here])
-        waits = unpack_columns(self.waits, 4)
-        wait = [values[extract_process_id(waits[3]) == process] for values in waits]
+        work = [event for event in self.gpu if event[3] == process]
+        launched = make_columns([self.launches.get(event[3:], (event[0], -1)) for event in work], 2)
+        gpu, waits = make_columns(work, 5), make_columns(self.waits, 4)
+        waits = waits[:, waits[3] >> 24 == process]
+        marks = make_columns(self.questions, 2)
+        asked = owner(*marks[:, marks[1] >> 24 == process])
         validations = np.flatnonzero(name == self.names.get("evaluate", -1))
         return ProfileSession(
             source, names, start, end, name, thread, parent, main,
-            Spans(begin, finish, kernel, owner(launched, by)),
-            Spans(wait[0], wait[1], wait[2], owner(wait[0], wait[3])),
-            int((~is_nested_in(asked, validations, parent)).sum()), len(processes) - 1,
+            Spans(gpu[0], gpu[1], gpu[2], owner(*launched)),
+            Spans(waits[0], waits[1], waits[2], owner(waits[0], waits[3])),
+            int((~is_nested_in(asked, validations, parent)).sum()), others,
         )  # fmt: skip
 
 
-def unpack_columns(rows: "Column[int]", width: int) -> Times:
+def make_columns(rows: Sequence[tuple[int, ...]], width: int) -> Times:
     """The fields of events, (width, events)."""
     return np.array(rows, dtype=np.int64).reshape(-1, width).T
 
@@ -139,22 +151,6 @@ def unpack_columns(rows: "Column[int]", width: int) -> Times:
 def most_common(values: Times) -> int:
     found, counts = np.unique(values, return_counts=True)
     return int(found[counts.argmax()])
-
-
-def match_launches(
-    process: Times, correlation: Times, launches: Times, times: Times
-) -> tuple[Times, Times]:
-    """When and on which thread each piece of GPU work was launched; its own time and -1 where unknown."""
-    if not launches.size:
-        return times, np.full(len(times), -1, dtype=np.int64)
-    known, place = np.unique(launches[0], return_inverse=True)
-    keys = place.astype(np.int64) << 33 | launches[1]  # correlations have 32 bits
-    order = np.argsort(keys, kind="stable")  # of calls with one correlation the first read counts
-    home = np.minimum(np.searchsorted(known, process), len(known) - 1)
-    wanted = home << 33 | correlation
-    at = order[np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)]
-    found = (keys[at] == wanted) & (known[home] == process) & (correlation >= 0)
-    return np.where(found, launches[2][at], times), np.where(found, launches[3][at], -1)
 
 
 def is_nested_in(ranges: Times, around: Times, parent: Times) -> NDArray[np.bool_]:
@@ -205,86 +201,46 @@ def read_profile_session(path: Path) -> ProfileSession:
         raise ConfigError(f"{path} is empty")
     if path.suffix in (".nsys-rep", ".qdstrm"):
         path = export_sqlite(import_qdstrm(path))
-    if path.name.endswith((".json", ".json.gz")):
-        return read_chrome_trace(path)
-    return read_nsys_sqlite(path)
-
-
-def read_nsys_sqlite(path: Path) -> ProfileSession:
-    """An sqlite export of Nsight Systems."""
-    rows = EventBuffer()
+    trace = path.name.endswith((".json", ".json.gz"))
     try:
-        with sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True) as database:
-            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
-            if "NVTX_EVENTS" not in tables:
-                raise ConfigError(f"{path} has no NVTX events: trace with --trace=nvtx")
-            texts = (
-                dict(database.execute("SELECT id, value FROM StringIds")) if "StringIds" in tables else {}
-            )
-            _read_nvtx(database, texts, rows)
-            _read_cuda(database, tables, texts, rows)
-    except (sqlite3.DatabaseError, *PARSE_ERRORS) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is no whole sqlite export of nsys: {error}") from None
-    return rows.build_session(str(path))
+        events = read_chrome_trace(path) if trace else read_nsys_sqlite(path)
+        return events.build_session(str(path))
+    except PARSE_ERRORS as error:
+        kind = "trace of torch.profiler" if trace else "sqlite export of nsys"
+        raise ConfigError(f"{path} is no whole {kind}: {error}") from None
 
 
-def _read_nvtx(database: sqlite3.Connection, texts: dict[int, str], rows: EventBuffer) -> None:
-    domains = {
-        (extract_process_id(tid), domain)
-        for domain, text, text_id, tid in database.execute(
-            "SELECT domainId, text, textId, globalTid FROM NVTX_EVENTS "
-            "WHERE eventType = ? AND globalTid IS NOT NULL",
-            (DOMAIN_CREATE,),
-        )
-        if (text or texts.get(text_id)) == NVTX_DOMAIN
-    }
-    found = database.execute(
-        "SELECT start, end, eventType, text, textId, domainId, globalTid FROM NVTX_EVENTS "
-        "WHERE eventType IN (?, ?) AND start IS NOT NULL AND globalTid IS NOT NULL",
-        (PUSH_POP, MARK),
-    )
-    for start, end, kind, text, text_id, domain, tid in found:
-        if (extract_process_id(tid), domain) not in domains:
-            continue
-        text = text or texts.get(text_id, "")
-        if kind == MARK:
-            if text.startswith(QUESTION_MARK_PREFIX):
-                rows.questions.extend((start, tid))
-        elif end is not None and is_stage_range(text):  # without an end it was open when the session ended
-            rows.ranges.extend((start, end, rows.intern_name(text), tid))
-
-
-def _read_cuda(
-    database: sqlite3.Connection, tables: set[str], texts: dict[int, str], rows: EventBuffer
-) -> None:
-    launched = set[int]()
-    for kind, called in GPU_TABLES.items():
-        table = f"CUPTI_ACTIVITY_KIND_{kind}"
-        if table not in tables:
-            continue
-        name_column = "shortName" if kind == "KERNEL" else "NULL"
-        for start, end, process, correlation, name_id in database.execute(
-            f"SELECT start, end, globalPid, correlationId, {name_column} FROM {table} "
-            "WHERE end > start AND globalPid IS NOT NULL"
-        ):
-            name = rows.intern_name(texts.get(name_id, called))
-            correlation = -1 if correlation is None else correlation
-            rows.gpu.extend((start, end, name, extract_process_id(process), correlation))
-            launched.add(correlation)
-    waits = {number for number, text in texts.items() if HOST_WAIT_CALLS.search(text)}
-    for table in ("CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_DRIVER"):
-        if table not in tables:
-            continue
-        for start, end, tid, correlation, name_id in database.execute(
-            f"SELECT start, end, globalTid, correlationId, nameId FROM {table} "
-            "WHERE end IS NOT NULL AND globalTid IS NOT NULL AND correlationId IS NOT NULL"
-        ):
-            if correlation in launched:
-                rows.launches.extend((extract_process_id(tid), correlation, start, tid))
-            if name_id in waits:
-                rows.waits.extend((start, end, rows.intern_name(texts[name_id]), tid))
+def read_nsys_sqlite(path: Path) -> EventBuffer:
+    """The events of an sqlite export of Nsight Systems."""
+    rows = EventBuffer()
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        if "NVTX_EVENTS" not in tables:
+            raise ConfigError(f"{path} has no NVTX events: trace with --trace=nvtx")
+        if "StringIds" not in tables:
+            database.execute("CREATE TEMP TABLE StringIds (id, value)")
+        for start, end, kind, text, thread in database.execute(NVTX_QUERY):
+            if kind == MARK and text.startswith(QUESTION_MARK_PREFIX):
+                rows.questions.append((start, thread))
+            elif end is not None and is_stage_range(text):  # without an end it was still open
+                rows.ranges.append((start, end, rows.intern_name(text), thread))
+        for kind, called in GPU_TABLES.items():
+            if (table := f"CUPTI_ACTIVITY_KIND_{kind}") in tables:
+                join = "" if called else "LEFT JOIN StringIds ON id = shortName"
+                query = GPU_QUERY.format(table=table, join=join, name=f"'{called}'" if called else "value")
+                for start, end, name, *launch in database.execute(query):
+                    rows.gpu.append((start, end, rows.intern_name(name or ""), *launch))
+        launched = {event[3:] for event in rows.gpu}
+        for kind in ("RUNTIME", "DRIVER"):
+            if (table := f"CUPTI_ACTIVITY_KIND_{kind}") in tables:
+                for start, end, name, thread, correlation in database.execute(
+                    CALL_QUERY.format(table=table)
+                ):
+                    if (thread >> 24, correlation) in launched:
+                        rows.launches.setdefault((thread >> 24, correlation), (start, thread))
+                    if HOST_WAIT_CALLS.search(name):
+                        rows.waits.append((start, end, rows.intern_name(name), thread))
+    return rows
 
 
 def is_stage_range(name: str) -> bool:
@@ -292,43 +248,12 @@ def is_stage_range(name: str) -> bool:
     return name in STAGES or STEP_RANGE_PATTERN.fullmatch(name) is not None
 
 
-def extract_process_id(global_id: Any) -> Any:
-    """The part of serialised thread or process ids (an int or an array) that names the process."""
-    return global_id & ~0xFFFFFF
-
-
-def read_chrome_trace(path: Path) -> ProfileSession:
-    """A Chrome trace of torch.profiler, whose ranges are `record_function`s of our names."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return _read_events(json.loads(raw, object_hook=_drop_unused_event)["traceEvents"]).build_session(
-            str(path)
-        )
-    except (zlib.error, *PARSE_ERRORS) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is no whole trace of torch.profiler: {error}") from None
-
-
-def _drop_unused_event(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Drops an event that `_read_events` would pass over while the file is still being read."""
-    if "ph" not in found:
-        return found
-    category, name = found.get("cat", ""), found.get("name", "")
-    if found["ph"] != "X":
-        return None
-    if category in ("user_annotation", "cpu_op") and not (
-        is_stage_range(name) or name.startswith(QUESTION_MARK_PREFIX)
-    ):
-        return None
-    return found
-
-
-def _read_events(events: Iterable[dict[str, Any] | None]) -> EventBuffer:
+def read_chrome_trace(path: Path) -> EventBuffer:
+    """The events of a Chrome trace of torch.profiler, whose ranges are `record_function`s of our names."""
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rows, threads = EventBuffer(), dict[Any, int]()
-    for event in events:
-        if event is None:
-            continue
+    events: Iterable[dict[str, Any]] = json.loads(raw, object_hook=_drop_unused_event)["traceEvents"]
+    for event in filter(None, events):
         name, category = event["name"], event.get("cat", "")
         start = round(1000 * event["ts"])
         end = start + round(1000 * event.get("dur", 0))
@@ -336,13 +261,73 @@ def _read_events(events: Iterable[dict[str, Any] | None]) -> EventBuffer:
         correlation = event.get("args", {}).get("correlation", -1)
         if category in ("user_annotation", "cpu_op"):
             if is_stage_range(name):
-                rows.ranges.extend((start, end, rows.intern_name(name), thread))
+                rows.ranges.append((start, end, rows.intern_name(name), thread))
             else:
-                rows.questions.extend((start, thread))
+                rows.questions.append((start, thread))
         elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
-            rows.gpu.extend((start, end, rows.intern_name(name), 0, correlation))
+            rows.gpu.append((start, end, rows.intern_name(name), 0, correlation))
         elif category in ("cuda_runtime", "cuda_driver"):
-            rows.launches.extend((0, correlation, start, thread))
+            if correlation >= 0:
+                rows.launches.setdefault((0, correlation), (start, thread))
             if HOST_WAIT_CALLS.search(name):
-                rows.waits.extend((start, end, rows.intern_name(name), thread))
+                rows.waits.append((start, end, rows.intern_name(name), thread))
     return rows
+
+
+def _drop_unused_event(found: dict[str, Any]) -> dict[str, Any] | None:
+    """Drops events that are not read while the file is still being parsed: they are most of it."""
+    if "ph" not in found:
+        return found
+    name, ours = found.get("name", ""), found.get("cat", "") not in ("user_annotation", "cpu_op")
+    ours = ours or is_stage_range(name) or name.startswith(QUESTION_MARK_PREFIX)
+    return found if ours and found["ph"] == "X" else None
+
+
+NSYS_MISSING_HINT = (
+    "nsys is not installed: take it from developer.nvidia.com/nsight-systems or Debian's non-free "
+    "nsight-systems; `nsys.py --with torch` works without it, and attribute.py reads what "
+    "`nsys export --type=sqlite` made elsewhere"
+)
+
+
+def find_nsys() -> str:
+    """The nsys on the PATH; raises `ConfigError` with the remedy."""
+    found = shutil.which("nsys")
+    if found is None:
+        raise ConfigError(NSYS_MISSING_HINT)
+    return found
+
+
+def import_qdstrm(raw: Path) -> Path:
+    """The .nsys-rep of a .qdstrm, beside it; anything else is returned as it is.
+
+    Debian's nsys 2022 does not find its own importer, which lies beside the host's libraries. Raises
+    `ConfigError` where there is none or it fails.
+    """
+    if raw.suffix != ".qdstrm":
+        return raw
+    report = raw.with_suffix(".nsys-rep")
+    places = [Path(find_nsys()).resolve().parent.parent, Path("/usr/lib/nsight-systems")]
+    importers = [found for place in places for found in place.glob("host-linux-*/QdstrmImporter")]
+    if not importers:
+        raise ConfigError(f"nsys could not import {raw}, and its QdstrmImporter was not found")
+    report.unlink(missing_ok=True)
+    subprocess.run([str(importers[0]), "-i", str(raw), "-o", str(report)], check=False, capture_output=True)
+    if not report.is_file():
+        raise ConfigError(f"{raw} is no whole recording of nsys: {importers[0].name} could not import it")
+    return report
+
+
+def export_sqlite(report: Path) -> Path:
+    """The report as sqlite, beside it; raises `ConfigError` where nsys cannot read it."""
+    target, part = report.with_suffix(".sqlite"), report.with_suffix(".part.sqlite")
+    if target.is_file() and target.stat().st_mtime >= report.stat().st_mtime:
+        return target
+    line = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={part}", str(report)]
+    done = subprocess.run([find_nsys(), *line], capture_output=True, text=True, check=False)
+    if done.returncode or not part.is_file() or not part.stat().st_size:
+        part.unlink(missing_ok=True)
+        says = (done.stderr or done.stdout).strip().splitlines()
+        raise ConfigError(f"nsys cannot export {report}: {says[-1] if says else 'it says nothing'}")
+    part.rename(target)
+    return target
