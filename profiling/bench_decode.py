@@ -14,7 +14,7 @@ their range, speed-ups medians of the ratios within a round. engine.compile=true
 the shipped model (canvas 64, 7 passages of 100 tokens), with attention whole and in blocks.
 --limit: questions, from all over the file (40). --before: the pool has seen that many other questions,
 as in a long run; every round asks new ones. FLOPs and bytes are counted and set against the best
-of the device (roofline.py). Writes scores.json, table.md and picture.png into --out.
+of the device. Writes scores.json, table.md and picture.png into --out.
 """
 
 import time
@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from bench_tools import (
     format_markdown_table,
     parse_bench_args,
@@ -43,7 +44,6 @@ from decode_replay import (
     require_masked_denoiser,
     select_evenly,
 )
-from roofline import Roofline, measure_roofline
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.startup import (
@@ -76,6 +76,42 @@ OPTIONS: dict[str, tuple[str | int, str]] = {
     "before": (0, "questions that every pool has seen before the first round"),
     "shape": ("", f"random weights: {', '.join(RANDOM_MODEL_SHAPES)}"),
 }
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """FLOP/s of a large matrix product and bytes/s of a large copy, both ways counted."""
+
+    flops: float
+    bytes: float
+
+    def least_seconds(self, work: FlopCount) -> float:
+        """The least time for the work, if nothing were lost."""
+        return max(work.flops / self.flops, work.bytes_moved / self.bytes)
+
+    def limiting_resource(self, work: FlopCount) -> str:
+        """Which of the two it is."""
+        return "compute" if work.flops / self.flops > work.bytes_moved / self.bytes else "memory"
+
+
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
+    """The best of ten matrix products and ten copies on this device."""
+    side, length = (8192, 2**30) if device.type == "cuda" else (2048, 2**27)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    source = torch.ones(length // dtype.itemsize, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+
+    def best(run: Any) -> float:
+        times = []
+        for _ in range(10):
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return Roofline(2 * side**3 / best(lambda: a @ b), 2 * length / best(lambda: target.copy_(source)))
 
 
 @dataclass

@@ -7,7 +7,7 @@
 The machine and the kernels that work on it. Answers a second with the shipped model, and with random
 weights of 1 and 7 billion parameters that follow its decodes (bench_decode.py, decode_replay.py), against
 the published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best
-(roofline.py). How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
+. How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
 memory of training steps at about 1 billion parameters and sequences of 4,096 tokens, with each switch,
 beside the memory that was planned. Milliseconds of a step of a DiffusionGemma in the shape of 26B-A4B, with
 random weights in bfloat16 (bench_diffusion_gemma.py). Where the time of all goes (attribute.py).
@@ -40,8 +40,8 @@ from first_gpu_parts import (
     measure_decoding,
     measure_denoising,
     measure_exactness,
+    measure_training,
 )
-from first_gpu_training import measure_training
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.cli_args import CommandParser

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from attribution_report import MAX_KERNEL_NAME_CHARS
+from attribute import MAX_KERNEL_NAME_CHARS
 from bench_tools import format_markdown_table, save_figure, write_json
 
 from dlm_rag.files.atomic import write_text_atomic

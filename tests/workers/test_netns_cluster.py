@@ -10,7 +10,7 @@ from tests.support.paths import ROOT
 sys.path.insert(0, str(ROOT / "profiling"))
 
 import netns_cluster
-from netns_link import NetnsLink, netns_unavailable_reason
+from netns_cluster import NetnsLink, netns_unavailable_reason
 
 REASON = netns_unavailable_reason()
 here = pytest.mark.skipif(bool(REASON), reason=f"no hosts: {REASON}")
