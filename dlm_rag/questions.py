@@ -13,15 +13,14 @@ from typing import Any
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, suggest_nearest
+from dlm_rag.files.paths import expand_path, resolve_regular_file
 from dlm_rag.files.record_readers import (
     Record,
-    expand_path,
     get_field,
     get_record_id,
     read_folder_records,
     read_record_stream,
     read_records,
-    resolve_regular_file,
 )
 
 IMAGE_FIELDS = ("image", "images", "image_url")

@@ -39,8 +39,8 @@ from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.cli_args import CommandParser
 from dlm_rag.energy.meter import summarise_energy
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.atomic import write_text_atomic
-from dlm_rag.files.jsonl import read_json_or_empty
+from dlm_rag.files.checked_json import read_json_or_empty
+from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.training.metrics_logger import read_metrics
 
 STAGE_COLOURS = {

@@ -60,7 +60,7 @@ from dlm_rag.energy.meter import open_meter, summarise_energy
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.evidence.segment_kv_cache import CacheStats
-from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.machine import get_peak_memory_bytes
 from dlm_rag.model.flops import FlopCount
 from dlm_rag.nvtx_ranges import drop_nested_stages

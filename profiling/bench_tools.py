@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from dlm_rag.cli import CommandParser
 from dlm_rag.commands.cli_args import CommandLine, parse_command_line
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
+from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.config import Config, TrainConfig
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer

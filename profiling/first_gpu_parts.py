@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.paths import write_text_atomic
 
 GIB = 2**30
 TINY_MODEL_SHAPE = (64, 2, 4, 2, 128, 2048)  # as in `decode_replay.RANDOM_MODEL_SHAPES`

@@ -6,7 +6,7 @@ from typing import Any
 from attribute import MAX_KERNEL_NAME_CHARS
 from bench_tools import format_markdown_table, save_figure, write_json
 
-from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.paths import write_text_atomic
 
 ReportLine = dict[str, Any]
 

@@ -39,7 +39,7 @@ from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.paths import write_text_atomic
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HOSTS_FILE = "127.0.0.1 localhost\n" + "".join(  # /etc/hosts; sockets of both kinds ask

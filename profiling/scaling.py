@@ -23,7 +23,7 @@ from bench_tools import parse_bench_args, print_table, write_json
 
 from dlm_rag.cli import parse_int, print_note, run_program
 from dlm_rag.config import Config
-from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.paths import write_text_atomic
 
 WARMUP_STEPS = 3
 OPTIONS: dict[str, tuple[str | int, str]] = {

@@ -15,7 +15,7 @@ from dlm_rag.commands.startup import PreparedDecoder, ResourceCache, open_search
 from dlm_rag.config import Config
 from dlm_rag.energy.meter import EnergyReading
 from dlm_rag.errors import ConfigError
-from dlm_rag.page.write import check_page_target
+from dlm_rag.page.render import check_page_target
 from dlm_rag.progress import report_progress
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from dlm_rag.config import (
 from dlm_rag.config.fields import list_choices, read_help
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import SHIPPED_FOLDER
-from dlm_rag.files.record_readers import expand_path
+from dlm_rag.files.paths import expand_path
 
 # What programs that answer questions read; sections stand for all of their keys.
 ANSWER_SETTINGS = (

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import ConfigError, RunError, summarize_error
-from dlm_rag.files.atomic import write_text_atomic
-from dlm_rag.files.jsonl import parse_json_object, read_json_or_empty
+from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty
+from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.text import replace_control_chars
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def write_evaluation_report(
     from rich.console import Console
 
     from dlm_rag.energy.meter import summarise_energy
-    from dlm_rag.evaluation import pareto, report
+    from dlm_rag.evaluation import plots, tables
     from dlm_rag.evaluation.compare import compare_to_first, serialize_summary, summarize_scores
     from dlm_rag.evaluation.published import build_paper_table
 
@@ -71,25 +71,25 @@ def write_evaluation_report(
     _write_text(out / "scores.json", json.dumps(record, indent=2) + "\n")
     overall = {name: found["all"] for name, found in summaries.items()}
     rule, count = said["f1_rule"], len(groups["all"])
-    first, spent = [], report.build_energy_table(energy)
+    first, spent = [], tables.build_energy_table(energy)
     if "swept" in said:
         less = {name: found["all"] for name, found in against.items()}
-        first.append(pareto.build_overview_table(count, overall, less, said["swept"]))
+        first.append(tables.build_overview_table(count, overall, less, said["swept"]))
     if "dataset" in said:
         matches = {name: metrics["exact_match"] for name, metrics in overall.items()}
         first.append(build_paper_table(said["dataset"], matches, said["columns"], count))
     brief = {name: places for name, places in groups.items() if ", " not in name}
-    shown = [] if "swept" in said else report.build_comparison_tables(brief, summaries, against, rule)
-    report.print_tables(Console(), [*first, *shown, *spent])
-    tables = [*first, *report.build_comparison_tables(groups, summaries, against, rule), *spent]
+    shown = [] if "swept" in said else tables.build_comparison_tables(brief, summaries, against, rule)
+    tables.print_tables(Console(), [*first, *shown, *spent])
+    everything = [*first, *tables.build_comparison_tables(groups, summaries, against, rule), *spent]
     notes = [f"{name}: {line}" for name, lines in said.get("departures", {}).items() for line in lines]
     stamp = next(iter(stamps.values()))
-    _write_text(out / "scores.md", report.render_markdown_report(tables, stamp, notes))
+    _write_text(out / "scores.md", tables.render_markdown_report(everything, stamp, notes))
     with wrap_write_errors(out / get_plot_file_name(said)) as path:
         if "swept" in said:
-            pareto.plot_pareto(path, overall, said["swept"])
+            plots.plot_pareto(path, overall, said["swept"])
         else:
-            report.plot_by_hops(path, groups, summaries)
+            plots.plot_by_hops(path, groups, summaries)
     names = f"scores.md, scores.json, {get_plot_file_name(said)}"
     print(f"{names} and all answers are in {replace_control_chars(str(out))}")
 
@@ -127,8 +127,8 @@ def report_reproduction(
     """What has become different, on the screen and in reproduced.md. Raises `RunError`."""
     from rich.console import Console
 
-    from dlm_rag.evaluation.report import print_tables, render_markdown_report
     from dlm_rag.evaluation.stored_results import build_rerun_table, list_stamp_changes, read_result
+    from dlm_rag.evaluation.tables import print_tables, render_markdown_report
 
     now = read_result(out)
     same = {}

@@ -11,9 +11,8 @@ from pathlib import Path
 from dlm_rag.cli import CommandParser, print_note
 from dlm_rag.commands.answer_job import check_distinct_paths
 from dlm_rag.errors import ConfigError, TraceError
-from dlm_rag.files.record_readers import expand_path
-from dlm_rag.page.record import read_trace_runs
-from dlm_rag.page.write import check_page_target, write_page
+from dlm_rag.files.paths import expand_path
+from dlm_rag.page.render import check_page_target, read_trace_runs, write_page
 
 MAX_TRACES = 2
 

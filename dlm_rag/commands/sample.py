@@ -33,8 +33,7 @@ from dlm_rag.commands.startup import (
     prepare_decoder,
 )
 from dlm_rag.errors import ConfigError
-from dlm_rag.page.record import TraceRun, read_trace_runs
-from dlm_rag.page.write import write_page
+from dlm_rag.page.render import TraceRun, read_trace_runs, write_page
 from dlm_rag.progress import show_status
 
 if TYPE_CHECKING:

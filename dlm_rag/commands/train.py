@@ -26,7 +26,8 @@ from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.cli_args import check_read, parse_command_line
 from dlm_rag.config.effects import check_effects
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.atomic import acquire_file_lock, open_atomic_folder, release_file_lock
+from dlm_rag.files.journal import acquire_file_lock, release_file_lock
+from dlm_rag.files.paths import open_atomic_folder
 
 if TYPE_CHECKING:
     from filelock import FileLock

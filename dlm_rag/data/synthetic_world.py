@@ -16,8 +16,10 @@ training never shows are marked `held_out_wording` and `held_out_path`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,19 +28,22 @@ from dlm_rag.cli import CommandParser, parse_int
 from dlm_rag.data.templates import (
     ANSWER_MARKER,
     ASIDE_TEMPLATES,
+    CODAS,
     ENTITY_KIND_SHARES,
     GENRES,
     HELD_OUT_WORDING_SHARE,
+    NAME_PATTERN_WORDS,
+    NAME_PATTERNS,
     OCCUPATIONS,
+    ONSETS,
     OPENING_TEMPLATES,
     PRODUCTS,
     RELATION_BY_NAME,
     RELATIONS,
+    VOWELS,
 )
-from dlm_rag.data.words import is_held_out_path, is_name_in_split, make_name, make_word
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.atomic import write_text_atomic
-from dlm_rag.files.record_readers import expand_path
+from dlm_rag.files.paths import expand_path, write_text_atomic
 from dlm_rag.progress import report_progress, track_progress
 
 MAX_PASSAGES = 10**6
@@ -305,6 +310,37 @@ def write_world(
     except OSError as error:
         raise ConfigError(f"{folder} cannot hold a world: {error.strerror}") from None
     return questions
+
+
+def get_word_split(word: str) -> str:
+    """The split that an invented word belongs to: a fifth of all words are for tests."""
+    return "test" if hashlib.sha256(word.encode()).digest()[0] % 5 == 0 else "train"
+
+
+def is_held_out_path(relations: Sequence[str]) -> bool:
+    """Whether training never asks along this path; an eighth of the paths of two hops and more."""
+    digest = hashlib.sha256("/".join(relations).encode()).digest()
+    return len(relations) > 1 and digest[0] % 8 == 0
+
+
+def make_word(rng: random.Random, split: str) -> str:
+    """A pronounceable word of two syllables that belongs to `split`."""
+    while True:
+        parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)]
+        word = ("".join(parts) + rng.choice(CODAS)).capitalize()
+        if get_word_split(word) == split:
+            return word
+
+
+def is_name_in_split(name: str, split: str) -> bool:
+    """Whether every invented word of a name belongs to the split ("Mabesland" is a word of its own)."""
+    return all(get_word_split(word) == split for word in name.split() if word not in NAME_PATTERN_WORDS)
+
+
+def make_name(rng: random.Random, kind: str, pool: list[str]) -> str:
+    """A name for an entity of this kind."""
+    one, two = rng.sample(pool, 2)
+    return rng.choice(NAME_PATTERNS[kind]).format(one, two)
 
 
 def main(argv: list[str]) -> None:

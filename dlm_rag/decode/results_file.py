@@ -14,20 +14,19 @@ from dlm_rag.decode.trace_file import (
     TraceContents,
     TraceHeader,
     TraceWriter,
-    append_json_lines,
-    read_json_lines,
     scan_trace,
 )
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.atomic import (
+from dlm_rag.files.checked_json import read_json_or_empty, validate_json_value
+from dlm_rag.files.journal import (
     AppendOnlyFile,
     acquire_file_lock,
-    open_atomic_file,
+    append_json_lines,
+    read_json_lines,
     release_file_lock,
-    write_text_atomic,
+    repair_last_line,
 )
-from dlm_rag.files.jsonl import read_json_or_empty, repair_last_line
-from dlm_rag.files.untrusted import validate_json_value
+from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.questions import Question
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ What only some steps have (`OPTIONAL_STEP_KEYS`) is left out of the others. Read
 step that they do not know, so one more of them, as `guesses`, is no new version.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,16 +18,14 @@ from typing import Any, TypeVar
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.renamed import upgrade_section, upgrade_settings
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
-from dlm_rag.errors import TraceError, UserError
+from dlm_rag.errors import TraceError
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
-from dlm_rag.files.atomic import AppendOnlyFile
-from dlm_rag.files.jsonl import parse_json_object
-from dlm_rag.files.untrusted import validate_json_value
+from dlm_rag.files.checked_json import validate_json_value
+from dlm_rag.files.journal import AppendOnlyFile, append_json_lines, read_json_lines
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, load_tokenizer
 
 Line = TypeVar("Line")
-
 TRACE_VERSION = 2
 # left out of a step that has none
 OPTIONAL_STEP_KEYS = ("remasked", "dropped", "edited", "action", "guesses")
@@ -217,29 +214,6 @@ def scan_trace(path: Path) -> TraceContents:
         else:
             held.questions[entry.id] = entry.answer_hash
     return held
-
-
-def read_json_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines and the place of each, without what a kill has left of the last.
-
-    Raises `error` naming file and line.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            try:
-                record = parse_json_object(line, place, error)
-            except error:
-                if line.endswith(b"\n"):
-                    raise
-                return  # no beginning of an object is an object
-            yield place, record
-
-
-def append_json_lines(file: AppendOnlyFile, records: Iterable[Mapping[str, Any]]) -> None:
-    """Adds JSON lines to a file, out at once."""
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-    file.append("".join(lines).encode())
 
 
 def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer) -> list[FittedPrompt]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
 from dlm_rag.errors import ConfigError, suggest_nearest
-from dlm_rag.evaluation.compare import Estimate
-from dlm_rag.evaluation.report import ResultTable, format_percent
-from dlm_rag.files.jsonl import read_json_or_empty
+from dlm_rag.evaluation.metrics import Estimate
+from dlm_rag.evaluation.tables import ResultTable, format_percent
+from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Corpus
 

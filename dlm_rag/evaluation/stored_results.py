@@ -11,19 +11,19 @@ from typing import Any
 from dlm_rag.cli import CommandParser, run_program
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.compare import SCORE_METRICS, Estimate, QuestionGroups, compute_paired_differences
-from dlm_rag.evaluation.metrics import Score
-from dlm_rag.evaluation.pareto import build_overview_table
+from dlm_rag.evaluation.compare import SCORE_METRICS, QuestionGroups, compute_paired_differences
+from dlm_rag.evaluation.metrics import Estimate, Score
 from dlm_rag.evaluation.published import PUBLISHED_DATASETS
-from dlm_rag.evaluation.report import (
+from dlm_rag.evaluation.tables import (
     ResultTable,
+    build_overview_table,
     format_estimate,
     format_percent,
     format_provenance,
     render_markdown_table,
 )
-from dlm_rag.files.jsonl import parse_json_object
-from dlm_rag.files.untrusted import resolve_path_inside, validate_json_value
+from dlm_rag.files.checked_json import parse_json_object, validate_json_value
+from dlm_rag.files.paths import resolve_path_inside
 
 SAVED_CONFIG_FILE = (
     "config.yaml"  # beside the answers: the settings, before the program's own files take their places

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from dlm_rag.files.atomic import get_cache_folder, write_text_atomic
-from dlm_rag.files.jsonl import read_json_or_empty
+from dlm_rag.files.checked_json import read_json_or_empty
+from dlm_rag.files.paths import get_cache_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 from dlm_rag.text import replace_control_chars
 

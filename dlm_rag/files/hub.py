@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dlm_rag.errors import CheckpointError, summarize_error
-from dlm_rag.files.jsonl import parse_json
-from dlm_rag.files.record_readers import expand_path
+from dlm_rag.files.checked_json import parse_json
+from dlm_rag.files.paths import expand_path
 
 log = logging.getLogger(__name__)
 

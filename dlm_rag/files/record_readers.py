@@ -12,14 +12,19 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from dlm_rag.errors import UserError, suggest_nearest
-from dlm_rag.files.jsonl import decode_line, is_blank_line, iter_lines, parse_json, parse_json_object
+from dlm_rag.files.checked_json import (
+    decode_line,
+    is_blank_line,
+    iter_lines,
+    parse_json,
+    parse_json_object,
+)
 from dlm_rag.progress import report_progress
 
 SUPPORTED_FORMATS = (
@@ -39,7 +44,6 @@ PEEK_BYTES = 2**20  # bytes that are looked at to tell forms apart
 # zip (and .xlsx), bzip2, xz, zstd
 UNSUPPORTED_MAGIC = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 MAX_JSON_BYTES = 2**31  # bytes of a document, which is in memory as a whole
-
 Record = tuple[str, dict[str, Any]]  # its place, its fields
 RecordReader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
 
@@ -63,37 +67,6 @@ def get_record_id(record: dict[str, Any], what: str, place: str, error: type[Use
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     raise error(f"{place}: the '{name}' of the {what} must be a text that is not empty, or an integer")
-
-
-def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path:
-    """The path with `~` as the home folder; raises `error` if it cannot be one.
-
-    key: what names the path, for the error.
-    """
-    name = f"{key}{'=' * bool(key)}'{str(path)[:60]}'"
-    if path == "":  # pathlib would read the working folder
-        raise error("the name of a file is empty: is a variable of the shell unset?")
-    try:
-        found = Path(path).expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError):
-            found.stat()
-    except RuntimeError:
-        raise error(f"{name}: no such home folder; write the whole path") from None
-    except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or "no path"
-        raise error(f"{name} cannot be read ({reason})") from None
-    return found
-
-
-def resolve_regular_file(path: str | Path, what: str, error: type[UserError]) -> Path:
-    """The path of a regular file; raises `error` for anything else."""
-    found = expand_path(path, error)
-    if not found.exists():
-        raise error(f"{what} '{path}' was not found")
-    if not found.is_file():
-        kind = "a folder" if found.is_dir() else "a pipe or a device, and it is read more than once"
-        raise error(f"{what} '{path}' is {kind}: name a file")
-    return found
 
 
 def read_records(path: Path, error: type[UserError], plain: str | None = None) -> Iterator[Record]:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from dlm_rag.errors import CheckpointError, suggest_nearest, summarize_error
 from dlm_rag.files.hub import read_json
-from dlm_rag.files.untrusted import resolve_path_inside
+from dlm_rag.files.paths import resolve_path_inside
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import Family, NamedShapes, TensorSource
 from dlm_rag.model.layers import list_tensor_shapes

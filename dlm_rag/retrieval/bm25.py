@@ -10,7 +10,7 @@ import numpy as np
 from bm25s.numba import retrieve_utils
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.files.jsonl import parse_json_object
+from dlm_rag.files.checked_json import parse_json_object
 from dlm_rag.machine import read_host_memory
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import (

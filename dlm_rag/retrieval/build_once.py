@@ -13,10 +13,9 @@ import numpy as np
 from filelock import FileLock
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.files.atomic import get_cache_folder, write_text_atomic
+from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.digest import digest_file
-from dlm_rag.files.jsonl import read_json_or_empty
-from dlm_rag.files.untrusted import resolve_path_inside
+from dlm_rag.files.paths import get_cache_folder, resolve_path_inside, write_text_atomic
 
 __all__ = ["INDEX_VERSION", "build_once", "get_cache_folder", "make_folder_name"]
 

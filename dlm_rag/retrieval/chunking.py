@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dlm_rag.errors import CorpusError
+from dlm_rag.files.checked_json import is_utf8_encodable
 from dlm_rag.files.digest import digest_file
-from dlm_rag.files.jsonl import is_utf8_encodable
 from dlm_rag.files.record_readers import Record
 
 TEXT_FILE_SUFFIXES = (".txt", ".md", ".markdown")

@@ -16,17 +16,20 @@ import numpy as np
 from blake3 import blake3
 
 from dlm_rag.errors import CorpusError, suggest_nearest
-from dlm_rag.files.atomic import get_cache_folder, write_text_atomic
+from dlm_rag.files.checked_json import (
+    is_blank_line,
+    iter_lines,
+    parse_json_object,
+    read_json_or_empty,
+)
 from dlm_rag.files.digest import digest_file, digest_open_file, read_file_state
-from dlm_rag.files.jsonl import is_blank_line, iter_lines, parse_json_object, read_json_or_empty
+from dlm_rag.files.paths import expand_path, get_cache_folder, resolve_regular_file, write_text_atomic
 from dlm_rag.files.record_readers import (
     Record,
-    expand_path,
     get_field,
     get_record_id,
     is_json_lines,
     read_records,
-    resolve_regular_file,
 )
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.build_once import (

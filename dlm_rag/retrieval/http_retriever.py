@@ -25,7 +25,7 @@ from typing import Any
 import httpx2
 
 from dlm_rag.errors import ConfigError, CorpusError, UserError, summarize_error
-from dlm_rag.files.jsonl import parse_json
+from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.record_readers import get_field
 from dlm_rag.retrieval.corpus import Passage, parse_passage
 from dlm_rag.retrieval.query import Query

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, is_failure, summarize_error
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
-from dlm_rag.files.record_readers import expand_path
+from dlm_rag.files.paths import expand_path
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -7,7 +7,7 @@ from typing import Any
 import numba
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.atomic import get_cache_folder
+from dlm_rag.files.paths import get_cache_folder
 
 log = logging.getLogger(__name__)
 config: Any = numba.config  # its settings are made when it is imported

@@ -6,7 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.record_readers import resolve_regular_file
+from dlm_rag.files.paths import resolve_regular_file
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dlm_rag.errors import UserError, suggest_nearest
-from dlm_rag.files.jsonl import parse_json
+from dlm_rag.files.checked_json import parse_json
 from dlm_rag.serving.api_keys import ApiKeys
 
 MAX_BODY_SECONDS = 30.0  # in which a body must have come

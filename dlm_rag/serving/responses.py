@@ -7,7 +7,7 @@ from typing import Any
 
 from dlm_rag.decode.rollout import CommittedToken, Rollout
 from dlm_rag.evidence.truncation import ContextBudget, fit_passages
-from dlm_rag.page.record import (
+from dlm_rag.page.render import (
     build_end_record,
     build_step_record,
     find_bridge_entities,

@@ -26,9 +26,9 @@ from typing_extensions import TypedDict
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.atomic import AppendOnlyFile, acquire_file_lock, release_file_lock, write_text_atomic
-from dlm_rag.files.jsonl import parse_json_object, read_json_or_empty, repair_last_line
-from dlm_rag.files.untrusted import resolve_path_inside, validate_json_value
+from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty, validate_json_value
+from dlm_rag.files.journal import AppendOnlyFile, acquire_file_lock, release_file_lock, repair_last_line
+from dlm_rag.files.paths import resolve_path_inside, write_text_atomic
 from dlm_rag.progress import report_progress
 from dlm_rag.synthesis.dataset_card import render_dataset_card
 from dlm_rag.synthesis.dedup import DuplicateFilter

@@ -34,10 +34,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError, summarize_error
-from dlm_rag.files.atomic import write_text_atomic
+from dlm_rag.files.checked_json import parse_json_object, validate_json_value
 from dlm_rag.files.digest import compute_file_digest, create_hasher
-from dlm_rag.files.jsonl import parse_json_object
-from dlm_rag.files.untrusted import validate_json_value
+from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.training.distributed import DistributedContext, is_peer_lost, make_peer_lost_error
 from dlm_rag.training.task import TaskState
 

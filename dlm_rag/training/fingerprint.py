@@ -16,7 +16,8 @@ from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, resolve_hub_folder
-from dlm_rag.files.record_readers import expand_path, list_row_files
+from dlm_rag.files.paths import expand_path
+from dlm_rag.files.record_readers import list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.checkpoints import CheckpointRecord
 from dlm_rag.training.initial_model import InitialModel

@@ -16,8 +16,8 @@ from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.errors import ConfigError, summarize_error
-from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
-from dlm_rag.files.jsonl import parse_json_object
+from dlm_rag.files.checked_json import parse_json_object
+from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 
 SCREEN_WINDOW_STEPS = 50  # steps that the figures on the screen are means of
 VALIDATION_PREFIXES = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin

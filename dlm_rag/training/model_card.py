@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.config import Config, list_changed_settings
-from dlm_rag.files.atomic import open_atomic_file, write_text_atomic
+from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.machine import describe_machine, get_machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.metrics_logger import SCREEN_WINDOW_STEPS, select_validation_metrics

@@ -187,7 +187,7 @@ def test_control_c_leaves_the_page_of_what_is_answered(call, tmp_path, monkeypat
 def test_a_run_that_goes_on_with_a_page_records_guesses_from_there(call, questions_file, tmp_path):
     """The answers before have none, and are neither asked again nor refused."""
     from dlm_rag.decode.trace_file import read_trace
-    from dlm_rag.page.record import build_page_record, read_trace_runs
+    from dlm_rag.page.render import build_page_record, read_trace_runs
 
     trace = tmp_path / "t.jsonl"
     command = ["--questions", questions_file, "--out", tmp_path / "a.jsonl", "--trace", trace]
@@ -691,7 +691,7 @@ def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path, monkey
     def plot(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dlm_rag.evaluation.report.plot_by_hops", plot)
+    monkeypatch.setattr("dlm_rag.evaluation.plots.plot_by_hops", plot)
     row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["x"]}
     path, out = write_jsonl_file(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
     code, screen, err = call("--questions", path, "--out", out, program=evaluate)

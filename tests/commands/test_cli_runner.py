@@ -14,8 +14,8 @@ import pytest
 from dlm_rag.cli import check_writable, print_note, run_program
 from dlm_rag.decode.results_file import write_json_line
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files import atomic
-from dlm_rag.files.atomic import open_atomic_file, open_atomic_folder, write_text_atomic
+from dlm_rag.files import journal
+from dlm_rag.files.paths import open_atomic_file, open_atomic_folder, write_text_atomic
 from tests.support.paths import ROOT
 
 
@@ -165,11 +165,11 @@ def test_a_new_folder_replaces_files_one_by_one_and_leaves_others(tmp_path):
 
 
 def test_a_lock_is_one_process_at_a_time(tmp_path):
-    first = atomic.acquire_file_lock(tmp_path / "lock", "it")
+    first = journal.acquire_file_lock(tmp_path / "lock", "it")
     with pytest.raises(ConfigError, match="it is being written by another process"):
-        atomic.acquire_file_lock(tmp_path / "lock", "it")
-    atomic.release_file_lock(first)
-    second = atomic.acquire_file_lock(tmp_path / "lock", "it")
-    atomic.release_file_lock(first)
+        journal.acquire_file_lock(tmp_path / "lock", "it")
+    journal.release_file_lock(first)
+    second = journal.acquire_file_lock(tmp_path / "lock", "it")
+    journal.release_file_lock(first)
     assert (tmp_path / "lock").exists(), "given back already: the lock is another's"
-    atomic.release_file_lock(second)
+    journal.release_file_lock(second)

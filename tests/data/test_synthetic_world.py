@@ -12,13 +12,13 @@ from dlm_rag.data.synthetic_world import (
     RELATIONS,
     build_passage_record,
     get_object_text,
+    is_held_out_path,
     make_world,
     make_world_question,
     make_world_questions,
     write_world,
 )
 from dlm_rag.data.templates import NAME_PATTERN_WORDS
-from dlm_rag.data.words import is_held_out_path
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import open_corpus

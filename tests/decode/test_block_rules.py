@@ -5,7 +5,12 @@ import pytest
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.steps import StepExecutor
-from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header, rebuild_prompts
+from dlm_rag.decode.trace_file import (
+    make_step_examples,
+    read_trace,
+    read_trace_header,
+    rebuild_prompts,
+)
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.questions import Question

@@ -29,7 +29,7 @@ from dlm_rag.energy.meter import (
     summarise_energy,
 )
 from dlm_rag.energy.sensors import EnergyCounter, describe_sensors, find_counters
-from dlm_rag.evaluation.report import build_energy_table
+from dlm_rag.evaluation.tables import build_energy_table
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.energy import EnergyWindows
 from dlm_rag.training.metrics_logger import read_metrics

@@ -13,28 +13,28 @@ from scipy.stats import binom, binomtest
 from dlm_rag.decode.rollout import Rollout, RolloutStep
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import (
-    Estimate,
-    bootstrap_mean,
     compare_to_first,
-    estimate_difference,
-    estimate_share,
     group_questions,
     parse_compared_settings,
     summarize_scores,
 )
 from dlm_rag.evaluation.metrics import (
+    Estimate,
     Score,
+    bootstrap_mean,
     choose_f1_rule,
     compute_exact_match,
     compute_f1,
     compute_mean_score,
+    estimate_difference,
+    estimate_share,
     score_rollout,
 )
-from dlm_rag.evaluation.report import (
+from dlm_rag.evaluation.plots import plot_by_hops
+from dlm_rag.evaluation.tables import (
     build_comparison_tables,
     compute_answers_per_second,
     format_percent,
-    plot_by_hops,
     render_markdown_report,
 )
 from dlm_rag.questions import Question

@@ -10,7 +10,7 @@ import pytest
 from dlm_rag.commands import evaluate
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.compare import Estimate
+from dlm_rag.evaluation.metrics import Estimate
 from dlm_rag.evaluation.published import (
     PAPER_CHECKPOINT,
     PUBLISHED_DATASETS,

@@ -15,12 +15,13 @@ from dlm_rag.commands.startup import PreparedDecoder
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import (
     SCORE_METRICS,
-    Estimate,
     expand_sweep,
     parse_compared_settings,
     parse_sweep,
 )
-from dlm_rag.evaluation.pareto import build_overview_table, compute_pareto_front, plot_pareto
+from dlm_rag.evaluation.metrics import Estimate
+from dlm_rag.evaluation.plots import plot_pareto
+from dlm_rag.evaluation.tables import build_overview_table, compute_pareto_front
 from dlm_rag.model.denoiser import Denoiser
 from tests.support.passages import PASSAGES, write_jsonl_file
 from tests.support.paths import ROOT

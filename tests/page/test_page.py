@@ -15,16 +15,17 @@ from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.errors import TraceError
-from dlm_rag.page.record import (
+from dlm_rag.page.render import (
     TraceRun,
     align_tokens,
     attribute_words,
     build_page_record,
     find_bridge_entities,
     read_trace_runs,
+    render_page,
     split_content_words,
+    write_page,
 )
-from dlm_rag.page.write import render_page, write_page
 from tests.support.headless_chromium import HeadlessChromium, find_chromium
 from tests.support.pages import END, cited, header, make_two_hop_rollout, write_trace
 from tests.support.paths import ROOT

@@ -4,11 +4,7 @@ from dataclasses import asdict, replace
 
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.trace_file import (
-    TraceHeader,
-    TraceWriter,
-    build_trace_header,
-)
+from dlm_rag.decode.trace_file import TraceHeader, TraceWriter, build_trace_header
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.tokenizer import PromptTemplate

@@ -28,7 +28,7 @@ from dlm_rag.data.synthetic_world import make_world, make_world_question
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.evidence.encode_segments import canvas_starts, encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.files.atomic import acquire_file_lock, release_file_lock
+from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
 from dlm_rag.model.layers import AttentionProbe

@@ -1,16 +1,18 @@
-"""Atomic writes of files and folders, append-only files, locks, and the cache folder."""
+"""Append-only files of JSON lines that survive a kill, and the lock of the one process that writes them."""
 
+import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dlm_rag.errors import ConfigError, RunError, summarize_error
-from dlm_rag.files.record_readers import expand_path
+from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
+from dlm_rag.files.checked_json import parse_json_object
+from dlm_rag.files.paths import open_atomic_file
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -18,51 +20,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def get_cache_folder() -> Path:
-    """`$DLM_RAG_CACHE`, or `~/.cache/dlm_rag`."""
-    return expand_path(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag", ConfigError, "DLM_RAG_CACHE")
-
-
-@contextmanager
-def open_atomic_file(path: Path) -> Iterator[Path]:
-    """A scratch file in the folder of `path`, with its suffix, that replaces it when all is written.
-
-    If that fails, or the process is killed, `path` is as it was. The target of a link is replaced.
-    """
-    path = Path(os.path.realpath(path))  # of a link to itself that link, which pathlib raises for
-    scratch = path.with_name(f".part-{os.getpid()}{path.suffix}")
-    try:
-        yield scratch
-        with scratch.open("rb") as file:
-            os.fsync(file.fileno())  # else the name could outlive a power cut and the content not
-        scratch.replace(path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Writes a text file as `open_atomic_file` does."""
-    with open_atomic_file(path) as scratch:
-        scratch.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def open_atomic_folder(path: Path) -> Iterator[Path]:
-    """A scratch folder that is renamed to `path` when all is written.
-
-    If `path` exists its files are replaced one by one; others in it stay.
-    """
-    scratch = path.with_name(f"{path.name}.part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    yield scratch
-    if not path.exists():
-        scratch.rename(path)
-        return
-    for file in scratch.iterdir():
-        file.replace(path / file.name)
-    scratch.rmdir()
+def repair_last_line(path: Path) -> None:
+    """Removes a last line that a kill cut short; adds a line break that is missing alone."""
+    with path.open("rb+") as file:
+        (last,) = deque(file, maxlen=1) or [b"\n"]
+        if last.endswith(b"\n"):
+            return
+        try:
+            json.loads(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(file.tell() - len(last))
 
 
 class AppendOnlyFile:
@@ -142,3 +110,26 @@ def release_file_lock(lock: "FileLock") -> None:
         # Before the release: afterwards it might be another process that holds it.
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
+
+
+def read_json_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines and the place of each, without what a kill has left of the last.
+
+    Raises `error` naming file and line.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}, line {number}"
+            try:
+                record = parse_json_object(line, place, error)
+            except error:
+                if line.endswith(b"\n"):
+                    raise
+                return  # no beginning of an object is an object
+            yield place, record
+
+
+def append_json_lines(file: AppendOnlyFile, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds JSON lines to a file, out at once."""
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    file.append("".join(lines).encode())

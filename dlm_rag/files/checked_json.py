@@ -1,17 +1,49 @@
-"""JSON lines as people write them: blank lines are skipped, a bad line is named."""
+"""JSON from files that others may have written, checked: errors name the file, the line and the key."""
 
 import json
 from codecs import BOM_UTF8
-from collections import deque
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from dlm_rag.errors import UserError
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+T = TypeVar("T")
 MAX_LINE_BYTES = 2**28  # bytes
 MAX_SIDECAR_BYTES = 2**26  # bytes of this program's own notes on its files
+
+
+def validate_json_value(kind: type[T], value: Any, place: str, error: type[UserError]) -> T:
+    """A value that JSON has given as `kind`, a dataclass for example, by its annotations.
+
+    A whole number may stand for a float and a list for a tuple; nothing else is converted. Keys that `kind`
+    does not have are ignored. Raises `error`, its message beginning with `place` and the key, as in
+    `steps.0.query`: for a value of another type, a missing key, a number that is not finite.
+    """
+    from pydantic import ValidationError
+
+    try:
+        # As JSON text: only in that are lists tuples where everything else is strict.
+        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(value, allow_nan=False), strict=True)
+        return found
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False)[0]
+        key = "".join(f"{part}: " for part in [".".join(map(str, first["loc"]))] if part)
+        said = f"{key}{first['msg'][0].lower()}{first['msg'][1:]}"
+    except (ValueError, RecursionError):
+        said = "it holds NaN, Infinity, or a nesting that is too deep"
+    raise error(f"{place}: {said}")
+
+
+@cache
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter  # takes a tenth of a second to import
+
+    return TypeAdapter(kind)
 
 
 def is_blank_line(line: bytes) -> bool:
@@ -41,19 +73,6 @@ def parse_json_object(line: bytes, place: str, error: type[UserError]) -> dict[s
     if not isinstance(value, dict):
         raise error(f"{place}: the line is not a JSON object")
     return value
-
-
-def repair_last_line(path: Path) -> None:
-    """Removes a last line that a kill cut short; adds a line break that is missing alone."""
-    with path.open("rb+") as file:
-        (last,) = deque(file, maxlen=1) or [b"\n"]
-        if last.endswith(b"\n"):
-            return
-        try:
-            json.loads(last)
-            file.write(b"\n")
-        except ValueError:
-            file.truncate(file.tell() - len(last))
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlm_rag.errors import CheckpointError, ConfigError
-from dlm_rag.files.untrusted import resolve_path_inside
+from dlm_rag.files.paths import resolve_path_inside
 from tests.support.properties import hypothesis_settings
 
 

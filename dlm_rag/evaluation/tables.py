@@ -1,11 +1,8 @@
-"""An evaluation as a person reads it: tables on the screen and in Markdown, a picture."""
+"""Tables of an evaluation, on the screen and in Markdown."""
 
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -14,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from dlm_rag.energy.meter import format_three_digits
-from dlm_rag.evaluation.compare import Estimate, GroupSummary, QuestionGroups, format_hops
-from dlm_rag.files.atomic import open_atomic_file
+from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups
+from dlm_rag.evaluation.metrics import Estimate
 from dlm_rag.text import replace_control_chars
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
+SettingMetrics = Mapping[str, Estimate | None]  # of one setting in one group of questions
 COST_METRICS = ("forwards", "searches")
 CELL_FRAME_CHARS = 3  # characters that a table puts around a cell
 
@@ -49,6 +47,70 @@ class ResultTable:
             headings, *rows = zip(columns[0], *columns[begin:end], strict=True)
             yield ResultTable(self.title, list(headings), [list(row) for row in rows])
             begin = end
+
+
+def compute_plot_costs(metrics: SettingMetrics) -> dict[str, Estimate | None]:
+    """What the two pictures have along their lower edge."""
+    return {"answers/s": compute_answers_per_second(metrics["seconds"]), "forwards": metrics["forwards"]}
+
+
+def compute_pareto_front(summaries: Mapping[str, SettingMetrics], cost: str) -> list[str]:
+    """The settings that no other beats, cheapest first; of settings that are equal all stay.
+
+    To beat is to be more exact at no more cost, or cheaper and no less exact. cost: "answers/s", of which
+    more is cheaper, or "forwards".
+    """
+    points = {}
+    for name, metrics in summaries.items():
+        match, price = metrics["exact_match"], compute_plot_costs(metrics)[cost]
+        if match is not None and price is not None:
+            points[name] = (-price.mean if cost == "forwards" else price.mean, match.mean)
+
+    def beaten(point: tuple[float, float]) -> bool:
+        return any(o != point and o[0] >= point[0] and o[1] >= point[1] for o in points.values())
+
+    kept = [name for name, point in points.items() if not beaten(point)]
+    return sorted(kept, key=lambda name: -points[name][0])
+
+
+def split_setting_name(name: str, swept: Iterable[str]) -> list[str]:
+    """The parts of a setting's name, those of swept keys by their values: `["static", "0.9"]`."""
+    keys = {*swept}
+    return [part.partition("=")[2] if part.partition("=")[0] in keys else part for part in name.split("+")]
+
+
+def build_overview_table(
+    count: int,
+    summaries: Mapping[str, SettingMetrics],
+    against: Mapping[str, SettingMetrics],
+    swept: Iterable[str] = (),
+) -> ResultTable:
+    """All settings in one table, a row each.
+
+    count: of the questions. against: the first minus each of the others, paired. swept: keys, of which the
+    rows have the values alone.
+    """
+    swept = list(swept)
+    fronts = {cost: compute_pareto_front(summaries, cost) for cost in ("answers/s", "forwards")}
+    rows = []
+    for name, metrics in summaries.items():
+        less = against.get(name, {}).get("exact_match")
+        rows.append(
+            [
+                ", ".join(split_setting_name(name, swept)),
+                format_percent(metrics["exact_match"]),
+                format_percent(less and Estimate(0 - less.mean, 0 - less.high, 0 - less.low), signed=True),
+                format_percent(metrics["f1"]),
+                format_percent(metrics["recall_last"]),
+                format_estimate(metrics["forwards"]),
+                format_estimate(metrics["searches"]),
+                format_estimate(compute_answers_per_second(metrics["seconds"])),
+                ", ".join(cost for cost, names in fronts.items() if name in names) or "-",
+            ]
+        )
+    headings = ["setting", "exact match %", "above the first", "F1 %", "evidence recall %", "forwards",
+                "searches", "answers/s", "Pareto front"]  # fmt: skip
+    return ResultTable(", ".join(["All settings", *swept]) + f": {count} questions", headings, rows)
 
 
 def format_percent(estimate: Estimate | None, signed: bool = False) -> str:
@@ -189,58 +251,3 @@ def format_provenance(stamp: Mapping[str, Any]) -> str:
 def escape_markdown_cells(cells: Sequence[str]) -> list[str]:
     """Cells of Markdown that show their texts as they are."""
     return [re.sub(r"([\\`*<|])", r"\\\1", cell) for cell in cells]
-
-
-@contextmanager
-def open_two_panels(path: Path, size: tuple[float, float]) -> Iterator[tuple["Figure", Any]]:
-    """A figure of two panels with one y axis, saved as `path` at the end of the block."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box is drawn instead
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
-        for axis in axes:
-            axis.spines[["top", "right"]].set_visible(False)
-        yield figure, axes
-        with open_atomic_file(path) as scratch:
-            figure.savefig(scratch, dpi=150)
-        pyplot.close(figure)
-
-
-def plot_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, GroupSummary]) -> None:
-    """Exact match and last evidence recall of every setting, by hops if they are known."""
-    shown = [format_hops(n) for n in range(1, 100) if format_hops(n) in groups] or ["all"]
-    below = max(map(len, summaries)) > 30  # names that would leave no room for the axes
-    size = (11, 4.2 + 0.25 * len(summaries) * below)
-    panels = {"exact_match": "exact match", "recall_last": "evidence recall after the last step"}
-    with open_two_panels(path, size) as (figure, axes):
-        for axis, (metric, title) in zip(axes, panels.items(), strict=True):
-            for number, (name, summary) in enumerate(summaries.items()):
-                points = [
-                    (place, e) for place, g in enumerate(shown) if (e := summary[g][metric]) is not None
-                ]
-                if not points:
-                    continue
-                shift = 0.06 * (number - (len(summaries) - 1) / 2)
-                axis.errorbar(
-                    [place + shift for place, _ in points],
-                    [100 * e.mean for _, e in points],
-                    yerr=[
-                        [100 * (e.mean - e.low) for _, e in points],
-                        [100 * (e.high - e.mean) for _, e in points],
-                    ],
-                    marker="o", markersize=5, linewidth=1.6, capsize=2, label=replace_control_chars(name),
-                )  # fmt: skip
-            axis.set_title(title, loc="left", fontsize=11)
-            axis.set_xticks(range(len(shown)), shown)
-            axis.set_ylim(-3, 103)
-            axis.grid(axis="y", color="0.9")
-        axes[0].set_ylabel("%")
-        figure.legend(
-            *axes[0].get_legend_handles_labels(),
-            loc="outside lower left" if below else "outside right center",
-            frameon=False,
-        )

@@ -1,0 +1,130 @@
+"""Pictures of an evaluation: exact match by hops, and what it costs."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups, format_hops
+from dlm_rag.evaluation.metrics import Estimate
+from dlm_rag.evaluation.tables import (
+    SettingMetrics,
+    compute_pareto_front,
+    compute_plot_costs,
+    split_setting_name,
+)
+from dlm_rag.files.paths import open_atomic_file
+from dlm_rag.text import replace_control_chars
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PLOT_MARKERS = "osD^vPX*<>"
+
+
+def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iterable[str] = ()) -> None:
+    """Exact match against answers a second and against forwards, with the fronts.
+
+    The first part of a setting's name is its colour, the rest its marker; swept: as in
+    `build_overview_table`.
+    """
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+
+    keys = list(swept)
+    parts = {
+        name: [replace_control_chars(part) for part in split_setting_name(name, keys)] for name in summaries
+    }
+    halves = {name: (first, ", ".join(rest)) for name, (first, *rest) in parts.items()}
+    firsts, rests = (list(dict.fromkeys(half)) for half in zip(*halves.values(), strict=True))
+    palette = pyplot.get_cmap("viridis")
+    colours = {first: palette(0.9 * n / max(1, len(firsts) - 1)) for n, first in enumerate(firsts)}
+    markers = {rest: PLOT_MARKERS[n % len(PLOT_MARKERS)] for n, rest in enumerate(rests)}
+    with open_two_panels(path, (11, 5)) as (figure, axes):
+        for axis, cost in zip(axes, ("answers/s", "forwards"), strict=True):
+            for name, metrics in summaries.items():
+                match, price = metrics["exact_match"], compute_plot_costs(metrics)[cost]
+                if match is None or price is None:
+                    continue
+                axis.errorbar(
+                    price.mean, 100 * match.mean,
+                    **_make_error_bars(price, "xerr"), **_make_error_bars(match, "yerr", 100),
+                    color=colours[halves[name][0]], marker=markers[halves[name][1]], markersize=7,
+                    linewidth=0, elinewidth=0.6, alpha=0.9,
+                )  # fmt: skip
+            front = [summaries[name] for name in compute_pareto_front(summaries, cost)]
+            best = [(compute_plot_costs(metrics)[cost], metrics["exact_match"]) for metrics in front]
+            line = [(price.mean, 100 * match.mean) for price, match in best if price and match]
+            axis.plot(*zip(*line, strict=True), color="0.6", linewidth=1.2, zorder=0)
+            axis.set_xlabel(f"{cost}, {'more' if cost == 'answers/s' else 'fewer'} is better")
+            axis.grid(color="0.92")
+        axes[0].set_ylabel("exact match %")
+        handles = [Line2D([], [], color=c, marker="o", linewidth=0, label=n) for n, c in colours.items()]
+        if len(rests) > 1 or rests[0]:
+            handles += [Line2D([], [], color="0.4", marker=m, linewidth=0, label=n or "(as is)")
+                        for n, m in markers.items()]  # fmt: skip
+        handles.append(Line2D([], [], color="0.6", label="Pareto front"))
+        figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(keys))
+
+
+def _make_error_bars(
+    estimate: Estimate, key: str, scale: float = 1
+) -> dict[str, Sequence[Sequence[float]]]:
+    below, above = estimate.mean - estimate.low, estimate.high - estimate.mean
+    return {key: [[scale * below], [scale * above]]}
+
+
+@contextmanager
+def open_two_panels(path: Path, size: tuple[float, float]) -> Iterator[tuple["Figure", Any]]:
+    """A figure of two panels with one y axis, saved as `path` at the end of the block."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box is drawn instead
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+        for axis in axes:
+            axis.spines[["top", "right"]].set_visible(False)
+        yield figure, axes
+        with open_atomic_file(path) as scratch:
+            figure.savefig(scratch, dpi=150)
+        pyplot.close(figure)
+
+
+def plot_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, GroupSummary]) -> None:
+    """Exact match and last evidence recall of every setting, by hops if they are known."""
+    shown = [format_hops(n) for n in range(1, 100) if format_hops(n) in groups] or ["all"]
+    below = max(map(len, summaries)) > 30  # names that would leave no room for the axes
+    size = (11, 4.2 + 0.25 * len(summaries) * below)
+    panels = {"exact_match": "exact match", "recall_last": "evidence recall after the last step"}
+    with open_two_panels(path, size) as (figure, axes):
+        for axis, (metric, title) in zip(axes, panels.items(), strict=True):
+            for number, (name, summary) in enumerate(summaries.items()):
+                points = [
+                    (place, e) for place, g in enumerate(shown) if (e := summary[g][metric]) is not None
+                ]
+                if not points:
+                    continue
+                shift = 0.06 * (number - (len(summaries) - 1) / 2)
+                axis.errorbar(
+                    [place + shift for place, _ in points],
+                    [100 * e.mean for _, e in points],
+                    yerr=[
+                        [100 * (e.mean - e.low) for _, e in points],
+                        [100 * (e.high - e.mean) for _, e in points],
+                    ],
+                    marker="o", markersize=5, linewidth=1.6, capsize=2, label=replace_control_chars(name),
+                )  # fmt: skip
+            axis.set_title(title, loc="left", fontsize=11)
+            axis.set_xticks(range(len(shown)), shown)
+            axis.set_ylim(-3, 103)
+            axis.grid(axis="y", color="0.9")
+        axes[0].set_ylabel("%")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside lower left" if below else "outside right center",
+            frameon=False,
+        )

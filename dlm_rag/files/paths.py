@@ -1,0 +1,103 @@
+"""Paths as people name them, and files that are written whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dlm_rag.errors import ConfigError, UserError
+
+
+def resolve_path_inside(folder: Path, name: Any, place: str, error: type[UserError]) -> Path:
+    """The file in `folder` that a file names, as in `rows-00000.parquet` or `held_out/rows-00000.parquet`.
+
+    Raises `error`, its message beginning with `place`, for any name that leads elsewhere: an absolute path,
+    `..`, a subfolder that is a link out of the folder, a value that is not a text. The file itself may be a
+    link: the hub's cache consists of them.
+    """
+    plain = isinstance(name, str) and "\0" not in name and name == os.path.normpath(name)
+    if plain and name.split("/")[0] not in ("", ".", ".."):
+        path = folder / name
+        if Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder)):
+            return path
+    raise error(f"{place} names {name!r:.60}, which is not the name of a file in {folder}")
+
+
+def get_cache_folder() -> Path:
+    """`$DLM_RAG_CACHE`, or `~/.cache/dlm_rag`."""
+    return expand_path(os.environ.get("DLM_RAG_CACHE") or "~/.cache/dlm_rag", ConfigError, "DLM_RAG_CACHE")
+
+
+@contextmanager
+def open_atomic_file(path: Path) -> Iterator[Path]:
+    """A scratch file in the folder of `path`, with its suffix, that replaces it when all is written.
+
+    If that fails, or the process is killed, `path` is as it was. The target of a link is replaced.
+    """
+    path = Path(os.path.realpath(path))  # of a link to itself that link, which pathlib raises for
+    scratch = path.with_name(f".part-{os.getpid()}{path.suffix}")
+    try:
+        yield scratch
+        with scratch.open("rb") as file:
+            os.fsync(file.fileno())  # else the name could outlive a power cut and the content not
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Writes a text file as `open_atomic_file` does."""
+    with open_atomic_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def open_atomic_folder(path: Path) -> Iterator[Path]:
+    """A scratch folder that is renamed to `path` when all is written.
+
+    If `path` exists its files are replaced one by one; others in it stay.
+    """
+    scratch = path.with_name(f"{path.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    yield scratch
+    if not path.exists():
+        scratch.rename(path)
+        return
+    for file in scratch.iterdir():
+        file.replace(path / file.name)
+    scratch.rmdir()
+
+
+def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path:
+    """The path with `~` as the home folder; raises `error` if it cannot be one.
+
+    key: what names the path, for the error.
+    """
+    name = f"{key}{'=' * bool(key)}'{str(path)[:60]}'"
+    if path == "":  # pathlib would read the working folder
+        raise error("the name of a file is empty: is a variable of the shell unset?")
+    try:
+        found = Path(path).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found.stat()
+    except RuntimeError:
+        raise error(f"{name}: no such home folder; write the whole path") from None
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or "no path"
+        raise error(f"{name} cannot be read ({reason})") from None
+    return found
+
+
+def resolve_regular_file(path: str | Path, what: str, error: type[UserError]) -> Path:
+    """The path of a regular file; raises `error` for anything else."""
+    found = expand_path(path, error)
+    if not found.exists():
+        raise error(f"{what} '{path}' was not found")
+    if not found.is_file():
+        kind = "a folder" if found.is_dir() else "a pipe or a device, and it is read more than once"
+        raise error(f"{what} '{path}' is {kind}: name a file")
+    return found

@@ -1,0 +1,204 @@
+"""An attribution as a person reads it: tables, one picture, one page."""
+
+import base64
+import html
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attribution import (
+    OUTSIDE_STAGES,
+    Attribution,
+    compare_attributions,
+    find_outer_steps,
+    stage_name_of_range,
+)
+from bench_tools import format_markdown_table, print_table, save_figure, write_json
+from profile_readers import ProfileSession, Spans, Times
+
+from dlm_rag.files.paths import write_text_atomic
+
+STAGE_COLOURS = {
+    "denoise": "#3b78b5", "encode_evidence": "#5fb0c9", "retrieve": "#c0873c", "retrieve/search": "#dcae6b",
+    "retrieve/embed": "#e8cfa0", "tokenize": "#7a9e55", "detokenize": "#a9c48a", "commit": "#8e6fb0",
+    "forward": "#3b78b5", "loss": "#5fb0c9", "backward": "#27507d", "optimizer": "#8e6fb0",
+    "data": "#c0873c", "checkpoint": "#7a9e55", "evaluate": "#b0b0b0", "step": "#d9d9d9",
+    OUTSIDE_STAGES: "#f0f0f0",
+}  # fmt: skip
+SHOWN_STEPS, SHOWN_RANGES = 4, 2000
+MAX_KERNEL_NAME_CHARS = 60  # of a kernel
+HEADINGS = ["stage", "calls", "wall, s", "self, s", "self, %", "beside, s"]
+JOULES_HEADING = "J, by time share"
+GPU_HEADINGS = ["GPU busy, s", "GPU idle, s", "host waits, s"]
+REPORT_CSS = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:right;"
+    "border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}img{max-width:100%}"
+)
+
+ReportTable = tuple[str, list[str], list[list[str]]]  # title, headings, rows
+
+
+def build_tables(found: Attribution, baseline: Attribution | None) -> list[ReportTable]:
+    """The tables of an attribution."""
+    gpu = found.gpu_busy > 0
+    rows = []
+    for part in found.stages:
+        row = [part.stage, f"{part.calls:,}" if part.calls else "", f"{part.wall:.3f}"]
+        row += [f"{part.self_time:.3f}", f"{100 * part.share:.1f}"]
+        row.append(f"{part.beside:.3f}" if part.beside else "")
+        if gpu:
+            row += [f"{seconds:.3f}" for seconds in (part.gpu_busy, part.gpu_idle, part.host_waits)]
+        rows.append(row)
+    whole = ["all", "", f"{found.wall:.3f}", f"{found.wall:.3f}", "100.0", ""]
+    rows.append(
+        [*whole, f"{found.gpu_busy:.3f}", f"{found.wall - found.gpu_busy:.3f}", ""] if gpu else whole
+    )
+    headings = HEADINGS + (GPU_HEADINGS if gpu else [])
+    if found.watts is not None:
+        headings = [*headings, JOULES_HEADING]
+        times = [*(part.self_time for part in found.stages), found.wall]
+        for row, seconds in zip(rows, times, strict=True):
+            row.append(f"{seconds * found.watts:.3g}")
+    tables: list[ReportTable] = [("Where the time went", headings, rows)]
+    if gpu:
+        kernels = [
+            [part.stage, kernel[:MAX_KERNEL_NAME_CHARS], f"{seconds:.3f}"]
+            for part in found.stages
+            for kernel, seconds in part.kernels.items()
+        ]
+        tables.append(("The heaviest kernels", ["stage", "kernel", "s"], kernels))
+    if found.steps is not None:
+        steps = found.steps
+        times = [f"{1e3 * t:.2f}" for t in (steps.first, steps.median, steps.p95, steps.last)]
+        headings = ["steps", "rows a step", "first, ms", "median", "95 %", "last"]
+        tables.append(("Steps", headings, [[f"{steps.count:,}", f"{steps.rows:.1f}", *times]]))
+    unit, count = next(iter(found.counts_by_unit.items()))
+    if unit != "session":
+        parts = [[part.stage, f"{1e3 * part.self_time / count:.2f}"] for part in found.stages]
+        parts.append(["all", f"{1e3 * found.wall / count:.2f}"])
+        tables.append((f"A {unit}, of {count:,}", ["stage", "self, ms"], parts))
+    if baseline is not None:
+        unit, slower = compare_attributions(found, baseline)
+        lines = [
+            [name, f"{1e3 * old:.2f}", f"{1e3 * new:.2f}", f"{1e3 * (new - old):+.2f}"]
+            for name, old, new in slower
+        ]
+        title = f"A {unit} against the baseline, what got slower first"
+        tables.append((title, ["stage", "before, ms", "now, ms", "more"], lines))
+    return tables
+
+
+def format_overlap_note(found: Attribution) -> str:
+    """What ran beside what, and what is not in the tables."""
+    said = f"{found.overlap:.3f} s of retrieval ran" if found.overlap else "No retrieval ran"
+    left_out = f" Ranges of {found.others} other processes are left out." if found.others else ""
+    gpu = "" if found.gpu_busy else " There is no GPU work in this report (--trace=nvtx,cuda records it)."
+    joules = f" Joules: {found.watts:.3g} W, the mean of the run, times self time." if found.watts else ""
+    return f"{said} beside denoising.{left_out}{gpu}{joules}"
+
+
+def print_attribution(found: Attribution, baseline: Attribution | None) -> None:
+    """The tables on the terminal."""
+    for title, headings, rows in build_tables(found, baseline):
+        print_table(headings, rows, title)
+    print(format_overlap_note(found))
+
+
+def write_attribution_report(
+    out: Path, session: ProfileSession, found: Attribution, baseline: Attribution | None
+) -> None:
+    """report.json, report.md, report.png and report.html in a folder."""
+    record = {"now": asdict(found)} | ({"baseline": asdict(baseline)} if baseline else {})
+    parts, tags = [f"# {Path(found.source).name}\n"], [f"<h1>{html.escape(Path(found.source).name)}</h1>"]
+    if (out / "machine.json").is_file():  # of nsys.py, which recorded the session
+        record["machine"] = json.loads((out / "machine.json").read_text(encoding="utf-8"))
+        where = ", ".join(f"{name} {value}" for name, value in record["machine"].items())
+        parts.append(f"{where}\n")
+        tags.append(f"<p>{html.escape(where)}</p>")
+    write_json(out / "report.json", record)
+    plot_timeline(out / "report.png", session, found)
+    picture = base64.b64encode((out / "report.png").read_bytes()).decode()
+    tags.append(f'<img alt="steps and shares" src="data:image/png;base64,{picture}">')
+    for title, headings, rows in build_tables(found, baseline):
+        parts += [f"**{title}**\n", format_markdown_table(headings, rows) + "\n"]
+        cells = [f"<tr>{''.join(f'<th>{html.escape(h)}</th>' for h in headings)}</tr>"]
+        cells += [f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in rows]
+        tags += [f"<h2>{html.escape(title)}</h2>", f"<table>{''.join(cells)}</table>"]
+    write_text_atomic(out / "report.md", "\n".join([*parts, format_overlap_note(found), ""]))
+    head = (
+        f"<!doctype html><meta charset=utf-8><title>Where the time went</title><style>{REPORT_CSS}</style>"
+    )
+    write_text_atomic(out / "report.html", f"{head}{''.join(tags)}<p>{format_overlap_note(found)}</p>\n")
+
+
+def stage_colour(stage: str) -> str:
+    return STAGE_COLOURS.get(stage, "#999999")
+
+
+def draw_intervals(
+    axis: Any,
+    spans: ProfileSession | Spans,
+    chosen: Times,
+    begin: int,
+    level: int,
+    height: float,
+    filled: str,
+) -> None:
+    """Intervals as bars on one level, in milliseconds from `begin`."""
+    left = (spans.start[chosen] - begin) / 1e6
+    widths = (spans.end[chosen] - spans.start[chosen]) / 1e6
+    pairs = list(zip(left.tolist(), widths.tolist(), strict=True))
+    axis.broken_barh(pairs, (level - height / 2, height), color=filled, linewidth=0)
+
+
+def plot_timeline(path: Path, session: ProfileSession, found: Attribution) -> None:
+    """A timeline of some steps around the middle, above the share of each stage."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    stages = np.array([stage_name_of_range(name) for name in session.names])[session.name]
+    places = np.flatnonzero(find_outer_steps(session, stages))
+    middle = max(0, len(places) // 2 - SHOWN_STEPS // 2)
+    window = places[middle : middle + SHOWN_STEPS]
+    begin = int(session.start[window].min() if len(window) else session.start.min())
+    finish = int(session.end[window].max() if len(window) else session.end.max())
+    threads = [session.main, *(t for t in np.unique(session.thread).tolist() if t != session.main)]
+    figure = Figure(figsize=(11, 3.4 + 0.5 * len(threads)), layout="constrained")
+    time, shares = figure.subplots(2, 1, height_ratios=[len(threads) + 1.2, 1])
+    shown = np.flatnonzero((session.end > begin) & (session.start < finish))[:SHOWN_RANGES]
+    labels = []
+    for level, thread in enumerate(threads):
+        ours = shown[session.thread[shown] == thread]
+        for part in dict.fromkeys(["step", *stages[ours].tolist()]):
+            height = 0.8 if part == "step" else 0.6 if "/" not in part else 0.3
+            draw_intervals(
+                time, session, ours[stages[ours] == part], begin, level, height, stage_colour(part)
+            )
+        labels.append("steps" if thread == session.main else "beside")
+    running = np.flatnonzero((session.gpu.end > begin) & (session.gpu.start < finish))[:SHOWN_RANGES]
+    if len(running):
+        draw_intervals(time, session.gpu, running, begin, len(threads), 0.6, "#444444")
+        labels.append("GPU")
+    time.set_yticks(range(len(labels)), labels)
+    time.invert_yaxis()
+    time.set_xlim(0, (finish - begin) / 1e6)
+    time.set_xlabel("ms")
+    time.set_title(f"{len(window)} of {len(places)} steps, from the middle", loc="left", fontsize=11)
+    at = 0.0
+    parts = [(part.stage, part.share) for part in found.stages]
+    for name, share in parts:
+        shares.barh(0, 100 * share, left=at, color=stage_colour(name), edgecolor="white")
+        if share > 0.05:
+            shares.text(at + 50 * share, 0, f"{100 * share:.0f}", ha="center", va="center", fontsize=9)
+        at += 100 * share
+    shares.set_xlim(0, 100)
+    shares.set_yticks([])
+    shares.set_xlabel("% of the session, by self time")
+    legend = [Patch(color=stage_colour(name), label=name) for name, share in parts if share >= 0.002]
+    figure.legend(handles=legend, loc="outside right center", frameon=False)
+    for axis in (time, shares):
+        axis.spines["left"].set_visible(False)
+    save_figure(path, figure)
