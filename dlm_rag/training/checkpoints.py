@@ -40,10 +40,16 @@ from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.training.distributed import DistributedContext, is_peer_lost, make_peer_lost_error
 from dlm_rag.training.task import TaskState
 
+KEPT_CHECKPOINTS = 2
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+RECORD_FILE = "state.json"
+DAMAGE_FILE = "damage.txt"  # in a checkpoint: that its files are not what was written, and which
+CHECKPOINT_FORMAT = 2  # of the record; 1 had no tasks
+
 
 @dataclass
 class TrainState:
-    """All that is needed to go on: every step follows from it, the weights and the optimizers."""
+    """The state of a run except weights and optimizers: with them, every later step follows from it."""
 
     step: int  # of the run
     phase: str
@@ -68,13 +74,6 @@ class CheckpointRecord:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-KEPT_CHECKPOINTS = 2
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-RECORD_FILE = "state.json"
-DAMAGE_FILE = "damage.txt"  # in a checkpoint: that its files are not what was written, and which
-CHECKPOINT_FORMAT = 2  # of the record; 1 had no tasks
-
-
 @dataclass(frozen=True)
 class CheckpointScan:
     """What the folder of a run has of checkpoints."""
@@ -84,7 +83,7 @@ class CheckpointScan:
 
 
 def scan_checkpoints(folder: Path) -> CheckpointScan:
-    """The checkpoints of the run in `folder`; what is broken there, or none of ours, is passed over.
+    """The checkpoints of the run in `folder`; what is broken there, or none of ours, is skipped.
 
     Raises `CheckpointError` for one of another format.
     """
@@ -93,15 +92,12 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
         if path.suffix == ".part":  # a kill has left it, or it is being written
             continue
         try:
-            record = _read_record(path)
+            found.complete.append((path, _read_record(path)))
         except OSError as error:
-            problem = f"{Path(error.filename or RECORD_FILE).name} cannot be read ({error.strerror})"
+            name = Path(error.filename or RECORD_FILE).name
+            found.skipped.append(f"{path} is passed over: {name} cannot be read ({error.strerror})")
         except _SkippedCheckpointError as error:
-            problem = str(error)
-        else:
-            found.complete.append((path, record))
-            continue
-        found.skipped.append(f"{path} is passed over: {problem}")
+            found.skipped.append(f"{path} is passed over: {error}")
     return found
 
 
@@ -114,9 +110,8 @@ def _read_record(path: Path) -> CheckpointRecord:
     if not re.fullmatch(r"step-\d{8}", path.name):
         raise _SkippedCheckpointError("its name is not that of a checkpoint")
     if (path / DAMAGE_FILE).exists():
-        raise _SkippedCheckpointError(
-            f"{(path / DAMAGE_FILE).read_text(encoding='utf-8')}, as {DAMAGE_FILE} there says"
-        )
+        said = (path / DAMAGE_FILE).read_text(encoding="utf-8")
+        raise _SkippedCheckpointError(f"{said}, as {DAMAGE_FILE} there says")
     raw = parse_json_object((path / RECORD_FILE).read_bytes(), RECORD_FILE, _SkippedCheckpointError)
     if (written := raw.get("format", 1)) != CHECKPOINT_FORMAT:
         raise CheckpointError(
@@ -127,11 +122,9 @@ def _read_record(path: Path) -> CheckpointRecord:
         raise _SkippedCheckpointError(f"{RECORD_FILE} has changed since it was written")
     record = validate_json_value(CheckpointRecord, raw, RECORD_FILE, _SkippedCheckpointError)
     there = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
-    for name, size in sorted((record.files or there).items()):
-        if there.pop(name, None) != size:
-            raise _SkippedCheckpointError(f"{name} is cut short, another file, or not there")
-    if there:
-        raise _SkippedCheckpointError(f"{min(there)} does not belong to it")
+    odd = (record.files or there).items() ^ there.items()
+    if odd:
+        raise _SkippedCheckpointError(f"{min(odd)[0]} is cut short, another file, or not there")
     return record
 
 
@@ -142,45 +135,43 @@ def _digest_record(record: dict[str, Any]) -> str:
 
 
 def skip_damaged_checkpoints(folder: Path, processes: DistributedContext) -> list[str]:
-    """Marks the newest checkpoints whose files are not what was written, so that they are passed over.
+    """Marks the newest checkpoints whose files are not what was written, so that they are skipped.
 
     Processes share the reading, and all must call. A checkpoint without digests passes where its tensors
     hold finite numbers. Returns what a person should know. Raises `CheckpointError` where there are
     checkpoints and none is whole.
     """
-    found, unchecked = scan_checkpoints(folder), []
+    found = scan_checkpoints(folder)
     while found.complete:
         path, record = found.complete[-1]
         damages = find_damaged_files(path, record, processes)
         if not damages:
             if not record.digests or not record.fingerprints:
-                unchecked = [
+                found.skipped.append(
                     f"{path} is of an older version and has no digests or fingerprints: whether its files, "
                     "the model and the data have changed is unknown"
-                ]
-            break
+                )
+            return found.skipped
         if processes.is_main:
             write_text_atomic(path / DAMAGE_FILE, damages[0])
         processes.barrier()
         found = scan_checkpoints(folder)
-    if found.skipped and not found.complete:
+    if found.skipped:
         raise CheckpointError(
             f"none of the checkpoints in {folder} is whole: {found.skipped[-1]}; "
             "start again in another --out"
         )
-    return [*found.skipped, *unchecked]
+    return []
 
 
 def find_damaged_files(path: Path, record: CheckpointRecord, processes: DistributedContext) -> list[str]:
     """What is wrong with the files of a checkpoint, in words; processes share the reading, so all call."""
     own = sorted(path.glob("*.safetensors"))[processes.rank :: processes.world_size]
-    wrong = processes.all_gather_object(
-        [_describe_damage(file, record.digests.get(file.name)) for file in own]
-    )
+    wrong = processes.all_gather_object([_find_damage(file, record.digests.get(file.name)) for file in own])
     return [line for lines in wrong for line in lines if line]
 
 
-def _describe_damage(path: Path, digest: str | None) -> str:
+def _find_damage(path: Path, digest: str | None) -> str:
     """What is wrong with a file of a checkpoint, in words; without a digest as far as its numbers tell."""
     try:
         if digest is not None:
@@ -191,15 +182,13 @@ def _describe_damage(path: Path, digest: str | None) -> str:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
                 if not shard.get_tensor(name).isfinite().all():
                     return f"{name} in {path.name} has a value that is not finite"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
-    except SafetensorError as error:
-        return f"{path.name} is not a safetensors file ({summarize_error(error)})"
+    except (OSError, SafetensorError) as error:
+        return f"{path.name} cannot be read ({summarize_error(error)})"
     return ""
 
 
 class _DigestedFiles(FileSystem):
-    """Takes the digest of each file that torch writes, of the bytes that the disk has taken."""
+    """Computes the digest of each file that torch writes, of the bytes that the disk has accepted."""
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
@@ -252,6 +241,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, processes: DistributedContext) -> None:
         self._folder, self._processes = folder, processes
+        self._alone = processes.world_size == 1
 
     def save(
         self,
@@ -260,7 +250,7 @@ class Checkpoints:
         optimizers: Sequence[torch.optim.Optimizer],
         keep: int | None = None,
     ) -> Path:
-        """Writes a checkpoint and drops the oldest beyond two, but not that of the step `keep`; every
+        """Writes a checkpoint and removes the oldest beyond two, but not that of the step `keep`; every
         process takes part.
         """
         target = self._path_of_step(step := record.state.step)
@@ -269,25 +259,24 @@ class Checkpoints:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
         self._processes.barrier()
-        tensors = collect_state_tensors(root, optimizers)
         writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True)
         writer.fs = written = _DigestedFiles()
         try:
-            with silence_single_process_warning():
-                dcp.save(tensors, storage_writer=writer, no_dist=self._processes.world_size == 1)
+            with _silence_single_process_warning():
+                dcp.save(_collect_tensors(root, optimizers), storage_writer=writer, no_dist=self._alone)
         except (Exception, CheckpointException) as error:  # torch wraps failures in a BaseException
             if is_peer_lost(error):
                 raise make_peer_lost_error(error) from error
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {target.parent} "
-                f"({last_error_line(error)}); the one before is intact: make room and --resume"
+                f"({_last_line(error)}); the one before is intact: make room and --resume"
             ) from error
         digests = reduce(or_, self._processes.all_gather_object(written.digests))
         if self._processes.is_main:
             files = {file.name: file.stat().st_size for file in scratch.iterdir()}
             raw = {"format": CHECKPOINT_FORMAT, **asdict(replace(record, files=files, digests=digests))}
             write_text_atomic(scratch / RECORD_FILE, json.dumps(raw | {"digest": _digest_record(raw)}))
-            if target.is_dir():  # a broken one, which was passed over
+            if target.is_dir():  # a broken one, which was skipped
                 shutil.rmtree(target)
             target.unlink(missing_ok=True)
             scratch.rename(target)
@@ -317,31 +306,27 @@ class Checkpoints:
 
     def load(self, path: Path, root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Reads weights, and the state of the optimizers where any are given, into their places."""
-        tensors = collect_state_tensors(root, optimizers)
+        tensors = _collect_tensors(root, optimizers)
         try:
-            with silence_single_process_warning():
-                reader = HuggingFaceStorageReader(str(path))
-                dcp.load(tensors, storage_reader=reader, no_dist=self._processes.world_size == 1)
+            with _silence_single_process_warning():
+                dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=self._alone)
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(
-                f"{path} does not belong to this run: {last_error_line(error)}"
-            ) from error
-        for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
+            raise CheckpointError(f"{path} does not belong to this run: {_last_line(error)}") from error
+        for number, optimizer in enumerate(optimizers):
+            prefix = f"optimizer{number}."
             whole: dict[str, Any] = dict(get_optimizer_state_dict(root, optimizer, options=_FLAT))
             whole |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             set_optimizer_state_dict(root, optimizer, whole, options=_FLAT)
 
 
-def collect_state_tensors(
-    root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, Tensor]:
+def _collect_tensors(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Weights and optimizer states by name, as they lie in memory (in shards, where there are any)."""
     # Neither a tied head, which would come twice, nor frozen weights, which have a checkpoint of their own.
     once = {name.removeprefix("module.") for name, value in root.named_parameters() if value.requires_grad}
     tensors: dict[str, Any] = {f"model.{k}": v for k, v in get_model_state_dict(root).items() if k in once}
-    for optimizer, prefix in zip(optimizers, _prefixes(optimizers), strict=True):
+    for number, optimizer in enumerate(optimizers):
         found = get_optimizer_state_dict(root, optimizer, options=_FLAT)
-        tensors |= {f"{prefix}{k}": v for k, v in found.items() if k.startswith("state.")}
+        tensors |= {f"optimizer{number}.{k}": v for k, v in found.items() if k.startswith("state.")}
     return tensors
 
 
@@ -353,18 +338,11 @@ def gather_full_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def silence_single_process_warning() -> Iterator[None]:
-    """Without torch's remark that a single process is a single process."""
+def _silence_single_process_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-def last_error_line(error: BaseException) -> str:
-    """The last line of an error's text."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1]
-
-
-def _prefixes(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
-    return [f"optimizer{number}." for number in range(len(optimizers))]
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -15,6 +15,30 @@ from dlm_rag.machine import describe_machine, get_machine_name
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.training.metrics_logger import SCREEN_WINDOW_STEPS, select_validation_metrics
 
+# Curves: the axis, the metric, its label, its colour.
+STEP_CURVES = (
+    (0, "loss", "masked tokens, training", "#1f5c99"),
+    (0, "pointer_loss", "pointers, training", "#b8862b"),
+    (1, "pointer_mass", "attention on the right passage", "#b8862b"),
+    (1, "name_accuracy", "masked names right, training", "0.55"),
+)
+ROLLOUT_CURVES = (
+    (0, "rollout_forwards", "forwards of a rollout", "#1f5c99"),
+    (0, "rollout_searches", "searches of a rollout", "#b8862b"),
+    (1, "rollout_exact_match", "exact match of rollouts", "0.55"),
+)
+VALIDATION_CURVES = (
+    (0, "nelbo_per_token", "NELBO per token, validation", "#b3423c"),
+    (1, "exact_match_1_hops", "exact match, 1 hops", "#cfe3d4"),
+    (1, "exact_match_2_hops", "exact match, 2 hops", "#93c3a0"),
+    (1, "exact_match_3_hops", "exact match, 3 hops", "#4f9a68"),
+    (1, "exact_match_4_hops", "exact match, 4 hops", "#1d6b3c"),
+)
+WORLDS_NOTE = (
+    "\nIt knows the English of these worlds and nothing else: it answers about passages that tell of\n"
+    "invented people, places, works and companies, by reading what it retrieves.\n"
+)
+
 
 def write_model_card(
     folder: Path, denoiser: Denoiser, config: Config, metrics: list[dict[str, Any]], commit: str | None
@@ -53,6 +77,9 @@ def make_train_command() -> str:
 
 
 def _render_readme(record: dict[str, Any], settings: dict[str, Any]) -> str:
+    model, data = record["config"]["model"], _describe_data(record["config"]["data"])
+    layers = record["config"]["train"]["init_layers_from"]
+    begun = model["path"] or (f"the layers of {layers}" if layers else "nothing")
     rows = {
         "commit": record["commit"],
         "finished": record["date"],
@@ -67,83 +94,46 @@ def _render_readme(record: dict[str, Any], settings: dict[str, Any]) -> str:
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     listed = "\n".join(f"    {key}: {value}" for key, value in settings.items())
+    known = WORLDS_NOTE if not model["path"] and data == "invented worlds" else ""
     return (
-        f"# {_title(record['config'])}\n\n"
+        f"# A denoiser trained from {begun} on {data}\n\n"
         f"    {record['command']}\n\n| | |\n|---|---|\n{table}\n\n"
         "![Losses, pointer mass and exact match while training](curves.png)\n\n"
-        f"Settings that are not the defaults:\n\n{listed}\n{_knowledge_note(record['config'])}"
+        f"Settings that are not the defaults:\n\n{listed}\n{known}"
     )
 
 
-def _title(config: dict[str, Any]) -> str:
-    start, layers = config["model"]["path"], config["train"]["init_layers_from"]
-    begun = start or (f"the layers of {layers}" if layers else "nothing")
-    return f"A denoiser trained from {begun} on {_describe_data(config)}"
-
-
-def _describe_data(config: dict[str, Any]) -> str:
-    data = config["data"]
+def _describe_data(data: dict[str, Any]) -> str:
     named = [*data["documents"], *([data["questions"]] if data["questions"] else [])]
     if data["corpus"] and not data["questions"]:
         named.append(f"questions made from {data['corpus']}")
     return ", ".join(named) or "invented worlds"
 
 
-def _knowledge_note(config: dict[str, Any]) -> str:
-    if config["model"]["path"] or _describe_data(config) != "invented worlds":
-        return ""
-    return (
-        "\nIt knows the English of these worlds and nothing else: it answers about passages that tell of\n"
-        "invented people, places, works and companies, by reading what it retrieves.\n"
-    )
-
-
 def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
-    """The losses on the left; on the right what the names do, and exact match by the real decoder."""
+    """The losses on the left; on the right accuracy on names, and exact match by the real decoder."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    parts = [metrics[n : n + SCREEN_WINDOW_STEPS] for n in range(0, len(metrics), SCREEN_WINDOW_STEPS)]
-
-    def curve(axis: Any, name: str, label: str, **style: Any) -> None:
-        logged = [[line for line in part if name in line] for part in parts]
-        if not any(line[name] for part in logged for line in part):
-            return
-        steps = [part[-1]["step"] + 1 for part in logged if part]
-        means = [sum(line[name] for line in part) / len(part) for part in logged if part]
-        axis.plot(steps, means, label=label, linewidth=1.5, **style)
-
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     rollouts = any("rollout_reward" in line for line in metrics)
-    if rollouts:
-        curve(left, "rollout_forwards", "forwards of a rollout", color="#1f5c99")
-        curve(left, "rollout_searches", "searches of a rollout", color="#b8862b")
-        curve(right, "rollout_exact_match", "exact match of rollouts", color="0.55")
-    else:
-        curve(left, "loss", "masked tokens, training", color="#1f5c99")
-    curve(left, "pointer_loss", "pointers, training", color="#b8862b")
-    curve(right, "pointer_mass", "attention on the right passage", color="#b8862b")
-    curve(right, "name_accuracy", "masked names right, training", color="0.55")
-    bounded = [line for line in metrics if "nelbo_per_token" in line]
-    if bounded and not rollouts:
-        at = [line["step"] + 1 for line in bounded]
-        left.plot(at, [line["nelbo_per_token"] for line in bounded], "o-", color="#b3423c", markersize=3,
-                  label="NELBO per token, validation")  # fmt: skip
-    validated = [line for line in metrics if "exact_match" in line]
-    at = [line["step"] + 1 for line in validated]
-    if validated:
-        shades = ("#cfe3d4", "#93c3a0", "#4f9a68", "#1d6b3c")
-        for hops, shade in enumerate(shades, start=1):
-            if f"exact_match_{hops}_hops" not in validated[0]:
-                break
-            values = [line[f"exact_match_{hops}_hops"] for line in validated]
-            right.plot(at, values, "o-", color=shade, markersize=3, label=f"exact match, {hops} hops")
-    left.set_ylabel("a rollout" if rollouts else "nats")
-    left.set_ylim(0, None if rollouts else 6)
-    right.set_ylim(0, 1.02)
-    for axis in (left, right):
+    for side, name, label, color in ROLLOUT_CURVES if rollouts else STEP_CURVES:
+        logged = [line for line in metrics if name in line]
+        parts = [logged[n : n + SCREEN_WINDOW_STEPS] for n in range(0, len(logged), SCREEN_WINDOW_STEPS)]
+        if any(line[name] for line in logged):
+            means = [sum(line[name] for line in part) / len(part) for part in parts]
+            axes[side].plot([p[-1]["step"] + 1 for p in parts], means, label=label, color=color)
+    for side, name, label, color in VALIDATION_CURVES:
+        logged = [line for line in metrics if name in line and not (rollouts and side == 0)]
+        if logged:
+            at, values = zip(*((line["step"] + 1, line[name]) for line in logged), strict=True)
+            axes[side].plot(at, values, "o-", color=color, markersize=3, label=label)
+    axes[0].set_ylabel("a rollout" if rollouts else "nats")
+    axes[0].set_ylim(0, None if rollouts else 6)
+    axes[1].set_ylim(0, 1.02)
+    for axis in axes:
         axis.set_xlabel("step")
         if axis.lines:
             axis.legend(frameon=False, fontsize=8)

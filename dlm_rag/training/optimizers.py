@@ -46,6 +46,8 @@ def make_optimizers(denoiser: Denoiser, train: TrainConfig) -> list[torch.optim.
     if groups := [group for group in groups if group["params"]]:  # adapters are matrices of the layers only
         fused = not any(value.is_meta for value in (*rest, *gains, *decayed))
         found.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=fused))
+    for group in (group for optimizer in found for group in optimizer.param_groups):
+        group["initial_lr"] = group["lr"]
     return found
 
 
@@ -68,22 +70,16 @@ class _WithoutBFloat16(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class LearningRateSchedule:
-    """The learning rates of optimizers: they rise over the warm-up, stay, and fall at the end."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer], train: TrainConfig) -> None:
-        self._train, self._optimizers = train, optimizers
-        self._full = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-
-    def set_rates(self, step: int) -> float:
-        """Sets those of a step of the phase; returns their share of the full ones."""
-        train = self._train
-        rising = (step + 1) / (train.warmup_steps + 1)
-        share = min(compute_decay_factor(step, train.max_steps, train.decay_fraction), rising)
-        for optimizer, rates in zip(self._optimizers, self._full, strict=True):
-            for group, full in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = full * share
-        return share
+def set_learning_rates(optimizers: list[torch.optim.Optimizer], train: TrainConfig, step: int) -> float:
+    """Sets the rates of a step of the phase (warm-up, constant, linear fall); returns their share of the
+    full ones.
+    """
+    share = compute_decay_factor(step, train.max_steps, train.decay_fraction)
+    share = min(share, (step + 1) / (train.warmup_steps + 1))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
+    return share
 
 
 def compute_decay_factor(step: int, steps: int, decay_fraction: float) -> float:

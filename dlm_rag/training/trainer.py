@@ -7,7 +7,7 @@ CPU the weights are equal bit for bit.
 import gc
 import math
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ from dlm_rag.training.fingerprint import (
 from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, copy_weights
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.model_init import open_initial_model
-from dlm_rag.training.optimizers import LearningRateSchedule, make_optimizers
+from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 from dlm_rag.training.tasks import find_task
@@ -102,7 +102,6 @@ class Trainer:
         machine = find_gpu_spec(device)
         self._peak = None if machine is None else machine.flops.get(self.dtype)
         self.optimizers = make_optimizers(self.denoiser, train)
-        self._rates = LearningRateSchedule(self.optimizers, train)
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
         self._checkpoints = Checkpoints(folder, processes)
         self._loader = MicrobatchPrefetcher(self._make_microbatches)
@@ -129,7 +128,7 @@ class Trainer:
                 mine = sum_counts([task.count_microbatch(part, terms) for part in parts])
                 counts = self._all_reduce(mine, self.processes.context_parallel_size)
             before = replace(self.denoiser.flop_count)
-            share = self._rates.set_rates(state.phase_step)
+            share = set_learning_rates(self.optimizers, self.train, state.phase_step)
             for _ in range(task.updates):
                 found = self._run_backward(parts, counts, terms)
                 with profile_stage("optimizer"):
@@ -138,7 +137,10 @@ class Trainer:
                     found_metrics = task.metrics(sums, counts, self.task_state)
                     self._check_finite(found_metrics["loss"], "loss")
                     self._update(norm)
-            self.flops = self._flops(before, mine["supervised"] * task.updates)
+            supervised = mine["supervised"] * task.updates / self.processes.context_parallel_size
+            head = count_head_flops(self.denoiser.config, supervised, 4)
+            spent = self.denoiser.flop_count - before + head
+            self.flops = spent.flops_with_backward(self.train.is_denoiser_frozen)
         metrics = {
             "step": state.step,
             **({"phase": state.phase} if state.phase else {}),
@@ -223,26 +225,21 @@ class Trainer:
                 "start again in another --out with a lower learning rate"
             )
 
-    def _flops(self, before: Any, supervised: float) -> float:
-        """What forward and backward took since `before`, with logits of so many tokens."""
-        head = count_head_flops(self.denoiser.config, supervised / self.processes.context_parallel_size, 4)
-        return (self.denoiser.flop_count - before + head).flops_with_backward(self.train.is_denoiser_frozen)
-
     def speed_metrics(self, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Seconds of each stage; tokens a second, all and supervised; peak memory; FLOP/s of this process
         and, on a known machine, MFU.
         """
-        found: dict[str, Any] = {"seconds": seconds, "stage_seconds": self.stage_seconds}
-        for name in ("tokens", "supervised_tokens"):
-            found[f"{name}_per_second"] = metrics[name] / seconds
-        if self.device.type == "cuda":
-            found["memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-        else:
-            found["memory_gib"] = get_peak_memory_bytes() / 2**30
-        found["tflops_per_second"] = self.flops / seconds / 1e12
-        if self._peak is not None:
-            found["mfu"] = self.flops / seconds / self._peak
-        return found
+        cuda = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if cuda else get_peak_memory_bytes()
+        return {
+            "seconds": seconds,
+            "stage_seconds": self.stage_seconds,
+            "tokens_per_second": metrics["tokens"] / seconds,
+            "supervised_tokens_per_second": metrics["supervised_tokens"] / seconds,
+            "memory_gib": peak / 2**30,
+            "tflops_per_second": self.flops / seconds / 1e12,
+            **({"mfu": self.flops / seconds / self._peak} if self._peak else {}),
+        }
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
@@ -266,9 +263,9 @@ class Trainer:
     def save(self) -> Path:
         """Writes a checkpoint that is whole or not there; every process takes part."""
         with profile_stage("checkpoint"):
+            phase = collect_phase_settings(self.config, self.train, type(self.task))
             record = CheckpointRecord(
-                self.state, collect_run_settings(self.config),
-                collect_phase_settings(self.config, self.train, type(self.task)), self._fingerprints,
+                self.state, collect_run_settings(self.config), phase, self._fingerprints,
                 self._scaler.state_dict(),
             )  # fmt: skip
             start = None if self._reference is None else self.state.step - self.state.phase_step
@@ -321,23 +318,20 @@ class MicrobatchPrefetcher:
 
     def __init__(self, make: Callable[[int, Hashable], list[Any]]) -> None:
         self._make, self._worker = make, ThreadPoolExecutor(1, "parts")
-        self._asked: tuple[int, Hashable] | None = None
-        self._found: Future[list[Any]] | None = None
+        self._found: dict[tuple[int, Hashable], Future[list[Any]]] = {}  # at most one
 
     def prefetch(self, step: int, conditions: Hashable) -> None:
-        """Starts on a step."""
-        self._asked, self._found = (step, conditions), self._worker.submit(self._make, step, conditions)
+        self._found = {(step, conditions): self._worker.submit(self._make, step, conditions)}
 
     def take(self, step: int, conditions: Hashable) -> list[Any]:
-        """The parts of a step, prepared now where nobody has begun on them."""
+        """The parts of a step, prepared now unless they were prefetched."""
         self.pause()
-        if self._found is not None and self._asked == (step, conditions):
-            return self._found.result()
-        return self._make(step, conditions)
+        found = self._found.get((step, conditions))
+        return self._make(step, conditions) if found is None else found.result()
 
     def pause(self) -> None:
-        if self._found is not None:
-            self._found.exception()
+        """Waits for the thread."""
+        wait(self._found.values())
 
 
 def open_trainer(
