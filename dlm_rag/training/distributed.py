@@ -66,7 +66,6 @@ def translate_failures() -> Iterator[None]:
 
 
 def make_peer_lost_error(error: BaseException) -> RunError:
-    """What is said of `is_peer_lost`."""
     return RunError(
         f"another process of this run has died or lost its connection ({summarize_error(error)}); the last "
         "checkpoint is intact: start the run again with --resume"
@@ -100,12 +99,12 @@ class DistributedContext:
         was pulled out closes no connection. Raises `ConfigError` where the environment is not as torchrun
         leaves it.
         """
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # with what is least
+        least = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
         rank, count, local = (
-            parse_int(os.environ.get(name, str(least)), least, f"{name}=") for name, least in names.items()
+            parse_int(os.environ.get(name, str(low)), low, f"{name}=") for name, low in least.items()
         )
-        lacking = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
-        if rank >= count or (count > 1 and lacking):
+        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if rank >= count or (count > 1 and missing):
             raise ConfigError(
                 f"RANK={rank} and WORLD_SIZE={count} in the environment are not torchrun's: unset them, or "
                 "start with torchrun"
@@ -123,9 +122,8 @@ class DistributedContext:
 
     def local_items(self, items: int) -> range:
         """Which of a batch's items this process computes."""
-        return range(
-            self.rank // self.context_parallel_size, items, self.world_size // self.context_parallel_size
-        )
+        size = self.context_parallel_size
+        return range(self.rank // size, items, self.world_size // size)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the processes."""
@@ -208,19 +206,16 @@ class DistributedContext:
 
 def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
     """Raises `ConfigError` where `count` processes cannot share a phase whose steps have so many items."""
+    parts, neighbours = train.gradient_accumulation_steps, train.context_parallel
     if train.parallel == "single" and count > 1:
+        raise ConfigError(f"parallel=single is one process, not {count}: set parallel to ddp or fsdp")
+    if count % neighbours:
+        raise ConfigError(f"context_parallel={neighbours} must divide the number of processes, {count}")
+    if items < count // neighbours * parts:
         raise ConfigError(
-            f"parallel=single is one process and there are {count}: set parallel to ddp or fsdp"
-        )
-    if count % train.context_parallel:
-        raise ConfigError(
-            f"context_parallel={train.context_parallel} must divide the number of processes, {count}"
-        )
-    if items < count // train.context_parallel * train.gradient_accumulation_steps:
-        raise ConfigError(
-            f"a step of {items} has no work for {count} processes in {train.gradient_accumulation_steps} "
-            "part(s) each: lower gradient_accumulation_steps, or raise passage_sets_per_step (sft), "
-            "prompts_per_step (rl) or batch_tokens"
+            f"a step of {items} has no work for {count} processes in {parts} part(s) each: lower "
+            "gradient_accumulation_steps, or raise passage_sets_per_step (sft), prompts_per_step (rl) or "
+            "batch_tokens"
         )
 
 
@@ -246,14 +241,11 @@ def apply_fsdp(
     # Values are views of what projects them; nothing here writes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device.type, (count,))
-    # Heads stay in float64; the frozen weights are in the dtype already.
+    # Heads stay in float64; the frozen weights are in the dtype already. Inputs stay as they are: the
+    # rotary angles need float32.
     low = dtype != torch.float32 and denoiser.heads is None
-    # Inputs stay as they are: the rotary angles need float32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype if low else None,
-        reduce_dtype=torch.float32 if low else None,
-        cast_forward_inputs=False,
-    )
+    dtypes = {"param_dtype": dtype, "reduce_dtype": torch.float32} if low else {}
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     for module in list(objective.modules()):  # also of a reference
         if isinstance(module, Denoiser):
             for block in module.layers:

@@ -103,7 +103,7 @@ def init_weights(
     wanted = {name: value for name, value in values if trained or not value.requires_grad}
     adapters = {name: value for name, value in wanted.items() if ".lora_" in name}
     for name, value in adapters.items():
-        _copy_local_rows(value, draw_fresh_adapter(name, value.shape, seed))
+        _copy_local_rows(value, _draw_adapter(name, value.shape, seed))
     heads = {name: value for name, value in wanted.items() if name.startswith(HEADS_PREFIX)}
     if heads:
         there = None if checkpoint is None else read_heads(checkpoint.folder)
@@ -113,24 +113,28 @@ def init_weights(
         for name, made in there.state_dict().items():
             _copy_local_rows(heads[HEADS_PREFIX + name], made)
     plain = {name: value for name, value in wanted.items() if name not in adapters and name not in heads}
-    if checkpoint is None:
-        if plain:
-            for name, made in draw_fresh_weights(denoiser.config, seed):
-                if layers is not None and name not in EMBEDDING_NAMES:
-                    made = layers.read_tensor_rows(name, slice(0, made.shape[0])).float()
-                _copy_local_rows(plain[name], made)
-        return
-    for name, value in plain.items():
-        own = local_rows(value)
-        local = _local_shard(value)
-        theirs = name.replace(".base_layer", "")
-        embedding = theirs in EMBEDDING_NAMES
-        old = checkpoint.config.vocab_size if embedding else value.shape[0]
-        kept = slice(min(own.start, old), min(own.stop, old))
-        if kept.start < kept.stop:
-            local[: kept.stop - kept.start].copy_(checkpoint.read_tensor_rows(theirs, kept))
-        if own.stop > max(own.start, old):  # tokens that the checkpoint did not have
-            local[kept.stop - own.start :].copy_(compute_mean_row(checkpoint, theirs, old))
+    if checkpoint is not None:
+        for name, value in plain.items():
+            _read_local_rows(value, checkpoint, name.replace(".base_layer", ""))
+    elif plain:
+        for name, made in draw_fresh_weights(denoiser.config, seed):
+            if layers is not None and name not in EMBEDDING_NAMES:
+                made = layers.read_tensor_rows(name, slice(0, made.shape[0])).float()
+            _copy_local_rows(plain[name], made)
+
+
+def _read_local_rows(value: Tensor, checkpoint: Checkpoint, name: str) -> None:
+    """Reads this process's rows; tokens that the checkpoint did not have get the mean of all others."""
+    own, local = _local_rows(value), _local_shard(value)
+    old = checkpoint.config.vocab_size if name in EMBEDDING_NAMES else value.shape[0]
+    kept = slice(min(own.start, old), min(own.stop, old))
+    if kept.start < kept.stop:
+        local[: kept.stop - kept.start].copy_(checkpoint.read_tensor_rows(name, kept))
+    if own.stop > max(own.start, old):
+        starts = range(0, old, MEAN_CHUNK_ROWS)
+        parts = (slice(start, min(start + MEAN_CHUNK_ROWS, old)) for start in starts)
+        sums = (checkpoint.read_tensor_rows(name, part).double().sum(0) for part in parts)
+        local[kept.stop - own.start :].copy_(sum(sums, torch.zeros(())) / old)
 
 
 def draw_fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +157,7 @@ def draw_fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str,
         yield name, value
 
 
-def draw_fresh_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
+def _draw_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
     """A uniform with variance 1 / (3 fan-in), as a linear layer's; B zero, so that nothing changes yet."""
     value = torch.zeros(shape)
     if ".lora_A." in name:
@@ -162,16 +166,7 @@ def draw_fresh_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
     return value
 
 
-def compute_mean_row(checkpoint: Checkpoint, name: str, rows: int) -> Tensor:
-    """The mean (width,) of the `rows` rows of a matrix, of which never more than a part is held."""
-    parts = [slice(start, min(start + MEAN_CHUNK_ROWS, rows)) for start in range(0, rows, MEAN_CHUNK_ROWS)]
-    return (
-        sum((checkpoint.read_tensor_rows(name, part).double().sum(0) for part in parts), torch.zeros(()))
-        / rows
-    )
-
-
-def local_rows(value: Tensor) -> slice:
+def _local_rows(value: Tensor) -> slice:
     """Which rows of a parameter this process has: all, or its shard's."""
     if not hasattr(value, "device_mesh"):
         return slice(0, value.shape[0])
@@ -186,7 +181,7 @@ def _local_shard(value: Tensor) -> Tensor:
 
 def _copy_local_rows(value: Tensor, whole: Tensor) -> None:
     """Copies this process's rows of a whole tensor into their place."""
-    _local_shard(value).copy_(whole[local_rows(value)])
+    _local_shard(value).copy_(whole[_local_rows(value)])
 
 
 @dataclass(frozen=True)
@@ -238,12 +233,10 @@ class InitialModel:
             n: value if n.startswith(HEADS_PREFIX) else value.to(dtype) for n, value in whole.items()
         }
         template = self.tokenizer.template
-        extra: dict[str, Any] = {
-            "prompt": {"head": template.head, "fact": template.fact, "tail": template.tail},
-            "eos_token_id": self.tokenizer.end_id,
-        }
-        if self.checkpoint is not None:
-            extra.pop("eos_token_id")
+        prompt = {"head": template.head, "fact": template.fact, "tail": template.tail}
+        extra: dict[str, Any] = {"prompt": prompt}
+        if self.checkpoint is None:
+            extra["eos_token_id"] = self.tokenizer.end_id
         config = replace(self.config, rope_theta=rope_theta)
         save_tensors(tensors, config, folder, extra, self.checkpoint)
         self.tokenizer.inner.save_pretrained(folder)

@@ -174,21 +174,16 @@ def count_examples(
     supervised: tokens. divisor: of their losses, which counts them by weight, or all of a document.
     pointed: those that a passage in the prompt spells out. tokens: of prompts and canvases.
     """
-    divisor = 0.0
+    found = dict.fromkeys(("supervised", "divisor", "pointed", "tokens", "rows"), 0.0)
     for example in examples:
-        counted = sum(
-            eos_weight if example.target[n] in end_ids else 1.0 for n in example.supervised_positions
-        )
-        divisor += counted if example.divisor is None else example.divisor
-    return {
-        "supervised": float(sum(len(e.supervised_positions) for e in examples)),
-        "divisor": divisor,
-        "pointed": float(
-            sum(len({pointer.position for pointer in e.supervised_pointers}) for e in examples)
-        ),
-        "tokens": float(sum(len(e.prompt) + len(e.target) for e in examples)),
-        "rows": float(len(examples)),
-    }
+        targets = [example.target[n] for n in example.supervised_positions]
+        counted = sum(eos_weight if token in end_ids else 1.0 for token in targets)
+        found["supervised"] += len(targets)
+        found["divisor"] += counted if example.divisor is None else example.divisor
+        found["pointed"] += len({pointer.position for pointer in example.supervised_pointers})
+        found["tokens"] += len(example.prompt) + len(example.target)
+        found["rows"] += 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -282,12 +277,13 @@ class MaskedObjective(nn.Module):
         self, examples: Sequence[Example], places: Sequence[Sequence[int]], eos_weight: float
     ) -> list[np.ndarray]:
         """Of the supervised tokens (n,): which they are, what they count, whether they can be copied."""
-        targets, weights, copied = [], [], []
+        found = []
         for example, row in zip(examples, places, strict=True):
             names = {pointer.position for pointer in example.pointers}
             for place in row:
                 token = example.target[place]
-                targets.append(token)
-                weights.append(example.weight * (eos_weight if token in self.end_ids else 1.0))
-                copied.append(place in names)
-        return [np.array(targets, np.int64), np.array(weights, np.float32), np.array(copied, np.bool_)]
+                weight = example.weight * (eos_weight if token in self.end_ids else 1.0)
+                found.append((token, weight, place in names))
+        columns = zip(*found, strict=True) if found else ((), (), ())
+        dtypes = (np.int64, np.float32, np.bool_)
+        return [np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)]

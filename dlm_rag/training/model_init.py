@@ -35,16 +35,14 @@ def check_noise_settings(config: Config, checkpoint: Checkpoint | None) -> None:
 
     checkpoint: what the run begins with; None or one without `noise` is a model of masks.
     """
-    phases = list(config.train.get_phase_configs().values())
-    noise = "mask" if checkpoint is None or checkpoint.config.noise is None else "uniform"
-    for train in phases:
-        check_checkpoint_effects("train", train, {"noise": noise})
-    if checkpoint is None or noise == "mask":
-        return
-    for train in phases:
-        _check_supported(train, SUPPORTED_OF_PHASE, checkpoint)
-    with_checkpoint_defaults(config.decode, checkpoint.config)  # validation decodes
-    _check_supported(config.model, SUPPORTED_OF_MODEL, checkpoint)
+    uniform = checkpoint is not None and checkpoint.config.noise is not None
+    for train in config.train.get_phase_configs().values():
+        check_checkpoint_effects("train", train, {"noise": "uniform" if uniform else "mask"})
+        if checkpoint is not None and uniform:
+            _check_supported(train, SUPPORTED_OF_PHASE, checkpoint)
+    if checkpoint is not None and uniform:
+        with_checkpoint_defaults(config.decode, checkpoint.config)  # validation decodes
+        _check_supported(config.model, SUPPORTED_OF_MODEL, checkpoint)
 
 
 def _check_supported(settings: object, supported: Mapping[str, tuple[object, ...]], of: Checkpoint) -> None:
@@ -104,16 +102,14 @@ def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
 
 
 DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
+SIZE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size")
 ADDED_MASK_TOKEN = "<|mask|>"  # for tokenizers that have none
 
 
 def open_initial_model(config: Config) -> InitialModel:
     """What the config says the run begins with; raises `UserError` before any weight is read."""
-    origin = (
-        _fresh_model(config) if config.model.path is None else _from_checkpoint(config, config.model.path)
-    )
-    if origin.checkpoint is None:
-        check_noise_settings(config, None)
+    path = config.model.path
+    origin = _fresh_model(config) if path is None else _from_checkpoint(config, path)
     if origin.config.noise is None:
         _check_blocks(config, origin.config)
     return origin
@@ -196,6 +192,7 @@ def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
 
 
 def _fresh_model(config: Config) -> InitialModel:
+    check_noise_settings(config, None)
     train, layout = config.train, config.model.evidence_layout or "independent"
     if find_task(next(iter(train.get_phase_configs().values()))).needs_trained_model:
         raise ConfigError(
@@ -203,8 +200,8 @@ def _fresh_model(config: Config) -> InitialModel:
         )
     if train.lora_rank:
         raise ConfigError("lora_rank needs a checkpoint: set model.path, or lora_rank=0")
-    heads, canvas = train.hidden_size // train.head_dim, config.decode.max_new_tokens
-    canvas = canvas or DenoiserConfig.canvas_length
+    heads, decode = train.hidden_size // train.head_dim, config.decode
+    canvas = decode.max_new_tokens or DenoiserConfig.canvas_length
     # Positions for the question, the canvas, and all passages if they follow one another.
     passages = 1 if layout == "independent" else config.retrieval.top_k
     room = passages * train.passage_length + 2 * LONG_QUESTION_TOKENS + canvas
@@ -212,33 +209,25 @@ def _fresh_model(config: Config) -> InitialModel:
         p.sequence_length + 1 for p in train.get_phase_configs().values() if find_task(p).reads_sequences
     ]
     layers = None if train.init_layers_from is None else _open_layers_checkpoint(train.init_layers_from)
-    own = (
-        layers.config
-        if layers
-        else DenoiserConfig(
-            vocab_size=train.vocab_size,
-            hidden_size=train.hidden_size,
-            num_hidden_layers=train.num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=train.head_dim,
-            intermediate_size=train.intermediate_size,
-            qk_norm=True,
-            tie_word_embeddings=True,
-        )
+    sizes = {name: getattr(train, name) for name in SIZE_FIELDS}
+    fresh = DenoiserConfig(
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        qk_norm=True,
+        tie_word_embeddings=True,
+        **sizes,
     )
     shape = replace(
-        own,
+        fresh if layers is None else layers.config,
         vocab_size=train.vocab_size,
         max_position_embeddings=max(room, *longest, 0),
         mask_token_id=0,
         evidence_layout=layout,
         passage_length=train.passage_length,
         canvas_length=canvas,
-        block_length=config.decode.block_length,
+        block_length=decode.block_length,
         block_size=config.model.block_size or None,
-        finished_block_context=config.decode.finished_block_context
-        or DenoiserConfig.finished_block_context,
+        finished_block_context=decode.finished_block_context or DenoiserConfig.finished_block_context,
     )
     path = config.data.corpus
     corpus = None if path is None else open_corpus(path, config.retrieval.index_dir)
@@ -250,12 +239,14 @@ def _fresh_model(config: Config) -> InitialModel:
 def _open_layers_checkpoint(path: str) -> Checkpoint:
     """The checkpoint whose layers a fresh denoiser takes over; raises `CheckpointError`."""
     found = open_checkpoint(path)
-    if found.config.noise is not None:
-        raise CheckpointError(f"{found.folder} is a model of uniform noise: give it as model.path instead")
-    if found.config.attention_patterns:
+    reasons = {
+        "denoises from uniform noise": found.config.noise is not None,
+        "has attention patterns of its own": bool(found.config.attention_patterns),
+        "predicts the next token": found.config.shifted,
+    }
+    if why := [reason for reason, holds in reasons.items() if holds]:
         raise CheckpointError(
-            f"{found.folder} has attention patterns of its own: give it as model.path instead"
+            f"train.init_layers_from: {found.folder} {why[0]}, which a fresh denoiser does not: give it "
+            "as model.path instead"
         )
-    if found.config.shifted:
-        raise CheckpointError(f"{found.folder} predicts the next token: a fresh denoiser predicts in place")
     return found

@@ -55,7 +55,7 @@ CASES = [
     train("a commit rule of masks", "decode.commit_threshold=0.5", "commit_threshold=0.5 has no effect"),
     train("a plan for noise", "--plan", "a plan is made for denoisers of masks"),
     train("a share above one", "train.self_conditioning=2", "self_conditioning=2.0 is out of range"),
-    BadInputCase("layers of noise", "train --out run train.init_layers_from=noisy", "is a model of uniform noise: give it as model.path",
+    BadInputCase("layers of noise", "train --out run train.init_layers_from=noisy", "uniform noise, which a fresh denoiser does not: give it as model.path",
          {"noisy": noisy}),
     train("noise without its generation config", "", "has no generation_config.json", lacking),
     BadInputCase("noise for masks", "train --out run --model model train.uniform_loss=nelbo",

@@ -141,7 +141,7 @@ def test_the_work_of_all_processes_is_that_of_one(alone, together, case):
 @pytest.mark.parametrize(
     ("processes", "words", "said"),
     [
-        (2, ["train.parallel=single"], "parallel=single is one process and there are 2"),
+        (2, ["train.parallel=single"], "parallel=single is one process"),
         (
             3,
             ["train.objective=pretrain", "train.context_parallel=2"],
