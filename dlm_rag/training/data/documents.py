@@ -96,13 +96,9 @@ class PackedDocuments:
     """The batches of a phase of pre-training: sequences of several sources, masked at random times."""
 
     def __init__(
-        self,
-        sources: dict[str, TokenFile],
-        tokenizer: Tokenizer,
-        train: TrainConfig,
-        phase: str,
+        self, sources: dict[str, TokenFile], tokenizer: Tokenizer, train: TrainConfig, phase: str,
         shifted: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises `ConfigError` for a mixture of unknown sources and for a source shorter than a sequence.
 
         shifted: the denoiser predicts a token from the row before it, so that every row needs one.
@@ -112,27 +108,23 @@ class PackedDocuments:
         (end, *_) = sorted(tokenizer.end_ids)
         self._prompt = Prompt((end,) if shifted else (), (), ())
         weights = train.mixture or dict.fromkeys(sources, 1.0)
-        unknown = sorted(set(weights) - set(sources))
-        if unknown:
+        if unknown := sorted(set(weights) - set(sources)):
             raise ConfigError(f"mixture names '{unknown[0]}', which is none of {', '.join(sources)}")
         whole = sum(weights.values())
         if whole <= 0 or min(weights.values()) < 0:
             raise ConfigError("the shares of a mixture must not be negative, nor all of them 0")
-        self._names = [name for name, weight in weights.items() if weight]
-        self._files = [sources[name] for name in self._names]
-        whole_ones = [file.count_sequences(train.sequence_length) for file in self._files]
-        self._sequences = [count - min(HELD_OUT_SEQUENCES, count // 20) for count in whole_ones]
-        self._quotas = allocate_quotas(
-            [weights[name] / whole for name in self._names], MIXTURE_BLOCK_SEQUENCES
-        )
-        for name, quota, file, usable in zip(
-            self._names, self._quotas, self._files, self._sequences, strict=True
-        ):
+        shares = {name: weight / whole for name, weight in weights.items() if weight}
+        self._files = [sources[name] for name in shares]
+        self._quotas = allocate_quotas(list(shares.values()), MIXTURE_BLOCK_SEQUENCES)
+        self._sequences = []
+        for name, quota, file in zip(shares, self._quotas, self._files, strict=True):
+            count = file.count_sequences(train.sequence_length)
+            self._sequences.append(count - min(HELD_OUT_SEQUENCES, count // 20))
             if not quota:
                 raise ConfigError(
                     f"mixture: the share of '{name}' is below one sequence in {MIXTURE_BLOCK_SEQUENCES:,}"
                 )
-            if not usable:
+            if not count:
                 raise ConfigError(
                     f"the documents '{name}' have {len(file.tokens):,} tokens, fewer than one sequence of "
                     f"sequence_length={train.sequence_length}"

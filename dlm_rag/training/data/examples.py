@@ -4,6 +4,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
@@ -15,6 +16,8 @@ FULL_CANVAS_SHARE = 0.2  # share of rows with the whole canvas; others end soon 
 UNIFORM_MASK_SHARE = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
 STRAY_MASK_SHARE = 0.05  # share of the positions before the cut that are masked all the same
 RETRIEVAL_CUT_SHARE = 0.6  # share of rows that are cut where the response stood when the evidence was found
+MIN_COPY_TOKENS = 3  # tokens in a row that a response and a passage share
+LONG_QUESTION_TOKENS = 64  # a long question of a world; small vocabularies need up to twice as many
 MAX_LOOKAHEAD_BLOCKS = 3  # masked blocks after the current one, at most
 
 
@@ -104,13 +107,9 @@ def draw_block_mask(
 
 
 def make_masked_canvas(
-    rng: random.Random,
-    ids: list[int],
-    stands: int,
-    laid: LaidOutPrompt,
-    shape: DenoiserConfig,
+    rng: random.Random, ids: list[int], stands: int, laid: LaidOutPrompt, shape: DenoiserConfig,
     end_id: int | None,
-) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
+) -> tuple[tuple[int, ...], tuple[bool, ...], int]:  # fmt: skip
     """A canvas around a response, which of it is masked, and how many positions are finished blocks.
 
     laid: the prompt before it.
@@ -129,9 +128,6 @@ def make_padded_canvas(rng: random.Random, ids: list[int], longest: int, end_id:
     """A response with end tokens after it: a few, or now and then up to the whole canvas."""
     length = longest if rng.random() < FULL_CANVAS_SHARE else min(longest, len(ids) + rng.randint(1, 10))
     return (ids + [end_id] * length)[:length]
-
-
-MIN_COPY_TOKENS = 3  # tokens in a row that a response and a passage share
 
 
 def sample_passages(
@@ -173,11 +169,8 @@ def find_copy_pointers(ids: Sequence[int], facts: Sequence[Sequence[int]]) -> tu
 
 def _count_common_tokens(ids: Sequence[int], position: int, fact: Sequence[int], at: int) -> int:
     """How many tokens agree from there on."""
-    pairs = enumerate(zip(ids[position:], fact[at:], strict=False))
-    return next((n for n, (one, other) in pairs if one != other), min(len(ids) - position, len(fact) - at))
-
-
-LONG_QUESTION_TOKENS = 64  # a long question of a world; small vocabularies need up to twice as many
+    pairs = zip(ids[position:], fact[at:], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def sample_document_rows(shape: DenoiserConfig, length: int, count: int) -> list[Example]:

@@ -6,8 +6,9 @@ are of single-passage questions, if any were added. Everything follows from (see
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from dlm_rag.config import TrainConfig
@@ -27,9 +28,15 @@ from dlm_rag.training.data.examples import Example, find_copy_pointers, make_mas
 
 MIN_COPIED_SHARE = 0.8  # share of a response that its passages must spell out where they are cut
 MAX_CHAIN_DRAWS = 100  # until a chain fits
-WHAT_QUESTION_REPEATS = (
-    4  # "What is X?" counts so many times as often as a question for a name that is left out
-)
+# "What is X?" counts so many times as often as a question for a name that is left out
+WHAT_QUESTION_REPEATS = 4
+MISSING_PASSAGE_SHARE = 0.4  # share of the crossed moments up to the second sentence without its passage
+MAX_UNSUPPORTED_TOKENS = 3  # supervised of what no passage there tells, so that it is not held for certain
+QUERY_GUESS_WORDS = 3  # of the next sentence, in the query of a moment
+# shares of the moments with such words, and with those of another
+RIGHT_GUESS_SHARE, WRONG_GUESS_SHARE = (0.4, 0.3)
+
+CounterfactualSampler = Callable[[random.Random], tuple[Question, Passage]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class GeneratedQuestions:
     chains: list[Question] = field(default_factory=list)
     single_passage: list[Question] = field(default_factory=list)
     held_out: list[Question] = field(default_factory=list)
-    draw_counterfactual: Callable[[random.Random], tuple[Question, Passage]] | None = None
+    draw_counterfactual: CounterfactualSampler | None = None
 
 
 def generate_corpus_questions(
@@ -86,7 +93,7 @@ def generate_corpus_questions(
         )
 
     made, several = GeneratedQuestions(draw_counterfactual=cross if gaps and defined else None), 0
-    for row in _iterate_rows(rows):
+    for row in chain.from_iterable(rows.make_rows(number)[0] for number in range(len(rows))):
         question = _to_question(row)
         if row["held_out"] and row["hops"] == 1:
             continue
@@ -105,24 +112,8 @@ def generate_corpus_questions(
 
 
 def _to_question(row: dict[str, Any]) -> Question:
-    return Question(
-        row["id"], row["question"], tuple(row["golden_answers"]), tuple(row["supporting_ids"]), row["hops"],
-        row["response"],
-    )  # fmt: skip
-
-
-def _iterate_rows(rows: CorpusRowGenerator) -> Iterator[dict[str, Any]]:
-    for number in range(len(rows)):
-        yield from rows.make_rows(number)[0]
-
-
-CounterfactualSampler = Callable[[random.Random], tuple[Question, Passage]]
-
-MISSING_PASSAGE_SHARE = 0.4  # share of the crossed moments up to the second sentence that lack its passage
-MAX_UNSUPPORTED_TOKENS = 3  # supervised of what no passage there tells, so that it is not held for certain
-QUERY_GUESS_WORDS = 3  # of the next sentence, in the query of a moment
-# shares of the moments with such words, and with those of another
-RIGHT_GUESS_SHARE, WRONG_GUESS_SHARE = (0.4, 0.3)
+    answers, supporting = tuple(row["golden_answers"]), tuple(row["supporting_ids"])
+    return Question(row["id"], row["question"], answers, supporting, row["hops"], row["response"])
 
 
 class QuestionExamples:
@@ -175,31 +166,21 @@ class QuestionExamples:
         passages: at least and at most so many in a prompt, if there are single-passage questions; else all
         that is found.
         """
-        moments = []
-        for item in items:
-            epoch, place = divmod(step * self._train.passage_sets_per_step + item, len(self._questions))
-            order = sample_permutation((*self._key, "questions", epoch), len(self._questions))
-            rng = random.Random(f"answered/{self._key}/{step}/{item}")
-            question, own = self._questions[int(order[place])], None
-            if self._crossed and rng.random() < self._train.counterfactual_share:
-                question, own = self._crossed(rng)
-            ends = _sentence_ends(question)
-            moments.append((rng, question, rng.choice(ends), ends, own))
+        moments = [self._draw_moment(step, item) for item in items]
         queries = [
             build_query("proxy", question.question, self._query_response(rng, question, stands))
-            for rng, question, stands, *_ in moments
+            for rng, question, stands, _ in moments
         ]
         found = self._retriever.search(queries)
-        examples = []
-        for (rng, question, stands, ends, own), evidence in zip(moments, found, strict=True):
+        examples: list[Example] = []
+        for (rng, question, stands, own), evidence in zip(moments, found, strict=True):
+            sentence = _sentence_ends(question).index(stands)
             if own:  # what the corpus says under that name would be another answer
-                evidence = [
-                    passage for passage in evidence if strip_disambiguation(passage.title) != own.title
-                ]
-                if ends.index(stands) > 1 or rng.random() >= MISSING_PASSAGE_SHARE:
+                evidence = [p for p in evidence if strip_disambiguation(p.title) != own.title]
+                if sentence > 1 or rng.random() >= MISSING_PASSAGE_SHARE:
                     evidence = [*evidence, own]
             if self._single:
-                needed = question.supporting_ids[: ends.index(stands) + 1]
+                needed = question.supporting_ids[: sentence + 1]
                 evidence = sample_passages(rng, evidence, needed, rng.randint(*passages))
             others = [other for passage in evidence for other in self._single.get(passage.id, ())]
             for row in range(self._train.rows_per_set):
@@ -209,6 +190,16 @@ class QuestionExamples:
                 else:
                     examples.append(self._example(rng, question, evidence, stands))
         return examples
+
+    def _draw_moment(self, step: int, item: int) -> tuple[random.Random, Question, int, Passage | None]:
+        """The question of an item, how much of its response stands, its passage if no corpus tells it."""
+        epoch, place = divmod(step * self._train.passage_sets_per_step + item, len(self._questions))
+        order = sample_permutation((*self._key, "questions", epoch), len(self._questions))
+        rng = random.Random(f"answered/{self._key}/{step}/{item}")
+        question, own = self._questions[int(order[place])], None
+        if self._crossed and rng.random() < self._train.counterfactual_share:
+            question, own = self._crossed(rng)
+        return rng, question, rng.choice(_sentence_ends(question)), own
 
     def _query_response(self, rng: random.Random, question: Question, stands: int) -> str:
         """The part of a response that is in the query: what stands, and now and then a guess after it."""
@@ -233,11 +224,9 @@ class QuestionExamples:
         laid = lay_out_prompt(prompt, shape)
         target, hidden, finished = make_masked_canvas(rng, ids, standing, laid, shape, tokenizer.end_id)
         pointers = tuple(p for p in find_copy_pointers(ids, prompt.facts) if p.position < len(target))
-        told = (
-            self._count_supported_tokens(question, ids, {passage.id for passage in evidence})
-            if self._single
-            else len(ids)
-        )
+        told, there = len(ids), {passage.id for passage in evidence}
+        if self._single:
+            told = self._count_supported_tokens(question, ids, there)
         supervised = None
         if finished <= told < len(ids):
             hidden = tuple(hide or place >= told for place, hide in enumerate(hidden))

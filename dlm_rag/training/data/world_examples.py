@@ -71,8 +71,7 @@ class WorldExamples:
     def __init__(
         self, tokenizer: Tokenizer, train: TrainConfig, denoiser: DenoiserConfig, top_k: int
     ) -> None:
-        self._tokenizer, self._train = tokenizer, train
-        self._denoiser, self._top_k = denoiser, top_k
+        self._tokenizer, self._train, self._denoiser, self._top_k = tokenizer, train, denoiser, top_k
         self._hops = [n for n in HOPS if n <= train.max_hops]
         self._side_hops = [n for n in SIDE_HOPS if n <= train.max_hops]
         self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
