@@ -221,7 +221,7 @@ def check_energy(config: Config) -> Iterator[Finding]:
 
 def check_cache(config: Config) -> Iterator[Finding]:
     """The folder of the indexes: whether it can be written, and what is free on its disk."""
-    from dlm_rag.retrieval.build_once import get_cache_folder
+    from dlm_rag.files.paths import get_cache_folder
 
     given = config.retrieval.index_dir
     folder = Path(given).expanduser() if given else get_cache_folder()

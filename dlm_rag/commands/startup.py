@@ -342,7 +342,7 @@ def check_weights_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch
 
 def _wrap_oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:
     from dlm_rag.retrieval.base import CorpusRetriever
-    from dlm_rag.retrieval.oracle import OracleRetriever
+    from dlm_rag.retrieval.hybrid import OracleRetriever
     from dlm_rag.retrieval.query import build_query
 
     if not isinstance(inner, CorpusRetriever):

@@ -58,14 +58,15 @@ def load_retriever(
 
 def _load_bm25(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
     from dlm_rag.retrieval.bm25 import BM25Retriever
-    from dlm_rag.retrieval.multi_query import MultiQueryRetriever
+    from dlm_rag.retrieval.hybrid import MultiQueryRetriever
 
     retriever = BM25Retriever(corpus, config.top_k)
     return MultiQueryRetriever(retriever) if config.bm25_query == "sentences" else retriever
 
 
 def _load_dense(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
-    from dlm_rag.retrieval.dense import load_text_encoder, open_dense_retriever
+    from dlm_rag.retrieval.dense import open_dense_retriever
+    from dlm_rag.retrieval.encoder import load_text_encoder
 
     return open_dense_retriever(corpus, config.top_k, load_text_encoder(config))
 
@@ -78,7 +79,7 @@ def _load_hybrid(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever"
 
 
 def _load_none(config: RetrievalConfig, corpus: "Corpus") -> "CorpusRetriever":
-    from dlm_rag.retrieval.oracle import NoRetriever
+    from dlm_rag.retrieval.hybrid import NoRetriever
 
     return NoRetriever(corpus, config.top_k)
 
@@ -90,10 +91,10 @@ def _load_milvus(config: RetrievalConfig) -> "Retriever":
 
 
 def _load_http(config: RetrievalConfig) -> "Retriever":
-    from dlm_rag.retrieval.http_retriever import open_http_retriever
+    from dlm_rag.retrieval.http_retriever import HttpRetriever
 
     assert config.url is not None
-    return open_http_retriever(config.url, config.top_k, config.timeout)
+    return HttpRetriever(config.url, config.top_k, config.timeout)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a retriever does: queries in, ranked passages out; and the kind that ranks rows of a file."""
+"""What a retriever does: queries in, ranked passages out; and the kind that ranks rows of a corpus."""
 
 import logging
 import threading
@@ -15,7 +15,6 @@ log = logging.getLogger(__name__)
 
 Ranking = list[int]  # rows of the corpus, best first, each once
 Hits = list[tuple[float, int]]  # score and row
-Ranked = TypeVar("Ranked", bound=Hashable)  # a row or a passage
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 # Digits after the point in which equal scores agree, in whatever order an engine adds them up.
@@ -26,8 +25,8 @@ MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence re
 class Retriever(Protocol):
     """Finds the evidence for each query, wherever the passages are.
 
-    `search` may run on a thread of its own while `key` and `forget` are called; `forget` may come twice for
-    one asker, and neither of the two may raise.
+    `search` may run in a thread of its own while `key` and `forget` are called; `forget` may be called
+    twice for one asker, and neither of the two may raise.
     """
 
     @property
@@ -42,7 +41,7 @@ class Retriever(Protocol):
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         """The passages for each query, best first, each once; none where a query finds nothing.
 
-        Raises whatever went wrong where the search failed for all, `PartialSearchError` where it did
+        Raises whatever went wrong where the search failed for all, `PartialSearchError` where it failed
         for some.
         """
         ...
@@ -55,10 +54,10 @@ class Retriever(Protocol):
 class PartialSearchError(RuntimeError):
     """Some queries of a batch failed; `results` has the passages of each query, or its error."""
 
-    def __init__(self, found: list[list[Passage] | Exception]) -> None:
-        errors = [error for error in found if isinstance(error, Exception)]
-        super().__init__(f"{len(errors)} of {len(found)} queries failed, the first with: {errors[0]}")
-        self.results = found
+    def __init__(self, results: list[list[Passage] | Exception]) -> None:
+        errors = [error for error in results if isinstance(error, Exception)]
+        super().__init__(f"{len(errors)} of {len(results)} queries failed, the first with: {errors[0]}")
+        self.results = results
 
 
 class CorpusRetriever(ABC):
@@ -81,17 +80,14 @@ class CorpusRetriever(ABC):
         """For each query the best `depth` rows or fewer, best first; ties in corpus order."""
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
-        """The rows of `rank` in that order, with what each scores: 1 / rank where nothing else is known."""
-        return [
-            {row: 1 / rank for rank, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)
-        ]
+        """The rows of `rank` in that order with their scores: 1 / rank where nothing else is known."""
+        return [{row: 1 / n for n, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)]
 
     def key(self, query: Query) -> Hashable:
-        """As in `Retriever`."""
         return tuple(getattr(query, name) for name in self.query_fields)
 
     def forget(self, asker: str) -> None:  # noqa: B027 - most keep nothing
-        """As in `Retriever`."""
+        pass
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         """As in `Retriever`.
@@ -118,14 +114,12 @@ class CorpusRetriever(ABC):
         return results
 
 
-SearchFunction = Callable[[Sequence[Query]], list[list[Passage]]]
+def search_with_fallback(
+    search: Callable[[Sequence[Query]], list[list[Passage]]], queries: Sequence[Query]
+) -> list[list[Passage]]:
+    """What `search` finds; a batch that fails is searched query by query, so one costs no other its own.
 
-
-def search_with_fallback(search: SearchFunction, queries: Sequence[Query]) -> list[list[Passage]]:
-    """What `search` finds; a batch that fails is searched query by query.
-
-    One bad query must not cost the others theirs. What is wrong with all, a corpus that has changed or an
-    engine that does not answer, is raised.
+    What is wrong with all, a corpus that has changed or an engine that does not answer, is raised.
     """
     try:
         return search(queries)
@@ -134,23 +128,23 @@ def search_with_fallback(search: SearchFunction, queries: Sequence[Query]) -> li
     except Exception:
         if len(queries) == 1:
             raise
-    found: list[list[Passage] | Exception] = []
+    results: list[list[Passage] | Exception] = []
     for query in queries:
         try:
-            found += search([query])
+            results += search([query])
         except Exception as error:
             log.warning("a search failed", exc_info=error)
-            found.append(error)
-    if any(isinstance(passages, Exception) for passages in found):
-        raise PartialSearchError(found)
-    return [passages for passages in found if not isinstance(passages, Exception)]
+            results.append(error)
+    found = [passages for passages in results if not isinstance(passages, Exception)]
+    if len(found) < len(results):
+        raise PartialSearchError(results)
+    return found
 
 
 def append_unranked_rows(rows: Iterable[int], depth: int, passages: int) -> Ranking:
     """The rows that a query found, followed by all others if `depth` is the whole corpus."""
     found = list(rows)
-    whole = found and depth == passages
-    return list(dict.fromkeys((*found, *range(passages)))) if whole else found
+    return list(dict.fromkeys((*found, *range(passages)))) if found and depth == passages else found
 
 
 def select_top_hits(hits: Hits, depth: int, digits: int) -> Hits:
@@ -158,21 +152,11 @@ def select_top_hits(hits: Hits, depth: int, digits: int) -> Hits:
     return sorted(hits, key=lambda hit: (-round(hit[0], digits), hit[1]))[:depth]
 
 
-def fuse_rankings(
-    rankings: Sequence[Ranking], depth: int, fusion_depth: int, constant: int = 60
-) -> Ranking:
-    """Reciprocal rank fusion (Cormack et al. 2009): the first ranks each give 1 / (constant + rank).
-
-    Rank counts from 1. Ties go to the row that came first in the earliest ranking. The rows of the last
-    ranking that are not among the first `fusion_depth` of any follow in its order: a deeper result begins
-    with the shallower one.
-    """
-    scores: dict[int, float] = {}
-    for ranking in rankings:
-        for rank, row in enumerate(ranking[:fusion_depth], start=1):
-            scores[row] = scores.get(row, 0.0) + 1.0 / (constant + rank)
-    fused = sorted(scores, key=lambda row: -scores[row])
-    return list(dict.fromkeys((*fused, *rankings[-1])))[:depth]
+def interleave_rankings(rankings: Sequence[Sequence[K]], depth: int) -> list[K]:
+    """The best of each ranking in turn, then the second of each, and so on; each row once."""
+    longest = max(map(len, rankings), default=0)
+    turns = [ranking[rank] for rank in range(longest) for ranking in rankings if rank < len(ranking)]
+    return list(dict.fromkeys(turns))[:depth]
 
 
 class MemoizedBatchFunction(Generic[K, V]):
@@ -197,10 +181,3 @@ class MemoizedBatchFunction(Generic[K, V]):
             if new:
                 self._known.update(zip(new, self._compute(new), strict=True))
             return [self._known[key] for key in keys]
-
-
-def interleave_rankings(rankings: Sequence[Sequence[Ranked]], depth: int) -> list[Ranked]:
-    """The best of each ranking in turn, then the second of each, and so on; each row once."""
-    longest = max(map(len, rankings), default=0)
-    turns = [ranking[rank] for rank in range(longest) for ranking in rankings if rank < len(ranking)]
-    return list(dict.fromkeys(turns))[:depth]

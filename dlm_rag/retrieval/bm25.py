@@ -1,16 +1,21 @@
 """Sparse retrieval: BM25 by bm25s, its index built once and mapped from disk."""
 
 import logging
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import bm25s
+import numba
 import numpy as np
 from bm25s.numba import retrieve_utils
+from bm25s.stopwords import STOPWORDS_EN
 
-from dlm_rag.errors import CorpusError
-from dlm_rag.files.checked_json import parse_json_object
+from dlm_rag.errors import ConfigError
+from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.machine import read_host_memory
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import (
@@ -21,17 +26,9 @@ from dlm_rag.progress import (
     show_status,
 )
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
-from dlm_rag.retrieval.build_once import (
-    build_once,
-    is_ascending,
-    load_array,
-    make_folder_name,
-    make_foreign_file_error,
-)
+from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.numba_cache import enable_numba_cache
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.sparse_vectors import extract_terms
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +37,39 @@ BUILD_ESTIMATE_PASSAGES = 10_000  # passages after which the cost of a build is 
 # as measured by `profiling/bench_retrieval.py index`.
 BUILD_MEMORY_BYTES_PER_TERM, INDEX_DISK_BYTES_PER_TERM, BUILD_TO_TOKENIZE_RATIO = 45, 8, 2
 INDEX_FORM = "columns.json"  # a part of the folder's name; another text makes every index be built again
-VOCABULARY_FILE = "vocab.index.json"
-# scores, their rows, and where each word's scores begin, as bm25s names them
-BM25S_ARRAY_NAMES = ("data", "indices", "indptr")
+# The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
+_find_words = re.compile(r"(?u)\b\w\w+\b").findall
+_STOP_WORDS = frozenset(STOPWORDS_EN)
+
+
+def extract_terms(text: str) -> list[str]:
+    """The BM25 terms of a text, in order, repeated ones kept."""
+    return [word for word in _find_words(text.lower()) if word not in _STOP_WORDS]
+
+
+def enable_numba_cache(function: Any) -> None:
+    """Lets numba keep the machine code of a jitted function: the next process starts 5 seconds sooner.
+
+    numba's own places come first (beside the source, the user's cache folder), then the folder of our
+    indexes. Raises `ConfigError` where compiling is switched off: numba and numpy sort equal scores
+    differently.
+    """
+    config: Any = numba.config  # its settings are made when it is imported
+    if config.DISABLE_JIT:
+        raise ConfigError(
+            "NUMBA_DISABLE_JIT is set in the environment, and uncompiled search orders equal scores "
+            "differently: unset it"
+        )
+    for folder in (config.CACHE_DIR, config.CACHE_DIR or str(get_cache_folder() / "numba")):
+        config.CACHE_DIR = folder
+        with suppress(RuntimeError):  # no place can be written
+            function.enable_caching()
+            return
+    log.warning(
+        "numba has no folder to keep compiled code in, so every start takes seconds longer: set "
+        "NUMBA_CACHE_DIR to one that can be written"
+    )
+
 
 enable_numba_cache(retrieve_utils._retrieve_internal_jitted_serial)
 
@@ -60,14 +87,15 @@ class BM25Retriever(CorpusRetriever):
             corpus.folder / make_folder_name("bm25", bm25s.__version__, INDEX_FORM),
             lambda scratch: _build_bm25_index(corpus, scratch),
         )
-        self._index = _open_bm25_index(folder, len(corpus))
+        self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False, backend="numba")
+        for name in ("data", "indices", "indptr"):  # as plain arrays: a memmap is slow at single numbers
+            self._index.scores[name] = np.asarray(self._index.scores[name])
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         return [list(scores) for scores in self.rank_scored(queries, depth)]
 
     def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
-        """As in `CorpusRetriever`."""
         with profile_stage("retrieve/search"):
             asked = [self._index.get_tokens_ids(extract_terms(query.text)) for query in queries]
             found = iter(self._search_ids([ids for ids in asked if ids], min(depth, len(self.corpus))))
@@ -85,42 +113,14 @@ class BM25Retriever(CorpusRetriever):
         ]
 
 
-def _open_bm25_index(folder: Path, passages: int) -> bm25s.BM25:
-    """The index in a folder. Raises `CorpusError` for one that somebody else made, and not of this corpus.
-
-    Every number is checked: the compiled search would follow it out of its own memory.
-    """
-    data_path, rows_path, starts_path = (folder / f"{name}.csc.index.npy" for name in BM25S_ARRAY_NAMES)
-    data = load_array(data_path, np.float32, (None,))
-    rows = load_array(rows_path, np.int32, data.shape)
-    starts = load_array(starts_path, np.int64, (None,))
-    if not len(starts) or not is_ascending(starts, 0) or starts[-1] > len(rows):
-        raise make_foreign_file_error(starts_path)
-    if rows.view(np.uint32).max(initial=0) >= passages:  # which rows below 0 are too, without their sign
-        raise make_foreign_file_error(rows_path)
-    try:
-        words = parse_json_object((folder / VOCABULARY_FILE).read_bytes(), VOCABULARY_FILE, CorpusError)
-    except CorpusError:
-        raise make_foreign_file_error(folder / VOCABULARY_FILE) from None
-    if {*map(type, words.values())} != {int} or sorted(words.values()) != [*range(len(starts) - 1)]:
-        raise make_foreign_file_error(folder / VOCABULARY_FILE)
-    # Not by its own loader, which takes settings from the folder as well.
-    index = bm25s.BM25(backend="numba")
-    index.scores = dict(zip(BM25S_ARRAY_NAMES, (data, rows, starts), strict=True)) | {"num_docs": passages}
-    index.vocab_dict, index.unique_token_ids_set = words, {*words.values()}
-    index.nonoccurrence_array = None
-    return index
-
-
 def _build_bm25_index(corpus: Corpus, scratch: Path) -> None:
     vocabulary: dict[str, int] = {}
     documents: list[list[int]] = []
     start = perf_counter()
     with report_progress("finding terms", len(corpus)) as advance:
         for passage in corpus:
-            documents.append(
-                [vocabulary.setdefault(term, len(vocabulary)) for term in extract_terms(passage.text)]
-            )
+            terms = extract_terms(passage.text)
+            documents.append([vocabulary.setdefault(term, len(vocabulary)) for term in terms])
             advance(1)
             if len(documents) == BUILD_ESTIMATE_PASSAGES:
                 share = len(corpus) / BUILD_ESTIMATE_PASSAGES
@@ -134,15 +134,15 @@ def _build_bm25_index(corpus: Corpus, scratch: Path) -> None:
     show_status()
 
 
-def _log_build_estimate(tokenising: float, found: float) -> None:
-    """Logs the cost of a long build; tokenising: seconds, found: terms, both of all passages."""
-    if BUILD_TO_TOKENIZE_RATIO * tokenising < ANNOUNCE_FROM_SECONDS:
+def _log_build_estimate(tokenizing_seconds: float, terms: float) -> None:
+    """Logs the cost of a long build, of whose passages both are the totals."""
+    seconds = BUILD_TO_TOKENIZE_RATIO * tokenizing_seconds
+    if seconds < ANNOUNCE_FROM_SECONDS:
         return
-    wanted, free = BUILD_MEMORY_BYTES_PER_TERM * found, read_host_memory().get("available", 0)
+    needed, free = BUILD_MEMORY_BYTES_PER_TERM * terms, read_host_memory().get("available", 0)
     log.info(
         "building this BM25 index takes about %s, %s of memory and %s on disk",
-        format_duration(BUILD_TO_TOKENIZE_RATIO * tokenising), format_bytes(wanted),
-        format_bytes(INDEX_DISK_BYTES_PER_TERM * found),
+        format_duration(seconds), format_bytes(needed), format_bytes(INDEX_DISK_BYTES_PER_TERM * terms),
     )  # fmt: skip
-    if 0 < free < wanted:
+    if 0 < free < needed:
         log.warning("only %s of memory are free here", format_bytes(free))

@@ -32,13 +32,7 @@ from dlm_rag.files.record_readers import (
     read_records,
 )
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.build_once import (
-    build_once,
-    is_ascending,
-    load_array,
-    make_folder_name,
-    make_foreign_file_error,
-)
+from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files, read_text_passages
 
 log = logging.getLogger(__name__)
@@ -90,11 +84,8 @@ class Corpus(Sequence[Passage]):
     def __init__(self, path: Path, folder: Path, fingerprint: str, state: dict[str, int]) -> None:
         """state: of the file before it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
-        offsets = folder / "offsets" / "offsets.npy"
-        self._offsets = load_array(offsets, np.int64, (None,))  # of each passage, and the end
-        count = len(self._offsets) - 1
-        if count < 1 or self._offsets[-1] != state["size"] or not is_ascending(self._offsets, 0):
-            raise make_foreign_file_error(offsets)
+        # of each passage, and the end; a plain array, for a memmap is slow at single numbers
+        self._offsets = np.asarray(np.load(folder / "offsets" / "offsets.npy", mmap_mode="r"))
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._descriptor = self._file.fileno()
@@ -155,21 +146,20 @@ class Corpus(Sequence[Passage]):
 def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus:
     """The corpus in a file or a folder of texts, or the file that an index folder was built from.
 
-    Files are in any form of `readers.read_records`; what is not JSON lines yet is written as such once,
-    next to the indexes. The file is hashed at every start, so an index over other bytes is never used.
-    The first start also reads every line. Raises `CorpusError` naming file and line.
+    Files are in any form of `read_records`; what is not JSON lines yet is written as such once, next to
+    the indexes. The file is hashed at every start, so an index over other bytes is never used. The first
+    start also reads every line. Raises `CorpusError` naming file and line.
     """
     path, folder, expected = expand_path(path, CorpusError), None, None
     key = "retrieval.index_dir"
     root = expand_path(index_dir, CorpusError, key) if index_dir else get_cache_folder()
-    if path.is_dir():
-        if (path / MANIFEST_FILE).is_file() or not list_text_files(path):
-            folder = path
-            path, expected = _read_manifest(folder)
-        else:
-            path = _convert_to_jsonl(
-                path, fingerprint_text_folder(path), partial(read_text_passages, path), root
-            )
+    if path.is_dir() and ((path / MANIFEST_FILE).is_file() or not list_text_files(path)):
+        folder = path
+        path, expected = _read_manifest(folder)
+    elif path.is_dir():
+        path = _convert_to_jsonl(
+            path, fingerprint_text_folder(path), partial(read_text_passages, path), root
+        )
     path = resolve_regular_file(path, "corpus", CorpusError)
     try:
         state, fingerprint = read_file_state(path), digest_file(path)
@@ -185,12 +175,7 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
         state, fingerprint = read_file_state(path), digest_file(path)
     if folder is None:
         folder = root / make_folder_name(path.stem, fingerprint)
-
-    def build(scratch: Path) -> None:
-        offsets = _scan_offsets(path)
-        np.save(scratch / "offsets.npy", np.frombuffer(offsets, dtype=np.int64))
-
-    build_once(folder / "offsets", build)
+    build_once(folder / "offsets", lambda scratch: np.save(scratch / "offsets.npy", _scan_offsets(path)))
     _write_manifest(folder, {"corpus": str(path.resolve()), "fingerprint": fingerprint})
     return Corpus(path, folder, fingerprint, state)
 
@@ -203,23 +188,18 @@ def _convert_to_jsonl(
 
     def build(scratch: Path) -> None:
         log.info("reading %s into JSON lines", path)
-        passages = _check_unique_ids(
-            lambda: ((place, parse_passage(record, place)) for place, record in read())
-        )
+        digests = array("Q")
         with (scratch / name).open("w", encoding="utf-8") as file:
-            for passage in passages:
+            for place, record in read():
+                passage = parse_passage(record, place)
+                digests.append(_digest_id(passage.id))
                 file.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
-            if not file.tell():
-                raise CorpusError(f"{path} holds no passages")
+        if not digests:
+            raise CorpusError(f"{path} holds no passages")
+        _check_unique_ids(digests, ((place, parse_passage(record, place).id) for place, record in read()))
 
-    return (
-        build_once(
-            root
-            / make_folder_name(Path(name).stem, "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint),
-            build,
-        )
-        / name
-    )
+    parts = (Path(name).stem, "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint)
+    return build_once(root / make_folder_name(*parts), build) / name
 
 
 def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
@@ -245,7 +225,7 @@ def _read_manifest(folder: Path) -> tuple[Path, str]:
     return expand_path(path, CorpusError), fingerprint
 
 
-def _scan_offsets(path: Path) -> "array[int]":
+def _scan_offsets(path: Path) -> np.ndarray:
     """Where each passage begins, and the end of the file, after checking every line.
 
     Blank lines belong to the passage before them, as white space that JSON ignores.
@@ -253,48 +233,43 @@ def _scan_offsets(path: Path) -> "array[int]":
     size = path.stat().st_size
     if size > LOG_SCAN_MIN_BYTES:
         log.info("reading corpus %s", path)
-    offsets, start = array("q"), 0
-
-    def passages() -> Iterator[tuple[str, Passage]]:
-        nonlocal start
-        start = 0
-        del offsets[:]
-        with path.open("rb") as file:
-            for number, line in enumerate(iter_lines(file, str(path), CorpusError), start=1):
-                if not is_blank_line(line):
-                    place = f"{path}, line {number}"
-                    yield place, parse_passage(parse_json_object(line, place, CorpusError), place)
-                    offsets.append(start)
-                start += len(line)
-                advance(len(line))
-
+    offsets, digests = array("q"), array("Q")
     with report_progress(f"reading {path.name}", size, "bytes") as advance:
-        for _ in _check_unique_ids(passages):
-            pass
+        for _, start, passage in _read_lines(path):
+            advance(start - (offsets[-1] if offsets else 0))
+            offsets.append(start)
+            digests.append(_digest_id(passage.id))
     if not offsets:
         raise CorpusError(f"{path} holds no passages")
-    offsets.append(start)
-    return offsets
+    _check_unique_ids(digests, ((place, passage.id) for place, _, passage in _read_lines(path)))
+    offsets.append(size)
+    return np.frombuffer(offsets, np.int64)
 
 
-def _check_unique_ids(read: Callable[[], Iterator[tuple[str, Passage]]]) -> Iterator[Passage]:
-    """The passages; raises `CorpusError` with the place of an id that occurs a second time.
+def _read_lines(path: Path) -> Iterator[tuple[str, int, Passage]]:
+    """Place, offset and passage of every line that is not blank."""
+    start = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(iter_lines(file, str(path), CorpusError), start=1):
+            if not is_blank_line(line):
+                place = f"{path}, line {number}"
+                yield place, start, parse_passage(parse_json_object(line, place, CorpusError), place)
+            start += len(line)
 
-    Of an id 8 bytes are kept: where two agree in these, the passages are read again to see.
+
+def _digest_id(name: str) -> int:
+    return int.from_bytes(blake3(name.encode()).digest(8))
+
+
+def _check_unique_ids(digests: "array[int]", again: Iterable[tuple[str, str]]) -> None:
+    """Raises `CorpusError` with the place of an id that occurs a second time.
+
+    digests: 8 bytes of each id; where two agree in these, `again` reads places and ids to see.
     """
-
-    def digest(passage: Passage) -> int:
-        return int.from_bytes(blake3(passage.id.encode()).digest(8))
-
-    digests = array("Q")
-    for _, passage in read():
-        digests.append(digest(passage))
-        yield passage
-    found = np.frombuffer(digests, np.uint64)
-    found.sort()
+    found = np.sort(np.frombuffer(digests, np.uint64))
     twice, ids = set(found[1:][found[1:] == found[:-1]].tolist()), set[str]()
-    for place, passage in read() if twice else ():
-        if digest(passage) in twice:
-            if passage.id in ids:
-                raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
-            ids.add(passage.id)
+    for place, name in again if twice else ():
+        if _digest_id(name) in twice:
+            if name in ids:
+                raise CorpusError(f"{place}: the id '{name}' occurs a second time")
+            ids.add(name)

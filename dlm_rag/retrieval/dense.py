@@ -1,20 +1,17 @@
 """Dense retrieval: any sentence-transformers model, exact search in torch."""
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_rag.config import RetrievalConfig
-from dlm_rag.errors import RunError
+from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.progress import ANNOUNCE_FROM_SECONDS, format_bytes, format_duration, report_progress
 from dlm_rag.retrieval.base import (
@@ -26,13 +23,10 @@ from dlm_rag.retrieval.base import (
     interleave_rankings,
     select_top_hits,
 )
-from dlm_rag.retrieval.build_once import build_once, make_folder_name
+from dlm_rag.retrieval.build_once import build_once
 from dlm_rag.retrieval.corpus import Corpus
-from dlm_rag.retrieval.load_encoder import load_sentence_transformer
+from dlm_rag.retrieval.encoder import TextEncoder
 from dlm_rag.retrieval.query import Query
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +51,11 @@ class DenseRetriever(CorpusRetriever):
     query_fields = ("parts",)
 
     def __init__(
-        self,
-        corpus: Corpus,
-        top_k: int,
-        embed_query: EmbedFunction,
-        vectors: np.ndarray,
-        device: torch.device,
+        self, corpus: Corpus, top_k: int, embed: EmbedFunction, vectors: np.ndarray, device: torch.device
     ) -> None:
+        """embed: of query parts. vectors: (passages, width) float32, of unit length."""
         super().__init__(corpus, top_k)
-        self._embed = MemoizedBatchFunction(embed_query)
+        self._embed = MemoizedBatchFunction(embed)
         # On the CPU this is a view of the mapped file: the system reads and drops its pages.
         mapped = torch.from_numpy(vectors)
         self._vectors = mapped.to(device) if _fits_device_memory(vectors.nbytes, device) else mapped
@@ -113,59 +103,6 @@ class DenseRetriever(CorpusRetriever):
                     hits[n].append((score, start + row))
             hits = [select_top_hits(found, depth, SCORE_TIE_DECIMALS["dense"]) for found in hits]
         return [[row for _, row in found] for found in hits]
-
-
-class TextEncoder:
-    """The sentence-transformers model `model` (a folder or hub id), and what is put before texts.
-
-    Raises `CheckpointError` when the model cannot be loaded, `RunError` where it makes no numbers.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        batch_size: int,
-        query_prompt: str = "",
-        passage_prompt: str = "",
-        device: str | None = None,
-    ) -> None:
-        self._encoder = load_sentence_transformer(model, device)
-        self.model, self.batch_size = model, batch_size
-        self._query_prompt, self._passage_prompt = query_prompt, passage_prompt
-        self.device = self._encoder.device
-        self.index_folder_name = make_folder_name(
-            "dense", Path(model).name, _fingerprint_encoder(self._encoder), passage_prompt
-        )
-
-    def encode_queries(self, texts: list[str]) -> Tensor:
-        """(n, width) float32 unit vectors."""
-        return self._embed(texts, self._query_prompt)
-
-    def encode_passages(self, texts: list[str]) -> Tensor:
-        """(n, width) float32 unit vectors."""
-        return self._embed(texts, self._passage_prompt)
-
-    def _embed(self, texts: list[str], prompt: str) -> Tensor:
-        found = self._encoder.encode(
-            texts, prompt=prompt or None, batch_size=self.batch_size, convert_to_tensor=True,
-            normalize_embeddings=True, show_progress_bar=False,
-        ).float()  # fmt: skip
-        if not torch.isfinite(found).all():
-            raise RunError(
-                f"embedding_model '{self.model}' makes no numbers of some text: its weights are damaged"
-            )
-        return found
-
-
-def load_text_encoder(config: RetrievalConfig) -> TextEncoder:
-    """The encoder that a config names; raises `CheckpointError` when it cannot be loaded."""
-    return TextEncoder(
-        config.embedding_model,
-        batch_size=config.embedding_batch_size,
-        query_prompt=config.query_prompt,
-        passage_prompt=config.passage_prompt,
-    )
 
 
 def open_dense_retriever(corpus: Corpus, top_k: int, encoder: TextEncoder) -> DenseRetriever:
@@ -237,23 +174,7 @@ def _open_vectors(scratch: Path, shape: tuple[int, int]) -> tuple[np.memmap, int
 
 def _flush_vectors(vectors: np.memmap, scratch: Path, finished: int) -> None:
     vectors.flush()
-    part = scratch / f"{EMBEDDED_COUNT_FILE}.part"
-    with part.open("w") as file:
-        file.write(str(finished))
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(scratch / EMBEDDED_COUNT_FILE)
-
-
-def _fingerprint_encoder(encoder: "SentenceTransformer") -> str:
-    """Digest of weights, modules and tokenizer: vectors of another encoder of that name are not used."""
-    digest = hashlib.sha256(str(encoder).encode())  # lists the modules with their settings
-    backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
-    digest.update((backend.to_str() if backend else repr(encoder.tokenizer)).encode())
-    for name, value in encoder.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    write_text_atomic(scratch / EMBEDDED_COUNT_FILE, str(finished))
 
 
 def _fits_device_memory(size: int, device: torch.device) -> bool:

@@ -1,9 +1,28 @@
-"""Hybrid retrieval: several retrievers over one corpus, their rankings fused."""
+"""Retrievers made of others: hybrid fusion, a search for each sentence, known evidence first, none."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
-from dlm_rag.retrieval.base import CorpusRetriever, Ranking, fuse_rankings
+from dlm_rag.errors import ConfigError
+from dlm_rag.questions import Question
+from dlm_rag.retrieval.base import CorpusRetriever, MemoizedBatchFunction, Ranking, interleave_rankings
 from dlm_rag.retrieval.query import Query
+
+
+def fuse_rankings(
+    rankings: Sequence[Ranking], depth: int, fusion_depth: int, constant: int = 60
+) -> Ranking:
+    """Reciprocal rank fusion (Cormack et al. 2009): the first ranks each give 1 / (constant + rank).
+
+    Rank counts from 1. Ties go to the row that came first in the earliest ranking. The rows of the last
+    ranking that are not among the first `fusion_depth` of any follow in its order: a deeper result begins
+    with the shallower one.
+    """
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, row in enumerate(ranking[:fusion_depth], start=1):
+            scores[row] = scores.get(row, 0.0) + 1.0 / (constant + rank)
+    fused = sorted(scores, key=lambda row: -scores[row])
+    return list(dict.fromkeys((*fused, *rankings[-1])))[:depth]
 
 
 class HybridRetriever(CorpusRetriever):
@@ -19,3 +38,66 @@ class HybridRetriever(CorpusRetriever):
         found = [retriever.rank(queries, self._fusion_depth) for retriever in others]
         found.append(last.rank(queries, max(depth, self._fusion_depth)))
         return [fuse_rankings(rankings, depth, self._fusion_depth) for rankings in zip(*found, strict=True)]
+
+
+class MultiQueryRetriever(CorpusRetriever):
+    """Each of `Query.parts` is a search of its own: the best of each, then the second of each, and so on.
+
+    One long query counts the words of the question in every search, so that a name just begun at its end
+    weighs little; alone it is nearly all of a query. What a part finds is remembered by its text.
+    """
+
+    query_fields = ("parts",)
+
+    def __init__(self, inner: CorpusRetriever) -> None:
+        super().__init__(inner.corpus, inner.top_k)
+
+        def rank(asked: Sequence[tuple[str, int]]) -> list[Ranking]:
+            return inner.rank([Query(part, (part,)) for part, _ in asked], asked[0][1])
+
+        self._rankings = MemoizedBatchFunction(rank)
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        parts = list(dict.fromkeys(part for query in queries for part in query.parts))
+        found = dict(zip(parts, self._rankings((part, depth) for part in parts), strict=True))
+        return [interleave_rankings([found[part] for part in query.parts], depth) for query in queries]
+
+
+class NoRetriever(CorpusRetriever):
+    """Finds nothing: what the denoiser knows by itself."""
+
+    query_fields = ()
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        return [[] for _ in queries]
+
+
+class OracleRetriever(CorpusRetriever):
+    """First the passages that support a question, then what another retriever finds for it.
+
+    `questions`: by the first part of their queries. Raises `ConfigError` for one whose supporting passages
+    are not all in the corpus.
+    """
+
+    def __init__(self, inner: CorpusRetriever, questions: Mapping[str, Question]) -> None:
+        super().__init__(inner.corpus, inner.top_k)
+        wanted = {name for question in questions.values() for name in question.supporting_ids}
+        rows = {passage.id: row for row, passage in enumerate(inner.corpus) if passage.id in wanted}
+        for question in questions.values():
+            for missing in {*question.supporting_ids} - {*rows}:
+                raise ConfigError(
+                    f"{question.place or question.id}: the supporting passage '{missing}' is not in "
+                    f"{inner.corpus.path}"
+                )
+        self._inner = inner
+        self._rows = {part: [rows[i] for i in asked.supporting_ids] for part, asked in questions.items()}
+
+    def key(self, query: Query) -> Hashable:
+        return query.parts[0]
+
+    def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        found = self._inner.rank(queries, depth)
+        return [
+            list(dict.fromkeys((*self._rows[query.parts[0]], *rows)))[:depth]
+            for query, rows in zip(queries, found, strict=True)
+        ]

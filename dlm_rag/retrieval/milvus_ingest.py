@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,13 @@ from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.progress import report_progress
 from dlm_rag.retrieval.build_once import build_once, make_folder_name
 from dlm_rag.retrieval.corpus import Corpus, Passage
-from dlm_rag.retrieval.milvus_collection import MAX_TEXT_BYTES, MilvusCollection
-from dlm_rag.retrieval.milvus_collection_info import TEXT_FIELDS, VECTOR_FIELDS, CollectionInfo
+from dlm_rag.retrieval.milvus_collection import (
+    MAX_TEXT_BYTES,
+    TEXT_FIELDS,
+    VECTOR_FIELDS,
+    CollectionInfo,
+    MilvusCollection,
+)
 from dlm_rag.retrieval.milvus_retriever import check_collection_encoder, check_engine_scores
 from dlm_rag.retrieval.sparse_vectors import (
     SPARSE_VECTOR_VERSION,
@@ -23,14 +28,9 @@ from dlm_rag.retrieval.sparse_vectors import (
     compute_corpus_statistics,
 )
 
-if TYPE_CHECKING:
-    from dlm_rag.retrieval.dense import TextEncoder
-
 # of a write, at most: passages, and bytes of their texts
 WRITE_BATCH_PASSAGES, WRITE_BATCH_BYTES = (1000, 8 << 20)
 WORD_TOTALS_FILE = "counted.json"
-
-VectorizeFunction = Callable[[list[str]], Sequence[Any]]  # texts to a vector each
 
 
 def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: RetrievalConfig) -> int:
@@ -39,76 +39,76 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
     Passages are written in order, and again where it is unsure whether they were: a key stands once. Raises
     `UserError` for a collection that holds other passages or other vectors.
     """
-    facts = collection.describe()
-    fresh = facts is None
-    if facts is not None:
+    fresh = collection.describe() is None
+    if not fresh:
         _check_same_corpus(collection, corpus, config)
-    encoder, wanted = None, CollectionInfo(corpus.fingerprint, config.method, len(corpus))
+    vectorize: dict[str, Callable[[list[str]], Sequence[Any]]] = {}
+    wanted = CollectionInfo(corpus.fingerprint, config.method, len(corpus))
     if "dense" in VECTOR_FIELDS[config.method]:
-        from dlm_rag.retrieval.dense import load_text_encoder
+        from dlm_rag.retrieval.encoder import load_text_encoder
 
         encoder = load_text_encoder(config)
         width = encoder.encode_passages(["width"]).shape[1]
         wanted = replace(
             wanted, model=config.embedding_model, encoder=encoder.index_folder_name, width=width
         )
+        vectorize["dense"] = lambda texts: encoder.encode_passages(texts).tolist()
     if fresh:
         collection.create(wanted)
         collection.describe()
         _check_same_corpus(collection, corpus, config)  # another process may have been faster
-    if encoder is not None:
-        check_collection_encoder(collection, config.embedding_model, encoder)
+    check_collection_encoder(collection, config.embedding_model, wanted.encoder)
     collection.create_indexes()
     if not fresh:  # what is not loaded cannot be counted, and what is takes memory as it grows
         collection.load()
-    if collection.facts.finished and collection.count_rows(len(corpus)) == len(corpus):
-        return 0
     start = 0 if fresh else count_complete_rows(collection)
-    embeds = _make_vectorizers(corpus, encoder, config.method)
+    if collection.info.finished and start == len(corpus):
+        return 0
+    if "sparse" in VECTOR_FIELDS[config.method]:
+        encode = load_corpus_statistics(corpus).encode_passage
+        vectorize["sparse"] = lambda texts: [encode(text) for text in texts]
     with report_progress("writing passages", len(corpus), done=start) as advance:
         for row, passages in iterate_write_batches(corpus, start):
             texts = [passage.text for passage in passages]
-            collection.upsert_passages(
-                row, passages, {field: embed(texts) for field, embed in embeds.items()}
-            )
+            vectors = {field: compute(texts) for field, compute in vectorize.items()}
+            collection.upsert_passages(row, passages, vectors)
             advance(len(passages))
-    collection.finalize_build()
+    collection.finish_build()
     check_engine_scores(collection, VECTOR_FIELDS[config.method])
-    collection.mark_finished()
     return len(corpus) - start
 
 
 def _check_same_corpus(collection: MilvusCollection, corpus: Corpus, config: RetrievalConfig) -> None:
     """Raises `UserError` where the collection is of other passages or of another kind."""
-    facts = collection.facts
-    if facts.fingerprint != corpus.fingerprint:
+    if collection.info.fingerprint != corpus.fingerprint:
         raise CorpusError(f"{collection.url} holds other passages than {corpus.path}: give another name")
-    if facts.kind != config.method:
+    if (kind := collection.info.kind) != config.method:
         raise ConfigError(
-            f"{collection.url} is built with retrieval.method={facts.kind}: give that, or another name"
+            f"{collection.url} is built with retrieval.method={kind}: give that, or another name"
         )
 
 
 def count_complete_rows(collection: MilvusCollection) -> int:
     """How many rows are there without a gap, counted from the first."""
-    rows = range(1, collection.facts.passages + 1)
+    rows = range(1, collection.info.passages + 1)
     return bisect_left(rows, True, key=lambda count: collection.count_rows(count) < count)
 
 
 def iterate_write_batches(corpus: Corpus, start: int) -> Iterator[tuple[int, list[Passage]]]:
     """Row and passages of each write, from row `start` on; raises `CorpusError` where one is too long."""
-    found: list[Passage] = []
-    size = 0
+    batch: list[Passage] = []
+    batch_bytes = 0
     for row in range(start, len(corpus)):
         passage = corpus[row]
-        size += _measure_passage_bytes(corpus, row, passage)
-        if found and (len(found) == WRITE_BATCH_PASSAGES or size > WRITE_BATCH_BYTES):
-            yield row - len(found), found
-            found, size = [], _measure_passage_bytes(corpus, row, passage)
-        found.append(passage)
+        size = _measure_passage_bytes(corpus, row, passage)
+        if batch and (len(batch) == WRITE_BATCH_PASSAGES or batch_bytes + size > WRITE_BATCH_BYTES):
+            yield row - len(batch), batch
+            batch, batch_bytes = [], 0
+        batch.append(passage)
+        batch_bytes += size
     corpus.check_unchanged()
-    if found:
-        yield len(corpus) - len(found), found
+    if batch:
+        yield len(corpus) - len(batch), batch
 
 
 def _measure_passage_bytes(corpus: Corpus, row: int, passage: Passage) -> int:
@@ -121,20 +121,6 @@ def _measure_passage_bytes(corpus: Corpus, row: int, passage: Passage) -> int:
                 f"{MAX_TEXT_BYTES:,}: split the passage"
             )
     return sum(sizes.values())
-
-
-def _make_vectorizers(
-    corpus: Corpus, encoder: "TextEncoder | None", kind: str
-) -> dict[str, VectorizeFunction]:
-    """How the vectors of each field are made."""
-    embeds: dict[str, VectorizeFunction] = {}
-    if "sparse" in VECTOR_FIELDS[kind]:
-        vector = load_corpus_statistics(corpus).encode_passage
-        embeds["sparse"] = lambda texts: [vector(text) for text in texts]
-    if encoder is not None:
-        embed = encoder.encode_passages
-        embeds["dense"] = lambda texts: embed(texts).tolist()
-    return embeds
 
 
 def load_corpus_statistics(corpus: Corpus) -> CorpusStatistics:

@@ -13,6 +13,7 @@ import torch
 
 from dlm_rag.errors import CorpusError, RunError
 from dlm_rag.retrieval import dense
+from dlm_rag.retrieval import encoder as encoder_module
 from dlm_rag.retrieval.corpus import open_corpus
 from tests.support.passages import write_jsonl_file
 
@@ -54,8 +55,8 @@ def build(monkeypatch):
     monkeypatch.setattr(dense, "FLUSH_INTERVAL_SECONDS", 0.0)
 
     def opened(corpus, encoder):
-        monkeypatch.setattr(dense, "load_sentence_transformer", lambda *_: encoder)
-        dense.open_dense_retriever(corpus, 3, dense.TextEncoder("model", batch_size=1))
+        monkeypatch.setattr(encoder_module, "load_sentence_transformer", lambda *_: encoder)
+        dense.open_dense_retriever(corpus, 3, encoder_module.TextEncoder("model", batch_size=1))
         return {path.parent.name: path.read_bytes() for path in corpus.folder.glob("*/vectors.npy")}
 
     return opened
@@ -130,7 +131,7 @@ def test_what_a_build_left_and_is_damaged_is_begun_anew(corpus, build, name, lef
 
 
 def test_vectors_that_are_no_numbers_are_refused(corpus, build):
-    with pytest.raises(RunError, match="makes no numbers of some text"):
+    with pytest.raises(RunError, match="vectors that are not finite"):
         build(corpus, Encoder(weights=float("nan")))
 
 

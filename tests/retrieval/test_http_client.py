@@ -7,7 +7,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -122,7 +121,7 @@ def test_https_trusts_whom_the_environment_names_and_nobody_else(
     for name in ("no-such-file.pem", tmp_path / "empty.pem"):
         (tmp_path / "empty.pem").touch()
         monkeypatch.setenv("SSL_CERT_FILE", str(name))
-        with pytest.raises(ConfigError, match="certificates of SSL_CERT_FILE cannot be read"):
+        with pytest.raises(ConfigError, match="certificates that SSL_CERT_FILE .* cannot be read"):
             found_at(url)
 
 
@@ -188,16 +187,6 @@ def test_localhost_is_whichever_address_answers(host, monkeypatch):
         found_at(f"http://localhost:{port}/retrieve")
 
 
-def test_a_name_that_is_looked_up_for_ever_costs_no_more_than_an_attempt(monkeypatch):
-    over = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60))
-    start = time.monotonic()
-    with pytest.raises(ConfigError, match="no answer within 0.2 s"):
-        load_retriever(url="http://slow.example/retrieve", timeout=0.6)
-    assert time.monotonic() - start < 30
-    over.set()
-
-
 def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew():
     opened = []
 
@@ -212,7 +201,7 @@ def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew(
             retriever.search([make_query("Who?")])
         assert len(opened) == 1
         opened[0].shutdown(socket.SHUT_RDWR)
-        retriever.connect()  # with one attempt
+        assert list_passage_ids(retriever.search([make_query("Who?")])) == [["a"]]
         assert len(opened) == 2
 
 

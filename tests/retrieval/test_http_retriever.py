@@ -157,10 +157,10 @@ def document(**fields):
 
 BAD_ANSWERS = {
     "not JSON": (b"<html>", "it answers no search: the answer is not JSON"),
-    "no object": ([], "there is no list 'result'"),
-    "no result": ({"results": []}, "there is no list 'result'"),
+    "no object": ([], "'result' is not a list of lists"),
+    "no result": ({"results": []}, "'result' is not a list of lists"),
     "fewer results": ({"result": []}, "it gives 0 results for 1 queries"),
-    "documents without lists": ({"result": [{"contents": "x"}]}, "a result that is not a list"),
+    "documents without lists": ({"result": [{"contents": "x"}]}, "'result' is not a list of lists"),
     "a number": ({"result": [[3]]}, "a document that is not an object"),
     "no contents": ({"result": [[{"document": {"id": "a"}}]]}, "the passage has no 'contents'"),
     "contents of numbers": (document(contents=3), "'contents' must be a text"),
@@ -260,7 +260,7 @@ def speaking(*parts, wait=0.0):
         ((HEAD, b'{"result": '), 0.0, "closed connection"),
         ((HEAD, b"x"), 9.0, "no answer within 0.2 s"),
         ((HEAD, *[b"x"] * 99), 0.04, "no answer within 0.2 s"),
-        ([bytes([byte]) for byte in HEAD], 0.04, "no answer within 0.2 s"),
+        ([bytes([byte]) for byte in HEAD], 0.04, "no answer within 0.2 s|closed connection"),
         ((HEAD.replace(b"1.1", b"1.0"), *[b"x"] * 99), 0.04, "no answer within 0.2 s"),
     ],
     ids=[

@@ -15,10 +15,9 @@ import numpy as np
 from pymilvus import MilvusClient, MilvusException
 
 from dlm_rag.retrieval.base import Ranking
-from dlm_rag.retrieval.bm25 import BM25Retriever
+from dlm_rag.retrieval.bm25 import BM25Retriever, extract_terms
 from dlm_rag.retrieval.milvus_collection import GRPC_CHANNEL_OPTIONS
 from dlm_rag.retrieval.query import Query
-from dlm_rag.retrieval.sparse_vectors import extract_terms
 
 BEGIN_SECONDS = 180
 
@@ -39,7 +38,7 @@ class MilvusServer:
     def start(self) -> None:
         with (self._folder.with_suffix(".log")).open("ab") as log:
             self._process = subprocess.Popen(
-                [Path(sys.executable).with_name("milvus-lite"), "server", "--data-dir", self._folder,
+                [sys.executable, "-m", "milvus_lite", "server", "--data-dir", self._folder,
                  "--host", "127.0.0.1", "--port", str(self.port)],
                 stdout=log, stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -1,0 +1,166 @@
+"""The encoder of dense retrieval: a sentence-transformers folder or hub id, none of whose code is run."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dlm_rag.config import RetrievalConfig
+from dlm_rag.errors import CheckpointError, RunError, is_failure, summarize_error
+from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
+from dlm_rag.files.paths import expand_path
+from dlm_rag.retrieval.build_once import make_folder_name
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+PROBE_TEXTS = ["Where was the first of them made, in 1900 or before?"]
+_MISSING_WEIGHTS = re.compile(r"^\W*([\w.{}, -]*[\w}])\W*\|.*MISSING", re.MULTILINE)
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+class TextEncoder:
+    """The sentence-transformers model `model` (a folder or hub id), and what is put before texts.
+
+    Raises `CheckpointError` when the model cannot be loaded, `RunError` when its vectors are not finite.
+    """
+
+    def __init__(
+        self, model: str, *, batch_size: int, query_prompt: str = "", passage_prompt: str = ""
+    ) -> None:
+        self._encoder = load_sentence_transformer(model)
+        self.model, self.batch_size = model, batch_size
+        self._query_prompt, self._passage_prompt = query_prompt, passage_prompt
+        self.device = self._encoder.device
+        self.index_folder_name = make_folder_name(
+            "dense", Path(model).name, _fingerprint_encoder(self._encoder), passage_prompt
+        )
+
+    def encode_queries(self, texts: list[str]) -> Tensor:
+        """(n, width) float32 unit vectors."""
+        return self._embed(texts, self._query_prompt)
+
+    def encode_passages(self, texts: list[str]) -> Tensor:
+        """(n, width) float32 unit vectors."""
+        return self._embed(texts, self._passage_prompt)
+
+    def _embed(self, texts: list[str], prompt: str) -> Tensor:
+        found = self._encoder.encode(
+            texts, prompt=prompt or None, batch_size=self.batch_size, convert_to_tensor=True,
+            normalize_embeddings=True, show_progress_bar=False,
+        ).float()  # fmt: skip
+        if not torch.isfinite(found).all():
+            raise RunError(
+                f"embedding_model '{self.model}' gives vectors that are not finite: its weights are damaged"
+            )
+        return found
+
+
+def load_text_encoder(config: RetrievalConfig) -> TextEncoder:
+    """The encoder that a config names; raises `CheckpointError` when it cannot be loaded."""
+    return TextEncoder(
+        config.embedding_model,
+        batch_size=config.embedding_batch_size,
+        query_prompt=config.query_prompt,
+        passage_prompt=config.passage_prompt,
+    )
+
+
+def load_sentence_transformer(name: str, device: str | None = None) -> SentenceTransformer:
+    """The sentence-transformers model in a folder or of a hub id, tried on one text.
+
+    Without `trust_remote_code` the library (from 6.0 on) and transformers import nothing that a folder
+    names; pickles and adapters, whose base models lie elsewhere, are refused here. Raises
+    `CheckpointError`.
+    """
+    if "/" not in name and not expand_path(name, CheckpointError).exists():
+        name = f"sentence-transformers/{name}"  # as the library reads short names
+    folder = resolve_hub_folder(name, "embedding_model")
+    try:
+        _check_encoder_files(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"embedding_model '{name}' is not loaded: {error}") from None
+    from sentence_transformers import SentenceTransformer  # takes seconds to import
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        with _require_all_weights():
+            encoder = SentenceTransformer(
+                str(folder), device=device, trust_remote_code=False, local_files_only=True,
+                model_kwargs={"use_safetensors": True},
+            )  # fmt: skip
+        tried = encoder.encode(PROBE_TEXTS, show_progress_bar=False)
+        if not (abs(tried) < float("inf")).all() or not tried.any():
+            raise CheckpointError("its vector of a text is zero or not finite: its weights are damaged")
+        return encoder
+    except BaseException as error:  # the libraries below raise many unrelated types
+        if not is_failure(error):
+            raise
+        raise CheckpointError(
+            f"embedding_model '{name}' could not be loaded: {summarize_error(error)}"
+        ) from None
+
+
+def _check_encoder_files(folder: Path) -> None:
+    if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is not a sentence-transformers model: it has no modules.json")
+    check_checkpoint_files(folder, [f"**/{pattern}" for pattern in HUB_FILE_PATTERNS])
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path.name == "adapter_config.json":
+            raise CheckpointError(f"{path.parent} holds an adapter: merge it into the weights")
+        # Under this name only: next to an index of shards, say, the library opens the pickle.
+        if path.suffix in _PICKLED and not path.with_name("model.safetensors").is_file():
+            raise CheckpointError(
+                f"{path.parent} holds pickled weights ({path.name}) and no model.safetensors: they are "
+                "never opened, convert or remove them"
+            )
+        if path.name.endswith("config.json") or path.name == "modules.json":
+            read_any_json(path)  # whatever is wrong is named by file
+
+
+@contextmanager
+def _require_all_weights() -> Iterator[None]:
+    """Raises `CheckpointError` where transformers reports tensors that it initialised, which it only logs.
+
+    A missing pooler is unused; it is initialised with a fixed seed so that fingerprints are stable.
+    """
+    reports: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        reports.append(record.getMessage())
+        return "LOAD REPORT" not in reports[-1]
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    logger.addFilter(keep)
+    logger.setLevel(logging.WARNING)
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            yield
+    finally:
+        logger.removeFilter(keep)
+        logger.setLevel(level)
+    missing = [name for name in _MISSING_WEIGHTS.findall("\n".join(reports)) if "pooler" not in name]
+    if missing:
+        raise CheckpointError(f"{missing[0]} is missing from its weights: the download may be incomplete")
+
+
+def _fingerprint_encoder(encoder: SentenceTransformer) -> str:
+    """Digest of weights, modules and tokenizer: vectors of another encoder of that name are not used."""
+    digest = hashlib.sha256(str(encoder).encode())  # lists the modules with their settings
+    backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
+    digest.update((backend.to_str() if backend else repr(encoder.tokenizer)).encode())
+    for name, value in encoder.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
