@@ -1,5 +1,6 @@
 """The page of first_gpu.py: Markdown, JSON, a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,44 +10,117 @@ from bench_tools import format_markdown_table, save_figure, write_json
 from dlm_rag.files.paths import write_text_atomic
 
 ReportLine = dict[str, Any]
+DECODING = {  # heading -> how a line fills it
+    "setting": "{setting}",
+    "answers/s": "{answers_per_second:.2f} [{answers_per_second_range[0]:.2f}, "
+    "{answers_per_second_range[1]:.2f}]",
+    "speed-up": "{speed_up:.2f}",
+    "forwards": "{forwards:.1f}",
+    "ms/forward of a row": "{ms_per_forward:.2f}",
+    "GFLOP/answer": "{gflop_per_answer:,.1f}",
+    "of the roofline": "{roofline_share:.1%} ({bound})",
+    "reused": "{reuse:.1%}",
+    "evicted": "{evicted}",
+    "peak GiB": "{peak}",
+}
+EXACTNESS = {
+    "precision": "{dtype}",
+    "way": "{way}",
+    "kernel": "{kernel}",
+    "same tokens as alone": "{same_tokens} of {of}",
+    "confidences differ by, at most": "{farthest_confidence:.1e}",
+}
+TRAINING = {
+    "switch": "{switch}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "TFLOP/s": "{tflops_per_second:,.2f}",
+    "MFU": "{known_mfu}",
+    "ms/step": "{ms:,.0f}",
+    "peak GiB": "{peak}",
+    "planned GiB": "{planned_gib:.2f}",
+}
+DENOISING = {
+    "rows": "{rows}",
+    "ms of the model": "{model_ms:,.1f}",
+    "ms a step": "{step_ms:,.1f}",
+    "ms a step and row": "{ms_per_row:,.1f}",
+    "ms of a prompt": "{prompt_ms:,.1f}",
+    "peak GiB": "{peak}",
+}
+SECTIONS = [  # metric that a line of the section has, title, what is said, columns
+    (
+        "answers_per_second",
+        "Decoding: {name}",
+        "{millions:,.0f} M parameters. The reference is the published algorithm, plainly: one question at "
+        "a time, the `{layout}` layout, nothing kept, logits everywhere. The others: the `independent` "
+        "layout, one warm pool, questions that it has not seen. Speed-ups are of a forward of a row: no two "
+        "settings have answered the same questions.",
+        DECODING,
+    ),
+    (
+        "same_tokens",
+        "The same tokens?",
+        "The shipped model. Confidences are compared where all tokens are the same.",
+        EXACTNESS,
+    ),
+    (
+        "tokens_per_second",
+        "Training",
+        "{millions:,.0f} M parameters, sequences of {sequence_length:,} tokens, {batch_tokens:,} tokens a "
+        "step, AdamW. The plan does not know of compilation.",
+        TRAINING,
+    ),
+    (
+        "step_ms",
+        "Denoising from uniform noise",
+        "DiffusionGemma in the shape `{shape}`, random weights in bfloat16: {millions:,.0f} M parameters, "
+        "{weights_gib:.2f} GiB. A step proposes {canvas} tokens a row, self-conditioned, after "
+        "{prompt_tokens:,} that have not changed; the model alone leaves out that they are drawn. Medians.",
+        DENOISING,
+    ),
+]
 
 
 def write_first_gpu_report(out: Path, found: dict[str, ReportLine]) -> None:
     """page.md, page.json and page.png from what the parts have found until now."""
     write_json(out / "page.json", found)
-    decodes = {name: part for name, part in found.items() if has_metric(part, "answers_per_second")}
-    trains = {name: part for name, part in found.items() if has_metric(part, "tokens_per_second")}
-    picture = bool(decodes or trains)
-    if picture:
-        plot_throughput(out / "page.png", decodes, trains)
-    blocks = [*format_machine(found.get("machine", {"lines": []}))]
-    blocks += ["![answers a second, training](page.png)"] if picture else []
-    for name, part in decodes.items():
-        blocks += format_decoding(name, part)
-    for part in found.values():
-        blocks += format_exactness(part) if has_metric(part, "same_tokens") else []
-    for part in trains.values():
-        blocks += format_training(part)
-    for part in found.values():
-        blocks += format_denoising(part) if has_metric(part, "step_ms") else []
+    blocks = format_machine(found.get("machine", {}))
+    if plot_throughput(out / "page.png", found):
+        blocks.append("![answers a second, training](page.png)")
+    for metric, title, said, columns in SECTIONS:
+        for name, part in found.items():
+            if any(metric in line for line in part["lines"]):
+                facts = part | {"name": name, "millions": part.get("parameters", 0) / 1e6}
+                rows = [
+                    [form.format(**complete_line(line)) for form in columns.values()]
+                    for line in part["lines"]
+                ]
+                blocks += [f"## {title.format(**facts)}", said.format(**facts)]
+                blocks.append(format_markdown_table(list(columns), rows))
     for name, part in found.items():
         if "attribution" in part:
-            blocks += format_attribution(name, part)
-    blocks += ["## What went wrong", *(format_errors(found) or ["Nothing."])]
-    blocks += [
-        "",
-        format_markdown_table(["part", "seconds"], [[n, f"{p['seconds']:.0f}"] for n, p in found.items()]),
-    ]
+            blocks += [f"## Where the time goes: {name}"]
+            blocks += [f"Whole, with a picture: `{part['attribution_folder']}/`."]
+            for title, headings, rows in part["attribution"]:
+                short = [[cell[:MAX_KERNEL_NAME_CHARS] for cell in row] for row in rows]
+                blocks += [f"**{title}**", format_markdown_table(headings, short)]
+    errors = [f"**{name}**: {part['error']}" for name, part in found.items() if part["error"]]
+    blocks += ["## What went wrong", *(errors or ["Nothing."]), ""]
+    times = [[name, f"{part['seconds']:.0f}"] for name, part in found.items()]
+    blocks.append(format_markdown_table(["part", "seconds"], times))
     write_text_atomic(out / "page.md", "\n\n".join(blocks) + "\n")
 
 
-def has_metric(part: ReportLine, key: str) -> bool:
-    return any(key in line for line in part["lines"])
-
-
-def format_errors(found: dict[str, ReportLine]) -> list[str]:
-    """What each part that failed has said last."""
-    return [f"**{name}**: {part['error']}" for name, part in found.items() if part["error"]]
+def complete_line(line: ReportLine) -> ReportLine:
+    """A line with the figures that follow from it."""
+    peak = line.get("peak_gib")
+    return line | {
+        "peak": "" if peak is None else f"{peak:.2f}",
+        "known_mfu": f"{line['mfu']:.1%}" if "mfu" in line else "unknown machine",
+        "ms": 1e3 * line.get("seconds", 0.0),
+        "ms_per_forward": 1e3 * line.get("seconds_per_forward", 0.0),
+        "ms_per_row": line.get("step_ms", 0.0) / line.get("rows", 1),
+    }
 
 
 def format_machine(part: ReportLine) -> list[str]:
@@ -60,163 +134,70 @@ def format_machine(part: ReportLine) -> list[str]:
             "**On a CPU**: this shows that the page is made and which parts run; it says nothing of a GPU."
         )
     known = part["machines"][0] | {f"{package} (version)": v for package, v in part["versions"].items()}
-    rows = [[key, str(value)] for key, value in known.items()]
-    rows += [["arithmetic", part["dtype"]]]
-    rows += [[f"kernel {kernel}", text] for kernel, text in part["kernels"].items()]
+    known |= {"arithmetic": part["dtype"]}
+    known |= {f"kernel {kernel}": text for kernel, text in part["kernels"].items()}
     if "reads_pages" in part:
-        rows.append(["varlen reads pages", "yes" if part["reads_pages"] else "no"])
-    rows += [
-        ["memory free, GiB", f"{part['free_gib']:.1f}"],
-        ["default pool, GiB", f"{part['prefix_cache_gib']:.1f}"],
-    ]
+        known["varlen reads pages"] = "yes" if part["reads_pages"] else "no"
+    known["memory free, GiB"] = f"{part['free_gib']:.1f}"
+    known["default pool, GiB"] = f"{part['prefix_cache_gib']:.1f}"
     if "roofline" in part:
-        best = part["roofline"]
-        rows.append(["matrix products, TFLOP/s", f"{best['flops'] / 1e12:.2f}"])
-        rows.append(["copies, GB/s", f"{best['bytes'] / 1e9:.0f}"])
+        known["matrix products, TFLOP/s"] = f"{part['roofline']['flops'] / 1e12:.2f}"
+        known["copies, GB/s"] = f"{part['roofline']['bytes'] / 1e9:.0f}"
+    rows = [[key, str(value)] for key, value in known.items()]
     return [*blocks, format_markdown_table(["machine", ""], rows)]
 
 
-def format_decoding(name: str, part: ReportLine) -> list[str]:
-    """Answers a second of one shape."""
-    rows = []
-    for line in part["lines"]:
-        low, high = line["answers_per_second_range"]
-        rows.append(
-            [
-                line["setting"], f"{line['answers_per_second']:.2f} [{low:.2f}, {high:.2f}]",
-                f"{line['speed_up']:.2f}", f"{line['forwards']:.1f}",
-                f"{1e3 * line['seconds_per_forward']:.2f}", f"{line['gflop_per_answer']:,.1f}",
-                f"{line['roofline_share']:.1%} ({line['bound']})", f"{line['reuse']:.1%}",
-                str(line["evicted"]), format_gib(line["peak_gib"]),
-            ]
-        )  # fmt: skip
-    headings = [
-        "setting", "answers/s", "speed-up", "forwards", "ms/forward of a row", "GFLOP/answer",
-        "of the roofline", "reused", "evicted", "peak GiB",
-    ]  # fmt: skip
-    said = (
-        f"{part['parameters'] / 1e6:,.0f} M parameters. The reference is the published algorithm, plainly: "
-        f"one question at a time, the `{part['layout']}` layout, nothing kept, logits everywhere. The "
-        "others: the `independent` layout, one warm pool, questions that it has not seen. Speed-ups "
-        "are of a forward of a row: no two settings have answered the same questions."
-    )
-    return [f"## Decoding: {name}", said, format_markdown_table(headings, rows)]
-
-
-def format_exactness(part: ReportLine) -> list[str]:
-    """Questions that get the tokens that they got alone, the first way of each precision."""
-    rows = [
-        [
-            line["dtype"], line["way"], line["kernel"], f"{line['same_tokens']} of {line['of']}",
-            f"{line['farthest_confidence']:.1e}",
-        ]
-        for line in part["lines"]
-    ]  # fmt: skip
-    headings = ["precision", "way", "kernel", "same tokens as alone", "confidences differ by, at most"]
-    said = "The shipped model. Confidences are compared where all tokens are the same."
-    return ["## The same tokens?", said, format_markdown_table(headings, rows)]
-
-
-def format_training(part: ReportLine) -> list[str]:
-    """Steps with each switch."""
-    rows = []
-    for line in part["lines"]:
-        rows.append(
-            [
-                line["switch"], f"{line['tokens_per_second']:,.0f}", f"{line['tflops_per_second']:,.2f}",
-                f"{line['mfu']:.1%}" if "mfu" in line else "unknown machine",
-                f"{1e3 * line['seconds']:,.0f}", format_gib(line["peak_gib"]),
-                format_gib(line["planned_gib"]),
-            ]
-        )  # fmt: skip
-    headings = ["switch", "tokens/s", "TFLOP/s", "MFU", "ms/step", "peak GiB", "planned GiB"]
-    said = (
-        f"{part['parameters'] / 1e6:,.0f} M parameters, sequences of {part['sequence_length']:,} tokens, "
-        f"{part['batch_tokens']:,} tokens a step, AdamW. The plan does not know of compilation."
-    )
-    return ["## Training", said, format_markdown_table(headings, rows)]
-
-
-def format_denoising(part: ReportLine) -> list[str]:
-    """Steps of a DiffusionGemma, by how many rows take one together."""
-    rows = [
-        [
-            str(line["rows"]), f"{line['model_ms']:,.1f}", f"{line['step_ms']:,.1f}",
-            f"{line['step_ms'] / line['rows']:,.1f}", f"{line['prompt_ms']:,.1f}",
-            format_gib(line["peak_gib"]),
-        ]
-        for line in part["lines"]
-    ]  # fmt: skip
-    headings = ["rows", "ms of the model", "ms a step", "ms a step and row", "ms of a prompt", "peak GiB"]
-    said = (
-        f"DiffusionGemma in the shape `{part['shape']}`, random weights in bfloat16: "
-        f"{part['parameters'] / 1e6:,.0f} M parameters, {part['weights_gib']:.2f} GiB. A step proposes "
-        f"{part['canvas']} tokens a row, self-conditioned, behind {part['prompt_tokens']:,} that have not "
-        "changed; the model alone leaves out that they are drawn. Medians."
-    )
-    return ["## Denoising from uniform noise", said, format_markdown_table(headings, rows)]
-
-
-def format_attribution(name: str, part: ReportLine) -> list[str]:
-    """The tables of attribute.py, shortened."""
-    blocks = [f"## Where the time goes: {name}", f"Whole, with a picture: `{part['attribution_folder']}/`."]
-    for title, headings, rows in part["attribution"]:
-        short = [[cell[:MAX_KERNEL_NAME_CHARS] for cell in row] for row in rows]
-        blocks += [f"**{title}**", format_markdown_table(headings, short)]
-    return blocks
-
-
-def format_gib(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def plot_throughput(path: Path, decodes: dict[str, ReportLine], trains: dict[str, ReportLine]) -> None:
-    """Answers a second of every setting, above; tokens a second and memory of every switch, below."""
+def plot_throughput(path: Path, found: dict[str, ReportLine]) -> bool:
+    """Answers a second of every setting, tokens a second and memory of every switch, if there are any."""
+    lines = [(name, line) for name, part in found.items() for line in part["lines"]]
+    decodes = [(name, line) for name, line in lines if "answers_per_second" in line]
+    switches = [line for _, line in lines if "tokens_per_second" in line]
+    panels: list[list[Any]] = [decodes] * bool(decodes) + [switches, switches] * bool(switches)
+    if not panels:
+        return False
     from matplotlib.figure import Figure
 
-    settings = [(name, line) for name, part in decodes.items() for line in part["lines"]]
-    switches = [line for part in trains.values() for line in part["lines"]]
-    panels = [(len(settings), "decode"), (len(switches), "train"), (len(switches), "memory")]
-    panels = [(count, kind) for count, kind in panels if count]
-    figure = Figure(figsize=(8, sum(0.35 * count + 1 for count, _ in panels)), layout="constrained")
-    axes = figure.subplots(len(panels), squeeze=False, height_ratios=[count + 2 for count, _ in panels])
-    for axis, (_, kind) in zip(axes[:, 0], panels, strict=True):
-        if kind == "decode":
-            labels = [f"{name}, {line['setting']}" for name, line in settings]
-            values = [line["answers_per_second"] for _, line in settings]
-            texts = [
-                f"{line['answers_per_second']:.2f}  ({line['speed_up']:.1f}x, "
-                f"{line['roofline_share']:.0%} of the roofline)"
-                for _, line in settings
-            ]
-            axis.set_xscale("log")
-            axis.set_xlim(min(values) / 2, 40 * max(values))
-            axis.set_xlabel("answers a second")
-        elif kind == "train":
-            labels = [line["switch"] for line in switches]
-            values = [line["tokens_per_second"] for line in switches]
-            texts = [
-                f"{line['tokens_per_second']:,.0f}"
-                + (f"  (MFU {line['mfu']:.0%})" if "mfu" in line else "")
-                for line in switches
-            ]
-            axis.set_xlim(0, 1.4 * max(values))
-            axis.set_xlabel("training tokens a second")
-        else:
-            labels = [line["switch"] for line in switches]
-            values = [line["planned_gib"] for line in switches]
-            texts = [f"planned {line['planned_gib']:.2f}, {measured(line)}" for line in switches]
-            peaks = [(n, line["peak_gib"]) for n, line in enumerate(switches) if line["peak_gib"]]
-            axis.plot([peak for _, peak in peaks], [n for n, _ in peaks], "k|", markersize=14)
-            axis.set_xlim(0, 1.6 * max([*values, *(peak for _, peak in peaks)]))
-            axis.set_xlabel("GiB of a step: bars planned, marks measured")
-        axis.barh(range(len(values)), values, color="#3b78b5", height=0.7)
-        for place, (value, text) in enumerate(zip(values, texts, strict=True)):
-            axis.text(value, place, f"  {text}", va="center", fontsize=8)
-        axis.set_yticks(range(len(labels)), labels, fontsize=8)
-        axis.invert_yaxis()
+    figure = Figure(figsize=(8, sum(0.35 * len(panel) + 1 for panel in panels)), layout="constrained")
+    heights = [len(panel) + 2 for panel in panels]
+    axes = list(figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0])
+    if decodes:
+        axis, values = axes.pop(0), [line["answers_per_second"] for _, line in decodes]
+        texts = [
+            "{answers_per_second:.2f}  ({speed_up:.1f}x, {roofline_share:.0%} of the roofline)".format(
+                **line
+            )
+            for _, line in decodes
+        ]
+        draw_bars(axis, [f"{name}, {line['setting']}" for name, line in decodes], values, texts)
+        axis.set(xscale="log", xlim=(min(values) / 2, 40 * max(values)), xlabel="answers a second")
+    if switches:
+        names, values = (
+            [line["switch"] for line in switches],
+            [line["tokens_per_second"] for line in switches],
+        )
+        texts = [
+            f"{line['tokens_per_second']:,.0f}" + (f"  (MFU {line['mfu']:.0%})" if "mfu" in line else "")
+            for line in switches
+        ]
+        draw_bars(axes[0], names, values, texts)
+        axes[0].set(xlim=(0, 1.4 * max(values)), xlabel="training tokens a second")
+        planned, peaks = ([line[key] for line in switches] for key in ("planned_gib", "peak_gib"))
+        texts = [
+            f"planned {plan:.2f}, " + (f"measured {peak:.2f}" if peak else "not measured on a CPU")
+            for plan, peak in zip(planned, peaks, strict=True)
+        ]
+        draw_bars(axes[1], names, planned, texts)
+        axes[1].plot([peak or float("nan") for peak in peaks], range(len(peaks)), "k|", markersize=14)
+        most = max(value for value in (*planned, *peaks) if value)
+        axes[1].set(xlim=(0, 1.6 * most), xlabel="GiB of a step: bars planned, marks measured")
     save_figure(path, figure)
+    return True
 
 
-def measured(line: ReportLine) -> str:
-    return f"measured {line['peak_gib']:.2f}" if line["peak_gib"] else "not measured on a CPU"
+def draw_bars(axis: Any, labels: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
+    """A bar for each value, with its text."""
+    axis.barh(range(len(values)), values, color="#3b78b5", height=0.7)
+    for place, (value, text) in enumerate(zip(values, texts, strict=True)):
+        axis.text(value, place, f"  {text}", va="center", fontsize=8)
+    axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    axis.invert_yaxis()
