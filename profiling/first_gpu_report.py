@@ -53,8 +53,8 @@ SECTIONS = [  # metric that a line of the section has, title, what is said, colu
         "Decoding: {name}",
         "{millions:,.0f} M parameters. The reference is the published algorithm, plainly: one question at "
         "a time, the `{layout}` layout, nothing kept, logits everywhere. The others: the `independent` "
-        "layout, one warm pool, questions that it has not seen. Speed-ups are of a forward of a row: no two "
-        "settings have answered the same questions.",
+        "layout, one warm pool, questions that it has not seen. Speed-ups are of a forward of a row: no "
+        "two settings have answered the same questions.",
         DECODING,
     ),
     (
