@@ -64,33 +64,31 @@ class GateDecisions:
     @classmethod
     def from_commits(cls, taken: Sequence[WeightedStep]) -> "GateDecisions":
         """Of candidates: which were committed. Where one was forced, none had opened."""
-        kept = [(t, t.step.action) for t in taken if t.step.action is not None and t.step.action.features]
-        features: list[tuple[float, ...]] = []
-        step: list[int] = []
-        opened: list[bool] = []
-        for number, (part, action) in enumerate(kept):
-            written = set() if action.forced else {token.position for token in part.step.committed}
-            features += action.features
-            step += [number] * len(action.features)
-            opened += [position in written for position in action.candidates]
+        kept = [part for part in taken if part.action.features]
+        opened = [
+            not part.action.forced and position in {token.position for token in part.step.committed}
+            for part in kept
+            for position in part.action.candidates
+        ]
+        features = [row for part in kept for row in part.action.features]
+        sizes = [len(part.action.features) for part in kept]
         return cls(
-            np.array(features, np.float64).reshape(-1, len(COMMIT_FEATURES)), np.array(step, np.int64),
-            np.array(opened, np.bool_), np.array([part.weight for part, _ in kept], np.float64),
-            np.array([action.log_prob for _, action in kept], np.float64),
+            np.array(features, np.float64).reshape(-1, len(COMMIT_FEATURES)),
+            np.repeat(np.arange(len(kept)), np.array(sizes, np.int64)), np.array(opened, np.bool_),
+            np.array([part.weight for part in kept], np.float64),
+            np.array([part.action.log_prob for part in kept], np.float64),
         )  # fmt: skip
 
     @classmethod
     def from_searches(cls, taken: Sequence[WeightedStep]) -> "GateDecisions":
         """Of steps whose query had changed: whether the evidence was refreshed."""
-        kept = [
-            (t, t.step.action) for t in taken if t.step.action is not None and t.step.action.search_features
-        ]
+        kept = [part for part in taken if part.action.search_features]
+        features = [part.action.search_features for part in kept]
         return cls(
-            np.array([action.search_features for _, action in kept], np.float64).reshape(-1,
-            len(SEARCH_FEATURES)),
-            np.arange(len(kept)), np.array([part.step.retrieved for part, _ in kept], np.bool_),
-            np.array([part.weight for part, _ in kept], np.float64),
-            np.array([action.search_log_prob for _, action in kept], np.float64),
+            np.array(features, np.float64).reshape(-1, len(SEARCH_FEATURES)), np.arange(len(kept)),
+            np.array([part.step.retrieved for part in kept], np.bool_),
+            np.array([part.weight for part in kept], np.float64),
+            np.array([part.action.search_log_prob for part in kept], np.float64),
         )  # fmt: skip
 
 
@@ -163,8 +161,7 @@ def make_policy_rows(
         rollout = parts[0].rollout
         rows = {row.step: row for row in make_step_examples(rollout, header, tokenizer)}
         for part in parts:
-            row, action = rows[part.step.step], part.step.action
-            assert action is not None
+            row, action = rows[part.step.step], part.action
             laid = lay_out_prompt(row.prompt, shape, rollout.prompt_layout, order)
             begin, end = laid.block_bounds(row.canvas.index(header.mask_id))
             finished = max(0, begin) if laid.block_size else 0
@@ -268,9 +265,8 @@ class PolicyObjective(nn.Module):
         return loss, sums
 
     def _picked(self, taken: Tensor, mask_id: Tensor, hidden: Tensor, seen: Tensor | None = None) -> Tensor:
-        """(4, n): `gather_action_log_probs`; with the hidden states that the reference has seen (7, n):
-        the two rows of the
-        divergence from it, and its urge."""
+        """(4, n): `gather_action_log_probs`; with hidden states of the reference (7, n): the two rows of
+        the divergence from it, and its urge, too."""
         found = compute_action_distribution(compute_logits(self.denoiser, hidden), mask_id, self.soft)
         parts = gather_action_log_probs(found, taken)
         if self.reference is None or seen is None:
@@ -284,11 +280,8 @@ class PolicyObjective(nn.Module):
         logits = compute_logits(self.denoiser, hidden)
         parts = [compute_action_distribution(logits, mask_id, self.soft).entropy()[None]]
         for by in (LOGIT_SCALE_NUDGE, -LOGIT_SCALE_NUDGE):
-            parts.append(
-                gather_action_log_probs(
-                    compute_action_distribution(logits * (1 + by), mask_id, self.soft), taken
-                )
-            )
+            moved = compute_action_distribution(logits * (1 + by), mask_id, self.soft)
+            parts.append(gather_action_log_probs(moved, taken))
         return torch.cat(parts)
 
 

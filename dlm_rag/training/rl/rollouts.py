@@ -5,14 +5,13 @@ from, in ids. Everything is drawn by (seed, step, question, member): nothing has
 """
 
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
@@ -29,28 +28,20 @@ from dlm_rag.training.rl.reward import (
 )
 
 
-class QuestionSource(Protocol):
-    """Where the questions of a step come from."""
-
-    def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
-        """Some questions of a step, and what answers their searches."""
-        ...
-
-
 class WorldQuestionSource:
     """Of invented worlds, a new one every `train.steps_per_world` steps."""
 
     def __init__(self, train: TrainConfig, top_k: int) -> None:
         self._train, self._top_k = train, top_k
-        self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
+        self._open: tuple[int, IndexedWorld] | None = None
 
     def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
+        """Some questions of a step, and what answers their searches."""
         train, number = self._train, step // self._train.steps_per_world
-        if number not in self._open:
-            self._open.clear()
+        if self._open is None or self._open[0] != number:
             seed = train.seed * 1_000_003 + 500_000 + number
-            self._open[number] = IndexedWorld(seed, train.world_passages, self._top_k)
-        indexed, questions = self._open[number], []
+            self._open = number, IndexedWorld(seed, train.world_passages, self._top_k)
+        indexed, questions = self._open[1], []
         for item in items:
             rng = random.Random(f"rl/{train.seed}/{step}/{item}")
             found = draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
@@ -71,12 +62,16 @@ class FileQuestionSource:
         self._key = (train.seed, phase)
 
     def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
+        """As of `WorldQuestionSource`."""
         found = []
         for item in items:
             epoch, place = divmod(step * self._train.prompts_per_step + item, len(self._questions))
             order = sample_permutation((*self._key, "rl", epoch), len(self._questions))
             found.append(replace(self._questions[int(order[place])], id=f"{step}.{item}"))
         return found, self._retriever
+
+
+QuestionSource = WorldQuestionSource | FileQuestionSource
 
 
 @dataclass(frozen=True)
@@ -87,6 +82,12 @@ class WeightedStep:
     step: RolloutStep
     weight: float  # its advantage, times `steps_represented`
     steps_represented: float = 1.0  # steps of its rollout
+
+    @property
+    def action(self) -> Action:
+        """What the policy drew; steps without an action are not learned from."""
+        assert self.step.action is not None
+        return self.step.action
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,8 @@ ROLLOUT_SUMS = (
 
 
 def count_rollout_group(
-    sums: dict[str, float],
-    group: Sequence[Rollout],
-    found: Sequence[dict[str, float]],
-    rewards: Sequence[float],
-) -> None:  # fmt: skip
+    sums: dict[str, float], group: Sequence[Rollout], found: list[dict[str, float]], rewards: list[float]
+) -> None:
     """Adds a group to the sums."""
     sums["rollouts"] += len(found)
     sums["failed"] += len(group) - len(found)
@@ -167,41 +165,18 @@ def count_rollout_group(
     sums["forced"] += sum(action.forced for action in actions)
 
 
-@dataclass(frozen=True)
-class LearnedPolicy:
-    """rollout_settings: the fields of `DecodeConfig` that make it sample. runs_denoiser: in its loss."""
-
-    rollout_settings: Callable[[TrainConfig], dict[str, Any]]
-    runs_denoiser: bool
-
-
-DENOISER_POLICY = LearnedPolicy(
-    lambda train: {
-        "commit_rule": "sampled",
-        "temperature": train.rollout_temperature,
-        "retrieval_gate": "always",
-    },
-    runs_denoiser=True,
-)
-LEARNED_POLICIES = {
-    "all": DENOISER_POLICY,
-    "lora": DENOISER_POLICY,
-    "policy_heads": LearnedPolicy(
-        lambda train: {"commit_rule": "policy_head", "head_threshold": None, "temperature": 0.0},
-        runs_denoiser=False,
-    ),
-}
-
-
-def find_policy(train: TrainConfig) -> LearnedPolicy:
-    """The policy that a phase teaches."""
-    return LEARNED_POLICIES[train.trainable or "all"]
+def trains_denoiser(train: TrainConfig) -> bool:
+    """Whether the policy is that of the denoiser; else it is that of heads beside a denoiser."""
+    return train.trainable != "policy_heads"
 
 
 def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
     """How rollouts are decoded: as the config says, but sampled."""
+    sampled: dict[str, Any] = {"commit_rule": "policy_head", "head_threshold": None, "temperature": 0.0}
+    if trains_denoiser(train):
+        sampled = {"commit_rule": "sampled", "temperature": train.rollout_temperature}
+        sampled["retrieval_gate"] = "always"
     places = min(config.decode.batch_size, train.prompts_per_step * train.num_generations)
-    sampled = find_policy(train).rollout_settings(train)
     return replace(config.decode, **sampled, batch_size=places, seed=train.seed)
 
 

@@ -28,16 +28,15 @@ from dlm_rag.training.rl.policy_loss import (
 )
 from dlm_rag.training.rl.reward import REWARDS, has_prices
 from dlm_rag.training.rl.rollouts import (
-    LEARNED_POLICIES,
     FileQuestionSource,
     QuestionSource,
     RolloutBuffer,
     WeightedStep,
     WorldQuestionSource,
     fill_rollout_buffer,
-    find_policy,
     make_rollout_decoder,
     make_rollout_settings,
+    trains_denoiser,
 )
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
 
@@ -65,13 +64,13 @@ class RlTask(Task):
     """
 
     name, can_prefetch, needs_trained_model = "rl", False, True
-    trainable = frozenset(LEARNED_POLICIES)
+    trainable = frozenset({"all", "lora", "policy_heads"})
     _source: QuestionSource
 
     def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
         super().__init__(source, config, train, origin)
         self.updates, self._tokenizer = train.num_iterations, origin.tokenizer
-        self.runs_denoiser = find_policy(train).runs_denoiser
+        self.runs_denoiser = trains_denoiser(train)
         self._denoiser: Denoiser | None = None
 
     @staticmethod
@@ -82,8 +81,7 @@ class RlTask(Task):
     def check_settings(cls, config: Config, train: TrainConfig) -> None:
         super().check_settings(config, train)
         look_up(REWARDS, train.reward, "train.reward")
-        runs_denoiser = find_policy(train).runs_denoiser
-        if runs_denoiser and config.decode.copy_penalty is not None:
+        if trains_denoiser(train) and config.decode.copy_penalty is not None:
             raise ConfigError(
                 "rl of the denoiser computes steps again without decode.copy_penalty: leave it out, or set "
                 "train.trainable=policy_heads"
@@ -138,23 +136,19 @@ class RlTask(Task):
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
-        self._check_shape(denoiser.config)
-        settings = make_rollout_settings(self._config, self._train)
+        settings, shape = make_rollout_settings(self._config, self._train), denoiser.config
+        appends = shape.finished_block_context in ("append", "frozen")
+        if self.runs_denoiser and shape.block_size and (shape.shifted or appends):
+            finished = f"finished_block_context={shape.finished_block_context}"
+            raise ConfigError(
+                "rl of the denoiser computes steps again from the canvas alone, which excludes "
+                f"{'shifted models in blocks' if shape.shifted else finished}: set trainable=policy_heads"
+            )
         if not self.runs_denoiser:
             return HeadsObjective(denoiser, settings, self._train)
         dtype = choose_dtype(self._train.dtype, choose_device(self._config.model.device))
         reference = copy_frozen_denoiser(denoiser, dtype) if self._train.kl_coef else None
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self._train, reference)
-
-    def _check_shape(self, shape: DenoiserConfig) -> None:
-        """Raises `ConfigError` for a denoiser whose steps cannot be computed again as they were."""
-        finished = f"finished_block_context={shape.finished_block_context}"
-        appends = shape.finished_block_context in ("append", "frozen")
-        if self.runs_denoiser and shape.block_size and (shape.shifted or appends):
-            raise ConfigError(
-                "rl of the denoiser computes steps again from the canvas alone, which excludes "
-                f"{'shifted models in blocks' if shape.shifted else finished}: set trainable=policy_heads"
-            )
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RlMicrobatch:
         buffer, layout = self.collect_rollouts(step, items)
