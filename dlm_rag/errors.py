@@ -1,7 +1,8 @@
 """What a user can get wrong. Command lines print these as one sentence and exit with code 2."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -51,3 +52,14 @@ def summarize_error(error: BaseException) -> str:
     if mark is not None:
         return f"line {mark.line + 1}: {getattr(error, 'problem', lines[0])}"
     return lines[0][:300].rstrip(".")
+
+
+@contextmanager
+def translate_failures(kind: type[UserError], place: str) -> Iterator[None]:
+    """Turns whatever fails inside, in libraries that raise many types, into a `kind` that names `place`."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, UserError) or not is_failure(error):
+            raise
+        raise kind(f"{place}: {summarize_error(error)}") from None

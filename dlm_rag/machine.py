@@ -44,10 +44,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     import torch
 
     if name == "auto" and device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    if name == "auto":
-        return torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+        name = "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32)
 
 
 def get_machine_name(device: torch.device) -> str:
@@ -56,8 +54,7 @@ def get_machine_name(device: torch.device) -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
-    listed = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", listed.read_text()) if listed.is_file() else None
+    found = re.search(r"model name\s*: (.+)", _read_text_or_empty(Path("/proc/cpuinfo")))
     return f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
 
 
@@ -81,8 +78,8 @@ def describe_machine(device: torch.device, attention: str) -> dict[str, str | in
 
 
 def _nvidia_driver() -> str | None:
-    listed = Path("/proc/driver/nvidia/version")
-    found = re.search(r"Module\s.*?(\d+\.[\d.]+)", listed.read_text()) if listed.is_file() else None
+    listed = _read_text_or_empty(Path("/proc/driver/nvidia/version"))
+    found = re.search(r"Module\s.*?(\d+\.[\d.]+)", listed)
     return found[1] if found else None
 
 
@@ -104,23 +101,16 @@ def count_usable_cores() -> int:
 def _read_cgroup_cpu_quota(root: Path = Path("/")) -> float:
     """Cores' worth of time of the tightest control group around this process; version 2, or version 1."""
     groups = root / "sys/fs/cgroup"
-    own = _read_text_or_empty(root / "proc/self/cgroup")
-    found = re.search(r"^0::/(.*)$", own, re.M)
-    inner = groups / (found[1] if found else "")
-    limits = [
-        _read_text_or_empty(path / "cpu.max")
-        for path in (inner, *inner.parents)
-        if path.is_relative_to(groups)
-    ]
-    limits.append(
-        " ".join(_read_text_or_empty(groups / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
-    )
-    quotas = [found for limit in limits if (found := re.fullmatch(r"\s*(\d+)\s+(\d+)\s*", limit))]
-    return min((int(found[1]) / int(found[2]) for found in quotas), default=math.inf)
+    own = re.search(r"^0::/(.*)$", _read_text_or_empty(root / "proc/self/cgroup"), re.M)
+    inner = groups / (own[1] if own else "")
+    folders = [path for path in (inner, *inner.parents) if path.is_relative_to(groups)]
+    limits = [_read_text_or_empty(path / "cpu.max") for path in folders]
+    parts = [_read_text_or_empty(groups / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    quotas = [re.fullmatch(r"\s*(\d+)\s+(\d+)\s*", limit) for limit in (*limits, " ".join(parts))]
+    return min((int(found[1]) / int(found[2]) for found in quotas if found), default=math.inf)
 
 
 def _read_text_or_empty(path: Path) -> str:
-    """The text of a file; empty if there is none."""
     try:
         return path.read_text()
     except OSError:
@@ -129,9 +119,8 @@ def _read_text_or_empty(path: Path) -> str:
 
 def read_host_memory() -> dict[str, int]:
     """Bytes of memory, "total" and "available"; empty if the system does not tell."""
-    listed = Path("/proc/meminfo")
-    found = dict(re.findall(r"^Mem(\w+):\s+(\d+) kB", listed.read_text(), re.M)) if listed.is_file() else {}
-    return {name.lower(): 1024 * int(size) for name, size in found.items()}
+    found = re.findall(r"^Mem(\w+):\s+(\d+) kB", _read_text_or_empty(Path("/proc/meminfo")), re.M)
+    return {name.lower(): 1024 * int(size) for name, size in found}
 
 
 def get_peak_memory_bytes() -> int:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dlm_rag.config.renamed import upgrade_checkpoint
-from dlm_rag.errors import CheckpointError, suggest_nearest
+from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_json, resolve_hub_folder
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -278,17 +278,12 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
 def _check_rope(checkpoint: Checkpoint) -> None:
     """Raises `CheckpointError` for scaled rotary positions without finite frequencies."""
     config, path = checkpoint.config, checkpoint.folder / "config.json"
-    try:
+    problem = f"{path}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
+    with translate_failures(CheckpointError, problem):
         frequencies, gain = compute_rope_frequencies(config)
-        sound = frequencies.shape == (config.head_dim // 2,) and math.isfinite(
-            float(frequencies.sum()) + gain
-        )
-    except Exception:  # the library checks with many unrelated types
-        sound = False
-    if not sound:
-        raise CheckpointError(
-            f"{path}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
-        )
+        finite = math.isfinite(float(frequencies.sum()) + gain)
+        if not finite or frequencies.shape != (config.head_dim // 2,):
+            raise CheckpointError(problem)
 
 
 def _check_values(path: Path, theirs: str, value: Tensor, ours: str) -> None:

@@ -212,16 +212,17 @@ class Denoiser(TransformerWeights):
 
     def _run_layer(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """One layer; with `checkpointing`, backward computes its activations again."""
+        found: tuple[Tensor, Tensor, Tensor]
         if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
-            found: tuple[Tensor, Tensor, Tensor] = block(*inputs)
+            found = block(*inputs)
             return found
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
         options: dict[str, Any] = {}
         if self.activation_checkpointing == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _list_saved_ops())
-        again: tuple[Tensor, Tensor, Tensor] = checkpoint(block, *inputs, use_reentrant=False, **options)
-        return again
+        found = checkpoint(block, *inputs, use_reentrant=False, **options)
+        return found
 
     def compute_token_logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V) from hidden states (n, hidden), through norm and head.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dlm_rag.errors import CheckpointError, is_failure, summarize_error
+from dlm_rag.errors import CheckpointError, translate_failures
 from dlm_rag.model.checkpoint import Checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
@@ -37,7 +37,7 @@ def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: to
     kind: Any = DiffusionGemmaForBlockDiffusion
     folder = checkpoint.folder
     straight = device.type != "cpu" and find_spec("accelerate") is not None
-    try:
+    with translate_failures(CheckpointError, f"{folder} cannot be loaded"):
         model, report = kind.from_pretrained(
             folder,
             config=build_gemma_config(checkpoint.raw_config, folder / "config.json"),
@@ -49,10 +49,6 @@ def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: to
             output_loading_info=True,
             device_map={"": device} if straight else None,
         )
-    except BaseException as error:  # the library raises many unrelated types
-        if not is_failure(error):
-            raise
-        raise CheckpointError(f"{folder} cannot be loaded: {summarize_error(error)}") from None
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(VISION_PREFIXES))
     if missing:
         raise CheckpointError(f"{folder}: the tensor {missing[0]} is missing")
@@ -106,13 +102,11 @@ class DiffusionGemma(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self.model.device
-        return found
+        return next(self.model.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.model.dtype
-        return found
+        return next(self.model.parameters()).dtype
 
     @property
     def activation_checkpointing(self) -> str:

@@ -115,27 +115,19 @@ def _list_shards(folder: Path) -> list[Path]:
             raise CheckpointError(f"{index} has no weight_map from tensors to files")
         names = sorted({*weight_map.values()})
         paths = [resolve_path_inside(folder, name, str(index), CheckpointError) for name in names]
-        here = {path for path in folder.iterdir() if path.is_file()}
-        for path in paths:
-            if path not in here:
-                raise CheckpointError(f"{folder}: the shard {path.name:.60} of its index is missing")
+        if missing := [path for path in paths if not path.is_file()]:
+            raise CheckpointError(f"{folder}: the shard {missing[0].name:.60} of its index is missing")
         if weights.exists() and weights not in paths:
-            raise CheckpointError(
-                f"{folder} has both {WEIGHTS_FILE} and {index.name}: remove the older one"
-            )
+            raise CheckpointError(f"{folder} has {WEIGHTS_FILE} and {index.name}: remove the older one")
         return paths
     if weights.is_file():
         return [weights]
-    names = sorted(path.name for path in folder.iterdir())
-    if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
-        raise CheckpointError(
-            f"{folder} has only pickled weights ({pickled[0]}), which are never opened: convert them to "
-            "safetensors"
-        )
-    others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
-    if any("-of-" in name for name in others):
-        raise CheckpointError(f"{folder} has {others[0]} but no {index.name}: fetch that too")
-    hint = f" (there is {others[0]})" if others else ""
+    hint = ""
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+            hint = f"; pickled ones ({path.name}) are never opened: convert them to safetensors"
+        elif path.suffix in (".safetensors", ".gguf"):
+            hint = f"; there is {path.name}" + f", fetch {index.name} too" * ("-of-" in path.name)
     raise CheckpointError(f"{folder} has no weights: {WEIGHTS_FILE} is missing{hint}")
 
 

@@ -6,14 +6,15 @@ that training starts from: the soft commit threshold; to search nearly always.
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dlm_rag.errors import CheckpointError
+from dlm_rag.errors import CheckpointError, translate_failures
 from dlm_rag.randomness import make_keyed_generator
 
 HEADS_FILE = "heads.safetensors"
@@ -21,6 +22,7 @@ COMMIT_FEATURES = (
     "confidence", "distance", "lowest_left", "doubt_left", "left_written", "ends", "fresh_evidence", "step",
 )  # fmt: skip
 SEARCH_FEATURES = ("new_words", "new_share", "committed", "since_search", "lowest", "step")
+_FEATURE_NAMES = {"commit": " ".join(COMMIT_FEATURES), "search": " ".join(SEARCH_FEATURES)}
 HEAD_HIDDEN_SIZE = 16
 HEADS_PREFIX = "heads."
 
@@ -61,11 +63,7 @@ class PolicyHeads(nn.Module):
 
 def copy_heads_to_cpu(heads: PolicyHeads) -> PolicyHeads:
     """The heads as they are now, on the CPU, where decoding asks them row by row."""
-    with torch.device("meta"):
-        there = PolicyHeads()
-    values = {name: value.detach().cpu() for name, value in heads.named_parameters()}
-    there.load_state_dict(values, assign=True)
-    return there.requires_grad_(False)
+    return deepcopy(heads).cpu().requires_grad_(False)
 
 
 def save_heads(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -73,8 +71,7 @@ def save_heads(tensors: dict[str, Tensor], folder: Path) -> None:
     named = {name.removeprefix(HEADS_PREFIX): value.contiguous() for name, value in tensors.items()}
     (folder / HEADS_FILE).unlink(missing_ok=True)
     if named:
-        features = {"commit": " ".join(COMMIT_FEATURES), "search": " ".join(SEARCH_FEATURES)}
-        save_file(named, folder / HEADS_FILE, metadata={"format": "pt", **features})
+        save_file(named, folder / HEADS_FILE, metadata={"format": "pt", **_FEATURE_NAMES})
 
 
 def read_heads(folder: Path) -> PolicyHeads | None:
@@ -83,17 +80,12 @@ def read_heads(folder: Path) -> PolicyHeads | None:
     if not path.is_file():
         return None
     heads = PolicyHeads()
-    wanted = {name: value.shape for name, value in heads.state_dict().items()}
-    try:
+    with translate_failures(CheckpointError, f"{path} is not a safetensors file"):
         with safe_open(path, framework="pt") as file:
-            said = file.metadata() or {}
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-    features = (said.get("commit"), said.get("search"))
-    if features != (" ".join(COMMIT_FEATURES), " ".join(SEARCH_FEATURES)) or wanted != {
-        n: v.shape for n, v in found.items()
-    }:
+            metadata = file.metadata() or {}
+        found = load_file(path)
+    shapes = [{name: x.shape for name, x in some.items()} for some in (found, heads.state_dict())]
+    if shapes[0] != shapes[1] or any(metadata.get(key) != names for key, names in _FEATURE_NAMES.items()):
         raise CheckpointError(f"{path} is of another version: train the heads again, or remove the file")
     if not all(bool(value.isfinite().all()) for value in found.values()):
         raise CheckpointError(f"{path} has values that are not finite")

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.errors import CheckpointError, QuestionError, is_failure, summarize_error
+from dlm_rag.errors import CheckpointError, QuestionError, translate_failures
 from dlm_rag.files.hub import read_json
 from dlm_rag.tokenizer.chat_template import render_chat_affixes
 from dlm_rag.tokenizer.safe_encode import PlainTextEncoder
@@ -59,11 +59,13 @@ class PromptTemplate:
         """
         if raw is None:
             return cls() if layout != "independent" else cls(fact="{passage}")
-        if not isinstance(raw, dict) or not all(isinstance(text, str) for text in raw.values()):
-            raise CheckpointError("the prompt template must hold texts: head, fact, tail")
-        unknown = set(raw) - {item.name for item in fields(cls)}
-        if unknown:
-            raise CheckpointError(f"the prompt template has an unknown key '{min(unknown)}'")
+        known = {item.name for item in fields(cls)}
+        if (
+            not isinstance(raw, dict)
+            or set(raw) - known
+            or not all(isinstance(v, str) for v in raw.values())
+        ):
+            raise CheckpointError("the prompt template must hold texts by these keys: head, fact, tail")
         template = cls(**raw)
         if "{question}" not in template.head or "{passage}" not in template.fact:
             raise CheckpointError("the prompt template needs {question} in head, {passage} in fact")
@@ -156,9 +158,7 @@ class Tokenizer:
         Reads `tokenizer.json`, or the `vocab.json` and `merges.txt` of Dream; runs no code of the
         checkpoint. Raises `CheckpointError`.
         """
-        from dlm_rag.model.checkpoint import (
-            open_checkpoint,
-        )  # brings torch along, which a trace does not need
+        from dlm_rag.model.checkpoint import open_checkpoint  # brings torch, which a trace does not need
 
         checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else path
         config = checkpoint.config
@@ -185,12 +185,8 @@ class Tokenizer:
         return self._encode_checked(partial(self._plain.encode, text))
 
     def _encode_checked(self, encode: Callable[[], list[int]]) -> tuple[int, ...]:
-        try:
+        with translate_failures(QuestionError, "the tokenizer fails"):
             ids = tuple(encode())
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise QuestionError(f"the tokenizer fails: {summarize_error(error)}") from None
         if self._vocabulary is not None and ids and max(ids) >= self._vocabulary:
             raise QuestionError(
                 f"the tokenizer gives the id {max(ids)}, but the model has {self._vocabulary}: it "
@@ -239,12 +235,8 @@ class Tokenizer:
             ends = list(accumulate(map(len, pieces)))
         else:
             prefixes = [[t for t in ids[: n + 1] if t not in self.special_ids] for n in range(len(ids))]
-            ends = [len(self._decode_complete_characters(prefix)) for prefix in prefixes]
+            ends = [len(self._decode(prefix).rstrip("\ufffd")) for prefix in prefixes]
         return text, list(pairwise([0, *ends]))
-
-    def _decode_complete_characters(self, ids: list[int]) -> str:
-        """Text of ids without the character that is still incomplete at its end."""
-        return self._decode(ids).rstrip("\ufffd")
 
     def _token_text(self, token: int) -> str:
         """The text of one token; bytes that are no whole character show as U+FFFD."""
@@ -258,15 +250,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).exists():
             read_json(folder / name)  # says which of the files it is
-    try:
+    with translate_failures(CheckpointError, f"the tokenizer in {folder} cannot be read"):
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder)
         if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             return Qwen2Tokenizer.from_pretrained(folder)
-    except BaseException as error:  # the loader raises many unrelated types, some of them bare
-        if not is_failure(error):
-            raise
-        raise CheckpointError(
-            f"the tokenizer in {folder} cannot be read: {summarize_error(error)}"
-        ) from None
     raise CheckpointError(f"{folder} has no tokenizer: tokenizer.json is missing")

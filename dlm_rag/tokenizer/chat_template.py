@@ -12,7 +12,7 @@ from datetime import datetime
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dlm_rag.errors import CheckpointError, is_failure, summarize_error
+from dlm_rag.errors import CheckpointError, translate_failures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,20 +30,15 @@ def render_chat_affixes(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]
         return tokenizer.bos_token or "", ""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    try:
-        with _limit_time():
-            text = _compile_jinja_template(tokenizer.get_chat_template()).render(
-                **tokenizer.special_tokens_map,
-                messages=[{"role": "user", "content": _MESSAGE}],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                strftime_now=TEMPLATE_DATE.strftime,  # `apply_chat_template` takes no functions
-            )
-    except BaseException as error:  # whatever a template may raise
-        if not is_failure(error):
-            raise
-        raise CheckpointError(f"the chat template cannot be rendered: {summarize_error(error)}") from None
+    with translate_failures(CheckpointError, "the chat template cannot be rendered"), _limit_time():
+        text = _compile_jinja_template(tokenizer.get_chat_template()).render(
+            **tokenizer.special_tokens_map,
+            messages=[{"role": "user", "content": _MESSAGE}],
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            strftime_now=TEMPLATE_DATE.strftime,  # `apply_chat_template` takes no functions
+        )
     prefix, found, suffix = str(text).partition(_MESSAGE)
     if not found or _MESSAGE in suffix:
         raise CheckpointError("the chat template must show the user's message once, as it is")

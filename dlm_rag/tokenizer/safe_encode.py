@@ -46,17 +46,13 @@ class PlainTextEncoder:
             self._plain.normalizer = full.normalizer
         if full.pre_tokenizer is not None:
             self._plain.pre_tokenizer = full.pre_tokenizer
-        forbidden_ids = (
-            control
-            | marks
-            | {
-                token
-                for token, item in full.get_added_tokens_decoder().items()
-                if item.special or not (item.content.isspace() or len(item.content) == 1)
-            }
-        )
+        added = {
+            token
+            for token, item in full.get_added_tokens_decoder().items()
+            if item.special or not (item.content.isspace() or len(item.content) == 1)
+        }
         unknown = self._unknown()
-        self.meaning = forbidden_ids - {unknown}
+        self.meaning = (control | marks | added) - {unknown}
         for token in control:
             piece = self._plain.id_to_token(token)
             if piece is not None and (token == unknown or len(piece) == 1):
@@ -108,14 +104,12 @@ def _drop_pieces(model: dict[str, Any], pieces: set[str | None]) -> dict[str, An
     """The model of a `tokenizer.json` in which no text has one of these pieces."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, list):  # Unigram: the place in the list is the id
-        # A name that nobody can type.
-        hidden = secrets.token_hex(16)
-        return model | {
-            "vocab": [
-                [f"{hidden}{place}" if piece in pieces else piece, score]
-                for place, (piece, score) in enumerate(vocabulary)
-            ]
-        }
+        hidden = secrets.token_hex(16)  # a name that nobody can type
+        renamed = [
+            [f"{hidden}{place}" if piece in pieces else piece, score]
+            for place, (piece, score) in enumerate(vocabulary)
+        ]
+        return model | {"vocab": renamed}
     kept = {piece: token for piece, token in vocabulary.items() if piece not in pieces}
     if "merges" not in model:
         return model | {"vocab": kept}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_rag.errors import CheckpointError, is_failure, suggest_nearest, summarize_error
+from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_json
 from dlm_rag.model.denoiser_config import DenoiserConfig, UniformNoiseConfig
 from dlm_rag.model.families.base import Family, NamedShapes, require_key
@@ -74,12 +74,10 @@ def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
             f"{folder} has no generation_config.json, which has the settings of its decoding: fetch it too"
         )
     raw = read_json(path)
-    try:
+    with translate_failures(CheckpointError, str(path)):
         found: Any = DiffusionGemmaGenerationConfig.from_dict(raw)
         found.update(**found._get_default_generation_params(), defaults_only=True)
         found.validate()
-    except Exception as error:  # the library raises many unrelated types
-        raise CheckpointError(f"{path}: {summarize_error(error)}") from None
     block = config.block_size
     assert block is not None
     noise = UniformNoiseConfig(
@@ -97,14 +95,10 @@ def build_gemma_config(raw: dict[str, Any], place: Path) -> Any:
     """The config as the class of `transformers` takes it; raises `CheckpointError` naming `place`."""
     from transformers import DiffusionGemmaConfig
 
-    try:
+    with translate_failures(CheckpointError, str(place)):
         return DiffusionGemmaConfig.from_dict(
             raw if raw.get("vision_config") else raw | {"vision_config": DUMMY_VISION_CONFIG}
         )
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise CheckpointError(f"{place}: {summarize_error(error)}") from None
 
 
 def list_text_tensor_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
@@ -115,13 +109,8 @@ def list_text_tensor_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
     from transformers import DiffusionGemmaForBlockDiffusion
 
     config = build_gemma_config(raw, place)
-    try:
-        with torch.device("meta"):
-            model = DiffusionGemmaForBlockDiffusion(config)
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise CheckpointError(f"{place}: the model cannot be built: {summarize_error(error)}") from None
+    with translate_failures(CheckpointError, f"{place}: the model cannot be built"), torch.device("meta"):
+        model = DiffusionGemmaForBlockDiffusion(config)
     others: dict[str, list[str]] = {}
     for name, source in model.all_tied_weights_keys.items():
         others.setdefault(source, []).append(name)
