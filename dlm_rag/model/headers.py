@@ -115,7 +115,8 @@ def _list_shards(folder: Path) -> list[Path]:
             raise CheckpointError(f"{index} has no weight_map from tensors to files")
         names = sorted({*weight_map.values()})
         paths = [resolve_path_inside(folder, name, str(index), CheckpointError) for name in names]
-        if missing := [path for path in paths if not path.is_file()]:
+        here = {path for path in folder.iterdir() if path.is_file()}
+        if missing := [path for path in paths if path not in here]:
             raise CheckpointError(f"{folder}: the shard {missing[0].name:.60} of its index is missing")
         if weights.exists() and weights not in paths:
             raise CheckpointError(f"{folder} has {WEIGHTS_FILE} and {index.name}: remove the older one")

@@ -59,13 +59,9 @@ class PromptTemplate:
         """
         if raw is None:
             return cls() if layout != "independent" else cls(fact="{passage}")
-        known = {item.name for item in fields(cls)}
-        if (
-            not isinstance(raw, dict)
-            or set(raw) - known
-            or not all(isinstance(v, str) for v in raw.values())
-        ):
-            raise CheckpointError("the prompt template must hold texts by these keys: head, fact, tail")
+        texts = isinstance(raw, dict) and all(isinstance(text, str) for text in raw.values())
+        if not texts or set(raw) - {item.name for item in fields(cls)}:
+            raise CheckpointError(f"prompt={raw!r:.60} must hold texts by the keys head, fact, tail alone")
         template = cls(**raw)
         if "{question}" not in template.head or "{passage}" not in template.fact:
             raise CheckpointError("the prompt template needs {question} in head, {passage} in fact")

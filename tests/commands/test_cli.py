@@ -290,7 +290,7 @@ BAD = {
         ["Who?", "model.attn_implementation=flash"],
         "attention=flash cannot be used here",
     ),
-    "pickled weights only": (bad_checkpoint(pickled), "only pickled weights"),
+    "pickled weights only": (bad_checkpoint(pickled), "pickled"),
     "remote code only": (bad_checkpoint(remote_code), "code of its own that is never executed"),
     "wrong shape": (bad_checkpoint(wrong_shape), r"has shape \[64, 32\], its config asks for \[65, 32\]"),
     "wrong blocks": (bad_checkpoint(wrong_blocks), "block_length='eight' must be a whole number"),
