@@ -49,7 +49,7 @@ setup(
         "filelock>=3.13,<5",
         "httpx2>=2.12,<3",
         "pydantic>=2.11,<3",
-        "omegaconf>=2.4,<2.5",
+        "pyyaml>=6,<7",
         "rich>=13.7,<16",
         "semantic-text-splitter>=0.25,<1",
         "wandb>=0.19,<1",

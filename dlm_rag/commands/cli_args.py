@@ -19,7 +19,7 @@ from dlm_rag.config import (
     list_setting_help,
     load_config,
 )
-from dlm_rag.config.fields import list_choices, read_help
+from dlm_rag.config.fields import get_rule, list_choices
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.files.paths import expand_path
@@ -97,7 +97,7 @@ def parse_command_line(
             raise _unread(SETTING_BY_FLAG[flag], reads)
     switches = {"print-config": "print the resolved config"} | dict(switches)
     if is_read("quick", reads):
-        switches["quick"] = f"{read_help(Config)['quick']} (quick)"
+        switches["quick"] = f"{list_setting_help()['quick']} (quick)"
     given = _build_parser(description, argv, flags, switches, options, typed).parse_intermixed_args(argv)
     for name in options:
         if isinstance(words := getattr(given, name), list):
@@ -230,9 +230,10 @@ def _reject_mistaken_word(word: str) -> None:
 def _list_keys() -> str:
     lines = []
     for key, item in list_setting_fields().items():
-        rule = item.metadata
         found = list_choices(item)
-        choices = f" [{', '.join(found)}{', module:function' * bool(rule['table'])}]" if found else ""
+        choices = (
+            f" [{', '.join(found)}{', module:function' * bool(get_rule(item, 'table'))}]" if found else ""
+        )
         default = "unset" if item.default is None else repr(item.default)
         if item.default is MISSING:
             default = repr(item.default_factory())

@@ -11,9 +11,10 @@ entries say in `settings` what they read: a setting that only others of them rea
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
-from dlm_rag.config.fields import SET, CheckedSettings, Need, import_object
+from dlm_rag.config.fields import SET, CheckedSettings, Need, get_rule, import_object
 from dlm_rag.errors import ConfigError
 
 FACTS: dict[str, dict[Any, str]] = {  # about a checkpoint, as a sentence on it ends
@@ -61,7 +62,7 @@ def check_checkpoint_effects(
     holder: Any = type(settings)
     for item in fields(holder):
         value = getattr(settings, item.name)
-        if value == item.default or not item.metadata or (own and value == own.get(item.name)):
+        if value == item.default or (own and value == own.get(item.name)):
             continue
         missing = [_missing(need, facts) for need in _list_needs(section, holder, item.name)]
         if missing and all(missing):
@@ -81,14 +82,9 @@ def _why_idle(config: Any, key: str, words: Iterable[str] | None) -> str:
     if words is not None:
         held = [{k: v for k, v in need.items() if v is not SET and k not in words} for need in needs]
         needs = tuple(held)
-    values = {key: _get(config, key) for need in needs for key in need if key not in FACTS}
+    values = {key: attrgetter(key)(config) for need in needs for key in need if key not in FACTS}
     missing = [_missing(need, values) for need in needs]
     return f"{_show(value)} has no effect {missing[0]}" if missing and all(missing) else ""
-
-
-def _get(config: Any, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section) if section else config, name)
 
 
 @cache
@@ -98,12 +94,12 @@ def _list_needs(section: str, holder: Any, name: str) -> tuple[Need, ...]:
     from_tables: Need = {}
     for item in fields(holder):
         if item.name == name:
-            needs = item.metadata.get("only_with", ())
-        if not item.metadata.get("table"):
+            needs = get_rule(item, "only_with")
+        if not get_rule(item, "table"):
             continue
         read_by = {
             entry: getattr(value, "settings", None)
-            for entry, value in import_object(item.metadata["table"], item.name).items()
+            for entry, value in import_object(get_rule(item, "table"), item.name).items()
         }
         if any(name in (settings or ()) for settings in read_by.values()):
             readers = tuple(entry for entry, settings in read_by.items() if settings and name in settings)

@@ -1,20 +1,30 @@
-"""Fields that carry their help text, their bounds and what they need, and refuse what is outside them.
+"""Fields of settings: their choices, bounds, help texts, and what they need to have an effect.
 
-A setting that names an entry of a table (commit rules, query policies, retrievers, rewards, objectives)
-also accepts `module:function`, one of the user's own.
+pydantic checks a value against its field, when settings are constructed. A setting that names an entry of a
+table (commit rules, query policies, retrievers, rewards, objectives) also accepts `module:function`, one of
+the user's own.
 """
 
-import ast
+import dataclasses
 import importlib
-import inspect
 import os
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, field, fields, replace
-from functools import cache
-from itertools import pairwise
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import (
+    AnyUrl,
+    ConfigDict,
+    TypeAdapter,
+    UrlConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from dlm_rag.config.renamed import find_new_value
 from dlm_rag.errors import ConfigError, suggest_nearest
@@ -23,6 +33,9 @@ MAX_SHOWN_CHARS = 60  # characters of a value
 SET = object()  # in `only_with`: any value but null, 0, false and the empty one
 Entry = TypeVar("Entry")
 Need = dict[str, Any]  # the values of other settings, by dotted key: `SET`, or a tuple of values
+_SETTINGS_RULES = ConfigDict(
+    extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, coerce_numbers_to_str=True
+)
 
 
 def setting(
@@ -41,74 +54,84 @@ def setting(
     several such dicts one must hold.
     """
     needs = (only_with,) if isinstance(only_with, dict) else only_with
-    metadata = {"choices": choices, "table": table, "low": low, "high": high, "only_with": needs}
+    own = {"choices": choices, "table": table, "only_with": needs}
+    metadata = {"ge": low, "le": high, "json_schema_extra": own}
     if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-@cache
-def read_help(holder: type) -> dict[str, str]:
-    """The help texts of a class of settings by field: the strings below the fields."""
-    (tree,) = ast.parse(inspect.getsource(holder)).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for item, after in pairwise(tree.body):
-        if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr):
-            assert isinstance(item.target, ast.Name) and isinstance(after.value, ast.Constant)
-            found[item.target.id] = " ".join(str(after.value.value).split())
-    return found
+def get_rule(item: "dataclasses.Field[Any]", name: str) -> Any:
+    """`choices`, `table` or `only_with` of a field; empty for one that holds a section."""
+    return item.metadata.get("json_schema_extra", {}).get(name, ())
 
 
-def list_choices(item: Field[Any]) -> tuple[str, ...]:
+def list_choices(item: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """The names that a field accepts; none where it accepts any value."""
-    if table := item.metadata.get("table"):
+    if table := get_rule(item, "table"):
         return tuple(import_object(table, item.name))
-    return item.metadata.get("choices", ())
+    choices: tuple[str, ...] = get_rule(item, "choices")
+    return choices
 
 
+@pydantic_dataclass(config=_SETTINGS_RULES)
 class CheckedSettings:
-    """Refuses field values outside the declared choices and bounds, when constructed."""
+    """Settings that are checked by pydantic, and by what it has no types for."""
 
-    def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, item.name)
-            if value is not None and value is not item.default and item.metadata:
-                _check_value(item, value)
-
-
-def _check_value(item: "Field[Any]", value: Any) -> None:
-    name, rule = item.name, item.metadata
-    if item.type == str | None and not str(value).strip():  # an unset variable of a shell script
-        raise ConfigError(f"{name} is empty: give it a value, or leave it out")
-    for part in value.values() if isinstance(value, dict) else (value,):
-        if isinstance(part, str):
-            _check_text(name, part)
-        elif isinstance(part, int | float) and not -(2**63) < part < 2**63:  # nor NaN
-            raise ConfigError(f"{name}={shorten_repr(part)} is out of range: give a number below 2^63")
-    own = rule["table"] and isinstance(value, str) and ":" in value
-    if (choices := list_choices(item)) and value not in choices and not own:
-        if new := find_new_value(name, value):
-            raise ConfigError(f"{name}={value} is now {name}={new}: write that")
-        names = ", ".join(choices) + " or module:function" * bool(rule["table"])
-        hint = suggest_nearest(str(value), choices)
-        raise ConfigError(f"{name}={shorten_repr(value)} is not one of {names}{hint}")
-    low, high = rule["low"], rule["high"]
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(f"{name}={value} is out of range: it must be {bounds}")
-
-
-def _check_text(name: str, text: str) -> None:
-    if "\0" in text:
-        raise ConfigError(f"{name} contains a NUL character: remove it")
-    if text != text.encode(errors="replace").decode():
-        locale = sys.getfilesystemencoding()
-        remedy = "rename it" if locale == "utf-8" else f"the locale is {locale}: set PYTHONUTF8=1"
-        raise ConfigError(f"{name}={shorten_repr(text)} is not UTF-8: {remedy}")
+    @field_validator("*")
+    @classmethod
+    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
+        item = cls.__dataclass_fields__[str(info.field_name)]
+        if isinstance(value, int | float) and abs(value) >= 2**63:
+            raise ValueError("must be below 2^63")
+        for text in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(text, str) and ("\0" in text or text != text.encode(errors="replace").decode()):
+                raise ValueError("is not UTF-8 or holds a NUL: rename it, or set PYTHONUTF8=1")
+        if item.type == str | None and value is not None and not value.strip():
+            raise ValueError("is empty: give it a value, or leave it out")  # an unset variable of a shell
+        if value is None or value == item.default:
+            return value
+        own = get_rule(item, "table") and isinstance(value, str) and ":" in value
+        if (choices := list_choices(item)) and value not in choices and not own:
+            if new := find_new_value(item.name, value):
+                raise ValueError(f"is now {item.name}={new}: write that")
+            names = ", ".join(choices) + " or module:function" * bool(get_rule(item, "table"))
+            raise ValueError(f"is not one of {names}{suggest_nearest(value, choices)}")
+        return value
 
 
 Settings = TypeVar("Settings", bound=CheckedSettings)
+
+
+@dataclass_transform()
+def settings_dataclass(holder: type[Settings]) -> type[Settings]:
+    """A pydantic dataclass whose constructor raises `ConfigError`, which names the key."""
+    made = pydantic_dataclass(config=_SETTINGS_RULES)(holder)
+    construct = made.__init__
+
+    @wraps(construct)
+    def init(self: Settings, *args: Any, **values: Any) -> None:
+        try:
+            construct(self, *args, **values)
+        except ValidationError as error:
+            raise ConfigError(explain_validation_error(error)[1]) from None
+
+    made.__init__ = init  # type: ignore[assignment, method-assign]
+    return made  # type: ignore[return-value]
+
+
+def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
+    """The dotted key at fault, one sentence, and pydantic's name of the fault; unknown keys come first."""
+    found = error.errors(include_url=False)
+    first = min(found, key=lambda each: each["type"] != "unexpected_keyword_argument")
+    key, reason = ".".join(map(str, first["loc"])), first["msg"]
+    if first["type"] == "value_error":
+        cause = first["ctx"]["error"]
+        if isinstance(cause, ConfigError):  # of several fields together
+            return key, str(cause), first["type"]
+        reason = str(cause)
+    reason = reason.replace("Input should be", "must be")
+    return key, f"{key}={shorten_value(first['input'])} {reason}", first["type"]
 
 
 def replace_settings(settings: Settings, **values: Any) -> Settings:
@@ -117,13 +140,36 @@ def replace_settings(settings: Settings, **values: Any) -> Settings:
     Raises `ConfigError`.
     """
     new = {name: value for name, value in values.items() if getattr(settings, name) != value}
-    return replace(settings, **new) if new else settings  # type: ignore[type-var]
+    return dataclasses.replace(settings, **new) if new else settings
 
 
-def shorten_repr(value: Any) -> str:
+def merge_settings(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with others on top."""
+    found = dict(tree)
+    for name, value in changes.items():
+        old = tree.get(name)
+        if isinstance(value, dict) and not isinstance(old or {}, dict):
+            raise ConfigError(f"{name} is a section or a mapping: write `{name}: {{KEY: VALUE}}`")
+        found[name] = merge_settings(old or {}, value) if isinstance(value, dict) else value
+    return found
+
+
+def shorten_value(value: Any) -> str:
     """The beginning of a value, as errors show it."""
-    text = repr(value)
+    text = value if isinstance(value, str) else reprlib.repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+def check_url(key: str, url: str, schemes: tuple[str, ...], token: str) -> None:
+    """Raises `ConfigError` for what is not a URL of these schemes; token: the variable that holds one."""
+    kind = Annotated[AnyUrl, UrlConstraints(allowed_schemes=list(schemes), host_required=True)]
+    try:
+        parts = TypeAdapter(kind).validate_python(url)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].replace("Input should be", "must be")
+        raise ConfigError(f"{key}={shorten_value(url)}: {reason}") from None
+    if parts.username or parts.password or parts.fragment:  # not shown: it may be a password
+        raise ConfigError(f"{key} has a user or a fragment, which are not sent: a token is ${token}")
 
 
 def import_object(path: str, key: str) -> Any:
@@ -135,18 +181,13 @@ def import_object(path: str, key: str) -> Any:
         raise ConfigError(f"{key}={path} cannot be imported: {error}") from error
 
 
-def load_object(path: str, key: str) -> Any:
-    """The user's own object at `module:name`, with the working folder importable."""
-    with _working_folder_first():
-        return import_object(path, key)
-
-
 def look_up(table: Mapping[str, Entry], value: str, key: str) -> Entry | Any:
     """The entry of `table` called `value`, or the user's own at `module:name`; else `ConfigError`."""
     if value in table:
         return table[value]
     if ":" in value:
-        return load_object(value, key)
+        with _working_folder_first():
+            return import_object(value, key)
     raise ConfigError(
         f"{key}={value} is not one of {', '.join(table)} or module:function{suggest_nearest(value, table)}"
     )

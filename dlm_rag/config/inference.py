@@ -1,10 +1,9 @@
 """Settings of the model, the retriever and the denoising loop."""
 
-from dataclasses import dataclass, replace
-from urllib.parse import urlsplit
+from dataclasses import replace
 
-from dlm_rag.config.fields import SET, CheckedSettings, setting, shorten_repr
-from dlm_rag.errors import ConfigError, suggest_nearest
+from dlm_rag.config.fields import SET, CheckedSettings, check_url, setting, settings_dataclass
+from dlm_rag.errors import ConfigError
 
 SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
 # What settings need, as `only_with` says it. A service at http(s) chooses how it searches.
@@ -14,7 +13,7 @@ MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
 ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
 
 
-@dataclass
+@settings_dataclass
 class ModelConfig(CheckedSettings):
     """Which denoiser, where it runs, and which tokens attend to which."""
 
@@ -35,7 +34,7 @@ class ModelConfig(CheckedSettings):
     that do not say; unset takes the checkpoint's own"""
 
 
-@dataclass
+@settings_dataclass
 class RetrievalConfig(CheckedSettings):
     """Which passages can become evidence, and how they are found."""
 
@@ -70,40 +69,15 @@ class RetrievalConfig(CheckedSettings):
     attempt gets a third"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.url is not None:
-            _check_search_url(self.url)
-
-
-def _check_search_url(url: str) -> None:
-    """Raises `ConfigError` for what is not the URL of a search service."""
-    scheme, given = url.partition("://")[0], f"retrieval.url={shorten_repr(url)}"
-    if "://" not in url or scheme not in SEARCH_SCHEMES:
-        known = ", ".join(f"{name}://" for name in SEARCH_SCHEMES)
-        raise ConfigError(
-            f"{given} must begin with one of {known}{suggest_nearest(scheme, SEARCH_SCHEMES)}"
-        )
-    if not url.isascii() or not url.isprintable() or " " in url:
-        raise ConfigError(f"{given} has a character that must be escaped, as %20")
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-        (parts.hostname or "").encode("idna")  # as it is looked up: no label is empty or too long
-    except ValueError as error:
-        raise ConfigError(f"{given} is not a URL: {error}") from None
-    if not parts.hostname or port == 0:
-        raise ConfigError(f"{given} has no host and port: write {scheme}://HOST:PORT{parts.path}")
-    if parts.username is not None or parts.password is not None or parts.fragment:
-        raise ConfigError(  # which does not show it: it may hold a password
-            "retrieval.url has a user or a fragment, which are not sent: leave them out"
-            f" (a token is ${'MILVUS_TOKEN' if scheme == 'milvus' else 'DLM_RAG_RETRIEVAL_TOKEN'})"
-        )
+            token = "MILVUS_TOKEN" if self.url.startswith("milvus") else "DLM_RAG_RETRIEVAL_TOKEN"
+            check_url("retrieval.url", self.url, SEARCH_SCHEMES, token)
 
 
 DEFAULT_ENTROPY_BOUND_NATS = 0.1  # nats, where neither settings nor checkpoint say one
 
 
-@dataclass
+@settings_dataclass
 class DecodeConfig(CheckedSettings):
     """The denoising loop: what is committed, what is searched for, when evidence is refreshed."""
 
@@ -218,7 +192,6 @@ class DecodeConfig(CheckedSettings):
     """stop once an end token and everything before it is committed, since the text can no longer change"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.block_length and self.max_new_tokens and self.block_length > self.max_new_tokens:
             raise ConfigError(
                 f"block_length={self.block_length} is longer than max_new_tokens={self.max_new_tokens}"
@@ -233,7 +206,7 @@ class DecodeConfig(CheckedSettings):
             )
 
 
-@dataclass
+@settings_dataclass
 class EngineConfig(CheckedSettings):
     """How decoding is run. It changes no token, except by the rounding of `compile`, and with
     `decode.finished_block_context=frozen`, which needs a cache.
@@ -261,7 +234,7 @@ class EngineConfig(CheckedSettings):
         return replace(self, memory_gib=None, prefix_cache_gib=self.prefix_cache_gib or 0.0)
 
 
-@dataclass
+@settings_dataclass
 class ServingConfig(CheckedSettings):
     """Limits of the server; what is beyond one is refused, and nothing else suffers."""
 

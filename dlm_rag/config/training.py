@@ -1,11 +1,18 @@
 """Settings of training: its data, the run and its phases, the plan."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
-from dlm_rag.config.fields import SET, CheckedSettings, setting
+from dlm_rag.config.fields import (
+    SET,
+    CheckedSettings,
+    check_url,
+    merge_settings,
+    setting,
+    settings_dataclass,
+)
 from dlm_rag.config.renamed import find_new_key
-from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
+from dlm_rag.errors import ConfigError, suggest_nearest
 
 # What settings need, as `only_with` says it.
 ANSWERING, READING = ("sft", "rl"), {"train.objective": ("pretrain", "adapt")}
@@ -16,7 +23,7 @@ NEW_MODEL = {"model.path": (None,)}
 NEW_LAYERS = NEW_MODEL | {"train.init_layers_from": (None,)}
 
 
-@dataclass
+@settings_dataclass
 class DataConfig(CheckedSettings):
     """Your own training data; without any, worlds are invented."""
 
@@ -33,26 +40,22 @@ class DataConfig(CheckedSettings):
         only_with={"train.objective": ANSWERING, "data.corpus": SET, "data.questions": (None,)},
     )
     """share of the passages that generated training questions never ask about"""
-    documents: dict[str, str] = setting(dict, only_with=READING)  # noqa: RUF009 - a factory
+    documents: dict[str, str] = setting(dict, only_with=READING)
     """pretrain, adapt: JSON lines files with a `text`, as NAME: FILE"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, path in self.documents.items():
-            if not name.strip() or not isinstance(path, str):
-                raise ConfigError(
-                    f"data.documents: '{name}' must be a name without dots, and its value a file"
-                )
+        if not all(name.strip() for name in self.documents):
+            raise ConfigError("data.documents: a name is empty")
         if self.questions is not None and self.corpus is None:
             raise ConfigError("data.questions needs data.corpus too")
 
 
-@dataclass
+@settings_dataclass
 class TrainConfig(CheckedSettings):
     """What is trained, on what, and how; each of `phases` may change all but the first group."""
 
     # The run.
-    phases: dict[str, Any] = setting(dict)  # noqa: RUF009 - a factory
+    phases: dict[str, dict[str, Any]] = setting(dict)
     """training phases by name, run one after another; each lists the settings in which it differs"""
     seed: int = setting(0)
     """random seed of weights, worlds and examples"""
@@ -108,7 +111,7 @@ class TrainConfig(CheckedSettings):
     )
     """sft on questions generated from data.corpus: share of passage sets whose second passage is
     swapped for another one under the same name"""
-    mixture: dict[str, float] = setting(dict, only_with=READING | {"data.documents": SET})  # noqa: RUF009 - a factory
+    mixture: dict[str, float] = setting(dict, only_with=READING | {"data.documents": SET})
     """pretrain, adapt: share of each source in data.documents; unset: equal shares"""
     sequence_length: int = setting(1024, low=8, only_with=READING)
     """pretrain, adapt: length of a packed sequence in tokens"""
@@ -224,9 +227,6 @@ class TrainConfig(CheckedSettings):
     """number of evaluation questions for each number of hops, about a separate world"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if odd := [name for name, share in self.mixture.items() if not isinstance(share, int | float)]:
-            raise ConfigError(f"mixture: the share of '{odd[0]}' is not a number; a name has no dots")
         if self.hidden_size % self.head_dim or self.head_dim % 2:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} must be a multiple of an even head_dim={self.head_dim}"
@@ -254,34 +254,25 @@ class TrainConfig(CheckedSettings):
         """
         if not self.phases:
             return {"": self}
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
         known = [item.name for item in fields(self)]
         may = known[known.index("objective") :]
         found: dict[str, Any] = {}
+        plain = asdict(self) | {"phases": {}}
         for name, differences in self.phases.items():
-            if not isinstance(differences, dict):
-                raise ConfigError(f"train.phases.{name} must name settings, as in {{max_steps: 100}}")
-            for key in differences:
+            for key in map(str, differences):
                 if new := find_new_key(f"train.phases.{name}.{key}"):
                     raise ConfigError(f"train.phases.{name}.{key} is now called {new}: write that")
                 if key not in may:
                     reason = "belongs to the run, not to a phase" if key in known else "is unknown"
                     raise ConfigError(f"train.phases.{name}.{key} {reason}{suggest_nearest(key, may)}")
-            alone = replace(self, phases={})
             try:
-                tree = OmegaConf.merge(OmegaConf.structured(alone), differences)
-                found[name] = OmegaConf.to_object(tree)
-            except OmegaConfBaseException as error:
-                key = getattr(error, "full_key", None) or ""
-                raise ConfigError(f"train.phases.{name}.{key}: {summarize_error(error)}") from None
+                found[name] = TrainConfig(**merge_settings(plain, differences))
             except ConfigError as error:
-                raise ConfigError(f"train.phases.{name}: {error}") from None
+                raise ConfigError(f"train.phases.{name}.{error}") from None
         return found
 
 
-@dataclass
+@settings_dataclass
 class PlanConfig(CheckedSettings):
     """What `train.py --plan` assumes."""
 
@@ -303,7 +294,7 @@ class PlanConfig(CheckedSettings):
     """price of a device hour in dollars, in addition to energy"""
 
 
-@dataclass
+@settings_dataclass
 class SynthesisConfig(CheckedSettings):
     """Rows to train on, from questions, from a corpus, or by another model as writer."""
 
@@ -355,10 +346,9 @@ class SynthesisConfig(CheckedSettings):
     """number of rows in a file"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.method == "writer" and not (self.writer_url and self.writer_model):
             raise ConfigError(
                 "synthesis.method=writer needs synthesis.writer_url=URL and synthesis.writer_model=NAME"
             )
-        if self.writer_url is not None and not self.writer_url.startswith(("http://", "https://")):
-            raise ConfigError(f"writer_url={self.writer_url} is not a URL: write http://HOST:PORT/v1")
+        if self.writer_url is not None:
+            check_url("synthesis.writer_url", self.writer_url, ("http", "https"), "DLM_RAG_WRITER_KEY")

@@ -1,32 +1,43 @@
 """The tree of all settings, and its strict loader."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Hashable
+from dataclasses import asdict, field, fields, is_dataclass
+from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_origin
 
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from yaml.constructor import ConstructorError
+
 from dlm_rag.config.effects import check_effects
-from dlm_rag.config.fields import MAX_SHOWN_CHARS, SET, CheckedSettings, read_help, setting
-from dlm_rag.config.fields import shorten_repr as shorten
+from dlm_rag.config.fields import (
+    MAX_SHOWN_CHARS,
+    SET,
+    CheckedSettings,
+    explain_validation_error,
+    get_rule,
+    merge_settings,
+    setting,
+    settings_dataclass,
+    shorten_value,
+)
 from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig, ServingConfig
 from dlm_rag.config.renamed import explain_removed_key, find_new_key, upgrade_tree
 from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
 from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
 
-# An interpolation that calls something, as ${oc.env:HOME} does; \${ stands for the characters.
-_RESOLVER = re.compile(r"(?<!\\)(?:\\\\)*\$\{[^}]*(?::|\$\{)")
 _WORKERS = re.compile(r"[1-9]\d{0,2}|auto|ray://[^\s/:]+:\d{1,5}/?|ray://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
 _PACKAGE = Path(__file__).resolve().parents[1]
 # A wheel has them inside the package, a checkout beside it (setup.py).
 _INSTALLED = _PACKAGE / "configs"
 CONFIG_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
+MAX_CONFIG_BYTES = 2**20
 
-MAX_CONFIG_BYTES = 2**20  # bytes of a config file
 
-
-@dataclass
+@settings_dataclass
 class Config(CheckedSettings):
     """All settings of all programs."""
 
@@ -60,8 +71,8 @@ class Config(CheckedSettings):
     record_provisional: bool = setting(False, only_with=({"trace": SET}, {"html": SET}))
     """record in traces what is predicted at masked positions, which the page shows; always on with html"""
     workers: str | None = setting(None)
-    """number of worker processes that each load the model, auto (one per GPU, or else per core, as
-    memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process"""
+    """number of worker processes that each load the model, from 1 to 999, auto (one per GPU, or else per
+    core, as memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process"""
     energy: str = setting("auto", choices=("auto", "idle", "none"))
     """measure energy with the machine's own sensors: auto (all that is drawn), idle (also the idle
     power, for 10 s beforehand) or none"""
@@ -69,32 +80,35 @@ class Config(CheckedSettings):
     """file for an HTML page that replays the decoding (sample)"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.quick and self.limit is not None:
             raise ConfigError("quick and limit both choose questions: leave one out")
         if self.workers is not None and not _WORKERS.fullmatch(self.workers):
-            raise ConfigError(
-                f"workers={shorten(self.workers)} must be a number from 1 to 999, auto or ray://HOST:PORT"
-            )
+            raise ConfigError(f"workers={self.workers} must be from 1 to 999, auto or ray://HOST:PORT")
 
 
-def list_setting_fields(node: type = Config, prefix: str = "") -> dict[str, Any]:
+@cache
+def list_setting_fields(node: Any = Config, prefix: str = "") -> dict[str, Any]:
     """Every dotted key of the tree, in order, with its dataclass field."""
     keys: dict[str, Any] = {}
     for item in fields(node):
-        if is_dataclass(item.type):
-            keys |= list_setting_fields(item.type, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+        kind = item.type
+        if is_dataclass(kind):
+            keys |= list_setting_fields(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
         else:
             keys[prefix + item.name] = item
     return keys
 
 
-def list_setting_help(node: type = Config, prefix: str = "") -> dict[str, str]:
+@cache
+def list_setting_help(node: Any = Config, prefix: str = "") -> dict[str, str]:
     """The help text of every dotted key."""
-    found = {f"{prefix}{name}": text for name, text in read_help(node).items()}
-    for item in fields(node):
-        if is_dataclass(item.type):
-            found |= list_setting_help(item.type, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+    found: dict[str, str] = {}
+    for name, item in node.__pydantic_fields__.items():
+        kind = item.annotation
+        if is_dataclass(kind):
+            found |= list_setting_help(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            found[prefix + name] = " ".join((item.description or "").split())
     return found
 
 
@@ -129,182 +143,122 @@ def load_config(
     effects: whether settings without effect are refused, as `check_effects` says: for command lines.
     Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
     """
-    from omegaconf import OmegaConf
-
-    tree, tree_of_file = OmegaConf.structured(Config), None
-    sources, given = [], {True: list[str](), False: list[str]()}
+    of_file: dict[str, Any] = {}
     if name is not None:
-        path = find_config_file(name)
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is too large for a config: {path.stat().st_size >> 20} MiB")
-        with _as_config_error(f"{path} is not valid YAML"):
-            tree_of_file = OmegaConf.load(path)
-            if stored and OmegaConf.is_dict(tree_of_file):
-                plain = OmegaConf.to_container(tree_of_file, resolve=False)
-                tree_of_file = OmegaConf.create(upgrade_tree(plain))  # type: ignore[arg-type]
-            sources.append((str(path), tree_of_file))
+        of_file = _read_config_file(find_config_file(name))
+        of_file = upgrade_tree(of_file) if stored else of_file
+    of_words: dict[str, Any] = {}
     for word in overrides or []:
-        key, _, value = word.partition("=")
-        item = _find_setting_field(key)
-        if item is None:
-            raise _unknown_key(key, "the command line")
-        with _as_config_error(f"the value of {key}={shorten(value)[1:-1]} cannot be read"):
-            if item.type in (str, str | None) and value not in ("null", "None"):
-                # Texts are taken as they are typed: no YAML, no interpolation.
-                parsed = OmegaConf.create()
-                OmegaConf.update(parsed, key, _escape_interpolation(value))
-            else:
-                parsed = OmegaConf.from_dotlist([word])
-        sources.append((word, parsed))
-    for origin, source in sources:
-        if not OmegaConf.is_dict(source):
-            raise ConfigError(f"{origin} holds no settings: write `section: {{key: value}}`")
-        plain = OmegaConf.to_container(source, resolve=False)
-        _reject_unknown(plain, "", origin)
-        given[source is not tree_of_file] += _list_given_keys(plain)
-        with _as_config_error(f"{origin} has the wrong type"):
-            tree = OmegaConf.merge(tree, source)
-    with _as_config_error("the settings cannot be resolved"):
-        config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config)
+        of_words = merge_settings(of_words, _parse_word(word))
+    keys_of_file, keys_of_words = _list_given_keys(of_file), _list_given_keys(of_words)
+    try:
+        config = TypeAdapter(Config).validate_python(merge_settings(of_file, of_words))
+    except ValidationError as error:
+        key, sentence, fault = explain_validation_error(error)
+        origin = "the command line" if key in keys_of_words or not name else str(find_config_file(name))
+        if fault in ("unexpected_keyword_argument", "invalid_key"):
+            sentence = _explain_unknown_key(key, origin)
+        elif fault == "dataclass_type":
+            sentence = (
+                f"{key} is a section, in {origin}: set one of its keys, as in `{key}: {{KEY: VALUE}}`"
+            )
+        raise ConfigError(sentence) from None
     if stored:
-        _reject_stored_code(config, given[True])
+        for key, item in list_setting_fields().items():
+            value = str(attrgetter(key)(config))
+            if get_rule(item, "table") and ":" in value and key not in keys_of_words:
+                raise ConfigError(
+                    f"{key}={value} is code that a stored result names: give it as a word too"
+                )
     if effects:
-        check_effects([(config, given[True])])
-        check_effects([(config, given[False])], given[True])
+        check_effects([(config, keys_of_words)])
+        check_effects([(config, keys_of_file)], keys_of_words)
     return config
 
 
-def _reject_stored_code(config: Config, named: list[str]) -> None:
-    """Raises `ConfigError` for a module:function that only a stored file names."""
-    for key, value in list_changed_settings(config).items():
-        own = _find_setting_field(key).metadata.get("table") and ":" in str(value)
-        if own and key not in named:
-            raise ConfigError(f"{key}={value} is code that a stored result names: give it as a word too")
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if (name := str(key.value)) in seen:
+                raise ConstructorError(None, None, f"the key {name} is there twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
-def _list_given_keys(node: Any, prefix: str = "") -> list[str]:
+def _parse_yaml(text: str | bytes, what: str) -> Any:
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except RecursionError:
+        raise ConfigError(f"{what}: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # a date that is none, thousands of digits
+        raise ConfigError(f"{what}: {summarize_error(error)}") from None
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path} is too large for a config: {path.stat().st_size >> 20} MiB")
+    try:
+        tree = _parse_yaml(path.read_text(encoding="utf-8"), f"{path} is not valid YAML")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {summarize_error(error)}") from None
+    if not isinstance(tree or {}, dict):
+        raise ConfigError(f"{path} holds no settings: write `section: {{key: value}}`")
+    return tree or {}
+
+
+def _parse_word(word: str) -> dict[str, Any]:
+    """The tree of a word KEY=VALUE. What is not a mapping is taken as it is typed."""
+    key, _, value = word.partition("=")
+    mappings = [name for name, item in list_setting_fields().items() if get_origin(item.type) is dict]
+    parsed: Any = None if value in ("null", "None") else value
+    if any(f"{key}.".startswith(f"{name}.") for name in mappings):
+        parsed = _parse_yaml(value, f"the value of {key}={shorten_value(value)} cannot be read")
+    elif key not in list_setting_fields():
+        raise ConfigError(_explain_unknown_key(key, "the command line"))
+    for name in reversed(key.split(".")):
+        parsed = {name: parsed}
+    return parsed
+
+
+def _list_given_keys(node: dict[str, Any], prefix: str = "") -> list[str]:
     """The dotted keys that nested settings give; those of a phase as `train.phases.NAME.KEY`."""
-    keys = list_setting_fields()
     found = []
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and prefix == "train.phases.":
             found += [f"{key}.{each}" for each in value]
-        elif isinstance(value, dict) and (key not in keys or key == "train.phases"):
+        elif isinstance(value, dict) and (key not in list_setting_fields() or key == "train.phases"):
             found += _list_given_keys(value, f"{key}.")
         else:
             found.append(key)
     return found
 
 
-@contextmanager
-def _as_config_error(what: str) -> Iterator[None]:
-    """Turns errors of YAML and OmegaConf into `ConfigError`s that name the key, or else `what`."""
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        yield
-    except ConfigError:
-        raise
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        if key and what.endswith("has the wrong type"):
-            what = f"{key} has the wrong type"
-        raise ConfigError(f"{what if not key or key in what else key}: {summarize_error(error)}") from None
-    except RecursionError:
-        raise ConfigError(f"{what}: it is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{what}: it is not UTF-8") from None
-    except (YAMLError, OSError, TypeError, ValueError) as error:
-        digits = type(error) is ValueError  # thousands of them
-        reason = "a number has too many digits" if digits else summarize_error(error)
-        raise ConfigError(f"{what}: {reason}") from None
-
-
 def list_changed_settings(config: Config) -> dict[str, Any]:
     """The dotted keys whose values are not the defaults, with the values."""
-
-    def value_of(tree: Any, key: str) -> Any:
-        for name in key.split("."):
-            tree = getattr(tree, name)
-        return tree
-
-    plain = Config()
-    return {
-        key: value_of(config, key)
-        for key in list_setting_fields()
-        if value_of(config, key) != value_of(plain, key)
-    }
+    plain, values = Config(), {key: attrgetter(key)(config) for key in list_setting_fields()}
+    return {key: value for key, value in values.items() if value != attrgetter(key)(plain)}
 
 
 def dump_config(config: Config) -> str:
     """The resolved tree as YAML, which `load_config` reads back as it is."""
-    from omegaconf import OmegaConf
-
-    def escaped(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: escaped(value) for key, value in node.items()}
-        return _escape_interpolation(node) if isinstance(node, str) else node
-
-    return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(config))))
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 
-def _escape_interpolation(text: str) -> str:
-    """The text as OmegaConf reads back to it: `${` escaped, and backslashes before it doubled."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-
-
-def _reject_unknown(node: Any, prefix: str, origin: str) -> None:
-    keys = list_setting_fields()
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-        if any(known.startswith(f"{key}.") for known in keys):
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{key} is a section, in {origin}: set one of its keys, as in `{key}: {{KEY: VALUE}}`"
-                )
-            _reject_unknown(value, f"{key}.", origin)
-        elif key not in keys or "." in str(name):
-            raise _unknown_key(key, origin)
-        elif get_origin(keys[key].type) is dict and not isinstance(value, dict):
-            raise ConfigError(f"{key} is a mapping: write `{key.rpartition('.')[2]}: {{name: value}}`")
-        elif value == "???":  # would silently leave the default
-            raise ConfigError(f"{key}=??? is not a value: give one, or leave it out")
-        elif any(_RESOLVER.search(text) for text in _texts(value)):
-            raise ConfigError(f"{key} in {origin} calls a resolver (such as oc.env): write out its value")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in nested settings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
-
-
-def _find_setting_field(key: str) -> Any:
-    """The field of a dotted key, or the mapping that it is an entry of; None if there is neither."""
-    keys = list_setting_fields()
-    if key in keys:
-        return keys[key]
-    mappings = (name for name, item in keys.items() if get_origin(item.type) is dict)
-    return next((keys[name] for name in mappings if key.startswith(f"{name}.")), None)
-
-
-def _unknown_key(key: str, origin: str) -> ConfigError:
+def _explain_unknown_key(key: str, origin: str) -> str:
     if len(key) > MAX_SHOWN_CHARS:  # as of a file that holds something else, which is not to be shown
-        return ConfigError(f"{origin} holds something else than settings: write `section: {{key: value}}`")
+        return f"{origin} holds something else than settings: write `section: {{key: value}}`"
     if new := find_new_key(key):
-        return ConfigError(f"{key} in {origin} is now called {new}: write that")
+        return f"{key} in {origin} is now called {new}: write that"
     if reason := explain_removed_key(key):
-        return ConfigError(f"{key} in {origin} was removed: {reason}")
+        return f"{key} in {origin} was removed: {reason}"
     keys = list(list_setting_fields())
     leaf = key.rpartition(".")[2]
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
     hint = f" (nearest: '{same_leaf[0]}')" if same_leaf else suggest_nearest(key, keys)
     if key in keys:  # as a file cannot write it
         hint = f": write `{key.removesuffix(leaf)[:-1]}: {{{leaf}: VALUE}}`"
-    return ConfigError(f"unknown key '{key}' in {origin}{hint}")
+    return f"unknown key '{key}' in {origin}{hint}"

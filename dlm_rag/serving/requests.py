@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, Field, create_model, field_validator
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.fields import replace_settings
+from dlm_rag.config.fields import get_rule, replace_settings
 from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
 from dlm_rag.decode.memory_budget import check_memory_bounded
 from dlm_rag.errors import UserError
@@ -151,7 +151,7 @@ class RequestParser:
         given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
         for name, value in given.items():  # a client must not choose what code the server imports
             own = getattr(self._settings, name)
-            if _SETTINGS[name].metadata.get("table") and ":" in str(value) and value != own:
+            if get_rule(_SETTINGS[name], "table") and ":" in str(value) and value != own:
                 raise ApiError(400, f"{name}={value!s:.60} is not one of this server's choices", name)
         given |= {  # null, which OpenAI's clients send, stands for the default
             name: _SETTINGS[name].default for name, value in given.items() if value is None

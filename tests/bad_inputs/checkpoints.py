@@ -353,7 +353,7 @@ CASES = [
         })
         for value in (-4, "4", True, 2.5)
     ),
-    BadInputCase("a block of less than nothing", f"{SAMPLE_COMMAND} model.block_size=-1", "block_size=-1 is out of range"),
+    BadInputCase("a block of less than nothing", f"{SAMPLE_COMMAND} model.block_size=-1", "block_size=-1 must be"),
     BadInputCase("blocks from nowhere", SAMPLE_COMMAND, "block_grid='middle' must be one of prompt, canvas", {
         CONFIG: {"block_grid": "middle"}
     }),

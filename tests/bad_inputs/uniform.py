@@ -54,7 +54,7 @@ CASES = [
     train("pointers for noise", "train.pointer_loss_weight=0.3", "pointer_loss_weight=0.3 has no effect"),
     train("a commit rule of masks", "decode.commit_threshold=0.5", "commit_threshold=0.5 has no effect"),
     train("a plan for noise", "--plan", "a plan is made for denoisers of masks"),
-    train("a share above one", "train.self_conditioning=2", "self_conditioning=2.0 is out of range"),
+    train("a share above one", "train.self_conditioning=2", "self_conditioning=2 must be"),
     BadInputCase("layers of noise", "train --out run train.init_layers_from=noisy", "uniform noise, which a fresh denoiser does not: give it as model.path",
          {"noisy": noisy}),
     train("noise without its generation config", "", "has no generation_config.json", lacking),

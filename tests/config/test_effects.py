@@ -1,14 +1,14 @@
 """Settings without effect: what fields declare in `only_with`, checked over the whole tree."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from dlm_rag.config import CONFIG_FOLDER, list_setting_fields, load_config
 from dlm_rag.config.effects import FACTS, check_checkpoint_effects, check_effects
-from dlm_rag.config.fields import CheckedSettings, setting
+from dlm_rag.config.fields import CheckedSettings, get_rule, setting, settings_dataclass
 from dlm_rag.config.inference import DecodeConfig
 from dlm_rag.errors import ConfigError
 
@@ -20,7 +20,7 @@ def load(words: str, file: str | None = None):
 def test_every_declared_need_is_a_setting_or_a_fact_of_checkpoints():
     fields = list_setting_fields()
     for item in fields.values():
-        for need in item.metadata["only_with"]:
+        for need in get_rule(item, "only_with"):
             assert {*need} <= {*fields, *FACTS}, item.name
 
 
@@ -105,7 +105,7 @@ def test_what_a_checkpoint_does_not_read_is_refused_once_it_is_open():
     )
 
 
-@dataclass
+@settings_dataclass
 class Drinks(CheckedSettings):
     kind: str = setting("tea", table="drinks:KINDS")
     minutes: int = setting(3)

@@ -254,7 +254,7 @@ def test_the_way_from_a_corpus_to_answers(tmp_path, web):
 def test_questions_without_a_corpus_and_a_share_that_is_none():
     with pytest.raises(ConfigError, match="data.questions needs data.corpus too"):
         load_config(None, ["data.questions=q.jsonl"])
-    with pytest.raises(ConfigError, match="held_out=0.95 is out of range"):
+    with pytest.raises(ConfigError, match="held_out=0.95 must be"):
         load_config(None, ["data.held_out=0.95"])
 
 

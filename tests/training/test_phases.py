@@ -69,7 +69,7 @@ def test_what_is_wrong_with_the_last_phase_is_said_before_the_first(tmp_path):
     [
         ("train.phases.a.stps=3", r"train.phases.a.stps is unknown \(nearest: 'max_steps'\)"),
         ("train.phases.a.max_steps=few", "train.phases.a.max_steps: Value 'few'"),
-        ("train.phases.a.max_steps=0", "train.phases.a: max_steps=0 is out of range"),
+        ("train.phases.a.max_steps=0", "train.phases.a.max_steps=0 must be"),
         ("train.phases.a.seed=1", "train.phases.a.seed belongs to the run"),
         ("train.phases.a=3", "must name settings"),
         (
