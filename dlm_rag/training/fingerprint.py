@@ -82,32 +82,21 @@ def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
 
     Raises `UserError` for a file that is not there. What can be read only once, a pipe, has no fingerprint.
     """
-    data, found = config.data, dict[str, str]()
-    for key, checkpoint in (
-        ("model.path", origin.checkpoint),
-        ("train.init_layers_from", origin.layers_checkpoint),
-    ):
-        if checkpoint is not None:
-            found[key] = checkpoint.fingerprint
-    rows = {"data.questions": data.questions} | {
-        f"data.documents.{n}": p for n, p in data.documents.items()
-    }
+    data, checkpoints = config.data, {"model.path": origin.checkpoint}
+    checkpoints["train.init_layers_from"] = origin.layers_checkpoint
+    found = {key: each.fingerprint for key, each in checkpoints.items() if each is not None}
+    rows = {"data.questions": data.questions}
+    rows |= {f"data.documents.{name}": path for name, path in data.documents.items()}
     for key, name in rows.items():
-        path = expand_path(name, QuestionError) if name is not None else Path()
-        if name is not None and (path.is_dir() or path.is_file()):
+        path = expand_path(name, QuestionError) if name is not None else None
+        if path is not None and (path.is_dir() or path.is_file()):
             found[key] = _digest_all(list_row_files(path, QuestionError) if path.is_dir() else [path])
     if data.corpus is not None:
         found["data.corpus"] = open_corpus(data.corpus, config.retrieval.index_dir).fingerprint
         if config.retrieval.method in ("dense", "hybrid"):
             folder = resolve_hub_folder(config.retrieval.embedding_model, "embedding_model")
-            found["retrieval.embedding_model"] = _digest_all(
-                sorted(
-                    path
-                    for pattern in HUB_FILE_PATTERNS
-                    for path in folder.rglob(pattern)
-                    if path.is_file()
-                )
-            )
+            files = (path for pattern in HUB_FILE_PATTERNS for path in folder.rglob(pattern))
+            found["retrieval.embedding_model"] = _digest_all(sorted(filter(Path.is_file, files)))
     if origin.checkpoint is None:
         vocabulary = origin.tokenizer.inner.backend_tokenizer.to_str()
         found["tokenizer"] = blake3(vocabulary.encode()).hexdigest()
@@ -133,8 +122,8 @@ def check_resume_settings(
         now.append(("the phase" if phase.name else "the run", collect_phase_settings(config, train, task)))
     for what, settings in now:
         for key, value in settings.items():
-            alike = _comparable_value if fingerprints and key in FINGERPRINTED_KEYS else lambda value: value
-            if key in then and alike(then[key]) != alike(value):
+            named_only = bool(fingerprints) and key in FINGERPRINTED_KEYS
+            if key in then and _comparable(then[key], named_only) != _comparable(value, named_only):
                 raise ConfigError(
                     f"{what} was begun with {key}={then[key]}, not {value}: give the same, or another --out"
                 )
@@ -146,10 +135,10 @@ def check_resume_settings(
             )
 
 
-def _comparable_value(value: Any) -> Any:
-    """What of a setting in `FINGERPRINTED_KEYS` is held by itself: whether it names something, or which
-    sources.
-    """
+def _comparable(value: Any, named_only: bool) -> Any:
+    """What of a setting is held: all, or whether it names something, or which sources."""
+    if not named_only:
+        return value
     return sorted(value) if isinstance(value, dict) else value is not None
 
 

@@ -64,7 +64,9 @@ def open_question_data(phase: Phase) -> tuple[QuestionData, QuestionValidation]:
             corpus, phase.tokenizer, phase.origin.config, train.max_hops, config.data.held_out
         )
         kept, single, crossed = made.chains, made.single_passage, made.draw_counterfactual
-        asked = sample_validation_questions(made.held_out, train.eval_questions, train.seed)
+        asked = random.Random(f"validation/{train.seed}").sample(
+            made.held_out, min(train.eval_questions, len(made.held_out))
+        )
     else:
         questions = read_questions(config.data.questions)
         held = min(train.eval_questions, len(questions) // 10)
@@ -81,11 +83,6 @@ def make_question_examples(data: QuestionData, phase: Phase) -> QuestionExamples
         data.questions, data.retriever, phase.tokenizer, phase.origin.config, phase.train, phase.name
     )
     return found.add_single_passage_questions(data.single_passage, data.draw_counterfactual)
-
-
-def sample_validation_questions(questions: list[Question], count: int, seed: int) -> list[Question]:
-    """`count` random questions, or all where there are fewer."""
-    return random.Random(f"validation/{seed}").sample(questions, min(count, len(questions)))
 
 
 def open_world_validation(phase: Phase) -> QuestionValidation:

@@ -105,11 +105,10 @@ class SftTask(Task):
         super().__init__(source, config, train, origin)
         self._top_k, self._end_ids = config.retrieval.top_k, origin.tokenizer.end_ids
         self._curriculum = config.data.questions is None
-        pointer = (0.3, 0.08) if origin.checkpoint is None else (0.0, 0.0)
-        asked = train.pointer_loss_weight, train.final_pointer_loss_weight
-        self._pointer, self._final_pointer = (
-            default if value is None else value for value, default in zip(asked, pointer, strict=True)
-        )
+        first, last = (0.3, 0.08) if origin.checkpoint is None else (0.0, 0.0)
+        asked, finally_asked = train.pointer_loss_weight, train.final_pointer_loss_weight
+        self._pointer = first if asked is None else asked
+        self._final_pointer = last if finally_asked is None else finally_asked
 
     @classmethod
     def open_source(cls, phase: Phase) -> tuple[ExampleSource, Validation]:
@@ -155,11 +154,11 @@ class SftTask(Task):
         pointed = max(1, counts["pointed"])
         found = {"loss": sums["tokens"] / counts["divisor"], "name_accuracy": sums["names_right"] / pointed}
         if "pointers" in sums:
-            found |= {
-                "pointer_loss": sums["pointers"] / pointed,
-                "pointer_mass": sums["passage_mass"] / pointed,
-            }
-        return found | ({"passages": self.conditions(state)[1]} if self._curriculum else {})
+            found["pointer_loss"] = sums["pointers"] / pointed
+            found["pointer_mass"] = sums["passage_mass"] / pointed
+        if self._curriculum:
+            found["passages"] = self.conditions(state)[1]
+        return found
 
     def advance(self, state: TaskState, metrics: dict[str, Any], counts: dict[str, float]) -> TaskState:
         stage, accuracy = state.get("stage", 0), state.get("name_accuracy", 0.0)

@@ -23,7 +23,7 @@ from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.training.data.examples import Example
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.losses import LossWeights
-from dlm_rag.training.supervised_tasks import ExampleSource, SftTask
+from dlm_rag.training.supervised_tasks import SftTask
 
 LINEAR = NOISE_SCHEDULES["linear"]
 
@@ -51,10 +51,8 @@ def make_full_canvas(example: Example, block: int, end_id: int) -> tuple[tuple[i
 class UniformSftTask(SftTask):
     """`SftTask` for a model of uniform noise: the same rows and curriculum."""
 
-    def __init__(
-        self, answers: ExampleSource, config: Config, train: TrainConfig, origin: InitialModel
-    ) -> None:
-        super().__init__(answers, config, train, origin)
+    def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
+        super().__init__(source, config, train, origin)
         self._shape, self._end_id = origin.config, origin.tokenizer.end_id
 
     def objective(self, denoiser: Any, share: object) -> "UniformObjective":  # type: ignore[override]
@@ -65,10 +63,8 @@ class UniformSftTask(SftTask):
         examples = self._source.examples(step, items, conditions)
         found, rows = [], self._train.rows_per_set
         for place, item in enumerate(items):
-            key = ("redrawn", self._train.seed, step, item)
-            found += self._make_rows(
-                examples[place * rows : (place + 1) * rows], make_keyed_generator(*key)
-            )
+            generator = make_keyed_generator("redrawn", self._train.seed, step, item)
+            found += self._make_rows(examples[place * rows : (place + 1) * rows], generator)
         return found
 
     def _make_rows(self, examples: Sequence[Example], generator: torch.Generator) -> list[UniformRow]:

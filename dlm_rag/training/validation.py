@@ -64,9 +64,8 @@ class QuestionValidation:
         """Over some of the questions, under names that do not depend on which."""
         asked = [self.questions[number] for number in which]
         decoder = Decoder(denoiser, self._retriever, tokenizer, self._config, engine=self._engine)
-        found = dict.fromkeys(
-            ["exact_match", *map(_hop_metric_name, self._hops()), "forwards_per_answer"], 0.0
-        )
+        names = ["exact_match", *map(_hop_metric_name, self._hops()), "forwards_per_answer"]
+        found = dict.fromkeys(names, 0.0)
         for rollout, question in zip(decoder.decode(asked), asked, strict=True):
             scored = score_rollout(rollout, question)
             found["exact_match"] += scored.exact_match
@@ -135,17 +134,11 @@ def _masked_bounds(
     examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
     losses = torch.zeros(hidden.shape, dtype=torch.float64)
     if examples:
-        losses[hidden] = _masked_token_losses(denoiser, examples, ids[hidden])
+        seen = encode_batch(denoiser, examples, denoiser.config.evidence_layout)
+        (targets,) = to_device([ids[hidden].numpy()], seen.hidden.device)
+        found = token_losses(denoiser.compute_token_logits(seen.hidden), targets).double()
+        losses[hidden] = torch.from_numpy(to_host(found))
     return nelbo(losses, times, LINEAR)
-
-
-def _masked_token_losses(denoiser: Denoiser, examples: list[Example], targets: Tensor) -> Tensor:
-    """Cross-entropies (n,) of all hidden tokens, on the host."""
-    seen = encode_batch(denoiser, examples, denoiser.config.evidence_layout)
-    (there,) = to_device([targets.numpy()], seen.hidden.device)
-    return torch.from_numpy(
-        to_host(token_losses(denoiser.compute_token_logits(seen.hidden), there).double())
-    )
 
 
 def _uniform_bounds(
