@@ -24,14 +24,7 @@ SHAPE = [
     "train.max_steps=4", "train.warmup_steps=0",
     "decode.max_new_tokens=48", "retrieval.top_k=3", "train.optimizer=adamw", "train.learning_rate=0.001",
 ]  # fmt: skip
-SFT = [
-    *FRESH,
-    *WORLDS,
-    *SHAPE,
-    "train.worlds=1",
-    "train.passage_sets_per_step=4",
-    "train.rows_per_set=4",
-]
+SFT = [*FRESH, *WORLDS, *SHAPE, "train.worlds=1", "train.passage_sets_per_step=4", "train.rows_per_set=4"]
 RL = [
     *WORLDS,
     *SHAPE,

@@ -63,10 +63,7 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
             ["model.evidence_layout=joint", "decode.finished_block_context=no_evidence"],
             "needs evidence_layout=independent",
         ),
-        (
-            ["train.objective=pretrain", "train.context_parallel=2"],
-            "context_parallel=1",
-        ),
+        (["train.objective=pretrain", "train.context_parallel=2"], "context_parallel=1"),
     ],
 )
 def test_what_attention_in_blocks_does_not_go_with_is_refused(words, says):

@@ -641,11 +641,7 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
     saved = find_resume_point(tmp_path, [""])[0]
     assert saved > 0
     # Steps of several seconds, so that the second comes in the one that the first has let go on.
-    process = start(
-        tmp_path / "long",
-        "train.max_steps=100000",
-        "train.passage_sets_per_step=200",
-    )
+    process = start(tmp_path / "long", "train.max_steps=100000", "train.passage_sets_per_step=200")
     time.sleep(1.2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)
