@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -16,17 +15,20 @@ from dlm_rag.decode.trace_file import (
     TraceWriter,
     scan_trace,
 )
-from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty, validate_json_value
 from dlm_rag.files.journal import (
-    AppendOnlyFile,
+    Journal,
     acquire_file_lock,
-    append_json_lines,
+    append_energy,
+    check_same_settings,
+    explain_write_errors,
     read_json_lines,
     release_file_lock,
     repair_last_line,
+    rewrite_lines,
+    write_note,
 )
-from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class AnswersFile:
     """
 
     def __init__(self, out: Path, trace: Path | None = None) -> None:
-        self._out, self._trace, self._file = out, trace, AppendOnlyFile(out)
+        self._out, self._trace, self._file = out, trace, Journal(out)
         self._writer: TraceWriter | None = None
         self._locks: list[FileLock] = []
         self._stamp_path = out.with_name(f"{out.name}.run.json")
@@ -57,7 +59,7 @@ class AnswersFile:
         self._answered: dict[str, str] = {}
         self._failed: set[str] = set()
         answers: dict[str, int] = {}
-        for place, record in read_json_lines(self._out, ConfigError) if self._out.is_file() else ():
+        for place, record in read_json_lines(self._out, ConfigError):
             none = f"{place} is no line of this program's: choose another file"
             line = validate_json_value(AnswerLine, record, none, ConfigError)
             answers[line.id] = line.answer_hash
@@ -109,12 +111,7 @@ class AnswersFile:
     def check_same_settings(self, depends_on: Mapping[str, Any]) -> None:
         """Raises `ConfigError` naming what this run does otherwise than the one that began the file."""
         then = self._stamp["answers_depend_on"] if self._stamp else depends_on
-        for key in sorted({*then, *depends_on}):
-            if then.get(key) != depends_on.get(key):
-                raise ConfigError(
-                    f"out={self._out} holds answers with {key}={then.get(key)}, this run has "
-                    f"{depends_on.get(key)}: choose another --out"
-                )
+        check_same_settings(then, depends_on, f"out={self._out} holds answers")
 
     def open_run(self, stamp: dict[str, Any], header: TraceHeader | None = None) -> None:
         """Takes the files for this process; header: of the trace, where there is one.
@@ -134,7 +131,7 @@ class AnswersFile:
                 assert header is not None, "a trace begins with a header"
                 held = self._traced if self._answered else TraceContents()
                 self._writer = TraceWriter(self._trace, header, held)
-            with self._writing():
+            with explain_write_errors(self._out):
                 self._remove_unfinished()
                 self._file.open_existing()
                 if self._writer is not None:
@@ -152,10 +149,14 @@ class AnswersFile:
         unanswered = {*self._traced.questions} - {*self._answered} - self._failed
         if len(unanswered) > 1:  # a kill leaves one
             self._refuse_trace()
+        asked_again = unanswered | self._failed
         for path in (self._trace, self._out):
             if path is not None and path.is_file():
                 repair_last_line(path)
-                _remove_lines(path, unanswered | self._failed)
+                if asked_again:
+                    rewrite_lines(
+                        path, lambda line: None if json.loads(line).get("id") in asked_again else line
+                    )
         if self._trace is not None and not self._answered:
             self._trace.unlink(missing_ok=True)  # its header may be of other settings
 
@@ -170,49 +171,28 @@ class AnswersFile:
                 "out=%s holds answers made with %s, this run has %s: rounding may differ, and with it "
                 "an answer", self._out, *_differences(last, machine)
             )  # fmt: skip
-        with self._writing():
+        with explain_write_errors(self._out):
             self._write_stamp(self._stamp | {"machines": [*machines, machine]})
 
     def _write_stamp(self, stamp: dict[str, Any]) -> None:
         self._stamp = stamp
-        write_text_atomic(self._stamp_path, json.dumps(stamp, indent=2, ensure_ascii=False) + "\n")
+        write_note(self._stamp_path, stamp)
 
     def add_energy(self, part: Mapping[str, Any] | None) -> None:
-        """Adds to the stamp what this part of the run has spent; a run that goes on adds another.
-
-        Where the disk is full that is said, and nothing is raised: the answers are there.
-        """
-        stamp = read_json_or_empty(self._stamp_path)
-        if part is None or not stamp:
-            return
-        before = stamp.get("energy")
-        stamp["energy"] = [*(before if isinstance(before, list) else []), part]
-        try:
-            write_text_atomic(self._stamp_path, json.dumps(stamp, indent=2, ensure_ascii=False) + "\n")
-        except OSError as error:
-            log.warning("%s does not get the joules of this part: %s", self._stamp_path, error.strerror)
+        """Adds to the stamp what this part of the run has spent; a run that goes on adds another."""
+        append_energy(self._stamp_path, part)
 
     def append(self, rollout: Rollout) -> None:
         """Adds a finished rollout: first its trace, then its answer, which marks it as done.
 
         Raises `RunError` where the disk is full, or a file is another's by now; what is there stays.
         """
-        with self._writing():
+        with explain_write_errors(self._out):
             if self._stamp is not None and not self._stamp_path.exists():  # taken away meanwhile
                 self._write_stamp(self._stamp)
             if self._writer is not None:
                 self._writer.write(rollout)
-            append_json_lines(self._file, [rollout.answer_record()])
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(
-                f"out={self._out} cannot be written any more ({error.strerror or error}); the answers "
-                "before are kept: make room, and the same command goes on from there"
-            ) from error
+            self._file.append(rollout.answer_record())
 
     def close(self) -> None:
         """Gives the files back."""
@@ -234,11 +214,3 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """`key=value, ...` of each where they differ."""
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
     return [", ".join(f"{key}={each.get(key)}" for key in keys) for each in (one, other)]
-
-
-def _remove_lines(path: Path, ids: Collection[str]) -> None:
-    """Writes the file anew without the records of these ids."""
-    if not ids:
-        return
-    with open_atomic_file(path) as scratch, path.open("rb") as file, scratch.open("wb") as kept:
-        kept.writelines(line for line in file if json.loads(line).get("id") not in ids)

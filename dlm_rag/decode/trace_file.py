@@ -21,7 +21,7 @@ from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.errors import TraceError
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
 from dlm_rag.files.checked_json import validate_json_value
-from dlm_rag.files.journal import AppendOnlyFile, append_json_lines, read_json_lines
+from dlm_rag.files.journal import Journal, read_json_lines
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate, Tokenizer, load_tokenizer
 
@@ -148,7 +148,7 @@ class TraceWriter:
         held = held or scan_trace(path)
         if held.version == 1:
             raise TraceError(f"{path} is a trace of version 1, which nothing can be added to: name another")
-        self.file, self._written = AppendOnlyFile(path), dict(held.passages)
+        self.file, self._written = Journal(path), dict(held.passages)
         self._common = (held.header or header).settings
         self._first = [] if held.header else [header.to_record()]
 
@@ -160,7 +160,7 @@ class TraceWriter:
             if self._written.get(name) != hash(rollout.passages[name])
         }
         texts = [{"passage": name, "text": text} for name, text in new.items()]
-        append_json_lines(self.file, [*self._first, *texts, _question_record(rollout, self._common)])
+        self.file.append(*self._first, *texts, _question_record(rollout, self._common))
         self._first = []
         self._written |= {name: hash(text) for name, text in new.items()}
 

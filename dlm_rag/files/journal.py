@@ -1,18 +1,22 @@
-"""Append-only files of JSON lines that survive a kill, and the lock of the one process that writes them."""
+"""Resumable journals: JSON lines that one process appends to, whole whenever that process is killed.
+
+A journal whose lines depend on settings has a note beside it, a JSON file that says which.
+"""
 
 import json
 import logging
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
-from dlm_rag.files.checked_json import parse_json_object
-from dlm_rag.files.paths import open_atomic_file
+from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty
+from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -20,24 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def repair_last_line(path: Path) -> None:
-    """Removes a last line that a kill cut short; adds a line break that is missing alone."""
-    with path.open("rb+") as file:
-        (last,) = deque(file, maxlen=1) or [b"\n"]
-        if last.endswith(b"\n"):
-            return
-        try:
-            json.loads(last)
-            file.write(b"\n")
-        except ValueError:
-            file.truncate(file.tell() - len(last))
+class Journal:
+    """JSON lines that this process alone appends to; the first append creates the file.
 
-
-class AppendOnlyFile:
-    """A file that this process alone appends to; it is created by the first append.
-
-    Before each append it is checked: a file that was removed or renamed is restored, one that was
-    replaced or cut short is left as it is.
+    Before each append the file is checked: if it was removed or renamed it is restored, if it was
+    replaced or cut short it is left as it is.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,13 +41,14 @@ class AppendOnlyFile:
         if self._path.is_file():
             self._open()
 
-    def append(self, data: bytes) -> None:
-        """Appends, unbuffered. Raises `OSError`, and `RunError` if another process changed the file."""
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Appends lines, unbuffered. Raises `OSError`, and `RunError` if another process changed it."""
+        data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
         file = self._file or self._open()
         try:
             now = self._path.stat()
         except FileNotFoundError:
-            file = self._put_back(file)
+            file = self._restore(file)
         else:
             if now.st_size != self._size or not os.path.samestat(now, os.fstat(file.fileno())):
                 raise RunError(
@@ -72,7 +64,7 @@ class AppendOnlyFile:
         self._size = os.fstat(self._file.fileno()).st_size
         return self._file
 
-    def _put_back(self, file: FileIO) -> FileIO:
+    def _restore(self, file: FileIO) -> FileIO:
         log.warning("%s was removed or renamed while it was written: it is restored", self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file.seek(0)
@@ -85,6 +77,91 @@ class AppendOnlyFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def read_json_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a journal, each after its place, without a last line that a kill cut short.
+
+    Nothing where there is no file. Raises `error` naming file and line.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}, line {number}"
+            try:
+                record = parse_json_object(line, place, error)
+            except error:
+                if line.endswith(b"\n"):
+                    raise
+                return  # no beginning of an object is an object
+            yield place, record
+
+
+def repair_last_line(path: Path) -> None:
+    """Removes a last line that a kill cut short; adds a line break that is missing alone."""
+    with path.open("rb+") as file:
+        (last,) = deque(file, maxlen=1) or [b"\n"]
+        if last.endswith(b"\n"):
+            return
+        try:
+            json.loads(last)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(file.tell() - len(last))
+
+
+def rewrite_lines(path: Path, change: Callable[[bytes], bytes | None]) -> None:
+    """Writes a file again, atomically, with what `change` makes of each line; None leaves it out."""
+    with open_atomic_file(path) as scratch, path.open("rb") as old, scratch.open("wb") as new:
+        for line in old:
+            changed = change(line)
+            if changed is not None:
+                new.write(changed.removesuffix(b"\n") + b"\n")
+
+
+def check_same_settings(then: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
+    """Raises `ConfigError` for the first setting in which a run differs from the one that began a journal.
+
+    what: the journal and its contents, as in `out=a.jsonl holds answers`.
+    """
+    for key in sorted({*then, *now}):
+        if then.get(key) != now.get(key):
+            raise ConfigError(
+                f"{what} with {key}={then.get(key)}, this run has {now.get(key)}: choose another --out"
+            )
+
+
+def write_note(path: Path, note: Mapping[str, Any]) -> None:
+    """Writes the note beside a journal, atomically."""
+    write_text_atomic(path, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
+
+
+def append_energy(path: Path, part: Mapping[str, Any] | None) -> None:
+    """Adds to a note what this part of a run has consumed; None: it was not measured.
+
+    A full disk is a warning: what was computed is already stored.
+    """
+    note = read_json_or_empty(path)
+    if part is None or not note:
+        return
+    before = note.get("energy")
+    try:
+        write_note(path, note | {"energy": [*(before if isinstance(before, list) else []), part]})
+    except OSError as error:
+        log.warning("%s does not get the joules of this part: %s", path, error.strerror)
+
+
+@contextmanager
+def explain_write_errors(out: Path) -> Iterator[None]:
+    """Raises `RunError` for an `OSError`, as of a full disk, with what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"out={out} cannot be written any more ({error.strerror or error}); what is there is kept: "
+            "make room, and the same command goes on from there"
+        ) from error
 
 
 def acquire_file_lock(path: Path, what: str) -> "FileLock":
@@ -110,26 +187,3 @@ def release_file_lock(lock: "FileLock") -> None:
         # Before the release: afterwards it might be another process that holds it.
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
-
-
-def read_json_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines and the place of each, without what a kill has left of the last.
-
-    Raises `error` naming file and line.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            try:
-                record = parse_json_object(line, place, error)
-            except error:
-                if line.endswith(b"\n"):
-                    raise
-                return  # no beginning of an object is an object
-            yield place, record
-
-
-def append_json_lines(file: AppendOnlyFile, records: Iterable[Mapping[str, Any]]) -> None:
-    """Adds JSON lines to a file, out at once."""
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-    file.append("".join(lines).encode())

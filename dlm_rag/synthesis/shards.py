@@ -25,9 +25,19 @@ from typing_extensions import TypedDict
 
 from dlm_rag.config import SynthesisConfig
 from dlm_rag.config.renamed import upgrade_settings
-from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty, validate_json_value
-from dlm_rag.files.journal import AppendOnlyFile, acquire_file_lock, release_file_lock, repair_last_line
+from dlm_rag.errors import ConfigError
+from dlm_rag.files.checked_json import read_json_or_empty, validate_json_value
+from dlm_rag.files.journal import (
+    Journal,
+    acquire_file_lock,
+    append_energy,
+    check_same_settings,
+    explain_write_errors,
+    read_json_lines,
+    release_file_lock,
+    repair_last_line,
+    write_note,
+)
 from dlm_rag.files.paths import resolve_path_inside, write_text_atomic
 from dlm_rag.progress import report_progress
 from dlm_rag.synthesis.dataset_card import render_dataset_card
@@ -101,7 +111,7 @@ class RowsFolder:
         self._common = {"model": model, "settings": digest}
         self._journal, self._note = folder / JOURNAL, folder / NOTE
         self._lock: FileLock | None = None
-        self._file = AppendOnlyFile(self._journal)
+        self._file = Journal(self._journal)
         self.done: set[str] = set()
         self._check()
 
@@ -121,12 +131,7 @@ class RowsFolder:
             RowsManifest, {"depends_on": self._depends_on} | note, str(self._note), ConfigError
         )
         then = upgrade_settings(found.depends_on)
-        for key in sorted({*then, *self._depends_on}):
-            if then.get(key) != self._depends_on.get(key):
-                raise ConfigError(
-                    f"out={self.folder} holds rows with {key}={then.get(key)}, this run has "
-                    f"{self._depends_on.get(key)}: choose another --out"
-                )
+        check_same_settings(then, self._depends_on, f"out={self.folder} holds rows")
         for path in (self._journal, self._note, *(self.folder / name for name in (CARD, PARTS, HELD_OUT))):
             if path.is_symlink():
                 raise ConfigError(f"{path} is a link, and what it leads to would be written: take it away")
@@ -152,11 +157,8 @@ class RowsFolder:
                 self._write_note({"stamp": stamp})
             self._journal.touch()
             # before: what is not ours is not cut
-            self.done = {line.source for _, line in self._read_journal()}
-            size = self._journal.stat().st_size
+            self.done = {line.source for line in self._read_journal()}
             repair_last_line(self._journal)
-            if self._journal.stat().st_size > size:  # the last line only needed its end
-                self.done = {line.source for _, line in self._read_journal()}
             self._file.open_existing()
         except BaseException:
             self.close()
@@ -164,30 +166,19 @@ class RowsFolder:
 
     def _write_note(self, more: dict[str, Any]) -> dict[str, Any]:
         note = read_json_or_empty(self._note) | {"depends_on": self._depends_on} | more
-        write_text_atomic(self._note, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
+        write_note(self._note, note)
         return note
 
     def append_outcome(self, outcome: SourceOutcome) -> None:
         """One line of the journal, out at once. Raises `RunError` where the disk is full."""
         assert outcome.source not in self.done
-        line = (json.dumps(asdict(outcome), ensure_ascii=False) + "\n").encode()
-        try:
-            self._file.append(line)
-        except OSError as error:
-            raise RunError(
-                f"out={self.folder} cannot be written any more ({error.strerror}); what is there is kept: "
-                "make room, and the same command resumes there"
-            ) from error
+        with explain_write_errors(self.folder):
+            self._file.append(asdict(outcome))
         self.done.add(outcome.source)
 
     def append_energy(self, part: dict[str, Any] | None) -> None:
         """Adds to the note what a part of the run has drawn; None: nobody asked."""
-        if part is None:
-            return
-        try:
-            self._write_note({"energy": [*read_json_or_empty(self._note).get("energy", []), part]})
-        except OSError as error:  # the rows are there
-            log.warning("%s does not get the joules of this part: %s", self._note, error.strerror)
+        append_energy(self._note, part)
 
     def finish(
         self, config: SynthesisConfig, columns: dict[str, str], complete: bool = True
@@ -197,7 +188,7 @@ class RowsFolder:
         complete: whether every source is decided. Until then the journal stays, and the files are written
         again by the run that resumes.
         """
-        self._file.append(b"")  # it may have been taken away
+        self._file.append()  # it may have been taken away
         counts: Counter[str] = Counter(sources=len(self.done))
         parts = self.folder / PARTS
         shutil.rmtree(parts, ignore_errors=True)
@@ -239,33 +230,27 @@ class RowsFolder:
             path.unlink()
         self._journal.unlink(missing_ok=True)
 
-    def _read_journal(self) -> Iterator[tuple[int, SourceOutcome]]:
-        """Where each line of the journal begins, and what it says; the last only where it has an end."""
-        start = 0
-        with self._journal.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    return
-                place = f"{self._journal}, line {number}"
-                found = validate_json_value(
-                    SourceOutcome, parse_json_object(line, place, ConfigError), place, ConfigError
-                )
-                for row in found.rows:
-                    validate_json_value(_Row, row, f"{place}: a row", ConfigError)
-                yield start, found
-                start += len(line)
+    def _read_journal(self) -> Iterator[SourceOutcome]:
+        """The lines of the journal, checked."""
+        for place, record in read_json_lines(self._journal, ConfigError):
+            found = validate_json_value(SourceOutcome, record, place, ConfigError)
+            for row in found.rows:
+                validate_json_value(_Row, row, f"{place}: a row", ConfigError)
+            yield found
 
     def _iterate_row_blocks(self, counts: "Counter[str]", advance: Any) -> Iterator[list[dict[str, Any]]]:
         """The rows in the order of their sources, some thousand at a time."""
-        starts = [start for _, start in sorted((line.place, start) for start, line in self._read_journal())]
+        starts: list[tuple[int, int]] = []  # place of a source, where its line begins
         block: list[dict[str, Any]] = []
         with self._journal.open("rb") as file:
-            for start in starts:
+            while line := file.readline():
+                starts.append((json.loads(line)["place"], file.tell() - len(line)))
+            for _, start in sorted(starts):
                 file.seek(start)
-                line = json.loads(file.readline())
-                counts.update({f"left out: {reason}": n for reason, n in line.get("dropped", {}).items()})
-                counts.update({f"spent: {what}": n for what, n in line.get("spent", {}).items()})
-                block += line["rows"]
+                outcome = json.loads(file.readline())
+                for kind, key in (("left out", "dropped"), ("spent", "spent")):
+                    counts.update({f"{kind}: {name}": n for name, n in outcome.get(key, {}).items()})
+                block += outcome["rows"]
                 if len(block) >= FLUSH_BLOCK_ROWS:
                     yield block
                     block = []

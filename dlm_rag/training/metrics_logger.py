@@ -17,7 +17,8 @@ from dlm_rag.config import Config
 from dlm_rag.energy.meter import format_three_digits
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object
-from dlm_rag.files.paths import open_atomic_file, write_text_atomic
+from dlm_rag.files.journal import rewrite_lines
+from dlm_rag.files.paths import write_text_atomic
 
 SCREEN_WINDOW_STEPS = 50  # steps that the figures on the screen are means of
 VALIDATION_PREFIXES = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
@@ -132,18 +133,17 @@ class MetricsLogger:
 
     def _rewrite(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
         """Rewrites the file with what `change` makes of the metrics of each step."""
-        with (
-            open_atomic_file(self._path) as scratch,
-            self._path.open("rb") as old,
-            scratch.open("wb") as new,
-        ):
-            for line in old:
-                metrics = parse_metrics(line)
-                changed = metrics and change(metrics)
-                if changed and changed != metrics:
-                    line = json.dumps(changed).encode() + b"\n"
-                if changed or (metrics is None and line.endswith(b"\n")):
-                    new.write(line if line.endswith(b"\n") else line + b"\n")
+
+        def rewrite(line: bytes) -> bytes | None:
+            metrics = parse_metrics(line)
+            if metrics is None:
+                return line if line.endswith(b"\n") else None
+            changed = change(metrics)
+            if changed is None or changed == metrics:
+                return None if changed is None else line
+            return json.dumps(changed).encode()
+
+        rewrite_lines(self._path, rewrite)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

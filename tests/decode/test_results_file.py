@@ -13,6 +13,7 @@ import torch
 from filelock import FileLock
 
 from dlm_rag.decode.results_file import AnswersFile
+from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError, RunError, TraceError
 from dlm_rag.machine import describe_machine
@@ -130,7 +131,7 @@ def test_answers_are_written_as_they_finish_each_after_its_trace(files, monkeypa
     file.open_run(make_stamp(), HEADER)
     file.append(answer("q0"))
     assert ids(files) == [["q0"]] * 2, "on disk at once"
-    monkeypatch.setattr("dlm_rag.decode.results_file.append_json_lines", None)  # killed in between
+    monkeypatch.setattr(Rollout, "answer_record", None)  # killed in between
     with pytest.raises(TypeError):
         file.append(answer("q1"))
     assert ids(files) == [["q0"], ["q0", "q1"]]
@@ -259,7 +260,7 @@ def test_the_same_when_the_disk_is_full_from_the_beginning(files, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dlm_rag.decode.results_file.write_text_atomic", full)
+    monkeypatch.setattr("dlm_rag.files.journal.write_text_atomic", full)
     with pytest.raises(RunError, match="No space left on device"):
         run(files)
     monkeypatch.undo()
