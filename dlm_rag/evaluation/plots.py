@@ -49,7 +49,7 @@ def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iter
                     continue
                 axis.errorbar(
                     price.mean, 100 * match.mean,
-                    **_make_error_bars(price, "xerr"), **_make_error_bars(match, "yerr", 100),
+                    xerr=_error_bars([price]), yerr=_error_bars([match], 100),
                     color=colours[halves[name][0]], marker=markers[halves[name][1]], markersize=7,
                     linewidth=0, elinewidth=0.6, alpha=0.9,
                 )  # fmt: skip
@@ -68,11 +68,8 @@ def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iter
         figure.legend(handles=handles, loc="outside right upper", frameon=False, title="\n".join(keys))
 
 
-def _make_error_bars(
-    estimate: Estimate, key: str, scale: float = 1
-) -> dict[str, Sequence[Sequence[float]]]:
-    below, above = estimate.mean - estimate.low, estimate.high - estimate.mean
-    return {key: [[scale * below], [scale * above]]}
+def _error_bars(estimates: Sequence[Estimate], scale: float = 1) -> list[list[float]]:
+    return [[scale * (e.mean - e.low) for e in estimates], [scale * (e.high - e.mean) for e in estimates]]
 
 
 @contextmanager
@@ -112,10 +109,7 @@ def plot_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, Gro
                 axis.errorbar(
                     [place + shift for place, _ in points],
                     [100 * e.mean for _, e in points],
-                    yerr=[
-                        [100 * (e.mean - e.low) for _, e in points],
-                        [100 * (e.high - e.mean) for _, e in points],
-                    ],
+                    yerr=_error_bars([e for _, e in points], 100),
                     marker="o", markersize=5, linewidth=1.6, capsize=2, label=replace_control_chars(name),
                 )  # fmt: skip
             axis.set_title(title, loc="left", fontsize=11)

@@ -27,20 +27,12 @@ PAPER_COLUMNS = {"tau_c 0.9": ("proxy", 0.9), "tau_c 0.95": ("proxy", 0.95), "st
 # as BM25 scores here, and by bm25s's defaults
 PAPER_INDEX_SETTINGS = {"k1": 1.5, "b": 0.75, "method": "lucene"}
 # What answers do not depend on, and what stands for itself below.
-UNCOMPARED_SETTINGS = {
-    "corpus",
-    "index_dir",
-    "embedding_batch_size",
-    "query_policy",
-    "commit_threshold",
-}
+UNCOMPARED_SETTINGS = {"corpus", "index_dir", "embedding_batch_size", "query_policy", "commit_threshold"}
 
 
 @dataclass(frozen=True)
 class PublishedDataset:
-    """A data set: its folder below data/, its questions, exact match in percent as `PAPER_COLUMNS` has
-    it.
-    """
+    """A data set: folder in data/, number of questions, exact match in percent by `PAPER_COLUMNS`."""
 
     folder: str
     questions: int
@@ -148,20 +140,11 @@ def build_paper_table(
     figures = dict(zip(PAPER_COLUMNS, published.exact_match, strict=True))
     rows = []
     for name, match in matches.items():
-        column = columns[name]
-        if column is None or match is None:
-            rows.append([name, "-", format_percent(match), "-", "-"])
-            continue
-        paper = figures[column] / 100
-        less = Estimate(match.mean - paper, match.low - paper, match.high - paper)
-        rows.append(
-            [
-                name,
-                column,
-                format_percent(match),
-                f"{figures[column]:.1f}",
-                format_percent(less, signed=True),
-            ]
-        )
+        column, cells = columns[name], ["-", "-"]
+        if column is not None and match is not None:
+            paper = figures[column] / 100
+            less = Estimate(match.mean - paper, match.low - paper, match.high - paper)
+            cells = [f"{figures[column]:.1f}", format_percent(less, signed=True)]
+        rows.append([name, column if match and column else "-", format_percent(match), *cells])
     title = f"{dataset}: exact match % of {count} questions, the paper's of {published.questions}"
     return ResultTable(title, ["setting", "the paper's", "here", "published", "here above it"], rows)

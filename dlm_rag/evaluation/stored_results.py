@@ -108,22 +108,13 @@ def render_results_page(results: Sequence[StoredResult]) -> str:
     parts = [f"# Results, {max(days) or 'undated'}\n"]
     for result in results:
         names = result.settings
-        shown = build_overview_table(
-            result.scores.questions.all,
-            {
-                name: dict.fromkeys(SCORE_METRICS) | setting.groups.all
-                for name, setting in result.scores.settings.items()
-            },
-            {name: groups.all for name, groups in result.scores.first_minus.items()},
-            result.scores.swept,
-        )
+        scores, none = result.scores, dict.fromkeys(SCORE_METRICS)
+        summaries = {name: none | setting.groups.all for name, setting in scores.settings.items()}
+        against = {name: groups.all for name, groups in scores.first_minus.items()}
+        shown = build_overview_table(scores.questions.all, summaries, against, scores.swept)
         command = result.record.get("command")
-        parts += [
-            f"## {result.folder.name}\n",
-            *([f"    {command}\n"] if command else []),
-            render_markdown_table(shown),
-        ]
-        parts.append(format_provenance(next(iter(names.values()))["stamp"]))
+        parts += [f"## {result.folder.name}\n", *([f"    {command}\n"] if command else [])]
+        parts += [render_markdown_table(shown), format_provenance(next(iter(names.values()))["stamp"])]
     return "\n".join(parts)
 
 

@@ -115,19 +115,20 @@ def build_overview_table(
 
 def format_percent(estimate: Estimate | None, signed: bool = False) -> str:
     """`85.0 [80, 89]`: a share in percent with its interval."""
-    if estimate is None:
-        return "-"
-    sign = "+" if signed else ""
-    mean, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
-    return f"{mean:{sign}.1f} [{low:{sign}.0f}, {high:{sign}.0f}]"
+    return _format_interval(estimate, 100, (1, 0), signed)
 
 
 def format_estimate(estimate: Estimate | None, signed: bool = False) -> str:
     """`2.41 [2.30, 2.52]`: a quantity with its interval."""
+    return _format_interval(estimate, 1, (2, 2), signed)
+
+
+def _format_interval(estimate: Estimate | None, scale: int, digits: tuple[int, int], signed: bool) -> str:
     if estimate is None:
         return "-"
-    sign = "+" if signed else ""
-    return f"{estimate.mean:{sign}.2f} [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
+    sign, (fine, coarse) = "+" if signed else "", digits
+    mean, low, high = (scale * value for value in (estimate.mean, estimate.low, estimate.high))
+    return f"{mean:{sign}.{fine}f} [{low:{sign}.{coarse}f}, {high:{sign}.{coarse}f}]"
 
 
 def compute_answers_per_second(seconds: Estimate | None) -> Estimate | None:
@@ -222,11 +223,8 @@ def render_markdown_report(
     found: Sequence[ResultTable], stamp: Mapping[str, Any], notes: Sequence[str] = ()
 ) -> str:
     """The tables, notes and where they come from."""
-    listed = (
-        ["".join(f"- {escape_markdown_cells([replace_control_chars(line)])[0]}\n" for line in notes)]
-        if notes
-        else []
-    )
+    lines = escape_markdown_cells([replace_control_chars(line) for line in notes])
+    listed = ["".join(f"- {line}\n" for line in lines)] if lines else []
     return "\n".join([*map(render_markdown_table, found), *listed, format_provenance(stamp)])
 
 
