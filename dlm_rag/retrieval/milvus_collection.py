@@ -193,8 +193,12 @@ class MilvusCollection:
 
     def create_indexes(self) -> None:
         """The indexes that are not there yet."""
-        for field in VECTOR_FIELDS[self.info.kind]:
-            if not self._call_client("describe_index", field):
+        # All are described first: where a single index exists, a server may give it for any name.
+        found = {
+            field: self._call_client("describe_index", field) for field in VECTOR_FIELDS[self.info.kind]
+        }
+        for field, index in found.items():
+            if not index:
                 params = self._client.prepare_index_params()
                 # An exact search: DAAT_MAXSCORE skips what cannot be among the best, and nothing else.
                 options = {"inverted_index_algo": "DAAT_MAXSCORE"} if field == "sparse" else {}

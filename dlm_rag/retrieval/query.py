@@ -50,12 +50,10 @@ def join_query(question: str, added: str) -> Query:
 
 
 def ask_with_response(question: str, response: str, top_passage: str) -> Query:
-    """The question and the response."""
     return join_query(question, response)
 
 
 def ask_with_passage(question: str, response: str, top_passage: str) -> Query:
-    """The question and the best passage of the first search."""
     return join_query(question, top_passage)
 
 
