@@ -630,7 +630,7 @@ def test_evaluate_names_the_rule_of_f1(call, tmp_path, monkeypatch):
         assert f"F1 ({rule}) %" in screen and f"F1 ({rule}) %" in (out / "scores.md").read_text()
         assert json.loads((out / "scores.json").read_text())["f1_rule"] == rule
     code, _, err = call("--questions", path, "--out", out, "f1_rule=hotpot", program=evaluate)
-    assert code == 2 and "f1_rule='hotpot' is not one of auto, squad, hotpotqa (nearest: 'hotpotqa')" in err
+    assert code == 2 and "f1_rule=hotpot is not one of auto, squad, hotpotqa (nearest: 'hotpotqa')" in err
 
 
 def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):

@@ -155,7 +155,7 @@ REFUSED = {
     "an unknown field": (chat_body(comit_threshold=0.5), "nearest: 'commit_threshold'"),
     "a number as text": (chat_body(commit_threshold="0.5"), "'commit_threshold'"),
     "an interpolation": (chat_body(commit_rule="${oc.env:HOME}"), "is not one of"),
-    "out of bounds": (chat_body(commit_threshold=2), "must be between 0 and 1"),
+    "out of bounds": (chat_body(commit_threshold=2), "commit_threshold=2"),
     "true as a number": (chat_body(seed=True), "'seed'"),
     "not a number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": NaN}', ""),
     "the server's own": (chat_body(batch_size=2), "'batch_size' cannot be honoured here: leave it out"),
