@@ -1,28 +1,50 @@
-"""The canvas: the response positions, masked and committed, of one question."""
+"""The canvas of one question: its response positions, and what a step writes there.
 
-from collections.abc import Collection
+`Canvas` starts all masked. `UniformNoiseCanvas` starts as random tokens (DiffusionGemma): a step proposes
+for all positions of a block, accepts some and draws the others again, also those accepted before.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.config import DecodeConfig
+from dlm_rag.diffusion.commit_rules import Proposals, samples_actions
+from dlm_rag.randomness import sample_uniform
+
+TokenIds = NDArray[np.int64]
+# Of at least one candidate those to commit; with the positions, from and up to, of which the schedule of
+# `steps_per_block` says how many a step commits.
+Choose = Callable[[Proposals, tuple[int, int] | None], Proposals]
+
+
+@dataclass(frozen=True)
+class CanvasChange:
+    """What a step has written: where no token was, in place of another one, and what it has taken back."""
+
+    committed: Proposals | None = None
+    edited: Proposals | None = None
+    remasked: tuple[int, ...] = ()
 
 
 @dataclass
 class Canvas:
     """Token ids (n,) with `mask_id` where nothing is committed yet.
 
-    frozen_length: positions in front that change no more; None: wherever no mask is, what is written stays.
+    frozen_length: positions in front that change no more; None: a committed token stays.
 
-    Invariant: a committed token changes only through `remask`, and a position at most once, or through
-    `edit`, and only behind what is closed.
+    Invariant: a committed token changes only by `remask`, each position at most once, or by `edit`, after
+    the frozen positions.
     """
 
     length: int
     mask_id: int
     frozen_length: int | None = None
-    ids: NDArray[np.int64] = field(init=False)
+    edit_steps: int = 0  # since the current block has no mask
+    ids: TokenIds = field(init=False)
     masked: NDArray[np.bool_] = field(init=False)
     revised: NDArray[np.bool_] = field(init=False)
 
@@ -33,13 +55,34 @@ class Canvas:
 
     @property
     def first_masked(self) -> int:
-        """The first position that is masked; the length where none is."""
+        """The first masked position; the length where there is none."""
         return int(np.argmax(self.masked)) if self.masked.any() else self.length
 
     @property
     def first_mutable(self) -> int:
-        """The first position that may change; the length where none does."""
+        """The first position that may change; the length where there is none."""
         return self.first_masked if self.frozen_length is None else self.frozen_length
+
+    @property
+    def model_ids(self) -> TokenIds:
+        """The ids that a model sees."""
+        return self.ids
+
+    @property
+    def open_positions(self) -> NDArray[np.bool_]:
+        """Mask (n,) of the positions where a provisional token stands for what is still to come."""
+        return self.masked
+
+    def draw_numbers(
+        self, settings: DecodeConfig, generator: torch.Generator
+    ) -> tuple[NDArray[np.float64] | None, float]:
+        """The uniform numbers of a step, by position, (5, n) for a policy, (1, n) for sampled tokens.
+
+        And the temperature of these tokens.
+        """
+        count = 5 if samples_actions(settings) else int(settings.temperature > 0)
+        numbers = sample_uniform(generator, count, self.length) if count else None
+        return numbers, settings.temperature
 
     def commit_range(
         self, block_length: int | None, begin: int = 0, end: int | None = None
@@ -58,11 +101,33 @@ class Canvas:
     def candidates(
         self, block_length: int | None, begin: int = 0, end: int | None = None
     ) -> NDArray[np.bool_]:
-        """Mask (n,) of the positions that may be committed: masked, in the `commit_block`."""
+        """Mask (n,) of the positions that may be committed: masked, in the `commit_range`."""
         begin, end = self.commit_range(block_length, begin, end)
         within = np.zeros(self.length, dtype=bool)
         within[max(0, begin) : end] = True
         return self.masked & within
+
+    def write_step(
+        self, proposals: Proposals, settings: DecodeConfig, block: tuple[int, int], choose: Choose
+    ) -> CanvasChange:
+        """Edits and commits within the current block, from and up to `block`; what is `remasked` already is
+        proposed for like any mask.
+        """
+        begin, end = block
+        at = proposals.positions
+        candidates = proposals.subset(self.candidates(settings.block_length, begin, end)[at])
+        waiting, edited, committed = len(candidates.positions) > 0, None, None
+        if settings.edit_threshold is not None:
+            edited = self.edit(proposals, settings.edit_threshold)
+            self.edit_steps = 0 if waiting else self.edit_steps + 1
+        if waiting:
+            committed = choose(candidates, self.commit_range(settings.block_length, begin, end))
+            self.commit(committed)
+        settled = self.edit_steps > 0 and (edited is None or not len(edited.positions))
+        over = settled or self.edit_steps >= settings.max_edit_steps
+        if self.frozen_length is not None and over and not self.masked[max(0, begin) : end].any():
+            self.frozen_length, self.edit_steps = end, 0
+        return CanvasChange(committed, edited)
 
     def commit(self, chosen: Proposals) -> None:
         """Writes the chosen proposals down; raises `ValueError` if one of them is committed already."""
@@ -71,8 +136,8 @@ class Canvas:
         self.ids[chosen.positions] = chosen.token_ids
         self.masked[chosen.positions] = False
 
-    def remask(self, proposals: Proposals, bound: float) -> NDArray[np.int64]:
-        """Masks committed tokens whose probability now is under `bound`, each position once.
+    def remask(self, proposals: Proposals, bound: float) -> TokenIds:
+        """Masks committed tokens whose probability now is below `bound`, each position once.
 
         Returns the positions masked again, ascending.
         """
@@ -83,36 +148,25 @@ class Canvas:
         return fallen
 
     def edit(self, proposals: Proposals, bound: float) -> Proposals:
-        """Puts another token where one is committed, for proposals of at least `bound`; returns these."""
+        """Replaces committed tokens by proposals of at least `bound` for another token; returns these."""
         at = proposals.positions
         other = proposals.token_ids != self.ids[at]
-        edits = proposals.subset(
-            other & ~self.masked[at] & (at >= self.first_mutable) & (proposals.confidence >= bound)
-        )
+        sure = ~self.masked[at] & (at >= self.first_mutable) & (proposals.confidence >= bound)
+        edits = proposals.subset(other & sure)
         self.ids[edits.positions] = edits.token_ids
         return edits
 
-    @property
-    def model_ids(self) -> NDArray[np.int64]:
-        """The ids that a model sees."""
-        return self.ids
-
-    def fill_provisional(self, guesses: Proposals, least_confidence: float) -> list[int]:
-        """Ids with the guesses of at least that confidence in the masked positions they are for."""
-        ids = self.ids.copy()
-        enter = guesses.subset((guesses.confidence >= least_confidence) & self.masked[guesses.positions])
-        ids[enter.positions] = enter.token_ids
+    def fill_provisional(self, provisional: Proposals, least_confidence: float) -> list[int]:
+        """Ids with the provisional tokens of at least that confidence in open positions."""
+        ids, at = self.ids.copy(), provisional.positions
+        entering = (provisional.confidence >= least_confidence) & self.open_positions[at]
+        ids[at[entering]] = provisional.token_ids[entering]
         return ids.tolist()
 
     def is_finished(self, end_ids: Collection[int]) -> bool:
-        """Whether the text is certain: nothing is open any more, or nothing before a committed end token.
-
-        What stands behind the first end token is no part of the text.
-        """
-        if self.first_mutable == self.length:
-            return True
+        """Whether the text is certain: nothing may change, or nothing before a committed end token."""
         before = self.ids[: self.first_mutable]
-        return bool(np.isin(before, list(end_ids)).any())
+        return len(before) == self.length or bool(np.isin(before, list(end_ids)).any())
 
 
 @dataclass
@@ -120,47 +174,87 @@ class UniformNoiseCanvas(Canvas):
     """A canvas of uniform noise, denoised block after block.
 
     `ids` hold what is accepted now; elsewhere the model sees `noise`. Invariant: what stands before
-    `closed` changes no more; in the block behind it every step accepts anew.
+    `frozen_length` changes no more; in the block after it every step accepts again.
     """
 
-    noise: NDArray[np.int64] = field(kw_only=True)  # (length,)
-    block_steps: int = 0  # steps of the block under work
+    noise: TokenIds = field(kw_only=True)  # (length,)
+    vocab_size: int = field(kw_only=True, default=0)
+    next_noise: TokenIds | None = field(init=False, default=None)
+    block_steps: int = 0  # steps of the current block
     # its most probable tokens at these steps
-    argmax_history: list[NDArray[np.int64]] = field(default_factory=list)
+    argmax_history: list[TokenIds] = field(default_factory=list)
 
     @property
-    def model_ids(self) -> NDArray[np.int64]:
+    def model_ids(self) -> TokenIds:
         return np.where(self.masked, self.noise, self.ids)
 
-    def accept(self, chosen: Proposals) -> tuple[Proposals, Proposals, NDArray[np.int64]]:
-        """Makes `chosen` all that is accepted of the block under work.
+    @property
+    def open_positions(self) -> NDArray[np.bool_]:
+        """An accepted token was drawn: the most probable one stands for it until the block is finished."""
+        return np.arange(self.length) >= self.first_mutable
 
-        Returns those for positions where nothing was accepted, those that differ from what was, and the
-        positions whose token is taken back, ascending.
+    def draw_numbers(
+        self, settings: DecodeConfig, generator: torch.Generator
+    ) -> tuple[NDArray[np.float64], float]:
+        """(2, n), for tokens and the next noise; the temperature falls from step to step of a block."""
+        numbers = sample_uniform(generator, 2, self.length)
+        self.next_noise = uniform_tokens(numbers[1], self.vocab_size)
+        steps, high, low = settings.steps_per_block, settings.temperature_high, settings.temperature_low
+        assert steps is not None and high is not None and low is not None
+        return numbers, anneal_temperature(self.block_steps, steps, high, low)
+
+    def write_step(
+        self, proposals: Proposals, settings: DecodeConfig, block: tuple[int, int], choose: Choose
+    ) -> CanvasChange:
+        """Accepts what the rule chooses; once the block has converged or its steps are taken, the most
+        probable tokens.
         """
+        best = proposals.most_probable
+        assert best is not None and self.next_noise is not None
+        assert settings.convergence_steps is not None and settings.stop_entropy is not None
+        sure = float(proposals.entropy.mean()) < settings.stop_entropy
+        over = sure and has_converged(self.argmax_history, best.token_ids, settings.convergence_steps)
+        over = over or self.block_steps + 1 == settings.steps_per_block
+        change = self.accept(best if over else choose(proposals, None))
+        self.block_steps, self.noise = self.block_steps + 1, self.next_noise
+        self.argmax_history.append(best.token_ids)
+        if over:
+            self.finish_block(block[1])
+        return change
+
+    def accept(self, chosen: Proposals) -> CanvasChange:
+        """Makes `chosen` all that is accepted of the current block."""
         at, before = chosen.positions, self.masked.copy()
         new, other = before[at], ~before[at] & (self.ids[at] != chosen.token_ids)
         self.masked[self.first_mutable :] = True
         self.masked[at] = False
         taken_back = np.flatnonzero(self.masked & ~before)
         self.ids[at], self.ids[taken_back] = chosen.token_ids, self.mask_id
-        return chosen.subset(new), chosen.subset(other), taken_back
-
-    def renoise(self, best: NDArray[np.int64], noise: NDArray[np.int64]) -> None:
-        """Goes on with other noise (length,); best: the most probable tokens of the block under work."""
-        self.block_steps, self.noise = self.block_steps + 1, noise
-        self.argmax_history.append(best)
+        return CanvasChange(chosen.subset(new), chosen.subset(other), tuple(taken_back.tolist()))
 
     def finish_block(self, end: int) -> None:
-        """Goes on behind `end`."""
+        """Goes on after `end`."""
         self.frozen_length, self.block_steps, self.argmax_history = end, 0, []
 
-    def fill_provisional(self, guesses: Proposals, least_confidence: float) -> list[int]:
-        """As of any canvas; a guess stands before an accepted token too, which is drawn and not the most
-        probable one."""
-        ids = self.ids.copy()
-        enter = guesses.subset(
-            (guesses.confidence >= least_confidence) & (guesses.positions >= self.first_mutable)
-        )
-        ids[enter.positions] = enter.token_ids
-        return ids.tolist()
+
+def anneal_temperature(taken: int, steps: int, high: float, low: float) -> float:
+    """Of the step after `taken` of at most `steps` steps: `high` at first, then linear towards `low`.
+
+    In float32, as transformers does it: a model that reads its own logits amplifies the last bit.
+    """
+    share = np.float32(steps - taken) / np.float32(steps)
+    return float(np.float32(low) + np.float32(high - low) * share)
+
+
+def uniform_tokens(numbers: NDArray[np.float64], vocabulary: int) -> TokenIds:
+    """Token ids (n,), all equally likely, from numbers (n,) in [0, 1)."""
+    return np.minimum((numbers * vocabulary).astype(np.int64), vocabulary - 1)
+
+
+def has_converged(before: Sequence[TokenIds], best: TokenIds, convergence_steps: int) -> bool:
+    """Whether the most probable tokens are those of each of the last `convergence_steps` steps.
+
+    before: those of the earlier steps, oldest first.
+    """
+    last = before[len(before) - convergence_steps :] if convergence_steps <= len(before) else None
+    return last is not None and all(np.array_equal(ids, best) for ids in last)

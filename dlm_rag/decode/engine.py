@@ -27,20 +27,19 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.config.effects import check_checkpoint_effects
 from dlm_rag.config.fields import replace_settings
 from dlm_rag.config.inference import DEFAULT_ENTROPY_BOUND_NATS
-from dlm_rag.decode.canvas import Canvas, UniformNoiseCanvas
+from dlm_rag.decode.canvas import Canvas, UniformNoiseCanvas, uniform_tokens
+from dlm_rag.decode.denoise_step import DenoiseStep
 from dlm_rag.decode.model_runner import ModelRunner
-from dlm_rag.decode.overlap import OVERLAP_SCHEDULES
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
+from dlm_rag.decode.retrieval_step import RetrievalStep
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.row import Row, RowGroup, Ticket
-from dlm_rag.decode.steps import StepExecutor
+from dlm_rag.decode.row import PendingSearch, Row, RowGroup, Ticket
 from dlm_rag.diffusion.commit_rules import find_rule
-from dlm_rag.diffusion.uniform_decoding import uniform_tokens
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig, UniformNoiseConfig
 from dlm_rag.model.policy_heads import PolicyHeads
-from dlm_rag.nvtx_ranges import mark_event, profile_step
+from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
 from dlm_rag.questions import Question
 from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.retrieval.base import Retriever
@@ -82,8 +81,10 @@ class Engine:
         layout = layout or proposer.shape.evidence_layout
         if layout not in EVIDENCE_LAYOUTS:
             raise ConfigError(f"evidence_layout={layout} is none of {', '.join(EVIDENCE_LAYOUTS)}")
-        self._steps = StepExecutor(proposer, retriever, tokenizer, layout, heads)
-        self._schedule = OVERLAP_SCHEDULES[self.settings.overlap]
+        self.model_runner, self.retriever, self.tokenizer = proposer, retriever, tokenizer
+        self._layout, self._heads, self._clock = layout, heads, StageClock()
+        self._denoising = DenoiseStep(proposer, tokenizer, heads)
+        self._retrieval = RetrievalStep(proposer, retriever, tokenizer, layout, heads)
         places = self.settings.batch_size
         halves = 2 if self.settings.overlap == "pipeline" and places > 1 else 1
         self._groups = [RowGroup() for _ in range(halves)]
@@ -115,45 +116,36 @@ class Engine:
         """
         if not self._free:
             raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
-        own, shape = self.settings, self._steps.model_runner.shape
+        own, shape = self.settings, self.model_runner.shape
         if settings is not None:
             mine = replace_settings(settings, batch_size=own.batch_size, overlap=own.overlap)
             own = with_checkpoint_defaults(mine, shape)
         assert own.max_new_tokens is not None and own.finished_block_context is not None
-        check_finished_blocks(shape, own.finished_block_context, self._steps.layout)
-        check_policy_heads(own, self._steps.heads is not None)
-        # Revision may still change the text before an end token.
-        certain = own.early_stopping and own.remask_threshold is None
-        generator = make_keyed_generator(own.seed, question.id)
+        check_finished_blocks(shape, own.finished_block_context, self._layout)
+        check_policy_heads(own, self._heads is not None)
+        generator, length = make_keyed_generator(own.seed, question.id), own.max_new_tokens
         row = Row(
             ticket=Ticket(next(_tickets)),
             question=question,
             settings=own,
             slot=heappop(self._free),  # the lowest: memory is kept up to the highest in use
-            canvas=self._canvas(own, generator),
+            canvas=self._make_canvas(own, generator),
             generator=generator,
-            rollout=Rollout(
-                question.id, question.question, self._steps.layout, own.max_new_tokens, settings=asdict(own)
-            ),
-            stop_ids=self._steps.tokenizer.end_ids if certain else frozenset(),
-            end_ids=self._steps.tokenizer.end_ids,
-            provisional_recorder=ProvisionalRecorder(self._steps.tokenizer.token_text) if guesses else None,
+            rollout=Rollout(question.id, question.question, self._layout, length, settings=asdict(own)),
+            end_ids=self.tokenizer.end_ids,
+            recorder=ProvisionalRecorder(self.tokenizer.token_text) if guesses else None,
         )
         min(self._groups, key=lambda group: len(group.rows)).rows.append(row)
         return row.ticket
 
-    def _canvas(self, settings: DecodeConfig, generator: torch.Generator) -> Canvas:
+    def _make_canvas(self, settings: DecodeConfig, generator: torch.Generator) -> Canvas:
         """A fresh canvas, all masked or all noise."""
-        length, mask_id, shape = (
-            settings.max_new_tokens,
-            self._steps.tokenizer.mask_id,
-            self._steps.model_runner.shape,
-        )
+        shape, mask_id, length = self.model_runner.shape, self.tokenizer.mask_id, settings.max_new_tokens
         assert length is not None
         if shape.noise is None:
             return Canvas(length, mask_id, frozen_length=None if settings.edit_threshold is None else 0)
         noise = uniform_tokens(sample_uniform(generator, 1, length)[0], shape.vocab_size)
-        return UniformNoiseCanvas(length, mask_id, frozen_length=0, noise=noise)
+        return UniformNoiseCanvas(length, mask_id, 0, noise=noise, vocab_size=shape.vocab_size)
 
     def cancel(self, ticket: Ticket) -> None:
         """Drops a question that is in flight, and all that is kept for it; others do not notice.
@@ -173,8 +165,8 @@ class Engine:
         for group in self._groups:
             for row in list(group.rows):
                 self.cancel(row.ticket)
-            self._steps.apply_search(group.search)
-        self._steps.close()
+            self._retrieval.apply_search(group.search)
+        self._retrieval.close()
 
     def step(self) -> list[StepEvent]:
         """One step of all rows, or of one half of them in turn with `overlap=pipeline`.
@@ -186,8 +178,8 @@ class Engine:
         """
         group = self._groups[self._turn % len(self._groups)]
         try:
-            with self._steps.clock, profile_step(self._turn, len(group.rows)):
-                closed = self._schedule(self._steps, group)
+            with self._clock, profile_step(self._turn, len(group.rows)):
+                closed = self._take_step(group)
         except BaseException:
             for row in list(group.rows):  # half a step is no state to go on from
                 self.cancel(row.ticket)
@@ -199,11 +191,56 @@ class Engine:
                 self._remove_row(group, row)
         return [StepEvent(row.ticket, row.rollout) for row in closed]
 
+    def _take_step(self, group: RowGroup) -> list[Row]:
+        """Takes a step with the rows of a group; returns those whose step is over."""
+        if self.settings.overlap == "none":
+            self._denoise(group.ready_rows)
+            self._apply_search(self._start_search(group.active_rows))
+            return self._end_step(group.rows)
+        # The search is under way while the other group denoises: the same tokens.
+        self._apply_search(group.search)
+        closed = self._end_step(group.started_rows)
+        self._denoise(group.ready_rows)
+        group.search = self._start_search(group.active_rows, aside=True)
+        return closed
+
+    def _denoise(self, rows: list[Row]) -> None:
+        self._denoising.run(rows)
+        self._split_seconds(rows)
+
+    def _start_search(self, rows: list[Row], aside: bool = False) -> PendingSearch:
+        search = self._retrieval.start_search(rows, aside)
+        self._split_seconds(rows)
+        return search
+
+    def _apply_search(self, search: PendingSearch) -> None:
+        self._retrieval.apply_search(search)
+        self._split_seconds(search.rows)
+
+    def _end_step(self, rows: list[Row]) -> list[Row]:
+        """Ends the step of each row, and the answer where the text is certain; returns the rows."""
+        for row in rows:
+            row.end_step()
+        answered = [row for row in rows if not row.rollout.error and row.is_done]
+        with profile_stage("detokenize"):
+            for row in answered:
+                row.finish(self.tokenizer)
+                row.record.seconds = row.rollout.steps[-1].seconds  # which this is counted in
+        self._split_seconds(answered)
+        return list(rows)
+
+    def _split_seconds(self, rows: list[Row]) -> None:
+        """Splits the seconds since the last call among the rows that took part."""
+        for name, value in self._clock.pop_seconds().items():
+            for row in rows:
+                seconds = row.record.seconds
+                seconds[name] = seconds.get(name, 0.0) + value / len(rows)
+
     def _remove_row(self, group: RowGroup, row: Row) -> None:
         group.rows.remove(row)
         heappush(self._free, row.slot)
-        self._steps.model_runner.release(row.slot)
-        self._steps.retriever.forget(str(row.ticket))
+        self.model_runner.release(row.slot)
+        self.retriever.forget(str(row.ticket))
 
 
 def check_policy_heads(settings: DecodeConfig, there: bool) -> None:

@@ -28,9 +28,8 @@ def decide_search(row: Row, query: str, heads: PolicyHeads) -> tuple[bool, Float
     """
     features = compute_search_features(row, query)
     logit = INITIAL_SEARCH_LOGIT + compute_head_logits(heads.search, features[None])
-    opened = open_gates(
-        logit, None if row.uniform_draws is None else row.uniform_draws[4, :1], row.settings.head_threshold
-    )
+    draws = row.record.draws
+    opened = open_gates(logit, None if draws is None else draws[4, :1], row.settings.head_threshold)
     return bool(opened[0]), features, float(log_sigmoid(np.where(opened, logit, -logit))[0])
 
 
@@ -66,7 +65,7 @@ def compute_search_features(row: Row, query: str) -> FloatArray:
     since = next((n for n, step in enumerate(reversed(steps)) if step.retrieved), len(steps))
     lowest = 1.0 if row.lowest_confidence is None else row.lowest_confidence
     return np.array(
-        [_scaled(new), new / max(1, len(asked)), _scaled(len(row.committed)), _scaled(since), lowest,
+        [_scaled(new), new / max(1, len(asked)), _scaled(len(row.record.committed)), _scaled(since), lowest,
          _scaled(row.step)]
     )  # fmt: skip
 

@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.canvas import Canvas
+from dlm_rag.decode.citations import cite_passages
 from dlm_rag.decode.copy_sources import CopySources
-from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalRecorder
-from dlm_rag.decode.rollout import Action, CommittedToken, Rollout
+from dlm_rag.decode.provisional_log import ProvisionalRecorder
+from dlm_rag.decode.rollout import Rollout, StepRecord
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.evidence.truncation import FittedPrompt
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import query_uses_provisional_tokens
+from dlm_rag.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -28,95 +31,80 @@ SearchResult = list[Passage] | Exception  # by one search
 
 @dataclass(eq=False)
 class Row:
-    """A question in the batch and its state between two steps."""
+    """A question in the batch and its state between two steps; `record` is of the current step."""
 
     ticket: Ticket
     question: Question
     settings: DecodeConfig  # its own
-    slot: int  # where its context lies
+    slot: int  # where its context is cached
     canvas: Canvas
     generator: torch.Generator
     rollout: Rollout
-    stop_ids: frozenset[int]  # tokens behind which no text is: none where the whole canvas is decoded
     end_ids: frozenset[int] = frozenset()
-    evidence: dict[str, str] = field(default_factory=dict)  # id -> the text of it that is in the prompt
-    known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
-    copy_sources: CopySources | None = None  # what is to be copied of them, where that is asked for
-    dropped_ids: tuple[str, ...] = ()  # ids of what was found and has no place in the prompt
-    retrieved_passages: list[Passage] | None = None  # what fits of it is the evidence
-    laid_out_prompt: LaidOutPrompt | None = None  # the prompt of the evidence, laid out
-    query_key: Hashable = None
-    searched_words: frozenset[str] = frozenset()  # of the query that was searched for last
+    recorder: ProvisionalRecorder | None = None  # where provisional tokens are to be recorded
+    record: StepRecord = field(default_factory=StepRecord)
+    retrieved_passages: list[Passage] | None = None  # what fits of these is the evidence
     first_passages: list[Passage] = field(default_factory=list)  # what the first search found
+    fitted_prompt: FittedPrompt | None = None  # with what fits of the evidence
+    laid_out_prompt: LaidOutPrompt | None = None
+    known_words: frozenset[str] | None = None  # of question and evidence, once they are asked for
+    copy_sources: CopySources | None = None  # where copying has a price
+    query_key: Hashable = None
+    searched_words: frozenset[str] = frozenset()  # of the last query that was searched for
     provisional: Proposals | None = None
-    provisional_recorder: ProvisionalRecorder | None = None  # of guesses, where somebody wants to see them
-    lowest_confidence: float | None = None
-    edit_rounds_taken: int = (
-        0  # steps since the block under work has no mask, where its tokens may be edited
-    )
-    has_started: bool = False  # whether it has asked for the first time
-    # What the step that is under way has done so far.
-    step_query: str | None = None
-    step_searched: bool = False
-    committed: tuple[CommittedToken, ...] = ()
-    remasked: tuple[int, ...] = ()
-    edited: tuple[CommittedToken, ...] = ()
-    provisional_delta: ProvisionalDelta | None = None
-    uniform_draws: NDArray[np.float64] | None = (
-        None  # (5, length) that its policy draws at; of noise (2, length)
-    )
-    action: Action | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
+    lowest_confidence: float | None = None  # of provisional tokens; None where nothing is masked
 
     @property
     def step(self) -> int:
-        """The step that is under way."""
+        """The number of the current step."""
         return len(self.rollout.steps)
 
     @property
     def is_done(self) -> bool:
-        """Whether its text is certain, or never will be."""
-        return bool(self.rollout.error) or self.canvas.is_finished(self.stop_ids)
+        """Whether its text is certain; with revision, the text before an end token may still change."""
+        certain = self.settings.early_stopping and self.settings.remask_threshold is None
+        return self.canvas.is_finished(self.end_ids if certain else ())
+
+    @property
+    def evidence(self) -> dict[str, str]:
+        """id -> what of the passage is in the prompt, in rank order."""
+        return {} if self.fitted_prompt is None else self.fitted_prompt.texts
 
     @property
     def current_block(self) -> tuple[int, int]:
-        """The positions, from and up to, of the block under work; all where attention has no blocks."""
+        """The positions, from and up to, of the current block; all where attention has no blocks."""
         assert self.laid_out_prompt is not None
         begin, end = self.laid_out_prompt.block_bounds(self.canvas.first_mutable)
         return begin, min(end, self.canvas.length)
 
     @property
     def follows_last_block(self) -> bool:
-        """Whether the next token is the first of a block and follows from the block before it: it is asked
-        for alone, and the model looks at nothing behind.
+        """Whether the next token is the first of a block and the block before it predicts it: it is asked
+        for alone, and the model sees nothing after it.
         """
         assert self.laid_out_prompt is not None
-        return (
-            self.laid_out_prompt.predicts_next_block and self.canvas.first_masked == self.current_block[0]
-        )
+        predicts = self.laid_out_prompt.predicts_next_block
+        return predicts and self.canvas.first_masked == self.current_block[0]
 
     @property
     def window(self) -> tuple[int, int]:
-        """The positions, from and up to, that the model looks at: the block under work, whole blocks of
-        lookahead behind it where its query takes guesses.
+        """The positions, from and up to, that the model sees: the current block, and whole blocks of
+        lookahead where the query takes provisional tokens.
         """
         assert self.laid_out_prompt is not None
-        settings, (begin, end) = self.settings, self.current_block
+        settings, length, (begin, end) = self.settings, self.canvas.length, self.current_block
         if self.follows_last_block:
             return begin, begin
-        if (
-            settings.query_window
-            and end < self.canvas.length
-            and query_uses_provisional_tokens(settings.query_policy, settings.query_threshold)
-        ):
-            last = min(end + settings.query_window, self.canvas.length) - 1
-            end = min(self.laid_out_prompt.block_bounds(last)[1], self.canvas.length)
+        ahead = query_uses_provisional_tokens(settings.query_policy, settings.query_threshold)
+        if settings.query_window and end < length and ahead:
+            last = min(end + settings.query_window, length) - 1
+            end = min(self.laid_out_prompt.block_bounds(last)[1], length)
         return max(0, begin), end
 
     @property
     def positions_to_predict(self) -> NDArray[np.int64]:
-        """The canvas positions that the next step asks about: those masked in the window, and with revision
-        or edits those committed in the block.
+        """The canvas positions that the next step asks about: the masked ones of the window, and with
+        revision or edits the committed ones of the block.
         """
         begin, end = self.window
         if begin == end:
@@ -130,6 +118,32 @@ class Row:
         """Ends this question without an answer."""
         log.warning("question '%s' failed: %s", self.question.id, reason)
         self.rollout.error = reason
+
+    def end_step(self) -> None:
+        """Moves the record of the step into the rollout, or finishes this where the question failed."""
+        if self.rollout.error:
+            self.rollout.finished = True
+            return
+        dropped = () if self.fitted_prompt is None else self.fitted_prompt.dropped
+        self.rollout.steps.append(self.record.finish(self.step, tuple(self.evidence), dropped))
+        self.record = StepRecord()
+
+    def finish(self, tokenizer: Tokenizer) -> None:
+        """Finishes the rollout: the text before the first end token, and its citations."""
+        ids, rollout = self.canvas.ids.tolist(), self.rollout
+        end = next((n for n, token in enumerate(ids) if token in tokenizer.end_ids), len(ids))
+        text, spans = tokenizer.decode_with_offsets(ids[:end])
+        blanks = len(text) - len(text.lstrip())
+        rollout.response, steps = text.strip(), rollout.commit_steps()
+        rollout.citations = cite_passages(
+            rollout.response,
+            [(start - blanks, stop - blanks) for start, stop in spans],
+            [steps[position] for position in range(end)],
+            rollout.evidence_at,
+            rollout.evidence_texts,
+            rollout.question,
+        )
+        rollout.finished = True
 
 
 @dataclass
@@ -154,10 +168,10 @@ class RowGroup:
 
     @property
     def ready_rows(self) -> list[Row]:
-        """Those of them that have evidence, be it empty."""
+        """The active rows that have evidence, even if it is empty."""
         return [row for row in self.active_rows if row.laid_out_prompt is not None]
 
     @property
     def started_rows(self) -> list[Row]:
-        """The rows of which a step is under way."""
-        return [row for row in self.rows if row.has_started]
+        """The rows whose current step has begun."""
+        return [row for row in self.rows if row.step or row.record.query is not None]

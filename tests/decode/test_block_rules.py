@@ -4,13 +4,8 @@ import pytest
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.steps import StepExecutor
-from dlm_rag.decode.trace_file import (
-    make_step_examples,
-    read_trace,
-    read_trace_header,
-    rebuild_prompts,
-)
+from dlm_rag.decode.denoise_step import DenoiseStep
+from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header, rebuild_prompts
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.questions import Question
@@ -111,14 +106,14 @@ def test_a_text_that_may_still_be_edited_is_not_at_its_end(corpus, rounds):
 
 def seen_by(decoder):
     """The rollouts; by question and step the arrangement and the canvas that the denoiser is shown."""
-    seen, denoise = {}, StepExecutor.denoise
+    seen, denoise = {}, DenoiseStep.run
 
     def spy(steps, rows):
         seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
         denoise(steps, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepExecutor, "denoise", spy)
+        patch.setattr(DenoiseStep, "run", spy)
         return decoder.decode(ASKED), seen
 
 
@@ -159,7 +154,7 @@ def test_the_last_block_is_whole_where_blocks_are_counted_from_the_prompt(corpus
 def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, monkeypatch):
     """And leaves the query the guesses that are behind it."""
     decoder = make_decoder(corpus, "independent", shape=SHIFTED, max_new_tokens=24, early_stopping=False)
-    denoise, given = StepExecutor.denoise, []
+    denoise, given = DenoiseStep.run, []
 
     def spy(steps, rows):
         firsts = [(row, row.canvas.first_masked) for row in rows]
@@ -168,11 +163,11 @@ def test_a_token_that_follows_from_the_block_before_is_asked_for_alone(corpus, m
             assert (row.positions_to_predict.tolist(), row.window) == ([first], (first, first))
         denoise(steps, rows)
         for row, first in now:
-            assert [token.position for token in row.committed] == [first]
+            assert [token.position for token in row.record.committed] == [first]
             assert len(row.provisional.positions) > BLOCK or first > 24 - 2 * BLOCK
         given.extend(now)
 
-    monkeypatch.setattr(StepExecutor, "denoise", spy)
+    monkeypatch.setattr(DenoiseStep, "run", spy)
     decoder.decode(ASKED)
     assert len(given) == len(ASKED) * 24 // BLOCK
 

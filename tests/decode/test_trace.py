@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from dlm_rag.decode.steps import StepExecutor
+from dlm_rag.decode.denoise_step import DenoiseStep
 from dlm_rag.decode.terminal import render_answer
 from dlm_rag.decode.trace_file import (
     TraceWriter,
@@ -40,13 +40,13 @@ LAYOUTS = ["joint", "prefix", "independent"]
 
 def decode_and_spy(decoder):
     """The rollouts, and by question and step what the denoiser saw: arrangement, canvas."""
-    seen, denoise = {}, StepExecutor.denoise
+    seen, denoise = {}, DenoiseStep.run
 
     def spy(steps, rows):
         seen.update({(r.question.id, r.step): (r.laid_out_prompt, r.canvas.ids.tolist()) for r in rows})
         denoise(steps, rows)
 
-    with patch.object(StepExecutor, "denoise", spy):
+    with patch.object(DenoiseStep, "run", spy):
         return decoder.decode(TRACE_QUESTIONS), seen
 
 

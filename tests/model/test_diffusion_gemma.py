@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.decode.canvas import UniformNoiseCanvas
+from dlm_rag.decode.canvas import UniformNoiseCanvas, anneal_temperature, has_converged, uniform_tokens
 from dlm_rag.decode.uniform_runner import PrefixKVCache
 from dlm_rag.diffusion.commit_rules import Proposals
-from dlm_rag.diffusion.uniform_decoding import anneal_temperature, has_converged, uniform_tokens
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.diffusion_gemma import DiffusionGemma, load_diffusion_gemma
 from dlm_rag.questions import Question
@@ -343,16 +342,17 @@ def test_what_is_accepted_may_be_taken_back_and_is_final_once_the_block_is_close
         at, ids = np.array(list(tokens)), np.array(list(tokens.values()))
         return canvas.accept(Proposals(at, ids, none, none, none, none, none))
 
-    new, other, back = accepted({0: 1, 1: 2})
-    assert (len(new.positions), len(other.positions), back.tolist()) == (2, 0, [])
+    change = accepted({0: 1, 1: 2})
+    assert (len(change.committed.positions), len(change.edited.positions), change.remasked) == (2, 0, ())
     assert canvas.model_ids.tolist() == [1, 2, 7, 8]
-    new, other, back = accepted({1: 3})
-    assert (new.positions.tolist(), other.positions.tolist(), back.tolist()) == ([], [1], [0])
+    change = accepted({1: 3})
+    written = change.committed.positions.tolist(), change.edited.positions.tolist()
+    assert (written, change.remasked) == (([], [1]), (0,))
     assert canvas.model_ids.tolist() == [5, 3, 7, 8]
     accepted({0: 1, 1: END})
     assert not canvas.is_finished({END})  # it might be taken back
     canvas.finish_block(2)
-    assert canvas.is_finished({END}) and accepted({2: 4})[2].tolist() == []
+    assert canvas.is_finished({END}) and accepted({2: 4}).remasked == ()
     assert canvas.model_ids.tolist() == [1, END, 4, 8]
 
 
