@@ -13,9 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.diffusion.nelbo import token_losses
-from dlm_rag.diffusion.noise import NOISE_SCHEDULES, sample_antithetic_times
-from dlm_rag.diffusion.uniform_process import add_uniform_noise, uniform_nelbo
+from dlm_rag.diffusion.noise import (
+    NOISE_SCHEDULES,
+    add_uniform_noise,
+    sample_antithetic_times,
+    token_losses,
+    uniform_nelbo,
+)
 from dlm_rag.model.device_io import to_device
 from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.nvtx_ranges import profile_stage

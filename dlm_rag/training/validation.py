@@ -9,9 +9,16 @@ from torch import Tensor
 
 from dlm_rag.config import Config
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.diffusion.nelbo import nelbo, token_losses
-from dlm_rag.diffusion.noise import NOISE_SCHEDULES, mask_tokens, sample_antithetic_times
-from dlm_rag.diffusion.uniform_process import add_uniform_noise, leave_one_out_logits, uniform_nelbo
+from dlm_rag.diffusion.noise import (
+    NOISE_SCHEDULES,
+    add_uniform_noise,
+    leave_one_out_logits,
+    mask_tokens,
+    nelbo,
+    sample_antithetic_times,
+    token_losses,
+    uniform_nelbo,
+)
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.model.denoiser import Denoiser

@@ -5,8 +5,14 @@ import math
 import pytest
 import torch
 
-from dlm_rag.diffusion.nelbo import exact_nelbo, nelbo, token_losses
-from dlm_rag.diffusion.noise import NOISE_SCHEDULES, mask_tokens, sample_antithetic_times
+from dlm_rag.diffusion.noise import (
+    NOISE_SCHEDULES,
+    exact_nelbo,
+    mask_tokens,
+    nelbo,
+    sample_antithetic_times,
+    token_losses,
+)
 from dlm_rag.randomness import make_keyed_generator
 from tests.support.tiny_models import tiny_denoiser
 

@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.diffusion.nelbo import token_losses
-from dlm_rag.diffusion.noise import NOISE_SCHEDULES, sample_antithetic_times
-from dlm_rag.diffusion.uniform_process import add_uniform_noise, leave_one_out_logits, uniform_nelbo
+from dlm_rag.diffusion.noise import (
+    NOISE_SCHEDULES,
+    add_uniform_noise,
+    leave_one_out_logits,
+    sample_antithetic_times,
+    token_losses,
+    uniform_nelbo,
+)
 from dlm_rag.randomness import make_keyed_generator
 
 V, N = 3, 2

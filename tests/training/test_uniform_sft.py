@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from dlm_rag.commands.sample import main as sample
 from dlm_rag.commands.train import main as train
 from dlm_rag.config import load_config
-from dlm_rag.diffusion.noise import sample_antithetic_times
-from dlm_rag.diffusion.uniform_process import uniform_nelbo
+from dlm_rag.diffusion.noise import sample_antithetic_times, uniform_nelbo
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.tokenizer import Prompt
 from dlm_rag.training.data.examples import Example
