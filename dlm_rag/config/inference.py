@@ -173,6 +173,8 @@ class DecodeConfig(CheckedSettings):
     """what becomes the search query"""
     query_threshold: float = setting(0.0, low=0, high=1)
     """confidence at which a prediction may enter the query (tau_q); 1 for committed tokens only"""
+    passage_order: str = setting("best_first", choices=("best_first", "best_last"))
+    """order of the passages in the prompt by rank; those that do not fit are dropped by rank in either"""
     retrieval_interval: int = setting(1, low=1)
     """number of steps between two refreshes of the evidence"""
     retrieval_threshold: float | None = setting(None, low=0, high=1)

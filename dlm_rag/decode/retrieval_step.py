@@ -185,8 +185,8 @@ class RetrievalStep:
 
     def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[FittedPrompt, LaidOutPrompt]:
         """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""
-        shape = self.model_runner.shape
-        room = ContextBudget.from_config(shape, self.layout, row.canvas.length)
+        shape, order = self.model_runner.shape, row.settings.passage_order
+        room = ContextBudget.from_config(shape, self.layout, row.canvas.length, order)
         fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
         context = row.settings.finished_block_context
         return fitted, lay_out_prompt(fitted.prompt, shape, self.layout, context)

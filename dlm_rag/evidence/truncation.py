@@ -10,21 +10,29 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 
 @dataclass(frozen=True)
 class ContextBudget:
-    """How evidence is laid out and what must hold it beside the canvas; lengths in tokens."""
+    """How evidence is laid out and what must hold it next to the canvas; lengths in tokens.
+
+    passage_order: as `decode.passage_order`.
+    """
 
     layout: str
     context_length: int
     canvas_length: int
     passage_length: int
+    passage_order: str = "best_first"
 
     @classmethod
     def from_config(
-        cls, shape: DenoiserConfig, layout: str | None = None, canvas: int | None = None
+        cls,
+        shape: DenoiserConfig,
+        layout: str | None = None,
+        canvas: int | None = None,
+        passage_order: str = "best_first",
     ) -> "ContextBudget":
-        """The room in a denoiser's context, its own layout and canvas where no others are named."""
+        """The room in a denoiser's context; by default with its own layout and canvas."""
         return cls(
             layout or shape.evidence_layout, shape.max_position_embeddings, canvas or shape.canvas_length,
-            shape.passage_length,
+            shape.passage_length, passage_order,
         )  # fmt: skip
 
 
@@ -83,15 +91,17 @@ def fit_passages(
 ) -> FittedPrompt:
     """The prompt for a question and its passages (id -> text as found, in rank order).
 
-    A passage without a place still shapes the prompt: the one before it is not the last fact, which
-    alone has no line break behind it where facts are numbered. Raises `QuestionError` when the
-    question alone does not fit.
+    They are cut by rank, whatever their order in the prompt. A passage without a place still shapes the
+    prompt: the one before it is not the last fact, which alone has no line break after it where facts are
+    numbered. Raises `QuestionError` when the question alone does not fit.
     """
-    whole = tokenizer.build_prompt(question, list(passages.values()))
-    prompt, cut = truncate_evidence(whole, room)
-    kept = dict(zip(passages, zip(whole.facts, prompt.facts, strict=True), strict=True))
+    step = -1 if room.passage_order == "best_last" else 1
+    prompt = tokenizer.build_prompt(question, list(passages.values())[::step])
+    ranked = Prompt(prompt.head, prompt.facts[::step], prompt.tail)
+    fitted, cut = truncate_evidence(ranked, room)
+    kept = dict(zip(passages, zip(ranked.facts, fitted.facts, strict=True), strict=True))
     return FittedPrompt(
-        prompt=prompt,
+        prompt=Prompt(fitted.head, fitted.facts[::step], fitted.tail),
         texts={
             name: passages[name] if fact == all_of_it else tokenizer.decode_with_offsets(list(fact))[0]
             for name, (all_of_it, fact) in kept.items()

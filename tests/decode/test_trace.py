@@ -58,7 +58,7 @@ def tokenizer_folder(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"remask_threshold": 0.6}, {"retrieval_interval": 2}],
+    [{}, {"remask_threshold": 0.6}, {"retrieval_interval": 2}, {"passage_order": "best_last"}],
     ids=str,
 )
 @pytest.mark.parametrize("shifted", [False, True])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlm_rag.errors import QuestionError
 from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.evidence.truncation import ContextBudget, Truncation, truncate_evidence
+from dlm_rag.evidence.truncation import ContextBudget, Truncation, fit_passages, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.tokenizer import Prompt, PromptTemplate
 from dlm_rag.training.data.examples import Example
@@ -122,6 +122,17 @@ def test_what_fits_is_not_touched():
 def test_a_question_that_does_not_fit_says_by_how_much():
     with pytest.raises(QuestionError, match="2 tokens too long: the context of 10"):
         truncate_evidence(Prompt((1,) * 6, (), ()), ContextBudget("joint", 10, 6, 0))
+
+
+def test_the_order_of_passages_is_turned_after_they_are_cut_by_rank():
+    tokenizer = tiny_tokenizer(PromptTemplate(head="{question}", fact="{passage}"))
+    found = {"first": "aaaa", "second": "bbbb", "third": "cccc"}
+    room = ContextBudget("joint", 9, 2, 0)  # 6 tokens next to a question of 1
+    orders = [replace(room, passage_order=order) for order in ("best_first", "best_last")]
+    first, last = (fit_passages(tokenizer, "?", found, each) for each in orders)
+    assert [bytes(fact) for fact in first.prompt.facts] == [b"aaaa\n", b"b", b""]
+    assert [bytes(fact) for fact in last.prompt.facts] == [b"", b"b", b"aaaa\n"]
+    assert first.texts == last.texts and first.dropped == last.dropped == ("third",)
 
 
 def test_ids_of_a_passage_do_not_depend_on_its_rank_in_independent():
