@@ -18,19 +18,15 @@ rows wait for evidence; `equal` counts answers with the queries, passages and to
 
 import json
 import resource
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from bench_tools import print_table, rotate, run_child, run_subcommand
+from bench_tools import print_table, rotate, run_child, run_server, run_subcommand
 
 from dlm_rag.cli import CommandParser, parse_int, print_note, run_program
 from dlm_rag.commands.cli_args import parse_command_line, parse_int_args
@@ -196,7 +192,9 @@ def measure_remote_search(argv: list[str]) -> None:
     model = Denoiser.from_pretrained(SHIPPED_FOLDER / "model")
     tokenizer = Tokenizer.from_pretrained(SHIPPED_FOLDER / "model")
     found: dict[tuple[str, str], list[tuple[float, float, Any]]] = {}
-    with run_local_server() as url:
+    words = ["retrieve-server", "--corpus", str(CORPUS)]
+    with run_server(words, "are searched at ") as (address, _):
+        url = f"http://{address}/retrieve"
         retrievers: dict[str, Any] = {"here": load_retriever(CORPUS, top_k=TOP_K)}
         retrievers |= {name: load_retriever(url=name, top_k=TOP_K) for name in (url, *given.urls)}
         ways = [(name, overlap) for name in retrievers for overlap in ("none", "pipeline")]
@@ -238,23 +236,6 @@ def comparable_answer(rollout: Rollout) -> tuple[Any, ...]:
         for step in rollout.steps
     ]
     return rollout.id, rollout.response, steps, rollout.passages
-
-
-@contextmanager
-def run_local_server() -> Iterator[str]:
-    """A process that serves the shipped world; gives its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    words = ["retrieve-server", "--corpus", str(CORPUS), "--port", port]
-    process = subprocess.Popen([sys.executable, "-m", "dlm_rag", *words], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        if not any("are searched at " in line for line in process.stderr):
-            raise RunError("the server ended before it served")
-        yield f"http://127.0.0.1:{port}/retrieve"
-    finally:
-        process.terminate()
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -12,11 +12,7 @@ which depends less on what else the machine does.
 """
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -24,6 +20,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
+from bench_tools import run_server
 
 from dlm_rag.cli import run_program
 from dlm_rag.commands.cli_args import parse_command_line
@@ -36,13 +33,6 @@ OPTIONS: dict[str, tuple[str | int, str]] = {
     "clients": (64, "at once"),
     "each": (10, "questions of a client, on average"),
 }
-
-
-def find_free_port() -> int:
-    """A port at which nobody listens now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def run_client_load(address: str, clients: int, questions: list[str]) -> tuple[list[str], list[float]]:
@@ -96,32 +86,19 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
     decoder = prepare_decoder(config, known).load()
     batch = config.decode.batch_size
-    command = [
-        sys.executable,
-        "-m",
-        "dlm_rag",
-        "serve",
-        "--port",
-        str(find_free_port()),
-        f"decode.batch_size={batch}",
-    ]
-    command += [word for word in words.settings if not word.startswith("decode.batch_size=")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        ready = re.compile(r"answers at http://(\S+)/;")
-        found = next((f for line in server.stderr if (f := ready.search(line))), None)
-        if found is None:
-            raise RunError("the server did not come up")
-        speeds, ratios, waits, costs, memory = [], [], [], [], [read_resident_mb(server.pid)]
+    given = [word for word in words.settings if not word.startswith("decode.batch_size=")]
+    with run_server(["serve", f"decode.batch_size={batch}", *given], r"answers at http://") as (
+        address,
+        process,
+    ):
+        speeds, ratios, waits, costs, memory = [], [], [], [], [read_resident_mb(process)]
         for number in range(rounds + 1):  # the first one warms both up
-            before = read_server_metrics(found[1])["processor_seconds"]
+            before = read_server_metrics(address)["processor_seconds"]
             began, here = time.perf_counter(), time.process_time()
-            texts, seconds = run_client_load(found[1], clients, [q.question for q in asked])
+            texts, seconds = run_client_load(address, clients, [q.question for q in asked])
             served = len(texts) / (time.perf_counter() - began)
-            memory.append(read_resident_mb(server.pid))
-            there = read_server_metrics(found[1])["processor_seconds"] - before
+            memory.append(read_resident_mb(process))
+            there = read_server_metrics(address)["processor_seconds"] - before
             here = time.process_time() - here
             began, itself = time.perf_counter(), time.process_time()
             alone = [rollout.response for rollout in decoder.stream(asked)]
@@ -134,11 +111,8 @@ def main(argv: list[str]) -> None:
                 ratios.append(served / plain)
                 waits += seconds
                 costs.append([1000 * spent / len(asked) for spent in (there, itself, here)])
-        counts = read_server_metrics(found[1])
+        counts = read_server_metrics(address)
         shared = f"{counts['row_steps'] / counts['steps']:.1f} of {batch} rows a step"
-    finally:
-        server.terminate()
-        server.wait()
     marks = quantiles(waits, n=100)
     print(f"{get_machine_name(decoder.denoiser.device)}, {clients} clients x {each} questions, {shared}")
     print(f"served: {median(speeds):.1f} answers/s ({min(speeds):.1f} to {max(speeds):.1f})")

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -14,7 +17,7 @@ from rich.table import Column, Table
 
 from dlm_rag.cli import CommandParser
 from dlm_rag.commands.cli_args import CommandLine, parse_command_line
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +61,27 @@ def run_child(script: str, *words: object, **environment: str) -> dict[str, Any]
     )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@contextmanager
+def run_server(words: Sequence[str], ready: str) -> Iterator[tuple[str, int]]:
+    """A server of ours on a free port, in a process of its own; gives its address and process id.
+
+    ready: a pattern of the line that it says once it answers.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "dlm_rag", *words, "--port", port]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        if not any(re.search(ready, line) for line in process.stderr):
+            raise RunError("the server ended before it served")
+        yield f"127.0.0.1:{port}", process.pid
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def rotate(items: Sequence[T], number: int) -> list[T]:

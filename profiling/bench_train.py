@@ -22,17 +22,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Column, Table
+from bench_tools import parse_bench_args, print_table, write_json
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.errors import ConfigError
-from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.machine import describe_machine, get_code_commit
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.tokenizer import Tokenizer
@@ -46,7 +42,10 @@ from dlm_rag.training.planning.step_memory import MemoryTracker
 VOCABULARY, HIDDEN, LAYERS = 32_000, 256, 4
 BATCH, SEQUENCE = 4096, 512  # tokens
 LEARNING_RATE = 1e-3
-OPTIONS = {"steps": (20, "optimizer steps in each turn"), "rounds": (3, "turns of each")}
+OPTIONS: dict[str, tuple[str | int, str]] = {
+    "steps": (20, "optimizer steps in each turn"),
+    "rounds": (3, "turns of each"),
+}
 
 
 def make_document_batches(steps: int, folder: Path, joined: bool) -> list[list[Example]]:
@@ -187,12 +186,8 @@ def measure_peak_bytes_of_loops(weights: Path, examples: list[Example]) -> list[
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
-    if words.config.out is None:
-        raise ConfigError("the benchmark needs --out FOLDER")
+    words, out = parse_bench_args(__doc__ or "", argv, OPTIONS)
     steps, rounds = words.options["steps"], words.options["rounds"]
-    out = Path(words.config.out)
-    out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS,
@@ -200,10 +195,7 @@ def main(argv: list[str]) -> None:
         max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     logging.disable_progress_bar()
-    table = Table(
-        "documents", "loop", *(Column(h, justify="right") for h in ("tokens/s", "peak MB", "last loss"))
-    )
-    found, said = {}, []
+    found, said, rows = {}, [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         LlamaForCausalLM(config).save_pretrained(folder / "llama")
@@ -213,7 +205,7 @@ def main(argv: list[str]) -> None:
             for loop, label in (("plain", "Hugging Face Trainer"), ("ours", "ours")):
                 rate = steps * BATCH / median(one["seconds"][loop])
                 peak, loss = one["peak_bytes"][loop], one["losses"][loop][-1]
-                table.add_row(kind, label, f"{rate:,.0f}", f"{peak / 1e6:,.0f}", f"{loss:.5f}")
+                rows.append([kind, label, f"{rate:,.0f}", f"{peak / 1e6:,.0f}", f"{loss:.5f}"])
             low, high = one["speed_up_range"]
             said.append(
                 f"{kind}: {one['speed_up']:.2f} times as fast [{low:.2f}, {high:.2f}]; losses differ by "
@@ -226,11 +218,9 @@ def main(argv: list[str]) -> None:
         "tokens_per_step": BATCH,
         "documents": found,
     }
-    write_text_atomic(out / "scores.json", json.dumps(record, indent=2) + "\n")
-    console = Console()
-    console.print(table)
-    for line in said:
-        console.print(line)
+    write_json(out / "scores.json", record)
+    print_table(["documents", "loop", "tokens/s", "peak MB", "last loss"], rows)
+    print("\n".join(said))
 
 
 def compare_training_loops(weights: Path, batches: list[list[Example]], rounds: int) -> dict[str, Any]:

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 import torch
+from bench_tools import parse_bench_args
 from safetensors.torch import load_file
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.cli_args import parse_command_line
-from dlm_rag.errors import ConfigError, RunError
+from dlm_rag.errors import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_RUN_SETTINGS = [
@@ -33,19 +33,12 @@ TINY_RUN_SETTINGS = [
 ]  # fmt: skip
 STEPS_PER_KILL = 12  # about as many as a life has
 MAX_SECONDS_BEFORE_KILL = 1.5  # seconds after the first new step
-OPTIONS = {"kills": (100, "how often")}
+OPTIONS: dict[str, tuple[str | int, str]] = {"kills": (100, "how often")}
 
 
 def start_run(folder: Path, steps: int, *more: str) -> "subprocess.Popen[bytes]":
-    command = [
-        sys.executable,
-        "train.py",
-        "--out",
-        str(folder.resolve()),
-        *TINY_RUN_SETTINGS,
-        f"train.max_steps={steps}",
-        *more,
-    ]
+    command = [sys.executable, "train.py", "--out", str(folder.resolve()), *TINY_RUN_SETTINGS]
+    command += [f"train.max_steps={steps}", *more]
     return subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -57,11 +50,8 @@ def count_metrics_lines(folder: Path) -> int:
 
 
 def main(argv: list[str]) -> None:
-    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
-    if words.config.out is None:
-        raise ConfigError("the script needs --out FOLDER")
-    kills, out = words.options["kills"], Path(words.config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    words, out = parse_bench_args(__doc__ or "", argv, OPTIONS)
+    kills = words.options["kills"]
     steps = STEPS_PER_KILL * kills
     whole, killed = out / "whole", out / "killed"
     begun = start_run(whole, steps)

@@ -32,14 +32,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Column, Table
+from bench_tools import print_table, write_json
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.cli_args import parse_command_line
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.training.metrics_logger import read_metrics
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 HOSTS_FILE = "127.0.0.1 localhost\n" + "".join(  # /etc/hosts; sockets of both kinds ask
@@ -242,10 +241,7 @@ def start_training(
 
 def read_step_metrics(folder: Path) -> list[dict[str, Any]]:
     """What the run in a folder has written of its steps."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    found = (json.loads(line) for line in lines if line.endswith("\n"))
-    return [line for line in found if "loss" in line]
+    return read_metrics(folder / "metrics.jsonl")
 
 
 def wait_for_step(steps: int, folder: Path, processes: "Sequence[subprocess.Popen[str]]") -> None:
@@ -379,22 +375,20 @@ def main(argv: list[str]) -> None:
         }
         for way, result in found["unplugged"].items():
             print(way, json.dumps(result, indent=2))
-    write_text_atomic(folder / "desk.json", json.dumps(found, indent=2) + "\n")
+    write_json(folder / "desk.json", found)
 
 
 def print_link_speeds(lines: list[dict[str, Any]]) -> None:
     """A table of what `speeds` has found."""
-    headings = ("Gb/s", "s a step", "MB sent", "planned", "s on the link, planned")
-    table = Table("", *(Column(heading, justify="right") for heading in headings))
+    rows = []
     for line in lines:
-        cells = [f"{line['seconds']:.2f}"]
+        cells = [line["way"], "", f"{line['seconds']:.2f}"]
         if "gbit" in line:
-            sizes = [f"{line[key] / 1e6:.1f}" for key in ("sent", "planned")]
-            cells = [f"{line['gbit']:g}", *cells, *sizes, f"{line['on the link']:.2f}"]
-        else:
-            cells = ["", *cells]
-        table.add_row(line["way"], *cells)
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
+            cells[1] = f"{line['gbit']:g}"
+            cells += [f"{line[key] / 1e6:.1f}" for key in ("sent", "planned")]
+            cells.append(f"{line['on the link']:.2f}")
+        rows.append(cells)
+    print_table(["", "Gb/s", "s a step", "MB sent", "planned", "s on the link, planned"], rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from bench_tools import parse_bench_args, print_table, write_json
 
 from dlm_rag.cli import parse_int, print_note, run_program
 from dlm_rag.config import Config
-from dlm_rag.files.paths import write_text_atomic
 
 WARMUP_STEPS = 3
 OPTIONS: dict[str, tuple[str | int, str]] = {
@@ -77,7 +76,7 @@ def measure_process_count(config: Config, kind: str, steps: int, folder: Path) -
             "kind": kind, "processes": processes.world_size, "seconds": median(seconds),
             "without_sum": median(alone), "tokens_per_second": rate,
         }  # fmt: skip
-        write_text_atomic(folder / f"{kind}-{processes.world_size}.json", json.dumps(found))
+        write_json(folder / f"{kind}-{processes.world_size}.json", found)
     processes.destroy()
 
 
