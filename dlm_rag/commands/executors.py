@@ -121,15 +121,11 @@ def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
     dtype = str(prepared.dtype).removeprefix("torch.")
     path = _make_absolute(config.model.path)
     model = replace(config.model, path=path, device=prepared.device.type, dtype=dtype)
-    retrieval = replace(config.retrieval)
-    for name in ("corpus", "index_dir", "embedding_model"):
-        setattr(retrieval, name, _make_absolute(getattr(retrieval, name)))
-    return CheckedDecoderFactory(
-        replace(config, model=model, retrieval=retrieval),
-        asked.questions if config.retrieval.oracle else [],
-        prepared.answers_depend_on(),
-        describe_code_version(),
-    )
+    names = ("corpus", "index_dir", "embedding_model")
+    paths: dict[str, Any] = {name: _make_absolute(getattr(config.retrieval, name)) for name in names}
+    config = replace(config, model=model, retrieval=replace(config.retrieval, **paths))
+    questions = asked.questions if config.retrieval.oracle else []
+    return CheckedDecoderFactory(config, questions, prepared.answers_depend_on(), describe_code_version())
 
 
 def describe_code_version() -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import count_usable_cores, get_device_memory_bytes, read_host_memory
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
 CPU_MEMORY_PER_WEIGHT_BYTE = 2  # memory of a worker on a CPU, in sizes of its weights, under workers=auto
 
 
-@dataclass(frozen=True)
-class WorkerPlacement:
+class WorkerPlacement(NamedTuple):
     """The workers of a run; gpus_per_worker: 0 or 1."""
 
     num_workers: int
@@ -45,23 +43,20 @@ def plan_local_workers(workers: str, device: torch.device, weights: int) -> Work
         raise ConfigError(
             f"workers={workers} uses every visible device, model.device={device} is one: set cpu or cuda"
         )
-    cores = count_usable_cores()
-    if device.type == "cuda":
-        most = torch.cuda.device_count()
-    else:
-        most = _count_fitting_workers(cores, read_host_memory().get("available", 0), weights)
+    cores, on_gpus = count_usable_cores(), device.type == "cuda"
+    free = read_host_memory().get("available", 0)
+    most = torch.cuda.device_count() if on_gpus else _count_fitting_workers(cores, free, weights)
     count = most if workers == "auto" else int(workers)
-    if device.type == "cuda" and count > most:
+    if on_gpus and count > most:
         raise ConfigError(f"workers={count}: {most} GPUs are visible here: set at most workers={most}")
-    if device.type == "cpu" and count * weights > (memory := get_device_memory_bytes(device)):
+    if not on_gpus and count * weights > (memory := get_device_memory_bytes(device)):
         raise ConfigError(
             f"workers={count} load {format_bytes(weights)} of weights each, and this machine has "
             f"{format_bytes(memory)} of memory: set fewer"
         )
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(wanted) if wanted.isdigit() and int(wanted) else cores
-    threads = max(1, min(cores // count, threads))
-    return WorkerPlacement(count, threads, *((1, 1) if device.type == "cuda" else (count, 0)))
+    threads = min(cores // count, int(wanted) if wanted.isdigit() and int(wanted) else cores)
+    return WorkerPlacement(count, max(1, threads), 1 if on_gpus else count, int(on_gpus))
 
 
 def plan_cluster_workers(nodes: Sequence[Mapping[str, float]], gpus: bool, weights: int) -> WorkerPlacement:
@@ -81,7 +76,7 @@ def plan_cluster_workers(nodes: Sequence[Mapping[str, float]], gpus: bool, weigh
     counts = [
         _count_fitting_workers(int(node.get("CPU", 0)), node.get("memory", 0), weights) for node in nodes
     ]
-    if not sum(counts):
+    if not any(counts):
         raise ConfigError("the cluster has no CPU to offer: start its nodes with `ray start --num-cpus`")
     return WorkerPlacement(sum(counts), 1, max(counts))
 

@@ -16,38 +16,19 @@ from dlm_rag.workers.placement import WorkerPlacement
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20  # weights never pass through it
-
-
-class DeadWorkerError(Exception):
-    """A worker that is dead or cannot be reached."""
-
-
-def get_ray_result(ref: Any) -> Any:
-    """The result of a call. Raises what the call raised, or `DeadWorkerError`."""
-    import ray
-    from ray.exceptions import RayError, RaySystemError, RayTaskError
-
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        if isinstance(error.cause, RaySystemError):
-            raise RunError(f"a worker cannot read its task: {summarize_ray_error(error.cause)}") from None
-        raise error.cause from error  # keeps the worker's traceback
-    except RayError as error:
-        raise DeadWorkerError(summarize_ray_error(error)) from None
+DEATH_CAUSES = {  # in Ray's many lines
+    r"[Nn]ode.{0,40} has died|raylet died": "its node is gone",
+    "running low on memory": "the memory of its node was full",
+    r"process has died|died unexpectedly|Socket closed|unavailable": "it was killed, or it crashed",
+}
 
 
 def summarize_ray_error(error: Exception) -> str:
-    """The cause, from Ray's many lines, without its ids."""
-    text = str(error).strip()
-    if re.search(r"[Nn]ode.{0,40} has died|raylet died", text):
-        return "its node is gone"
-    if "running low on memory" in text:
-        return "the memory of its node was full"
-    if re.search(r"worker process has died|[Ww]orker died unexpectedly|Socket closed|unavailable", text):
-        return "it was killed, or it crashed"
-    first = (text or type(error).__name__).splitlines()[0].partition(". ")[0]
-    return re.sub(r"\b[0-9a-f]{16,}\b ?", "", first)[:200]
+    """The cause, without Ray's ids."""
+    text = str(error).strip() or type(error).__name__
+    known = (cause for pattern, cause in DEATH_CAUSES.items() if re.search(pattern, text))
+    first = text.splitlines()[0].partition(". ")[0]
+    return next(known, re.sub(r"\b[0-9a-f]{16,}\b ?", "", first)[:200])
 
 
 def start_ray(placement: WorkerPlacement) -> str:
@@ -68,9 +49,7 @@ def start_ray(placement: WorkerPlacement) -> str:
     )
     from ray._private import worker
 
-    worker.print_to_stdstream = lambda *_, **__: (
-        None
-    )  # raylets report deaths there whatever log_to_driver is
+    worker.print_to_stdstream = lambda *_, **__: None  # raylets report deaths there despite log_to_driver
     return folder
 
 

@@ -59,9 +59,6 @@ class Worker:
         self._warnings.setLevel(logging.WARNING)
         logging.getLogger("dlm_rag").addHandler(self._warnings)
 
-    async def ping(self) -> None:
-        """Returns once the actor runs."""
-
     async def open(self, factory: DecoderFactory, model: object) -> dict[str, str | int]:
         """Gets ready for a job and describes the machine; the weights of an equal `model` are kept.
 
@@ -85,13 +82,13 @@ class Worker:
         """Starts the meter; `choice` as in `Config.energy`. For idle power no worker may be loading."""
         from dlm_rag.energy.meter import open_meter
 
-        assert self._decoder is not None, "opened first"
+        assert self._decoder is not None
         self._meter = open_meter(choice, self._decoder.denoiser.device)
         self._meter.start()
 
     async def read_energy(self) -> EnergyReading:
         """The energy used since `start_energy`."""
-        assert self._meter is not None, "started first"
+        assert self._meter is not None
         return self._meter.stop()
 
     async def answer(self, question: Question) -> WorkerAnswer:
@@ -106,7 +103,7 @@ class Worker:
 
     async def _step_until_idle(self) -> None:
         while self._answers:
-            assert self._decoder is not None and self._engine is not None, "opened first"
+            assert self._decoder is not None and self._engine is not None
             try:
                 while self._waiting and self._engine.capacity:
                     self._engine.submit(self._waiting.popleft(), guesses=self._decoder.record_provisional)

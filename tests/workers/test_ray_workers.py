@@ -26,9 +26,8 @@ from dlm_rag.errors import ConfigError, CorpusError, RunError
 from dlm_rag.questions import Question
 from dlm_rag.workers import worker_pool as pool_module
 from dlm_rag.workers.placement import WorkerPlacement, plan_cluster_workers
-from dlm_rag.workers.question_queue import MAX_SHARED_DEATHS, MAX_SOLO_DEATHS
 from dlm_rag.workers.ray_cluster import summarize_ray_error
-from dlm_rag.workers.worker_pool import WorkerPool
+from dlm_rag.workers.worker_pool import MAX_SHARED_DEATHS, MAX_SOLO_DEATHS, WorkerPool
 from tests.support.commands import call, model  # noqa: F401 - fixtures
 from tests.support.fake_workers import FakeDecoderFactory, make_finished_rollout
 from tests.support.passages import write_jsonl_file

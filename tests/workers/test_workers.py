@@ -33,8 +33,8 @@ from dlm_rag.workers.placement import (
     plan_cluster_workers,
     plan_local_workers,
 )
-from dlm_rag.workers.question_queue import MAX_SHARED_DEATHS, MAX_SOLO_DEATHS, QuestionQueue
 from dlm_rag.workers.worker import Worker
+from dlm_rag.workers.worker_pool import MAX_SHARED_DEATHS, MAX_SOLO_DEATHS, QuestionQueue
 from tests.support.fake_workers import FakeDecoder, FakeDecoderFactory
 from tests.support.properties import hypothesis_settings
 from tests.support.rollouts import strip_times_and_confidences
