@@ -37,10 +37,9 @@ def main(argv: list[str]) -> None:
         )
     config = apply_shipped_defaults(words.config, [""])
     try:
-        from dlm_rag.serving.api_keys import ApiKeys
         from dlm_rag.serving.app import AnswerService
         from dlm_rag.serving.http_server import run_server
-        from dlm_rag.serving.middleware import AccessControl, is_loopback
+        from dlm_rag.serving.middleware import AccessControl, ApiKeys, is_loopback
         from dlm_rag.serving.search_app import SearchService
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'dlm_rag[serve]'") from None

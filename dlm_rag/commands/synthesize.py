@@ -165,8 +165,8 @@ def plan_trace_rows(config: "Config") -> SynthesisWork:
 
         check_ray_installed()
     asked = PreparedQuestions(config, questions, prepare_decoder(config, questions))
-    from dlm_rag.synthesis.rollout_rows import TraceRowGenerator
     from dlm_rag.synthesis.shards import QUESTION_COLUMNS
+    from dlm_rag.synthesis.trace_rows import TraceRowGenerator
 
     prepared = asked.prepared
     work, decoding = TraceRowGenerator(questions, settings, prepared.tokenizer), TraceDecoding(asked)

@@ -17,7 +17,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
@@ -33,7 +32,6 @@ from dlm_rag.serving.metrics import render_prometheus_metrics
 from dlm_rag.serving.middleware import (
     AccessControl,
     ApiError,
-    make_error_body,
     read_body,
     run_unless_disconnected,
 )
@@ -41,10 +39,9 @@ from dlm_rag.serving.requests import ParsedRequest, RequestParser
 from dlm_rag.serving.responses import AnswerEvents, ChatResponse, get_request_error
 from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
-MAX_REQUEST_BYTES = 2**20  # of a request
-MAX_QUESTION_CHARS_PER_TOKEN = (
-    16  # of a question, for each token of the context: tokenizing 1 MiB takes seconds
-)
+MAX_REQUEST_BYTES = 2**20
+# Of a question, for each token of the context: tokenizing 1 MiB takes seconds.
+MAX_QUESTION_CHARS_PER_TOKEN = 16
 # A proxy must not wait for the end of a stream; nobody may keep what was said.
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -69,7 +66,7 @@ class AnswerService:
         canvas = limits.max_tokens or decoder.config.max_new_tokens
         assert canvas is not None
         heads = decoder.denoiser.heads is not None
-        self._reader = RequestParser(decoder.config, self._shape, canvas, heads, bounded)
+        self._parser = RequestParser(decoder.config, self._shape, canvas, heads, bounded)
         self._tokenizer = copy.deepcopy(decoder.tokenizer)  # for this thread: one is not for two
         self._decoder, self._meter = decoder, meter or EnergyMeter()
         self._update_events: dict[EngineRequest, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
@@ -78,7 +75,17 @@ class AnswerService:
         self.engine = AsyncEngine(decoder, limits, self._notify_updates)
         page = render_live_page(access.keys is not None)
         self._page = HTMLResponse(page, headers={"X-Frame-Options": "DENY"})
-        self.app = self._application(access)
+        routes = [
+            ("GET", "/", self._show_page, False),
+            ("GET", "/health", self._health, False),
+            ("GET", "/metrics", self._metrics, False),
+            ("GET", "/v1/models", self._models, True),
+            ("GET", "/v1/models/{name:path}", self._one_model, True),
+            ("POST", "/v1/chat/completions", self._chat, True),
+            ("POST", "/chat/completions", self._chat, True),
+            ("POST", "/v1/answers", self._answers, True),
+        ]
+        self.app = access.create_app(routes, MAX_REQUEST_BYTES)
         self._search: SearchService | None = None
 
     def offer_search(self, search: SearchService) -> None:
@@ -109,19 +116,6 @@ class AnswerService:
         if self._search:
             self._search.close()
 
-    def _application(self, access: AccessControl) -> Starlette:
-        places = [
-            ("GET", "/", self._show_page, False),
-            ("GET", "/health", self._health, False),
-            ("GET", "/metrics", self._metrics, False),
-            ("GET", "/v1/models", self._models, True),
-            ("GET", "/v1/models/{name:path}", self._one_model, True),
-            ("POST", "/v1/chat/completions", self._chat, True),
-            ("POST", "/chat/completions", self._chat, True),
-            ("POST", "/v1/answers", self._answers, True),
-        ]
-        return access.create_app(places)
-
     async def _show_page(self, request: Request) -> Response:
         return self._page
 
@@ -132,9 +126,7 @@ class AnswerService:
         return JSONResponse({"status": status, "model": self.model}, 200 if status == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        text = render_prometheus_metrics(
-            self.engine, self._decoder.model_runner, self._meter, self.connections()
-        )
+        text = render_prometheus_metrics(self.engine, self._decoder, self._meter, self.connections())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
@@ -152,7 +144,7 @@ class AnswerService:
             raise ApiError(404, f"the model here is '{self.model}'", "model", "model_not_found")
 
     async def _chat(self, request: Request) -> Response:
-        asked = self._reader.parse_chat(await read_body(request, MAX_REQUEST_BYTES))
+        asked = self._parser.parse_chat(await read_body(request))
         self._check_model(asked.model)
         job, room = self._create_request(asked, request.state.key, asked.stream)
         reply = ChatResponse(asked, job, self.model, self._tokenizer, room)
@@ -172,7 +164,7 @@ class AnswerService:
         return reply.build_completion()
 
     async def _answers(self, request: Request) -> Response:
-        asked = self._reader.parse_answer(await read_body(request, MAX_REQUEST_BYTES))
+        asked = self._parser.parse_answer(await read_body(request))
         job, _ = self._create_request(asked, request.state.key, watched=True)
         job.record_provisional = True  # which the page shows
         events = AnswerEvents(job, self._tokenizer)
@@ -239,7 +231,7 @@ class AnswerService:
             await follow.aclose()
             raise
 
-        async def sent() -> AsyncIterator[str]:
+        async def stream() -> AsyncIterator[str]:
             try:
                 for piece in pieces(done):
                     yield piece
@@ -247,11 +239,11 @@ class AnswerService:
                     for piece in pieces(last):
                         yield piece
             except ApiError as error:
-                yield _format_sse_event(make_error_body(error), "error")
+                yield _format_sse_event(error.body(), "error")
             finally:
                 await follow.aclose()
 
-        return StreamingResponse(sent(), media_type="text/event-stream", headers=STREAM_HEADERS)
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
 def _format_sse_event(data: dict[str, Any], name: str | None = None) -> str:

@@ -21,63 +21,52 @@ from dlm_rag.config import ServingConfig
 
 REQUEST_HEAD_TIMEOUT_SECONDS = 30.0  # in which the head of a request must have come
 WRITE_STALL_TIMEOUT_SECONDS = 30.0  # after which who reads nothing of an answer is dropped
-MAX_REQUEST_HEAD_BYTES = 2**15  # bytes
+MAX_REQUEST_HEAD_BYTES = 2**15
 # seconds between looks at whether the server has started, or is to end
-SHUTDOWN_POLL_SECONDS, IDLE_POLL_SECONDS = (0.05, 0.5)
-TOO_MANY_CONNECTIONS_BODY = b'{"error": {"message": "too many connections", "type": "server_error"}}'
-TOO_MANY_CONNECTIONS_RESPONSE = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(TOO_MANY_CONNECTIONS_BODY), TOO_MANY_CONNECTIONS_BODY)
-)
+SHUTDOWN_POLL_SECONDS, IDLE_POLL_SECONDS = 0.05, 0.5
+TOO_MANY_CONNECTIONS = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class LimitedConnection(H11Protocol):
-    """A connection that is closed when it is one too many, when no request comes, or nobody reads."""
+class TimedConnection(H11Protocol):
+    """A connection that is dropped if it is one too many, no request head comes, or nobody reads."""
 
-    most = 512
-    _waits: asyncio.TimerHandle | None = None
-    _stalls: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.most:
-            transport.write(TOO_MANY_CONNECTIONS_RESPONSE)
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            transport.write(TOO_MANY_CONNECTIONS)  # uvicorn itself waits for a request
             transport.close()
             return
-        self._wait()
+        self._head_timer = self.loop.call_later(REQUEST_HEAD_TIMEOUT_SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop("_waits")
+        if self._head_timer and self.cycle is not None and not self.cycle.response_complete:
+            self._head_timer.cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:  # else the next one has come already
-            self._wait()
+            if self._head_timer:
+                self._head_timer.cancel()
+            self._head_timer = self.loop.call_later(REQUEST_HEAD_TIMEOUT_SECONDS, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop("_stalls")
-        self._stalls = self.loop.call_later(WRITE_STALL_TIMEOUT_SECONDS, self.transport.abort)
+        self._write_timer = self.loop.call_later(WRITE_STALL_TIMEOUT_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop("_stalls")
+        if self._write_timer:
+            self._write_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop("_waits")
-        self._stop("_stalls")
+        for timer in (self._head_timer, self._write_timer):
+            if timer:
+                timer.cancel()
         super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        self._stop("_waits")
-        self._waits = self.loop.call_later(REQUEST_HEAD_TIMEOUT_SECONDS, self.transport.abort)
-
-    def _stop(self, timer: str) -> None:
-        if (handle := getattr(self, timer)) is not None:
-            handle.cancel()
-            setattr(self, timer, None)
 
 
 class HttpService(Protocol):
@@ -109,11 +98,11 @@ class _Server(uvicorn.Server):
 
 def create_server(service: HttpService) -> uvicorn.Server:
     """uvicorn's server of a service, with our limits; signals do not end it."""
-    limited = type("Limited", (LimitedConnection,), {"most": service.limits.max_connections})
     config = uvicorn.Config(
-        service.app, http=limited, ws="none", lifespan="off", log_config=None, access_log=False,
+        service.app, http=TimedConnection, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES, proxy_headers=False,
         timeout_keep_alive=ceil(REQUEST_HEAD_TIMEOUT_SECONDS), timeout_graceful_shutdown=1,
+        limit_concurrency=service.limits.max_connections + 1,  # uvicorn refuses from this number on
     )  # fmt: skip
     server = _Server(config)
     service.connections = lambda: len(server.server_state.connections)

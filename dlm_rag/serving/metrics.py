@@ -3,64 +3,44 @@
 from math import fsum
 from time import process_time
 
-from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.decode.uniform_runner import UniformModelRunner
+from dlm_rag.decode.decoder import Decoder
 from dlm_rag.energy.meter import EnergyMeter
 from dlm_rag.serving.async_engine import AsyncEngine
 
-ENGINE_COUNTERS = {
-    "steps": "Steps of the engine.",
-    "row_steps": "Steps of questions; by steps: how many shared one.",
-    "forwards": "Denoising passes of questions.",
-    "searches": "Searches; a query that did not change makes none.",
-    "tokens": "Tokens committed, of answers.",
-}
 ANSWER_OUTCOMES = ("answered", "failed", "cancelled", "refused")
 
 
 def render_prometheus_metrics(
-    engine: AsyncEngine,
-    proposer: MaskedModelRunner | UniformModelRunner,
-    meter: EnergyMeter,
-    connections: int,
+    engine: AsyncEngine, decoder: Decoder, meter: EnergyMeter, connections: int
 ) -> str:
     """The figures of an engine, its evidence pool and its meter; joules where something counts them."""
-    reuse = proposer.cache_stats
-    pool = proposer.pool
-    lines: list[str] = []
-
-    def add(name: str, kind: str, words: str, *values: tuple[str, float]) -> None:
-        lines.extend([f"# HELP dlm_rag_{name} {words}", f"# TYPE dlm_rag_{name} {kind}"])
-        lines.extend(f"dlm_rag_{name}{labels} {value}" for labels, value in values)
-
-    counts = engine.counts
-    add("waiting", "gauge", "Questions without a place.", ("", engine.num_waiting))
-    add("rows", "gauge", "Questions in the batch.", ("", engine.num_running))
-    add("places", "gauge", "Places in the batch.", ("", engine.capacity))
-    add("connections", "gauge", "Open connections.", ("", connections))
-    outcomes = [(f'{{outcome="{each}"}}', float(counts[each])) for each in ANSWER_OUTCOMES]
-    add("answers_total", "counter", "Questions by what became of them.", *outcomes)
-    for name, words in ENGINE_COUNTERS.items():
-        add(f"{name}_total", "counter", words, ("", counts[name]))
-    add(
-        "pool_wanted_tokens_total", "counter", "Context tokens that rows saw.", ("", reuse.requested_tokens)
-    )
+    counts, reuse, pool = engine.counts, decoder.model_runner.cache_stats, decoder.model_runner.pool
     hits = reuse.requested_tokens - reuse.encoded_tokens
-    add("pool_hit_tokens_total", "counter", "Of these, kept from before.", ("", hits))
+    rows: list[tuple[str, str, float]] = [
+        ("waiting", "Questions without a place.", engine.num_waiting),
+        ("rows", "Questions in the batch.", engine.num_running),
+        ("places", "Places in the batch.", engine.capacity),
+        ("connections", "Open connections.", connections),
+        *((f'answers_total{{outcome="{name}"}}', "Questions by what became of them.", counts[name])
+          for name in ANSWER_OUTCOMES),
+        ("steps_total", "Steps of the engine.", counts["steps"]),
+        ("row_steps_total", "Steps of questions; by steps: how many shared one.", counts["row_steps"]),
+        ("forwards_total", "Denoising passes of questions.", counts["forwards"]),
+        ("searches_total", "Searches; a query that did not change makes none.", counts["searches"]),
+        ("tokens_total", "Tokens committed, of answers.", counts["tokens"]),
+        ("pool_wanted_tokens_total", "Context tokens that rows saw.", reuse.requested_tokens),
+        ("pool_hit_tokens_total", "Of these, kept from before.", hits),
+        ("processor_seconds_total", "Processor time of all threads.", process_time()),
+    ]  # fmt: skip
     if pool is not None:
-        add(
-            "pool_bytes",
-            "gauge",
-            "Keys and values kept of evidence, on the device.",
-            ("", pool.used_bytes[0]),
-        )
-        add(
-            "pool_most_bytes",
-            "gauge",
-            "At most so many (engine.prefix_cache_gib).",
-            ("", pool.capacity_bytes),
-        )
-    add("processor_seconds_total", "counter", "Processor time of all threads.", ("", process_time()))
+        rows.append(("pool_bytes", "Keys and values kept of evidence, on the device.", pool.used_bytes[0]))
+        rows.append(("pool_most_bytes", "At most (engine.prefix_cache_gib).", pool.capacity_bytes))
     if meter.counters:
-        add("joules_total", "counter", "Drawn since the start.", ("", fsum(meter.count_joules())))
+        rows.append(("joules_total", "Drawn since the start.", fsum(meter.count_joules())))
+    lines: dict[str, None] = {}  # the head of a family once
+    for labelled, words, value in rows:
+        name = f"dlm_rag_{labelled.partition('{')[0]}"
+        lines[f"# HELP {name} {words}"] = None
+        lines[f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"] = None
+        lines[f"dlm_rag_{labelled} {value}"] = None
     return "\n".join(lines) + "\n"

@@ -4,8 +4,12 @@ A reply holds nothing of this machine: sentences of ours, and of other errors th
 """
 
 import asyncio
+import logging
+import re
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
+from hashlib import sha256
 from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -17,12 +21,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from dlm_rag.errors import UserError, suggest_nearest
+from dlm_rag.errors import ConfigError, UserError, suggest_nearest
 from dlm_rag.files.checked_json import parse_json
-from dlm_rag.serving.api_keys import ApiKeys
+from dlm_rag.files.paths import resolve_regular_file
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_SECONDS = 30.0  # in which a body must have come
-ERROR_TYPES_BY_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
+MAX_KEYS_FILE_BYTES = 2**20
+_KEY = re.compile(r"[!-~]{16,512}")
 
 Body = TypeVar("Body", bound=BaseModel)
 RequestHandler = Callable[[Request], Awaitable[Response]]
@@ -36,6 +43,50 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
         self.retry_after: int | None = None
 
+    def body(self) -> dict[str, Any]:
+        """The refusal in OpenAI's form."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class ApiKeys:
+    """Keys by their digests, so that comparing one takes as long whatever it is."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._names = {_digest(key.encode()): f"key{number}" for number, key in enumerate(keys, start=1)}
+
+    @classmethod
+    def from_file(cls, path: str) -> "ApiKeys":
+        """The keys of a file, one a line; blank lines and what begins with # are skipped.
+
+        Warns of a file that every user of the machine can read. Raises `ConfigError` naming file and line.
+        """
+        found = resolve_regular_file(path, "keys file", ConfigError)
+        if found.stat().st_mode & stat.S_IROTH:
+            log.warning("%s can be read by every user of this machine: chmod o= %s", path, path)
+        if found.stat().st_size > MAX_KEYS_FILE_BYTES:
+            raise ConfigError(f"{path} is too large for a file of keys: {found.stat().st_size >> 20} MiB")
+        lines = [line.strip() for line in found.read_bytes().decode("ascii", "replace").splitlines()]
+        for number, line in enumerate(lines, start=1):
+            if line and not line.startswith("#") and not _KEY.fullmatch(line):
+                raise ConfigError(
+                    f"{path}, line {number}: a key has 16 to 512 letters, digits and signs, no blank"
+                )
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ConfigError(f"{path} holds no keys: write one a line, or leave serving.api_keys_file out")
+        return cls(keys)
+
+    def find_key_name(self, authorization: str) -> str | None:
+        """Whose key an `Authorization: Bearer KEY` brings; None for nobody's."""
+        scheme, _, key = authorization.partition(" ")
+        return self._names.get(_digest(key.strip().encode())) if scheme.casefold() == "bearer" else None
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()
+
 
 class AccessControl:
     """Who may ask.
@@ -47,10 +98,18 @@ class AccessControl:
     def __init__(self, local: bool = True, keys: ApiKeys | None = None) -> None:
         self.local, self.keys = local, keys
 
-    def create_app(self, routes: Sequence[tuple[str, str, RequestHandler, bool]]) -> Starlette:
-        """What a server runs. routes: method, path, what answers there, and whether that needs a key."""
+    def create_app(
+        self, routes: Sequence[tuple[str, str, RequestHandler, bool]], max_bytes: int
+    ) -> Starlette:
+        """What a server runs. routes: method, path, what answers there, and whether that needs a key.
+
+        max_bytes: of the body of a request.
+        """
         app = Starlette(
-            routes=[Route(at, self._guarded(run, keyed), methods=[by]) for by, at, run, keyed in routes],
+            routes=[
+                Route(path, self._guard(handler, keyed), methods=[method], max_body_size=max_bytes)
+                for method, path, handler, keyed in routes
+            ],
             exception_handlers={
                 ApiError: _handle_api_error,
                 HTTPException: _handle_http_error,
@@ -60,24 +119,22 @@ class AccessControl:
         app.router.redirect_slashes = False
         return app
 
-    def _guarded(self, run: RequestHandler, keyed: bool) -> RequestHandler:
-        """`run` for those who may ask; `state.key` is whose question it is."""
+    def _guard(self, handler: RequestHandler, keyed: bool) -> RequestHandler:
+        """`handler` for those who may ask; `state.key` is whose question it is."""
 
         async def guarded(request: Request) -> Response:
             self._check_names(request)
             if {"content-length", "transfer-encoding"} <= {*request.headers}:  # who reads which may differ
-                raise ApiError(400, "the length of a body is said twice")
-            request.state.key = ""
+                raise ApiError(400, "the length of a body is given twice")
+            holder: str | None = ""
             if keyed and self.keys is not None:
                 holder = self.keys.find_key_name(request.headers.get("authorization", ""))
-                if holder is None:
-                    raise ApiError(
-                        401, "this server needs an API key, as in Authorization: Bearer KEY", None,
-                        "invalid_api_key",
-                    )  # fmt: skip
-                request.state.key = holder
+            if holder is None:
+                reason = "this server needs an API key, as in Authorization: Bearer KEY"
+                raise ApiError(401, reason, code="invalid_api_key")
+            request.state.key = holder
             try:
-                return await run(request)
+                return await handler(request)
             except ClientDisconnect:
                 return Response(status_code=400)  # which nobody reads
 
@@ -85,13 +142,13 @@ class AccessControl:
 
     def _check_names(self, request: Request) -> None:
         """Refuses pages of other sites, which a browser would let ask in its reader's name."""
-        host = request.headers.get("host", "")
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
         try:
-            name, origin = urlsplit(f"//{host}").hostname, request.headers.get("origin")
-            same = origin is None or urlsplit(origin).netloc == host
+            name = urlsplit(f"//{host}").hostname or ""
+            allowed = origin is None or urlsplit(origin).netloc == host
         except ValueError:
-            name, same = None, False
-        if (self.local and not is_loopback(name or "")) or not same:
+            name, allowed = "", False
+        if not allowed or (self.local and not is_loopback(name)):
             raise ApiError(403, "a page of another site may not ask here")
 
 
@@ -104,22 +161,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """What was sent; raises `ApiError` for more than `most` bytes, and for what comes too slowly."""
-    said = request.headers.get("content-length", "0")
-    body = bytearray()
-    too_long = ApiError(413, f"the body has more than {most} bytes")
-    if not said.isdecimal() or len(said) > 18 or int(said) > most:
-        raise too_long
+async def read_body(request: Request) -> bytes:
+    """What was sent; raises `ApiError` for what comes too slowly, `HTTPException` for too much."""
     try:
         async with asyncio.timeout(MAX_BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    raise too_long
+            return await request.body()
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {MAX_BODY_SECONDS:g} seconds") from None
-    return bytes(body)
 
 
 class RequestBody(BaseModel):
@@ -151,11 +199,11 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 async def run_unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
     """What `work` returns; given up, and `ClientDisconnect` raised, when the client goes away."""
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
@@ -167,19 +215,6 @@ async def run_unless_disconnected(request: Request, work: Awaitable[Any]) -> Any
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def make_error_body(error: ApiError) -> dict[str, Any]:
-    """A refusal in OpenAI's form."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": str(error),
-            "type": ERROR_TYPES_BY_STATUS.get(error.status, kind),
-            "param": error.param,
-            "code": error.code,
-        }
-    }
-
-
 async def _handle_api_error(request: Request, error: Exception) -> Response:
     """A refusal; the connection is closed, for what else it brings may have no end."""
     assert isinstance(error, ApiError)
@@ -188,14 +223,16 @@ async def _handle_api_error(request: Request, error: Exception) -> Response:
         headers["Retry-After"] = str(error.retry_after)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(make_error_body(error), error.status, headers)
+    return JSONResponse(error.body(), error.status, headers)
 
 
 async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    allowed = (error.headers or {}).get("Allow", "")
-    there = ", ".join(route.path for route in request.app.routes)
-    reason = f"this address takes {allowed}" if error.status_code == 405 else f"nothing is here but {there}"
+    reason = {
+        404: f"nothing is here but {', '.join(route.path for route in request.app.routes)}",
+        405: f"this address takes {(error.headers or {}).get('Allow', '')}",
+        413: "the body is too large",
+    }.get(error.status_code, error.detail)
     return await _handle_api_error(request, ApiError(error.status_code, reason))
 
 

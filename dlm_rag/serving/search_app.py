@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from dlm_rag.config import RetrievalConfig, ServingConfig
 from dlm_rag.errors import UserError, summarize_error
 from dlm_rag.retrieval.base import CorpusRetriever
+from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query
 from dlm_rag.serving.middleware import (
     AccessControl,
@@ -67,28 +68,24 @@ class SearchService:
     ) -> None:
         """limits: of connections. access: for this machine alone where None."""
         self._retriever, self._config = retriever, config
-        self.limits = limits or ServingConfig()
+        self.limits, access = limits or ServingConfig(), access or AccessControl()
         settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
         if config.bm25_query != "whole":
             settings["bm25_query"] = config.bm25_query
-        found = json.dumps([retriever.fingerprint, settings])
-        self._said = {
-            "fingerprint": hashlib.sha256(found.encode()).hexdigest(),
-            "asks": list(retriever.query_fields),
-        }
+        digest = hashlib.sha256(json.dumps([retriever.fingerprint, settings]).encode()).hexdigest()
+        self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
         self.error: BaseException | None = None
         self.connections: Callable[[], int] = lambda: 0
-        self._asked, self._draining = 0, False
+        self._running, self._draining = 0, False
         self._thread = ThreadPoolExecutor(1, "search")
-        access = access or AccessControl()
         keyed = access.keys is not None
         routes = [("GET", "/", self._about, keyed), ("POST", SEARCH_PATH, self._search, keyed)]
-        self.app = access.create_app(routes)
+        self.app = access.create_app(routes, MAX_SEARCH_REQUEST_BYTES)
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits for what a search finds."""
-        return not self._asked
+        return not self._running
 
     def drain(self) -> None:
         """Takes no more searches."""
@@ -102,15 +99,15 @@ class SearchService:
         return JSONResponse(self.describe_service())
 
     async def _search(self, request: Request) -> Response:
-        body = await read_body(request, MAX_SEARCH_REQUEST_BYTES)
+        body = await read_body(request)
         if self._draining or self.error is not None:
             raise ApiError(503, "the server is going down and searches no more")
-        self._asked += 1
+        self._running += 1
         try:
             work = asyncio.get_running_loop().run_in_executor(self._thread, self._reply, body)
             return await run_unless_disconnected(request, work)
         finally:
-            self._asked -= 1
+            self._running -= 1
 
     def _reply(self, body: bytes) -> Response:
         """Called on the thread, so that what is large delays no other connection."""
@@ -118,21 +115,20 @@ class SearchService:
             return JSONResponse(self.answer(body))
         except ApiError:
             raise
+        except UserError as error:
+            self.error, reason = error, summarize_error(error)
         except Exception as error:
-            if isinstance(error, UserError):
-                self.error = error
-            else:
-                log.warning("a search failed", exc_info=error)
-            raise ApiError(500, f"the search failed: {summarize_error(error)}") from None
+            log.warning("a search failed", exc_info=error)
+            reason = summarize_error(error)
+        raise ApiError(500, f"the search failed: {reason}")
 
     def describe_service(self) -> dict[str, Any]:
         """What is searched, and how."""
-        config = self._config
         return {
-            "dlm_rag": self._said,
+            "dlm_rag": self._note,
             "passages": len(self._retriever.corpus),
-            "kind": config.method,
-            "topk": config.top_k,
+            "kind": self._config.method,
+            "topk": self._config.top_k,
             "most": {"topk": MAX_TOP_K, "queries": MAX_QUERIES, "bytes": MAX_SEARCH_REQUEST_BYTES},
             "search": f"POST {SEARCH_PATH}",
         }
@@ -146,16 +142,11 @@ class SearchService:
         if len(parts) != len(asked.queries):
             raise ApiError(400, "'parts' must be a list of texts for each query")
         queries = [Query(text, tuple(own)) for text, own in zip(asked.queries, parts, strict=True)]
-        results = []
-        for ranked in self._retriever.search_scored(queries, asked.topk or self._config.top_k):
-            documents: list[Any] = [
-                {"id": passage.id, "title": passage.title, "contents": passage.text}
-                for passage, _ in ranked
-            ]
-            if asked.return_scores:
-                documents = [
-                    {"document": document, "score": score}
-                    for document, (_, score) in zip(documents, ranked, strict=True)
-                ]
-            results.append(documents)
-        return {"result": results, "dlm_rag": self._said}
+        found = self._retriever.search_scored(queries, asked.topk or self._config.top_k)
+        results = [[_describe_passage(*hit, asked.return_scores) for hit in ranked] for ranked in found]
+        return {"result": results, "dlm_rag": self._note}
+
+
+def _describe_passage(passage: Passage, score: float, with_score: bool | None) -> dict[str, Any]:
+    document = {"id": passage.id, "title": passage.title, "contents": passage.text}
+    return {"document": document, "score": score} if with_score else document

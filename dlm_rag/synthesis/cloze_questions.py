@@ -15,12 +15,15 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.synthesis.passage_links import (
     NameMatcher,
     SentenceIndex,
     TitledPassage,
-    find_connected_components,
     is_within_length_limits,
 )
 from dlm_rag.synthesis.shards import SourceOutcome
@@ -70,12 +73,13 @@ class CorpusRowGenerator:
             (gap.row, gap.named_row)
             for gaps in self._gaps
             for gap in gaps
-            if self._has_definition(gap.named_row)
+            if gap.named_row is not None and self._has_definition(gap.named_row)
         ]
-        self._group = find_connected_components((row, named) for row, named in edges if named is not None)
-        self._sizes: dict[int, int] = {}
-        for root in self._group.values():
-            self._sizes[root] = self._sizes.get(root, 0) + 1
+        count, (rows, named) = len(self.passages), np.array(edges, int).reshape(-1, 2).T
+        graph = coo_array((np.ones(len(rows), bool), (rows, named)), shape=(count, count))
+        _, component = connected_components(graph, directed=False)
+        self._sizes = np.bincount(component)[component]
+        self._first_rows = np.unique(component, return_index=True)[1][component]
 
     def __len__(self) -> int:
         return len(self.passages)
@@ -113,9 +117,7 @@ class CorpusRowGenerator:
 
         No passage of a chain to train on is in a chain that is held out.
         """
-        root = self._group.get(row, row)
-        whole = self._sizes.get(root, 1) <= MAX_COMPONENT_PASSAGES
-        key = self.passages[root if whole else row].id
+        key = self.passages[self._first_rows[row] if self._sizes[row] <= MAX_COMPONENT_PASSAGES else row].id
         return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) < self._held_out * 2**32
 
     def list_counterfactual_parts(self) -> tuple[list[ClozeGap], list[int]]:

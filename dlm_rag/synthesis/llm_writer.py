@@ -1,29 +1,33 @@
-"""Another model as writer: questions in other words, passages as questions and answers or as a table."""
+"""Another model as writer: questions in other words, passages as questions and answers or as a table.
+
+Any server with POST /v1/chat/completions will do. A request that fails temporarily (no connection, no
+answer in time, 429, 5xx) is repeated after a pause that doubles; other refusals are reported in its words.
+"""
 
 import hashlib
+import os
 import queue
 import re
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import httpx2
+
 from dlm_rag.config import SynthesisConfig
-from dlm_rag.errors import RunError
+from dlm_rag.errors import ConfigError, RunError, suggest_nearest
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.synthesis.chat_client import (
-    ChatClient,
-    ChatCompletion,
-    ChatRejectedError,
-    RetriesExhaustedError,
-)
+from dlm_rag.retrieval.retry import RetryableFailure, describe_connection_error, iterate_backoff_seconds
 from dlm_rag.synthesis.shards import SourceOutcome
 from dlm_rag.text import (
     FUNCTION_WORDS,
     find_word_spans,
     normalize_answer,
     normalize_whitespace,
+    replace_control_chars,
     split_words,
 )
 
@@ -39,7 +43,114 @@ WRITER_PROMPTS = {
 # Copied from a question to its paraphrases.
 COPIED_QUESTION_FIELDS = ("golden_answers", "supporting_ids", "hops", "response")
 _NUMBER = re.compile(r"\d+")
-_DONE = object()
+REFUSED_TEXT_STATUSES = (400, 413, 422)  # of this text alone
+INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # pauses between attempts
+RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+
+
+class ChatRejectedError(RuntimeError):
+    """The server refuses this request, and would at every attempt; `status` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+
+
+class RetriesExhaustedError(RuntimeError):
+    """Every attempt at a request failed."""
+
+
+@dataclass(frozen=True)
+class ChatCompletion:
+    """What the writer wrote; token counts are the server's, None where it gives none."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int | None
+    response_tokens: int | None
+    requests: int
+
+
+class ChatClient:
+    """Asks one model at a URL; may be used by several threads."""
+
+    def __init__(self, config: SynthesisConfig) -> None:
+        assert config.writer_url is not None
+        self._url, self._config = config.writer_url.rstrip("/"), config
+        key = os.environ.get("DLM_RAG_WRITER_KEY")
+        self._client = httpx2.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=config.timeout,
+            limits=httpx2.Limits(max_connections=None),
+        )
+
+    def check_model(self) -> None:
+        """Raises `ConfigError` if the server does not answer, or does not have the model."""
+        try:
+            names = [str(model["id"]) for model in self._send("/models")["data"]]
+        except (ChatRejectedError, RetryableFailure, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"synthesis.writer_url={self._url} does not list its models ({error}): give the URL of an "
+                "OpenAI-style server, with its /v1"
+            ) from None
+        if self._config.writer_model not in names:
+            raise ConfigError(
+                f"synthesis.writer_model={self._config.writer_model} is none of "
+                f"{replace_control_chars(', '.join(names))}"
+                f"{suggest_nearest(self._config.writer_model, names)}"
+            )
+
+    def complete(self, prompt: str, seed: int) -> ChatCompletion:
+        """The answer to a prompt. Raises `ChatRejectedError` and `RetriesExhaustedError`."""
+        config, failure = self._config, ""
+        body = {
+            "model": config.writer_model, "messages": [{"role": "user", "content": prompt}], "seed": seed,
+            "temperature": config.temperature, "max_tokens": config.max_tokens,
+        }  # fmt: skip
+        pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
+        for attempt in range(1, config.max_retries + 1):
+            try:
+                return _parse_completion(self._send("/chat/completions", body), attempt)
+            except RetryableFailure as error:
+                failure = str(error)
+            except (TypeError, LookupError) as error:
+                failure = f"no chat completion: {error}"
+            if attempt < config.max_retries:
+                time.sleep(next(pauses))
+        raise RetriesExhaustedError(
+            f"{self._url} failed {config.max_retries} times, at last with {failure}"
+        )
+
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON value of an answer. Raises `ChatRejectedError`, and `RetryableFailure` for the rest."""
+        try:
+            answer = self._client.request("GET" if body is None else "POST", self._url + path, json=body)
+            if answer.is_success:
+                return answer.json()
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise RetryableFailure(describe_connection_error(error)) from None
+        except ValueError:
+            raise RetryableFailure("an answer that is not JSON") from None
+        try:  # an error body in OpenAI's form
+            message = normalize_whitespace(replace_control_chars(str(answer.json()["error"]["message"])))[
+                :300
+            ]
+        except (ValueError, TypeError, KeyError):
+            message = replace_control_chars(answer.reason_phrase)
+        if answer.status_code in RETRYABLE_STATUSES:
+            raise RetryableFailure(f"{answer.status_code}: {message}")
+        raise ChatRejectedError(answer.status_code, message)
+
+
+def _parse_completion(answer: dict[str, Any], requests: int) -> ChatCompletion:
+    choice, usage = answer["choices"][0], answer.get("usage")
+    text = choice["message"]["content"]
+    if not isinstance(text, str):
+        raise TypeError("a message without text")
+    names = ("prompt_tokens", "completion_tokens")
+    counts = [usage.get(name) if isinstance(usage, dict) else None for name in names]
+    read, written = (count if type(count) is int else None for count in counts)
+    return ChatCompletion(text.strip(), str(choice.get("finish_reason")), read, written, requests)
 
 
 @dataclass(frozen=True)
@@ -72,61 +183,57 @@ class LlmWriter:
 
         Raises `RunError` once so many in a row came to nothing that the server must be gone.
         """
-        asked: queue.Queue[Any] = queue.Queue(self._config.concurrency)
-        answered: queue.Queue[Any] = queue.Queue()
+        answered: queue.Queue[Any] = queue.Queue(self._config.concurrency)
+        requests, lock = self._requests({*done}), threading.Lock()  # the caller adds to `done`
+
+        def ask() -> None:
+            request: WriterRequest | None = None
+            try:
+                while True:
+                    with lock:
+                        request = next(requests, None)
+                    if request is None:
+                        break
+                    answered.put((request, self._complete(request)))
+            except Exception as error:  # the corpus has changed, say
+                answered.put((request, error))
+            answered.put((None, None))
+
         # Daemons: whoever stops this need not wait for the answers that are under way.
-        for target in (self._enqueue_requests, *[self._run_worker] * self._config.concurrency):
-            threading.Thread(target=target, args=(asked, answered, done), daemon=True).start()
+        for _ in range(self._config.concurrency):
+            threading.Thread(target=ask, daemon=True).start()
         working, in_a_row = self._config.concurrency, 0
         while working:
-            found = answered.get()
-            if found is _DONE:
-                working -= 1
-                continue
-            request, reply = found
+            request, reply = answered.get()
             if isinstance(reply, ChatCompletion):
                 in_a_row = 0
                 yield self._outcome(request, reply)
-            elif isinstance(reply, ChatRejectedError) and reply.status in (
-                400,
-                413,
-                422,
-            ):  # this text alone
-                yield SourceOutcome(request.index, request.key, [], {"refused by the writer": 1})
             elif isinstance(reply, RetriesExhaustedError):
                 self.failed, in_a_row = self.failed + 1, in_a_row + 1
                 if in_a_row > self._config.concurrency:
-                    raise RunError(f"{reply}: the same command resumes here") from None
+                    raise RunError(f"{reply}: the same command resumes here")
+            elif isinstance(reply, ChatRejectedError) and reply.status in REFUSED_TEXT_STATUSES:
+                yield SourceOutcome(request.index, request.key, [], {"refused by the writer": 1})
             elif isinstance(reply, ChatRejectedError):
-                raise RunError(f"the writer refuses ({reply}): what is written is kept") from None
-            else:
+                raise RunError(f"the writer refuses ({reply}): what is written is kept")
+            elif reply is not None:
                 raise reply
+            else:
+                working -= 1
 
-    def _enqueue_requests(
-        self, asked: "queue.Queue[Any]", answered: "queue.Queue[Any]", done: set[str]
-    ) -> None:
-        ahead = {*done}  # the caller adds to it
+    def _requests(self, done: set[str]) -> Iterator[WriterRequest]:
+        for place, source in enumerate(self._sources):
+            for number in range(self._config.n):
+                key = f"{source.id}#{self._config.template}{number}"
+                if key not in done:
+                    yield WriterRequest(place * self._config.n + number, key, source)
+
+    def _complete(self, request: WriterRequest) -> ChatCompletion | RuntimeError:
         try:
-            for place, source in enumerate(self._sources):
-                for number in range(self._config.n):
-                    key = f"{source.id}#{self._config.template}{number}"
-                    if key not in ahead:
-                        asked.put(WriterRequest(place * self._config.n + number, key, source))
-        except Exception as error:  # the corpus has changed, say
-            answered.put((None, error))
-        for _worker in range(self._config.concurrency):
-            asked.put(_DONE)
-
-    def _run_worker(self, asked: "queue.Queue[Any]", answered: "queue.Queue[Any]", _: set[str]) -> None:
-        while (request := asked.get()) is not _DONE:
-            try:
-                reply: Any = self.client.complete(
-                    format_writer_prompt(request.source, self._config.template), request.seed
-                )
-            except Exception as error:
-                reply = error
-            answered.put((request, reply))
-        answered.put(_DONE)
+            prompt = format_writer_prompt(request.source, self._config.template)
+            return self.client.complete(prompt, request.seed)
+        except (ChatRejectedError, RetriesExhaustedError) as error:
+            return error
 
     def _outcome(self, request: WriterRequest, reply: ChatCompletion) -> SourceOutcome:
         spent = {

@@ -1,4 +1,4 @@
-"""Titled passages as a web: which sentences name which other passage, and what each says that it is."""
+"""Titled passages as a web: their sentences, whom these name, and what each passage says that it is."""
 
 import re
 from bisect import bisect_left
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.synthesis.sentences import split_sentences
 from dlm_rag.text import FUNCTION_WORDS, normalize_whitespace, strip_disambiguation
 
 MAX_SENTENCE_WORDS, MAX_WORD_CHARS = 35, 100  # of a sentence or a name; characters of each word
@@ -22,6 +21,18 @@ _IS = re.compile(r",? (?:is|was|are|were) (?=(?:an?|the|one of) )")
 # What follows says more of it than what it is.
 _NO_SUBJECT = FUNCTION_WORDS - {"the", "a", "an"}
 _MORE = re.compile(r"[;(]|,? (?:who|whom|whose|which|that|where|when)\b|,? (?:best|most|also|well) known\b")
+# A mark, closing quotes or brackets, then white space before what can begin a sentence.
+_END = re.compile(r"""[.!?]["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9À-ÖØ-Þ])""")
+_LAST_WORD = re.compile(r"""[^\s(\["'“‘]*""")  # backwards
+_ABBREVIATIONS = frozenset(
+    """adm al approx apr aug ave bros ca capt cf ch co col corp cpl dec dept dr ed eds est etc feb fig fl
+    ft gen gov hon inc jan jr jul jun lt ltd maj mar messrs mr mrs ms mt mts no nos nov oct op p pp pres
+    prof pt rep rev sen sep sept sgt sr st ste vol vols vs""".split()
+)
+# After an abbreviation these begin a sentence, and hardly anything else does.
+_STARTERS = frozenset("The It He She They This These In His Her Its Their There After At On As".split())
+_ANY_WORD = re.compile(r"\w+")
+MAX_BRACKET_CHARS = 200  # characters after which a bracket counts as never closed
 
 
 @dataclass(frozen=True)
@@ -200,18 +211,39 @@ def _find_prefix_range(ordered: list[str], prefix: str) -> range:
     return range(bisect_left(ordered, prefix), bisect_left(ordered, f"{prefix}\U0010ffff"))
 
 
-def find_connected_components(edges: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """For each row of an edge the smallest row that it is connected with."""
-    parent: dict[int, int] = {}
+def split_sentences(text: str) -> list[str]:
+    """The sentences of encyclopaedic text, white space folded.
 
-    def root(row: int) -> int:
-        parent.setdefault(row, row)
-        while parent[row] != row:
-            parent[row] = parent[parent[row]]
-            row = parent[row]
-        return row
+    Stricter than `text.extract_sentences`: a cut too many does harm here, where each becomes a row.
 
-    for one, other in edges:
-        a, b = sorted((root(one), root(other)))
-        parent[b] = a
-    return {row: root(row) for row in parent}
+    A period does not end one after an abbreviation, an initial ("J. K. Rowling") or several ("U.S."),
+    unless a word follows that hardly does anything but begin a sentence; none ends within brackets.
+    """
+    found = []
+    for line in text.splitlines():
+        line, start = " ".join(line.split()), 0
+        for end in _END.finditer(line):
+            if not _continues_sentence(line, start, end.end()):
+                found.append(line[start : end.end()].rstrip())
+                start = end.end()
+        found.append(line[start:])
+    return [sentence for sentence in found if _ANY_WORD.search(sentence)]
+
+
+def _continues_sentence(line: str, start: int, stop: int) -> bool:
+    """Whether a sentence that begins at `start` continues at `stop`, after a mark and a blank.
+
+    Only its last characters are looked at, so that a line without a single end takes linear time.
+    """
+    stands = line[max(start, stop - MAX_BRACKET_CHARS) : stop].rstrip()
+    if stands.rfind("(") > stands.rfind(")"):
+        return True
+    if stands[-1] != ".":
+        return False
+    backwards = _LAST_WORD.match(stands[-2::-1])
+    word = backwards[0][::-1] if backwards else ""
+    initials = bool(re.fullmatch(r"([^\W\d_]\.)*[^\W\d_]", word))
+    if not initials and word.lower() not in _ABBREVIATIONS:
+        return False
+    following = _ANY_WORD.match(line, stop)
+    return not (following and following[0] in _STARTERS)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
@@ -31,7 +32,7 @@ from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.retry import SearchUnavailableError
 from dlm_rag.serving import http_server
 from dlm_rag.serving.middleware import ApiError
-from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
+from dlm_rag.serving.search_app import MAX_SEARCH_REQUEST_BYTES, SEARCH_PATH, SearchService
 from tests.support.decoding import rollout_records
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
@@ -326,12 +327,11 @@ def test_a_wrong_body_is_answered_in_a_sentence(url, body, says):
     assert status == 400 and says in answer["error"]["message"]
 
 
-def test_other_paths_other_lengths(url, monkeypatch):
+def test_other_paths_other_lengths(url):
     assert post(url, {}, "/search")[0] == 404 and post(url, None, "/retrieve")[0] == 405
     assert post(url, None, "/favicon.ico")[0] == 404
-    monkeypatch.setattr("dlm_rag.serving.search_app.MAX_SEARCH_REQUEST_BYTES", 10)
-    status, answer = post(url, {"queries": ["x"]})
-    assert status == 413 and "more than 10 bytes" in answer["error"]["message"]
+    too_long = json.dumps({"queries": ["x" * MAX_SEARCH_REQUEST_BYTES]})
+    assert httpx.post(url, content=too_long).status_code == 413
 
 
 def test_what_is_searched_is_said(url, local):

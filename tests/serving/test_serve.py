@@ -19,10 +19,9 @@ from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.errors import CorpusError, RunError
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.serving.api_keys import ApiKeys
 from dlm_rag.serving.app import AnswerService
 from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
-from dlm_rag.serving.middleware import AccessControl
+from dlm_rag.serving.middleware import AccessControl, ApiKeys
 from dlm_rag.serving.responses import find_stop
 from dlm_rag.serving.search_app import SearchService
 from tests.support.passages import PASSAGES, write_jsonl_file
@@ -385,7 +384,9 @@ def test_a_full_line_is_refused_for_its_key_alone(slow, tmp_path):
 def test_who_goes_away_frees_the_row_within_a_step(slow, stream):
     async def leave(service):
         async with make_client(service) as client:
-            task = asyncio.ensure_future(client.post("/v1/chat/completions", json=chat_body(stream=stream)))
+            task = asyncio.ensure_future(
+                client.post("/v1/chat/completions", json=chat_body(stream=stream, commit_threshold=1.0))
+            )
             while service.engine.num_running < 2:
                 slow.model_runner.let.release()
                 await asyncio.sleep(0.02)
@@ -577,7 +578,7 @@ def test_a_fault_of_our_own_tells_nothing_of_the_machine(decoder, monkeypatch):
             return await client.post("/v1/chat/completions", json=chat_body())
 
     with serve_decoder(decoder) as service:
-        monkeypatch.setattr(service._reader, "parse_chat", fail)
+        monkeypatch.setattr(service._parser, "parse_chat", fail)
         response = asyncio.run(asked(service))
     assert response.status_code == 500 and "/home" not in response.text
     assert response.json()["error"]["message"] == "the request failed: the server's log says why"

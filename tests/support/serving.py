@@ -17,9 +17,8 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.trace_file import TraceWriter, build_trace_header
 from dlm_rag.page.render import build_page_record, read_trace_runs
 from dlm_rag.retrieval import load_retriever
-from dlm_rag.serving.api_keys import ApiKeys
 from dlm_rag.serving.app import AnswerService
-from dlm_rag.serving.middleware import AccessControl
+from dlm_rag.serving.middleware import AccessControl, ApiKeys
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 

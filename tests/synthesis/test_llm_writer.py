@@ -14,9 +14,14 @@ from dlm_rag.config import SynthesisConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.synthesis import chat_client
-from dlm_rag.synthesis.chat_client import ChatClient, ChatCompletion, RetriesExhaustedError
-from dlm_rag.synthesis.llm_writer import check_written_text, format_writer_prompt
+from dlm_rag.synthesis import llm_writer
+from dlm_rag.synthesis.llm_writer import (
+    ChatClient,
+    ChatCompletion,
+    RetriesExhaustedError,
+    check_written_text,
+    format_writer_prompt,
+)
 from tests.support.passages import PASSAGES, write_jsonl_file
 
 
@@ -44,7 +49,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_client, "INITIAL_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(llm_writer, "INITIAL_RETRY_SECONDS", 0.01)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     (tmp_path / "server").mkdir()
     found = Server(tmp_path / "server")

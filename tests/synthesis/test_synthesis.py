@@ -27,12 +27,10 @@ from dlm_rag.synthesis.passage_links import (
     SentenceIndex,
     TitledPassage,
     extract_definition,
-    find_connected_components,
+    split_sentences,
 )
-from dlm_rag.synthesis.rollout_rows import TraceRowGenerator
-from dlm_rag.synthesis.sentences import split_sentences
 from dlm_rag.synthesis.shards import RowsFolder
-from dlm_rag.synthesis.trace_filters import check_trace, find_drop_reason
+from dlm_rag.synthesis.trace_rows import TraceRowGenerator, check_trace, find_drop_reason
 from dlm_rag.text import normalize_answer
 from dlm_rag.training.data.question_examples import QuestionExamples
 from tests.support.passages import write_jsonl_file
@@ -192,17 +190,6 @@ def test_how_many_sentences_fit_a_gap():
             s.startswith(before) and s.endswith(after) and len(s) > len(before + after) for s in every
         )
         assert sentences.count_matches(before, after) == min(fits, 2)
-
-
-def test_connected_rows():
-    assert find_connected_components([(5, 3), (3, 9), (1, 2), (7, 7)]) == {
-        5: 3,
-        3: 3,
-        9: 3,
-        1: 1,
-        2: 1,
-        7: 7,
-    }
 
 
 BOOKS = [
