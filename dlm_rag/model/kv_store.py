@@ -35,14 +35,17 @@ class SharedContext:
         """Tokens that each row sees before its own."""
         return tuple(sum(map(len, stretches)) for stretches in self.row_ranges)
 
-    def gather_indices(self, lengths: Sequence[int]) -> NDArray[np.int64]:
-        """What each row sees: places in that call's tokens followed by the rows' own, of `lengths`."""
+    def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """`places`: what each row sees, in that call's tokens followed by the rows' own, of `lengths`."""
         _, *own = make_consecutive_ranges([len(self.keys_values[0][0]), *lengths])
         seen = [part for row, last in zip(self.row_ranges, own, strict=True) for part in (*row, last)]
-        return concatenate_ranges(np.array([part.start for part in seen]), [len(part) for part in seen])
+        starts = np.array([part.start for part in seen])
+        return {"places": concatenate_ranges(starts, [len(part) for part in seen])}
 
-    def concat_context(self, layer: int, k: Tensor, v: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row its context, then its own k and v (T, Hk, D); places: of `gather_indices`."""
+    def extend(
+        self, layer: int, k: Tensor, v: Tensor, places: Tensor, sources: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """For each row its context, then its own k and v (T, Hk, D)."""
         kept_k, kept_v = self.keys_values[layer]
         return GatherConcat.apply(kept_k, k, places), GatherConcat.apply(kept_v, v, places)
 
@@ -136,27 +139,28 @@ class CachedRows:
     context_lengths: tuple[int, ...]
     copies: tuple[tuple[int, int], ...] = ()
 
-    def slot_mapping(self, lengths: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where packed tokens of rows of `lengths` go, and which go there.
+    def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Where packed tokens of rows of `lengths` go, and where `keys` of each row lie.
 
-        Both (T + copied,): first all tokens in order, then those that are copied.
+        places, sources: (T + copied,) of tokens and of where they go, all in order, then those that are
+        copied; sources are left out where there are none. table: (rows, pages of the longest) int32 pages
+        of each row's keys. counts: (rows,) int32 how many these are.
         """
         rows = [*range(len(lengths)), *(row for row, _ in self.copies)]
         own = [start + seen for start, seen in zip(self.starts, self.context_lengths, strict=True)]
         begin = np.array([*own, *(place for _, place in self.copies)], dtype=np.int64)
-        counts = [lengths[row] for row in rows]
-        first = np.cumsum(lengths, dtype=np.int64) - np.array(lengths, dtype=np.int64)
-        return concatenate_ranges(begin, counts), concatenate_ranges(first[rows], counts)
-
-    def build_block_table(self, lengths: Sequence[int]) -> NDArray[np.int32]:
-        """(rows, pages of the longest) int32 the pages in which each row's keys lie, `lengths` of them."""
-        pages = np.arange(-(-max(lengths) // PAGE_TOKENS))
+        taken = [lengths[row] for row in rows]
+        found: dict[str, NDArray[Any]] = {"places": concatenate_ranges(begin, taken)}
+        if self.copies:
+            first = np.cumsum(lengths, dtype=np.int64) - np.array(lengths, dtype=np.int64)
+            found["sources"] = concatenate_ranges(first[rows], taken)
+        counts, pages = np.array(keys, dtype=np.int32), np.arange(-(-max(keys) // PAGE_TOKENS))
         there = np.array(self.starts)[:, None] // PAGE_TOKENS + pages
-        used = pages * PAGE_TOKENS < np.array(lengths)[:, None]
-        return np.where(used, there, 0).astype(np.int32)
+        table = np.where(pages * PAGE_TOKENS < counts[:, None], there, 0).astype(np.int32)
+        return found | {"table": table, "counts": counts}
 
-    def write_keys_values(
-        self, layer: int, places: Tensor, sources: Tensor | None, k: Tensor, v: Tensor
+    def extend(
+        self, layer: int, k: Tensor, v: Tensor, places: Tensor, sources: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Writes the rows' own keys and values (T, Hk, D) after their contexts, and the copies.
 

@@ -222,9 +222,7 @@ class PackedRows:
         if self.context is None:
             return k, v
         assert self.cache_indices is not None
-        if isinstance(self.context, CachedRows):
-            return self.context.write_keys_values(layer, self.cache_indices, self.source_indices, k, v)
-        return self.context.concat_context(layer, k, v, self.cache_indices)
+        return self.context.extend(layer, k, v, self.cache_indices, self.source_indices)
 
 
 def pack_rows(
@@ -246,15 +244,8 @@ def pack_rows(
     own = lengths if stretches is None else stretches.lengths
     keys = tuple(a + b for a, b in zip(seen, own, strict=True))
     sent = _build_arrays(runs, seen, keys, read)
-    if isinstance(context, SharedContext):
-        sent["places"] = context.gather_indices(lengths)
-    stored = context if isinstance(context, CachedRows) else None
-    if stored is not None:
-        sent["places"], sources = stored.slot_mapping(lengths)
-        if stored.copies:
-            sent["sources"] = sources
-        sent["table"] = stored.build_block_table(keys)
-        sent["counts"] = np.array(keys, dtype=np.int32)
+    if context is not None:
+        sent |= context.build_arrays(lengths, keys)
     if stretches is not None:
         sent["order"] = stretches.gather_order
     there = to_device([*sent.values(), *add], device)
@@ -263,7 +254,8 @@ def pack_rows(
     causal = any(bounded) and context is None and all(run.block == 1 for run in runs)
     sight = AttentionMetadata(
         RaggedLengths(lengths, at["queries"]), RaggedLengths(keys, at["keys"]),
-        _count_pairs(lengths, keys, sent.get("limits")), bounded, at.get("limits"), causal, stored,
+        _count_pairs(lengths, keys, sent.get("limits")), bounded, at.get("limits"), causal,
+        context if isinstance(context, CachedRows) else None,
         at.get("table"), at.get("counts"), at["positions"], None, at["prompts"],
     )  # fmt: skip
     last = sight

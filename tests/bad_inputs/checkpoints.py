@@ -296,10 +296,10 @@ CASES = [
         BadInputCase(f"{path} as a link to nothing", SAMPLE_COMMAND, f"{path} is a link that leads to nothing", {path: link("gone")})
         for path in (CONFIG, WEIGHTS)
     ),
-    BadInputCase("shards without their index", SAMPLE_COMMAND, "but no model.safetensors.index.json", {
+    BadInputCase("shards without their index", SAMPLE_COMMAND, "fetch model.safetensors.index.json", {
         WEIGHTS: None, "model/model-00001-of-00002.safetensors": header(b"{}")
     }),
-    BadInputCase("weights of another program", SAMPLE_COMMAND, "is missing (there is model.gguf)", {
+    BadInputCase("weights of another program", SAMPLE_COMMAND, "there is model.gguf", {
         WEIGHTS: None, "model/model.gguf": b"GGUF"
     }),
     BadInputCase("an index of shards that were here before", SAMPLE_COMMAND, "remove the older one", {

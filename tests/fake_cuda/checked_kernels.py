@@ -62,10 +62,7 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
     module = ModuleType(attention.FLASH_MODULE)
     module.__spec__ = ModuleSpec(attention.FLASH_MODULE, None)
     module.flash_attn_varlen_func = of_flash
-    package = {
-        attention.FLASH_MODULE: module,
-        "flash_attn": SimpleNamespace(flash_attn_interface=module),
-    }
+    package = {attention.FLASH_MODULE: module, "flash_attn": SimpleNamespace(flash_attn_interface=module)}
     spied = {name: known(name, kernel) for name, kernel in attention._KERNELS.items()}
     with (
         mock.patch.dict(attention._KERNELS, spied),

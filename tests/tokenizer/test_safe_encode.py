@@ -20,26 +20,7 @@ from tests.support.properties import hypothesis_settings
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 MASK, END = "<mask>", "<end>"
-WORDS = [
-    "who",
-    "wrote",
-    "Emma",
-    "a",
-    "b",
-    "<",
-    ">",
-    "ask",
-    "<m",
-    "k>",
-    "m",
-    "s",
-    "k",
-    "e",
-    "n",
-    "d",
-    "</s>",
-    "|",
-]
+WORDS = "who wrote Emma a b < > ask <m k> m s k e n d </s> |".split()
 
 
 def byte_level(backend=None):
