@@ -133,10 +133,12 @@ def run_synthesis(work: SynthesisWork, folder: "RowsFolder", config: "Config") -
 def collect_row_settings(config: "Config") -> dict[str, Any]:
     """What of the section rows depend on; of evaluation sets the digests."""
     settings = config.synthesis
-    keys = (*COMMON_ROW_SETTINGS, *ROW_SETTINGS_BY_KIND[settings.method])
-    against = settings.decontaminate_against.split(",") if settings.decontaminate_against else []
-    digests = [digest_questions(read_questions(path.strip())) for path in against]
-    found = {f"synthesis.{key}": getattr(settings, key) for key in keys}
+    found = {
+        f"synthesis.{key}": getattr(settings, key)
+        for key in (*COMMON_ROW_SETTINGS, *ROW_SETTINGS_BY_KIND[settings.method])
+    }
+    paths = settings.decontaminate_against.split(",") if settings.decontaminate_against else []
+    digests = [digest_questions(read_questions(path.strip())) for path in paths]
     return found | {"synthesis.decontaminate_against": digests}
 
 
@@ -169,52 +171,46 @@ def plan_trace_rows(config: "Config") -> SynthesisWork:
     from dlm_rag.synthesis.trace_rows import TraceRowGenerator
 
     prepared = asked.prepared
-    work, decoding = TraceRowGenerator(questions, settings, prepared.tokenizer), TraceDecoding(asked)
+    work, energy = TraceRowGenerator(questions, settings, prepared.tokenizer), dict[str, Any]()
 
     def outcomes(done: set[str]) -> "Generator[SourceOutcome]":
         if remaining := work.remaining(done):
-            yield from work.outcomes(decoding.rollouts(remaining))
+            yield from work.outcomes(decode_rollouts(asked, remaining, energy))
 
     depends_on = prepared.answers_depend_on() | {"questions": digest_questions(questions)}
     return SynthesisWork(
         len(work), depends_on, prepared.checkpoint.folder.name, QUESTION_COLUMNS, outcomes,
-        lambda: work.failed, lambda: decoding.energy,
+        lambda: work.failed, lambda: energy or None,
     )  # fmt: skip
 
 
-class TraceDecoding:
-    """Questions decoded in this process or by workers; `energy` is what that took, once it has ended."""
+def decode_rollouts(
+    asked: PreparedQuestions, questions: list[Question], energy: dict[str, Any]
+) -> "Iterator[Rollout]":
+    """Finished rollouts as they come, then a line on their time and energy, which goes to `energy`."""
+    from dlm_rag.commands.executors import open_engines
+    from dlm_rag.decode.terminal import RunTotals
 
-    def __init__(self, asked: PreparedQuestions) -> None:
-        self._asked = asked
-        self.energy: dict[str, Any] | None = None
-
-    def rollouts(self, questions: list[Question]) -> "Iterator[Rollout]":
-        """Finished rollouts as they come, then a line on their time and energy."""
-        from dlm_rag.commands.executors import open_engines
-        from dlm_rag.decode.terminal import RunTotals
-
-        asked, tally = self._asked, RunTotals(self._asked.prepared.tokenizer.end_ids)
-        with open_engines(asked.config.workers, [asked.prepared]) as engines:
-            gauge, engine = engines.energy_gauge(asked), engines.open(asked)
-            start = time.perf_counter()
-            try:
-                with gauge:
-                    for rollout in engine.stream(questions):
-                        tally.add(rollout)
-                        yield rollout
-            finally:
-                self.energy = tally.energy_record(gauge.reading)
-                seconds = time.perf_counter() - start
-                print_note(f"{tally.text_tokens / seconds:,.1f} tokens/s · "
-                     f"{tally.summary_line(seconds, engine.describe(), gauge.reading)}")  # fmt: skip
+    tally = RunTotals(asked.prepared.tokenizer.end_ids)
+    with open_engines(asked.config.workers, [asked.prepared]) as engines:
+        gauge, engine = engines.energy_gauge(asked), engines.open(asked)
+        start = time.perf_counter()
+        try:
+            with gauge:
+                for rollout in engine.stream(questions):
+                    tally.add(rollout)
+                    yield rollout
+        finally:
+            energy.update(tally.energy_record(gauge.reading) or {})
+            seconds = time.perf_counter() - start
+            summary = tally.summary_line(seconds, engine.describe(), gauge.reading)
+            print_note(f"{tally.text_tokens / seconds:,.1f} tokens/s · {summary}")
 
 
 def digest_questions(questions: list[Question]) -> str:
     """Of all that is known of the questions."""
     known = [{k: v for k, v in asdict(question).items() if k != "place"} for question in questions]
-    text = json.dumps(known)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def plan_corpus_rows(config: "Config") -> SynthesisWork:

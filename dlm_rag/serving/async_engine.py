@@ -173,8 +173,8 @@ class AsyncEngine:
             if not is_failure(error):
                 raise
             log.warning("a step failed", exc_info=error)
-            self._fail_all()
             self._failed_answers, self._failed_steps = MAX_CONSECUTIVE_FAILURES, self._failed_steps + 1
+            self._fail_all()  # after the counts: who is refused may ask for the health at once
             if self._failed_steps == MAX_CONSECUTIVE_FAILURES:
                 raise RunError(f"every step fails, the last with: {summarize_error(error)}") from None
 

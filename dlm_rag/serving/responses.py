@@ -26,6 +26,14 @@ def get_request_error(job: EngineRequest) -> ApiError | None:
     return job.error
 
 
+def get_finished_rollout(job: EngineRequest) -> Rollout:
+    """The rollout of a job that is done; raises `ApiError` where there is no answer."""
+    if (error := get_request_error(job)) is not None:
+        raise error
+    assert job.rollout is not None
+    return job.rollout
+
+
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
     """Where the first of the stop texts begins; None where there is none."""
     return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
@@ -102,7 +110,7 @@ class ChatResponse:
 
     def build_completion(self) -> dict[str, Any]:
         """The answer at once; raises `ApiError` where there is none."""
-        rollout = self._finished()
+        rollout = get_finished_rollout(self._job)
         text, reason = self._text(rollout)
         message = {"role": "assistant", "content": text, "refusal": None}
         return self._common | {
@@ -133,7 +141,7 @@ class ChatResponse:
             }
         if not done:
             return
-        rollout = self._finished()
+        rollout = get_finished_rollout(self._job)
         text, reason = self._text(rollout)
         last = self._chunk({"content": text[len(self._sent) :]}, reason) | {
             "dlm_rag": _make_answer_record(rollout)
@@ -142,12 +150,6 @@ class ChatResponse:
         yield last if self._asked.include_usage else last | usage
         if self._asked.include_usage:
             yield self._chunk({}) | {"choices": []} | usage
-
-    def _finished(self) -> Rollout:
-        if (error := get_request_error(self._job)) is not None:
-            raise error
-        assert self._job.rollout is not None
-        return self._job.rollout
 
     def _chunk(self, delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -183,17 +185,15 @@ class AnswerEvents:
         """Name and data of the events since the last call; raises `ApiError` for no answer."""
         rollout = self._job.rollout
         if rollout is not None and not self._sent and rollout.steps:
-            yield (
-                "start",
-                {
-                    "id": rollout.id,
-                    "question": rollout.question,
-                    "canvas": rollout.canvas_length,
-                    "guesses": uses_guesses_in_query(rollout.settings),
-                    "ghosts": True,
-                    "settings": [f"decode.{key}={value}" for key, value in rollout.settings.items()],
-                },
-            )
+            start = {
+                "id": rollout.id,
+                "question": rollout.question,
+                "canvas": rollout.canvas_length,
+                "guesses": uses_guesses_in_query(rollout.settings),
+                "ghosts": True,
+                "settings": [f"decode.{key}={value}" for key, value in rollout.settings.items()],
+            }
+            yield "start", start
         while rollout is not None and self._sent < len(rollout.steps):
             step = rollout.steps[self._sent]
             new = [name for name in (*step.passage_ids, *step.dropped) if name not in self._seen]
@@ -202,14 +202,9 @@ class AnswerEvents:
             yield "step", {"step": step.step} | build_step_record(step, texts, self._end_ids)
             self._sent += 1
         if done:
-            if (error := get_request_error(self._job)) is not None:
-                raise error
-            assert rollout is not None
-            yield (
-                "end",
-                build_end_record(rollout, find_bridge_entities([rollout])[0])
-                | {"record": rollout.answer_record()},
-            )
+            rollout = get_finished_rollout(self._job)
+            end = build_end_record(rollout, find_bridge_entities([rollout])[0])
+            yield "end", end | {"record": rollout.answer_record()}
 
 
 def _make_answer_record(rollout: Rollout) -> dict[str, Any]:

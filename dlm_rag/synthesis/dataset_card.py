@@ -21,8 +21,15 @@ TEMPLATE_DESCRIPTIONS = {
 def render_dataset_card(folder: Path, counts: dict[str, int], note: dict[str, Any]) -> str:
     """The Markdown of README.md; note: what rows.json says."""
     depends_on, stamp = note["depends_on"], note.get("stamp", {})
-    made = [f"| {key.partition(': ')[2]} | {key.partition(':')[0]} | {n:,} | {_describe_template(key)} |"
-            for key, n in counts.items() if key.startswith(("rows: ", "held out: "))]  # fmt: skip
+    made = []
+    for key, n in counts.items():
+        side, _, name = key.partition(": ")
+        if side in ("rows", "held out"):
+            made.append(f"| {name} | {side} | {n:,} | {TEMPLATE_DESCRIPTIONS.get(name, '')} |")
+    parts = note.get("energy", [])
+    energy = (
+        [f"{format_energy(summarise_energy(parts), str(parts[-1].get('reason')))}.", ""] if parts else []
+    )
     rest = {key: n for key, n in counts.items() if key.startswith(("left out: ", "spent: "))}
     lines = [
         f"# {folder.resolve().name}: rows to train on",
@@ -40,7 +47,7 @@ def render_dataset_card(folder: Path, counts: dict[str, int], note: dict[str, An
         "|---|---|",
         *(f"| {key} | {n:,} |" for key, n in rest.items()),
         "",
-        *_format_energy(note.get("energy", [])),
+        *energy,
         "    dlm-rag train data.questions=" + str(folder) + " data.corpus=FILE ...",
         "",
         "What the rows depend on:",
@@ -49,18 +56,3 @@ def render_dataset_card(folder: Path, counts: dict[str, int], note: dict[str, An
         "",
     ]
     return "\n".join(lines)
-
-
-def _format_energy(parts: list[dict[str, Any]]) -> list[str]:
-    """What decoding drew, of the parts of the run that were measured; nothing where there was none."""
-    if not parts:
-        return []
-    found = summarise_energy(parts)
-    return [
-        f"{format_energy(found, str(parts[-1].get('reason')))}.",
-        "",
-    ]
-
-
-def _describe_template(key: str) -> str:
-    return TEMPLATE_DESCRIPTIONS.get(key.partition(": ")[2], "")

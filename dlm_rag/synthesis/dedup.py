@@ -32,14 +32,13 @@ class DuplicateFilter:
         self._near = near
         self._evaluated, self._lengths = collect_evaluation_ngrams(against)
         self._seen: set[tuple[str, str]] = set()
-        self._kept: dict[str, list[MinHash]] = {}
-        self._bands: dict[str, Any] = {}
+        self._kept: dict[str, tuple[Any, list[MinHash]]] = {}  # bands and signatures by template
 
     def filter_rows(self, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
         """Each row with the reason to leave it out, "" where it is kept; in order."""
         for first in range(0, len(rows), SIGNATURE_BATCH_ROWS):
             block = rows[first : first + SIGNATURE_BATCH_ROWS]
-            spoken = [split_words(get_row_text(row)) for row in block]
+            spoken = [split_words(row.get("question") or row.get("text") or "") for row in block]
             signatures = self._signatures(spoken) if self._near is not None else [None] * len(block)
             for row, said, signature in zip(block, spoken, signatures, strict=True):
                 yield row, self._reason(row.get("template", ""), said, signature)
@@ -51,19 +50,16 @@ class DuplicateFilter:
         if key in self._seen:
             return "equal to an earlier row"
         self._seen.add(key)
-        return (
-            "nearly an earlier row" if signature is not None and self._is_near(template, signature) else ""
-        )
+        near = signature is not None and self._is_near(template, signature)
+        return "nearly an earlier row" if near else ""
 
     def _is_near(self, template: str, signature: "MinHash") -> bool:
         from datasketch import MinHashLSH
 
-        if template not in self._bands:
-            self._bands[template] = MinHashLSH(
-                num_perm=LSH_BANDS * LSH_BAND_ROWS, params=(LSH_BANDS, LSH_BAND_ROWS)
-            )
-            self._kept[template] = []
-        bands, kept = self._bands[template], self._kept[template]
+        if template not in self._kept:
+            bands = MinHashLSH(num_perm=LSH_BANDS * LSH_BAND_ROWS, params=(LSH_BANDS, LSH_BAND_ROWS))
+            self._kept[template] = bands, []
+        bands, kept = self._kept[template]
         assert self._near is not None
         if any(signature.jaccard(kept[other]) >= self._near for other in bands.query(signature)):
             return True
@@ -80,11 +76,6 @@ class DuplicateFilter:
             for said in spoken
         ]
         return MinHash.bulk(grams, num_perm=LSH_BANDS * LSH_BAND_ROWS)
-
-
-def get_row_text(row: dict[str, Any]) -> str:
-    """What a row is compared by."""
-    return row.get("question") or row.get("text") or ""
 
 
 def check_datasketch() -> None:
