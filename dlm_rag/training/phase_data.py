@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.build_once import build_once
-from dlm_rag.retrieval.corpus import Passage, open_corpus
+from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
 from dlm_rag.training.data.question_examples import (
+    GeneratedQuestions,
     QuestionExamples,
     generate_corpus_questions,
     target_response,
@@ -31,10 +31,12 @@ DOCUMENT_WORLDS = 20
 class QuestionData:
     """Questions to train on, and what answers their searches."""
 
-    questions: list[Question]
+    made: GeneratedQuestions
     retriever: CorpusRetriever
-    single_passage: list[Question]
-    draw_counterfactual: Callable[[random.Random], tuple[Question, Passage]] | None
+
+    @property
+    def questions(self) -> list[Question]:
+        return self.made.chains
 
 
 def open_documents(phase: Phase) -> PackedDocuments:
@@ -57,24 +59,20 @@ def open_question_data(phase: Phase) -> tuple[QuestionData, QuestionValidation]:
     config, train = phase.config, phase.train
     assert config.data.corpus is not None
     corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
-    single: list[Question] = []
-    crossed = None
     if config.data.questions is None:
         made = generate_corpus_questions(
             corpus, phase.tokenizer, phase.origin.config, train.max_hops, config.data.held_out
         )
-        kept, single, crossed = made.chains, made.single_passage, made.draw_counterfactual
-        asked = random.Random(f"validation/{train.seed}").sample(
-            made.held_out, min(train.eval_questions, len(made.held_out))
-        )
+        count = min(train.eval_questions, len(made.held_out))
+        asked = random.Random(f"validation/{train.seed}").sample(made.held_out, count)
     else:
         questions = read_questions(config.data.questions)
-        held = min(train.eval_questions, len(questions) // 10)
-        kept, asked = questions[: len(questions) - held], questions[len(questions) - held :]
+        kept = len(questions) - min(train.eval_questions, len(questions) // 10)
+        made, asked = GeneratedQuestions(questions[:kept]), questions[kept:]
     retriever = load_retriever(config.retrieval, corpus)
     truths = [target_response(question) for question in asked]
     validation = QuestionValidation(asked, truths, retriever, config)
-    return QuestionData(kept, retriever, single, crossed), validation
+    return QuestionData(made, retriever), validation
 
 
 def make_question_examples(data: QuestionData, phase: Phase) -> QuestionExamples:
@@ -82,7 +80,7 @@ def make_question_examples(data: QuestionData, phase: Phase) -> QuestionExamples
     found = QuestionExamples(
         data.questions, data.retriever, phase.tokenizer, phase.origin.config, phase.train, phase.name
     )
-    return found.add_single_passage_questions(data.single_passage, data.draw_counterfactual)
+    return found.add_single_passage_questions(data.made.single_passage, data.made.draw_counterfactual)
 
 
 def open_world_validation(phase: Phase) -> QuestionValidation:

@@ -97,16 +97,15 @@ class Task:
         """What examples come from, and the validation; raises `UserError` for data that cannot be used."""
         raise NotImplementedError
 
+    # For the plan: typical rows of `count` items, a microbatch of them, a row for each decoding step.
+
     def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
-        """Typical rows of `count` items, for the plan."""
         raise ConfigError(f"objective={self.name} has no plan: leave --plan out")
 
     def sample_microbatch(self, shape: DenoiserConfig, count: int) -> Any:
-        """A typical microbatch of `count` items, for the plan."""
         return self.sample_examples(shape, count)
 
     def sample_decoding(self, shape: DenoiserConfig) -> list[Example]:
-        """A row for each decoding step of an item, for the plan."""
         return []
 
     def layout(self, shape: DenoiserConfig) -> str:
@@ -118,11 +117,9 @@ class Task:
 
             objective(part, counts, terms) -> (loss, {name: sum})
 
-        with the `counts` of the whole step, by which the loss is divided: the losses of all microbatches on
-        all processes add up to that of the step, and so do the sums, scalars on the device without
-        gradients.
-
-        If the module has a `reference`, another denoiser, it gets the weights that the phase began with.
+        The loss is divided by `counts` of the whole step: the losses of all microbatches on all processes
+        add up to that of the step, and so do the sums, scalars on the device without gradients. If the
+        module has a `reference`, another denoiser, it gets the weights that the phase began with.
         share: processes that each hold a part of the same items.
         """
         raise NotImplementedError

@@ -141,15 +141,14 @@ class Trainer:
             head = count_head_flops(self.denoiser.config, supervised, 4)
             spent = self.denoiser.flop_count - before + head
             self.flops = spent.flops_with_backward(self.train.is_denoiser_frozen)
+        names = {"rows": "rows", "tokens": "tokens", "supervised_tokens": "supervised"}
         metrics = {
             "step": state.step,
             **({"phase": state.phase} if state.phase else {}),
             **found_metrics,
             "learning_rate_share": share,
             "gradient_norm": norm,
-            "rows": round(counts["rows"]),
-            "tokens": round(counts["tokens"]),
-            "supervised_tokens": round(counts["supervised"]),
+            **{name: round(counts[count]) for name, count in names.items()},
         }
         self.stage_seconds = clock.pop_seconds()
         state.tasks[task.name] = task.advance(self.task_state, metrics, counts)
@@ -257,7 +256,6 @@ class Trainer:
             self.denoiser.train()
 
     def autocast(self) -> Any:
-        """The context in which the denoiser runs: autocast below float32."""
         return make_autocast(self.device.type, self.dtype)
 
     def save(self) -> Path:
@@ -335,12 +333,9 @@ class MicrobatchPrefetcher:
 
 
 def open_trainer(
-    config: Config,
-    folder: Path,
-    processes: DistributedContext | None = None,
-    phase: str | None = None,
+    config: Config, folder: Path, processes: DistributedContext | None = None, phase: str | None = None,
     origin: InitialModel | None = None,
-) -> tuple[Trainer, Validation]:
+) -> tuple[Trainer, Validation]:  # fmt: skip
     """The trainer of a phase (the first where none is named) and its validation; weights are read.
 
     Raises `UserError`.

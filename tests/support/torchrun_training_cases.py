@@ -26,23 +26,12 @@ SHAPE = [
 ]  # fmt: skip
 SFT = [*FRESH, *WORLDS, *SHAPE, "train.worlds=1", "train.passage_sets_per_step=4", "train.rows_per_set=4"]
 RL = [
-    *WORLDS,
-    *SHAPE,
-    "train.objective=rl",
-    "train.prompts_per_step=4",
-    "train.num_generations=4",
-    "train.trainable=all",
-    "decode.commit_rule=threshold",
-    "decode.commit_threshold=0.05",
-    "decode.gate_temperature=2",
-    "train.max_hops=1",
-    "train.f1_weight=1",
-    "train.recall_weight=1",
-    "train.forward_cost=0.01",
-    "train.train_steps_per_rollout=2",
-    "model.path={checkpoint}",
+    *WORLDS, *SHAPE, "train.objective=rl", "train.prompts_per_step=4", "train.num_generations=4",
+    "train.trainable=all", "decode.commit_rule=threshold", "decode.commit_threshold=0.05",
+    "decode.gate_temperature=2", "train.max_hops=1", "train.f1_weight=1", "train.recall_weight=1",
+    "train.forward_cost=0.01", "train.train_steps_per_rollout=2", "model.path={checkpoint}",
     "train.passage_length=96",
-]
+]  # fmt: skip
 HEADS = [
     *(word for word in RL if not word.startswith(("train.trainable=", "decode.commit_rule="))),
     "train.trainable=policy_heads", "decode.commit_rule=policy_head", "decode.retrieval_gate=policy_head",

@@ -64,13 +64,8 @@ class Distance(nn.Module):
 
 
 def make_trainer(folder):
-    words = [
-        *MICRO_SETTINGS,
-        "train.optimizer=adamw",
-        "train.learning_rate=0.1",
-        "train.gradient_accumulation_steps=2",
-    ]
-    config = load_config(None, [*words, "train.warmup_steps=0"])
+    words = ["train.learning_rate=0.1", "train.gradient_accumulation_steps=2", "train.warmup_steps=0"]
+    config = load_config(None, [*MICRO_SETTINGS, "train.optimizer=adamw", *words])
     origin = open_initial_model(config)
     task = Regression(None, config, config.train, origin)
     return Trainer(Phase(config, "", origin, folder), task, DistributedContext(0, 1, 0))

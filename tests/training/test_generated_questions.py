@@ -13,7 +13,6 @@ from dlm_rag import Denoiser
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.errors import CheckpointError, ConfigError, CorpusError
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 from dlm_rag.training.data.examples import MIN_COPY_TOKENS, Pointer, find_copy_pointers, sample_passages
@@ -49,8 +48,12 @@ def web(tmp_path):
     return write_jsonl_file(tmp_path / "corpus.jsonl", people + towns)
 
 
+def ask(corpus, shape=SHAPE, hops=3, held_out=0.0):
+    return generate_corpus_questions(open_corpus(corpus), tiny_tokenizer(), shape, hops, held_out)
+
+
 def test_questions_are_made_from_titles_and_split_by_passages(web):
-    made = generate_corpus_questions(open_corpus(web), tiny_tokenizer(), SHAPE, hops=3, held_out=0.5)
+    made = ask(web, SHAPE, hops=3, held_out=0.5)
     for question in (*made.chains, *made.held_out):
         person, town = question.supporting_ids
         number = int(person[1:])
@@ -64,30 +67,28 @@ def test_questions_are_made_from_titles_and_split_by_passages(web):
     held = {name for q in made.held_out for name in q.supporting_ids}
     assert made.chains and made.single_passage and held and not trained & held
     assert all(len(q.supporting_ids) == 1 for q in made.single_passage)
-    every = generate_corpus_questions(open_corpus(web), tiny_tokenizer(), SHAPE, hops=3, held_out=0.0)
+    every = ask(web)
     assert len(every.chains) == len(PAINTERS) and not every.held_out
     assert len(made.chains) + len(made.held_out) == len(PAINTERS)
 
 
 def test_what_stands_where_a_passage_is_cut_is_not_asked(web):
-    cut = generate_corpus_questions(open_corpus(web), tiny_tokenizer(), SHAPE, 3, 0.0)
+    cut = ask(web)
     longer = replace(SHAPE, passage_length=300, max_position_embeddings=800)
-    whole = generate_corpus_questions(open_corpus(web), tiny_tokenizer(), longer, 3, 0.0)
+    whole = ask(web, longer)
     assert not [q for q in (*cut.chains, *cut.single_passage) if "horse" in q.response]
     assert [q.supporting_ids for q in whole.chains if "horse" in q.response] == [("p0", "t3")]
     with pytest.raises(
         CorpusError, match=r"none of its 9 chains .* passage_length=16 .*data.questions too"
     ):
-        generate_corpus_questions(
-            open_corpus(web), tiny_tokenizer(), replace(SHAPE, passage_length=16), 3, 0.0
-        )
+        ask(web, replace(SHAPE, passage_length=16))
 
 
 def test_a_corpus_without_names_says_so(tmp_path):
     towns = [{"id": name, "title": name, "contents": f"{name} is a town of old."} for name in TOWNS]
-    corpus = open_corpus(write_jsonl_file(tmp_path / "towns.jsonl", towns))
+    corpus = write_jsonl_file(tmp_path / "towns.jsonl", towns)
     with pytest.raises(CorpusError, match="no sentence of a passage names the title of another"):
-        generate_corpus_questions(corpus, tiny_tokenizer(), SHAPE, 3, 0.0)
+        ask(corpus)
 
 
 def test_a_copy_is_the_longest_run_and_short_ones_are_chance():
@@ -96,12 +97,8 @@ def test_a_copy_is_the_longest_run_and_short_ones_are_chance():
         *(Pointer(n, 1, n + 1) for n in range(5)),  # not the first fact, where three agree
         *(Pointer(9 + n, 0, 1 + n) for n in range(3)),
     )
-    assert (
-        find_copy_pointers([1, 2], facts)
-        == find_copy_pointers([], facts)
-        == find_copy_pointers([1, 2, 3], [])
-        == ()
-    )
+    for ids, where in (([1, 2], facts), ([], facts), ([1, 2, 3], [])):
+        assert find_copy_pointers(ids, where) == ()
 
 
 def test_a_pointer_names_the_token_that_it_points_at():
@@ -130,12 +127,15 @@ def test_what_is_needed_stays_in_the_evidence():
 
 
 def test_half_of_the_rows_are_of_what_the_same_passages_answer(web):
-    made = generate_corpus_questions(open_corpus(web), tiny_tokenizer(), SHAPE, 3, 0.0)
+    made = ask(web)
     train = TrainConfig(passage_sets_per_step=6, rows_per_set=4)
     retriever, tokenizer = load_retriever(web, top_k=4), tiny_tokenizer()
-    rows = QuestionExamples(
-        made.chains, retriever, tokenizer, SHAPE, train, ""
-    ).add_single_passage_questions(made.single_passage)
+
+    def make_rows():
+        rows = QuestionExamples(made.chains, retriever, tokenizer, SHAPE, train, "")
+        return rows.add_single_passage_questions(made.single_passage)
+
+    rows = make_rows()
     examples = [e for step in range(5) for e in rows.examples(step, range(6), (2, 3))]
     assert len(examples) == 5 * 6 * 4
     main, side = set(), set()
@@ -151,17 +151,14 @@ def test_half_of_the_rows_are_of_what_the_same_passages_answer(web):
         for pointer in example.pointers:
             assert example.target[pointer.position] == example.prompt.facts[pointer.fact][pointer.token]
     assert not main & side and len(side) > 5
-    again = QuestionExamples(
-        made.chains, retriever, tokenizer, SHAPE, train, ""
-    ).add_single_passage_questions(made.single_passage)
-    assert again.examples(3, range(6), (2, 3)) == rows.examples(3, range(6), (2, 3))
+    assert make_rows().examples(3, range(6), (2, 3)) == rows.examples(3, range(6), (2, 3))
 
 
 @pytest.mark.parametrize("held_out", [0.0, 0.5])
 def test_chains_that_the_corpus_does_not_tell(web, held_out):
     """Right by what their two passages say alone, of training passages alone, and the same for a seed."""
     passages = {passage.id: passage for passage in open_corpus(web)}
-    made = generate_corpus_questions(open_corpus(web), tiny_tokenizer(), SHAPE, hops=2, held_out=held_out)
+    made = ask(web, SHAPE, hops=2, held_out=held_out)
     trained = {i for question in (*made.chains, *made.single_passage) for i in question.supporting_ids}
     crossed = 0
     for seed in range(40):
@@ -249,19 +246,3 @@ def test_the_way_from_a_corpus_to_answers(tmp_path, web):
     ask = [sys.executable, "sample.py", "What is Marwick?", "--model", str(model), "--corpus", str(web)]
     done = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["question"] == "What is Marwick?", done.stderr
-
-
-def test_questions_without_a_corpus_and_a_share_that_is_none():
-    with pytest.raises(ConfigError, match="data.questions needs data.corpus too"):
-        load_config(None, ["data.questions=q.jsonl"])
-    with pytest.raises(ConfigError, match="held_out=0.95 must be"):
-        load_config(None, ["data.held_out=0.95"])
-
-
-def test_own_questions_get_what_they_got_before(web):
-    """Without questions beside, all that is found is in the prompt."""
-    own = [Question("a", "Where does Ada Brown live?", ("Marwick",), ("p0",))]
-    train = TrainConfig(passage_sets_per_step=1, rows_per_set=3)
-    rows = QuestionExamples(own, load_retriever(web, top_k=5), tiny_tokenizer(), SHAPE, train, "")
-    for example in rows.examples(0, range(1), (2, 2)):
-        assert len(example.prompt.facts) > 2

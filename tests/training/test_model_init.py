@@ -59,10 +59,7 @@ def test_an_export_is_read_by_us_and_by_the_public_class(autoregressive, tmp_pat
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (
-            ["model.evidence_layout=joint", "decode.finished_block_context=no_evidence"],
-            "needs evidence_layout=independent",
-        ),
+        (["model.evidence_layout=joint", "decode.finished_block_context=no_evidence"], "evidence_layout"),
         (["train.objective=pretrain", "train.context_parallel=2"], "context_parallel=1"),
     ],
 )
@@ -152,11 +149,8 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
         return found
 
     monkeypatch.setattr(Checkpoint, "read_tensor_rows", rows)
-    whole_bytes = (
-        []
-        if origin.checkpoint is None
-        else [t.nbytes for _, t in origin.checkpoint.iterate_tensors(CPU, torch.float32)]
-    )
+    tensors = origin.checkpoint.iterate_tensors(CPU, torch.float32) if origin.checkpoint else ()
+    whole_bytes = [tensor.nbytes for _, tensor in tensors]
     for rank in range(3):
         as_rank(rank, 3)
         asked.clear()
@@ -166,9 +160,8 @@ def test_a_process_has_its_rows_of_the_same_weights_and_reads_no_others(
         for name, value in denoiser.named_parameters():
             whole, own = expected[name], value.to_local()
             size = -(-len(whole) // 3)
-            assert own.dtype == whole.dtype and torch.equal(own, whole[rank * size : (rank + 1) * size]), (
-                name
-            )
+            part = whole[rank * size : (rank + 1) * size]
+            assert own.dtype == whole.dtype and torch.equal(own, part), name
         # The last one makes the new token of the means of all.
         means = 2 * 257 * 32 * 4 if rank == 2 and origin.checkpoint else 0
         assert sum(size for _, size in asked) <= sum(whole_bytes) / 3 * 1.05 + means

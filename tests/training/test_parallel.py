@@ -25,25 +25,14 @@ from tests.support.torchrun_training_cases import TRAINING_CASES, run_training_c
 
 ALONE = DistributedContext(0, 1, 0)
 SAME = {  # case on two processes -> case on one
-    "sft": "sft",
-    "sft bfloat16 sharded": "sft bfloat16",
-    "sft muon": "sft muon",
-    "sft accumulated": "sft",
-    "sft sharded": "sft",
-    "sft sharded, accumulated, checkpointed": "sft",
-    "sft bfloat16": "sft bfloat16",
-    "adapters": "adapters",
-    "adapters sharded": "adapters",
-    "uneven": "uneven",
-    "rl": "rl",
-    "rl sharded": "rl",
+    **{case: case for case in ("sft", "sft muon", "sft bfloat16", "adapters", "uneven", "rl", "adapt")},
     **{case: case for case in TRAINING_CASES if "rows on one" in case},
+    "sft bfloat16 sharded": "sft bfloat16",
+    **dict.fromkeys(("sft accumulated", "sft sharded", "sft sharded, accumulated, checkpointed"), "sft"),
+    "adapters sharded": "adapters",
+    "rl sharded": "rl",
     "heads bfloat16 sharded": "heads bfloat16 sharded",
-    "pretrain": "pretrain",
-    "pretrain sharded": "pretrain",
-    "pretrain shared": "pretrain",
-    "pretrain shared, sharded": "pretrain",
-    "adapt": "adapt",
+    **{case: "pretrain" for case in TRAINING_CASES if case.startswith("pretrain")},
 }
 FAILING = "uneven, searches fail on one"
 FAST = ["sft", "sft bfloat16 sharded", FAILING]
@@ -51,13 +40,8 @@ slow = pytest.mark.slow
 
 
 def torchrun(folder, *cases, processes=2):
-    command = [
-        *TORCHRUN_COMMAND,
-        str(processes),
-        str(ROOT / "tests/support/torchrun_training_cases.py"),
-        str(folder),
-        *cases,
-    ]
+    program = ROOT / "tests/support/torchrun_training_cases.py"
+    command = [*TORCHRUN_COMMAND, str(processes), str(program), str(folder), *cases]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     return {case: json.loads((folder / case / "found.json").read_text()) for case in cases}
@@ -101,11 +85,6 @@ def together(folders):
     rest = tuple(case for case in SAME if case not in FAST and case not in rewarded)
     launches = (tuple(FAST), rewarded, rest)
     return lambda case: launched(next(cases for cases in launches if case in cases))[case]
-
-
-@slow
-def test_accumulation_is_the_same_step(alone):
-    assert alone("sft accumulated")["loss"] == pytest.approx(alone("sft")["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -320,15 +299,8 @@ def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os\nif 'RANK' in os.environ: atexit.register(os.abort)\n"
     )
-    command = [
-        *TORCHRUN_COMMAND,
-        "2",
-        "train.py",
-        "--out",
-        str(tmp_path / "run"),
-        *TRAINING_CASES["sft"],
-        "train.max_steps=1",
-    ]
+    words = ["--out", str(tmp_path / "run"), *TRAINING_CASES["sft"], "train.max_steps=1"]
+    command = [*TORCHRUN_COMMAND, "2", "train.py", *words]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and (tmp_path / "run/model").is_dir(), done.stderr
@@ -338,12 +310,8 @@ def test_what_happens_while_python_ends_does_not_fail_a_run(tmp_path):
 def test_processes_with_folders_of_their_own_are_refused(tmp_path):
     """As on two machines without a common file system."""
     script = f"exec {sys.executable} train.py --out {tmp_path}/$RANK {' '.join(TRAINING_CASES['sft'])}"
-    done = subprocess.run(
-        [*TORCHRUN_COMMAND, "2", "--no-python", "bash", "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = [*TORCHRUN_COMMAND, "2", "--no-python", "bash", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0 and "is not the same folder for all processes" in done.stderr
     assert not list(tmp_path.glob("*/checkpoints"))
 

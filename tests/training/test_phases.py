@@ -103,13 +103,9 @@ TOY = [
     "train.passage_length=96", "train.world_passages=100", "train.eval_questions=1",
 ]  # fmt: skip
 SFT = [
-    "train.worlds=1",
-    "train.max_steps=2",
-    "train.passage_sets_per_step=4",
-    "train.rows_per_set=2",
-    "train.save_steps=2",
-    "train.eval_steps=2",
-]
+    "train.worlds=1", "train.max_steps=2", "train.passage_sets_per_step=4", "train.rows_per_set=2",
+    "train.save_steps=2", "train.eval_steps=2",
+]  # fmt: skip
 PARTS = {"open": 128, "short": 128, "long": 512}
 B200 = [
     *(f"train.phases.{name}.{key}" for name, length in PARTS.items() for key in (
@@ -149,12 +145,9 @@ def test_learning_by_reward_on_a_machine_runs_at_a_toy_size(checkpoint, tmp_path
         pytest.importorskip("peft")
     small = [
         *(word for word in SFT if not any(part in word for part in ("_per_set", "passage_sets", "worlds"))),
-        "train.prompts_per_step=4",
-        "train.num_generations=2",
-        "train.gradient_accumulation_steps=2",
-        "train.forward_cost=0.01",
-        "decode.max_new_tokens=32",
-    ]
+        "train.prompts_per_step=4", "train.num_generations=2", "train.gradient_accumulation_steps=2",
+        "train.forward_cost=0.01", "decode.max_new_tokens=32",
+    ]  # fmt: skip
     words = ["--config", f"{name}.yaml", "--model", str(checkpoint), *TOY, *small]
     done = train(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr

@@ -91,17 +91,21 @@ def without_digests(harm):
 
 
 PICKLE = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n"
+
+
+def write_pickle(checkpoint: Path) -> None:
+    path = shard_of(checkpoint)
+    path.write_bytes(PICKLE.ljust(path.stat().st_size))
+
+
 NAN = struct.pack("<f", float("nan"))
 HARMS = {
     "a flipped bit": (in_shard(lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]), "shard-"),
     "zeros": (in_shard(lambda data: bytes(len(data))), "shard-"),
     "NaN": (in_shard(lambda data: data[:-4] + NAN), "shard-"),
     "NaN without digests": (without_digests(in_shard(lambda data: data[:-4] + NAN)), "not finite"),
-    "a pickle": (lambda p: shard_of(p).write_bytes(PICKLE.ljust(shard_of(p).stat().st_size)), "shard-"),
-    "a pickle without digests": (
-        without_digests(lambda p: shard_of(p).write_bytes(PICKLE.ljust(shard_of(p).stat().st_size))),
-        "shard-",
-    ),
+    "a pickle": (write_pickle, "shard-"),
+    "a pickle without digests": (without_digests(write_pickle), "shard-"),
     "a shard too many": (lambda p: save_file({"x": torch.zeros(1)}, p / "more.safetensors"), "more.safe"),
     "a step edited": (in_record(lambda record: record["state"].update(step=3)), RECORD_FILE),
     "an accuracy edited": (
@@ -170,15 +174,8 @@ def test_a_damaged_shard_of_two_is_found_by_whoever_reads_it(tmp_path):
     """Each process digests what it writes, and reads its part of what is checked."""
 
     def both(*words):
-        command = [
-            *TORCHRUN_COMMAND,
-            "2",
-            "train.py",
-            "--out",
-            str(tmp_path),
-            *TRAINING_CASES["sft sharded"],
-            *words,
-        ]
+        out = ["--out", str(tmp_path), *TRAINING_CASES["sft sharded"], *words]
+        command = [*TORCHRUN_COMMAND, "2", "train.py", *out]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stderr

@@ -47,6 +47,7 @@ from dlm_rag.training.losses import (
     lay_out_examples,
 )
 from dlm_rag.training.metrics_logger import MetricsLogger, start_wandb
+from dlm_rag.training.model_card import make_train_command
 from dlm_rag.training.model_init import (
     DEFAULT_PROMPT_TEMPLATE,
     iterate_world_texts,
@@ -364,31 +365,24 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped_bit_for_bit(tmp_path):
 def test_a_run_killed_at_any_moment_ends_with_the_same_weights(tmp_path):
     """Real processes: one runs through, one is killed three times while it trains or saves."""
 
-    def command(folder, *more):
-        return [sys.executable, "train.py", "--out", str(tmp_path / folder), *MICRO_SETTINGS, *more]
+    def start(folder, *more):
+        command = [sys.executable, "train.py", "--out", str(tmp_path / folder), *MICRO_SETTINGS, *more]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command("whole"), cwd=ROOT, env=environment, check=True, capture_output=True)
-    rng = random.Random(0)
-    metrics = tmp_path / "killed" / "metrics.jsonl"
+    whole = start("whole")
+    rng, metrics = random.Random(0), tmp_path / "killed" / "metrics.jsonl"
     for attempt in range(3):
-        process = subprocess.Popen(
-            command("killed", *["--resume"][: bool(attempt)]),
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.DEVNULL,
-        )
+        process = start("killed", *["--resume"][: bool(attempt)])
         wait_until(lambda least=2 * attempt: count_lines(metrics) > least, process)
         time.sleep(rng.random() * 0.1)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-    done = subprocess.run(
-        command("killed", "--resume"), cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "going on from step" in done.stderr, done.stderr
-    ours, theirs = (
-        load_file(tmp_path / run / "model" / "model.safetensors") for run in ("killed", "whole")
-    )
+        process.communicate()
+    _, said = (done := start("killed", "--resume")).communicate()
+    assert done.returncode == 0 and "going on from step" in said, said
+    _, said = whole.communicate()
+    assert whole.returncode == 0, said
+    ours, theirs = (load_file(tmp_path / run / "model/model.safetensors") for run in ("killed", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(8)), "each step is in the metrics once"
@@ -614,39 +608,25 @@ def test_what_is_no_whole_checkpoint_is_passed_over_and_left_alone(tmp_path, cap
 def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
     """A real process; what it says is how to go on, and the run that goes on is the whole one's."""
 
-    def start(folder, *more):
-        command = [
-            sys.executable,
-            "train.py",
-            "--out",
-            str(folder),
-            *MICRO_SETTINGS,
-            "train.save_steps=1000",
-            *more,
-        ]
+    def interrupt(folder, *more, times=1):
+        words = [*MICRO_SETTINGS, "train.save_steps=1000", "train.max_steps=100000", *more]
         process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            [sys.executable, "train.py", "--out", str(folder), *words], cwd=ROOT, stderr=subprocess.PIPE,
+            text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
-        metrics = folder / "metrics.jsonl"
-        before = count_lines(metrics)
-        wait_until(lambda: count_lines(metrics) > before, process)
-        process.send_signal(signal.SIGINT)
-        return process
+        wait_until(lambda: count_lines(folder / "metrics.jsonl") > 0, process)
+        for number in range(times):
+            time.sleep(1.2 * number)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 130 and "stopping after this step" in err and "Traceback" not in err
+        return err
 
-    process = start(tmp_path, "train.max_steps=100000")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130 and "which is saved: --resume goes on" in err, err
-    assert "stopping after this step" in err and "Traceback" not in err
-    saved = find_resume_point(tmp_path, [""])[0]
-    assert saved > 0
+    assert "which is saved: --resume goes on" in interrupt(tmp_path)
+    assert find_resume_point(tmp_path, [""])[0] > 0
     # Steps of several seconds, so that the second comes in the one that the first has let go on.
-    process = start(tmp_path / "long", "train.max_steps=100000", "train.passage_sets_per_step=200")
-    time.sleep(1.2)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
-    assert "stopping after this step" in err and "stopped after step" not in err
+    err = interrupt(tmp_path / "long", "train.passage_sets_per_step=200", times=2)
+    assert "interrupted" in err and "stopped after step" not in err
 
 
 def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
@@ -752,14 +732,7 @@ def test_a_resumed_run_asks_wandb_for_the_run_that_it_began(tmp_path, monkeypatc
 
 
 def test_the_command_of_a_card_can_be_pasted(monkeypatch):
-    from dlm_rag.training.model_card import make_train_command
-
-    monkeypatch.setattr(
-        "sys.argv", ["/x/train.py", "--out", "my run", "--resume", "data.corpus=it's.jsonl"]
-    )
-    assert shlex.split(make_train_command())[1:] == [
-        "train.py",
-        "--out",
-        "my run",
-        "data.corpus=it's.jsonl",
-    ]
+    words = ["--out", "my run", "--resume", "data.corpus=it's.jsonl"]
+    monkeypatch.setattr("sys.argv", ["/x/train.py", *words])
+    words.remove("--resume")
+    assert shlex.split(make_train_command())[1:] == ["train.py", *words]

@@ -72,9 +72,8 @@ def random_rows(count, seed=0, conditioned=False):
 
 def plain_logits(model, prompt, noisy, **more):
     """One row through the class of transformers, without padding."""
-    return model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([noisy]), **more).logits[
-        0
-    ]
+    prompt, noisy = torch.tensor([prompt]), torch.tensor([noisy])
+    return model(input_ids=prompt, decoder_input_ids=noisy, **more).logits[0]
 
 
 def test_rows_of_any_lengths_have_the_logits_that_each_has_alone(denoiser):
@@ -87,9 +86,8 @@ def test_rows_of_any_lengths_have_the_logits_that_each_has_alone(denoiser):
         for row, twice, logits in zip(rows, shown.tolist(), found, strict=True):
             alone = plain_logits(denoiser.model, row.prompt, row.noisy)
             if twice:
-                alone = plain_logits(
-                    denoiser.model, row.prompt, row.noisy, self_conditioning_logits=alone[None]
-                )
+                shown_logits = {"self_conditioning_logits": alone[None]}
+                alone = plain_logits(denoiser.model, row.prompt, row.noisy, **shown_logits)
             torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
@@ -230,12 +228,8 @@ def test_under_the_nelbo_rows_are_drawn_anew_at_their_times(open_run):
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "nelbo"])
 def test_the_loss_falls(open_run, kind):
-    trainer = open_run(
-        f"train.uniform_loss={kind}",
-        "train.max_steps=99",
-        "train.learning_rate=0.003",
-        "train.optimizer=adamw",
-    )
+    words = ["train.max_steps=99", "train.learning_rate=0.003", "train.optimizer=adamw"]
+    trainer = open_run(f"train.uniform_loss={kind}", *words)
     part = trainer.task.make_microbatch(0, [0, 1], (1, 1))
     trainer._microbatches = lambda: [part]
     losses = [trainer.step()["loss"] for _ in range(8)]
@@ -249,12 +243,8 @@ def test_a_step_in_parts_is_the_step(open_run):
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
     assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-4)
     assert one["supervised_tokens"] == two["supervised_tokens"] == 4 * BLOCK
-    counted = sum_counts(
-        [
-            whole.task.count_microbatch(whole.task.make_microbatch(0, [n], (1, 1)), LossWeights())
-            for n in (0, 1)
-        ]
-    )
+    made = [whole.task.make_microbatch(0, [n], (1, 1)) for n in (0, 1)]
+    counted = sum_counts([whole.task.count_microbatch(part, LossWeights()) for part in made])
     assert counted["tokens"] == one["tokens"] and counted["divisor"] == 4 * BLOCK
 
 
