@@ -37,7 +37,18 @@ class ExampleSource(Protocol):
         ...
 
 
-class PretrainTask(Task):
+class MaskedTask(Task):
+    """Cross-entropy at the masked tokens of rows."""
+
+    def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
+        layout, ends = self.layout(denoiser.config), self._origin.tokenizer.end_ids
+        return MaskedObjective(denoiser, layout, ends, self._train.logit_chunk, share)
+
+    def count_microbatch(self, part: list[Example], terms: LossWeights) -> dict[str, float]:
+        return count_examples(part, self._origin.tokenizer.end_ids, terms.end_token)
+
+
+class PretrainTask(MaskedTask):
     """Packed documents: the NELBO per token."""
 
     name, reads_sequences = "pretrain", True
@@ -58,19 +69,11 @@ class PretrainTask(Task):
     def layout(self, shape: DenoiserConfig) -> str:
         return "joint"
 
-    def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
-        return MaskedObjective(
-            denoiser, "joint", self._origin.tokenizer.end_ids, self._train.logit_chunk, share
-        )
-
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> list[Example]:
         return self._source.examples(step, items)
 
     def loss_weights(self, step: int) -> LossWeights:
         return LossWeights()
-
-    def count_microbatch(self, part: list[Example], terms: LossWeights) -> dict[str, float]:
-        return count_examples(part, self._origin.tokenizer.end_ids, terms.end_token)
 
     def metrics(
         self, sums: dict[str, float], counts: dict[str, float], state: TaskState
@@ -92,7 +95,7 @@ class AdaptTask(PretrainTask):
         return LossWeights(block_size=round(self._train.sequence_length ** (step / opening)))
 
 
-class SftTask(Task):
+class SftTask(MaskedTask):
     """Prompts with evidence and partly masked responses; on invented worlds, with a curriculum.
 
     The state is the stage of the curriculum and the running accuracy on names that ends it.
@@ -103,7 +106,7 @@ class SftTask(Task):
 
     def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
         super().__init__(source, config, train, origin)
-        self._top_k, self._end_ids = config.retrieval.top_k, origin.tokenizer.end_ids
+        self._top_k = config.retrieval.top_k
         self._curriculum = config.data.questions is None
         first, last = (0.3, 0.08) if origin.checkpoint is None else (0.0, 0.0)
         asked, finally_asked = train.pointer_loss_weight, train.final_pointer_loss_weight
@@ -121,10 +124,6 @@ class SftTask(Task):
 
     def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
         return sample_prompt_rows(shape, self._train, self._top_k, count * [self._train.rows_per_set])
-
-    def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
-        layout = denoiser.config.evidence_layout
-        return MaskedObjective(denoiser, layout, self._end_ids, self._train.logit_chunk, share)
 
     def conditions(self, state: TaskState) -> tuple[int, int]:
         """How many passages the prompts of this stage have: at least, at most."""
@@ -144,9 +143,6 @@ class SftTask(Task):
             end_token=train.final_eos_weight + left * (train.eos_weight - train.final_eos_weight),
             pointer=self._final_pointer + left * (self._pointer - self._final_pointer),
         )
-
-    def count_microbatch(self, part: list[Example], terms: LossWeights) -> dict[str, float]:
-        return count_examples(part, self._end_ids, terms.end_token)
 
     def metrics(
         self, sums: dict[str, float], counts: dict[str, float], state: TaskState

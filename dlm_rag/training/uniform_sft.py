@@ -58,6 +58,7 @@ class UniformSftTask(SftTask):
     def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
         super().__init__(source, config, train, origin)
         self._shape, self._end_id = origin.config, origin.tokenizer.end_id
+        self._end_ids = origin.tokenizer.end_ids
 
     def objective(self, denoiser: Any, share: object) -> "UniformObjective":  # type: ignore[override]
         return UniformObjective(denoiser, self._end_ids, self._train.uniform_loss)
