@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import PurePath
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import (
@@ -105,14 +106,16 @@ Settings = TypeVar("Settings", bound=CheckedSettings)
 
 @dataclass_transform()
 def settings_dataclass(holder: type[Settings]) -> type[Settings]:
-    """A pydantic dataclass whose constructor raises `ConfigError`, which names the key."""
+    """A pydantic dataclass whose constructor raises `ConfigError`, which names the key, and takes a `Path`
+    for its text."""
     made = pydantic_dataclass(config=_SETTINGS_RULES)(holder)
     construct = made.__init__
 
     @wraps(construct)
     def init(self: Settings, *args: Any, **values: Any) -> None:
+        paths = {name: str(value) for name, value in values.items() if isinstance(value, PurePath)}
         try:
-            construct(self, *args, **values)
+            construct(self, *args, **values | paths)
         except ValidationError as error:
             raise ConfigError(explain_validation_error(error)[1]) from None
 

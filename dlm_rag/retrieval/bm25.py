@@ -14,7 +14,7 @@ import numpy as np
 from bm25s.numba import retrieve_utils
 from bm25s.stopwords import STOPWORDS_EN
 
-from dlm_rag.errors import ConfigError
+from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.machine import read_host_memory
 from dlm_rag.nvtx_ranges import profile_stage
@@ -88,8 +88,20 @@ class BM25Retriever(CorpusRetriever):
             lambda scratch: _build_bm25_index(corpus, scratch),
         )
         self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False, backend="numba")
+        scores = self._index.scores
         for name in ("data", "indices", "indptr"):  # as plain arrays: a memmap is slow at single numbers
-            self._index.scores[name] = np.asarray(self._index.scores[name])
+            scores[name] = np.asarray(scores[name])
+        rows, starts = scores["indices"], scores["indptr"]
+        scores["num_docs"] = len(corpus)
+        # The compiled search would follow other numbers out of its own memory.
+        fits = len(rows) == len(scores["data"]) and starts[0] == 0 and starts[-1] <= len(rows)
+        fits = fits and (starts[1:] >= starts[:-1]).all() and rows.min(initial=0) >= 0
+        if (
+            not fits
+            or rows.max(initial=0) >= len(corpus)
+            or max(self._index.vocab_dict.values()) >= len(starts) - 1
+        ):
+            raise CorpusError(f"{folder} is not an index of this corpus: remove it, and it is built again")
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:

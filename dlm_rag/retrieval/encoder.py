@@ -16,7 +16,7 @@ from torch import Tensor
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import CheckpointError, RunError, is_failure, summarize_error
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_any_json, resolve_hub_folder
-from dlm_rag.files.paths import expand_path
+from dlm_rag.files.paths import expand_path, resolve_path_inside
 from dlm_rag.retrieval.build_once import make_folder_name
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PROBE_TEXTS = ["Where was the first of them made, in 1900 or before?"]
 _MISSING_WEIGHTS = re.compile(r"^\W*([\w.{}, -]*[\w}])\W*\|.*MISSING", re.MULTILINE)
+_ELSEWHERE = ("tokenizer_name_or_path", "processor_name")  # settings that name another folder
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -114,7 +115,11 @@ def _check_encoder_files(folder: Path) -> None:
     if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is not a sentence-transformers model: it has no modules.json")
     check_checkpoint_files(folder, [f"**/{pattern}" for pattern in HUB_FILE_PATTERNS])
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            if path.is_symlink():
+                raise CheckpointError(f"{path} leads to another folder: copy it")
+            continue
         if path.name == "adapter_config.json":
             raise CheckpointError(f"{path.parent} holds an adapter: merge it into the weights")
         # Under this name only: next to an index of shards, say, the library opens the pickle.
@@ -123,8 +128,16 @@ def _check_encoder_files(folder: Path) -> None:
                 f"{path.parent} holds pickled weights ({path.name}) and no model.safetensors: they are "
                 "never opened, convert or remove them"
             )
-        if path.name.endswith("config.json") or path.name == "modules.json":
-            read_any_json(path)  # whatever is wrong is named by file
+        if path.name.endswith("config.json"):
+            settings = read_any_json(path)  # whatever is wrong is named by file
+            if isinstance(settings, dict) and (named := [key for key in _ELSEWHERE if settings.get(key)]):
+                raise CheckpointError(
+                    f"{path} has {named[0]}={settings[named[0]]!r:.60}: copy its files here"
+                )
+        elif path.name == "modules.json":
+            for module in read_any_json(path):
+                if isinstance(module, dict) and module.get("path"):
+                    resolve_path_inside(folder, module["path"], str(path), CheckpointError)
 
 
 @contextmanager

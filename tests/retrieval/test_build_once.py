@@ -11,9 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dlm_rag.errors import CorpusError
+from dlm_rag.files.digest import digest_file
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.build_once import DIGESTS_FILE, build_once
 from dlm_rag.retrieval.query import build_query
@@ -195,3 +197,25 @@ def test_a_user_who_can_write_nothing_but_the_cache_can_search():
         known = compiled()
         assert search(folder / "cache") == "" and known and compiled() == known, "compiled once"
         assert "NUMBA_CACHE_DIR" in search("/proc/x")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("indices", lambda rows: rows + (rows == rows.max())),
+        ("indices", lambda rows: rows - 1),
+        ("indptr", lambda starts: starts + 10**8),
+        ("indptr", lambda starts: starts[::-1].copy()),
+        ("indptr", lambda starts: starts[:2]),
+        ("data", lambda scores: scores[:-1]),
+    ],
+)
+def test_an_index_of_another_corpus_is_not_searched(corpus_file, tmp_path, name, change):
+    """With digests that agree: the compiled search does not check its numbers."""
+    load_retriever(corpus_file, index_dir=str(tmp_path / "index"))
+    (path,) = (tmp_path / "index").rglob(f"{name}.csc.index.npy")
+    np.save(path, change(np.load(path)))
+    digests = json.loads((path.parent / DIGESTS_FILE).read_text())
+    (path.parent / DIGESTS_FILE).write_text(json.dumps(digests | {path.name: digest_file(path)}))
+    with pytest.raises(CorpusError, match="remove it, and it is built again"):
+        load_retriever(corpus_file, index_dir=str(tmp_path / "index"))

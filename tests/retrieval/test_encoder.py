@@ -67,7 +67,6 @@ HARMS = {  # files, with what they say
         "adapter_config.json": {"auto_mapping": {"parent_library": "evil", "base_model_class": "Evil"}}
     },
     "an adapter below": {"1_Pooling/adapter_config.json": {}},
-    "a module elsewhere": {"modules.json": [MODULES[0], MODULES[1] | {"path": "../elsewhere"}]},
     "a kernel": {"sentence_bert_config.json": {"model_args": {"attn_implementation": "evil/kernel"}}},
 }
 HARMLESS = {  # what the libraries pass over
@@ -96,6 +95,22 @@ def test_code_in_a_folder_is_refused_and_not_run(within, harm):
         load_sentence_transformer(str(within), "cpu")
     assert "\n" not in str(error.value)
     assert not (within.parent / "was-run").exists()
+
+
+@pytest.mark.parametrize("place", ["modules.json", "sentence_bert_config.json", "1_Pooling"])
+def test_other_folders_are_not_read(folder, place):
+    """What lies there would load."""
+    elsewhere = folder.parent / "elsewhere"
+    if place == "modules.json":
+        (folder / "1_Pooling").rename(elsewhere)
+        put(folder, place, [MODULES[0], MODULES[1] | {"path": "../elsewhere"}])
+    elif place == "1_Pooling":
+        (folder / place).rename(elsewhere)
+        (folder / place).symlink_to(elsewhere)
+    else:
+        put(folder, place, {"tokenizer_name_or_path": str(folder)})
+    with pytest.raises(CheckpointError, match=place):
+        load_sentence_transformer(str(folder), "cpu")
 
 
 @pytest.mark.parametrize("harm", HARMLESS)

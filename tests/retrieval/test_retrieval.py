@@ -354,5 +354,5 @@ def test_a_retriever_of_ones_own_is_named_on_the_command_line(corpus_file, tmp_p
     ]
     with pytest.raises(ConfigError, match=r"retrieval\.method=longest_first:other cannot be imported"):
         load_retriever(config, retriever.corpus, method="longest_first:other")
-    with pytest.raises(ConfigError, match=r"method='bm52' is not one of .*bm25.*nearest: 'bm25'"):
+    with pytest.raises(ConfigError, match=r"method=.*bm52.*nearest: 'bm25'"):
         load_retriever(config, retriever.corpus, method="bm52")
