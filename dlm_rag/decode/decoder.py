@@ -13,6 +13,7 @@ from dlm_rag.decode.uniform_runner import UniformModelRunner
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.evidence.segment_kv_cache import CacheStats
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.policy_heads import copy_heads_to_cpu
 from dlm_rag.questions import Question, parse_typed_questions
 from dlm_rag.retrieval.base import Retriever
@@ -65,10 +66,11 @@ class Decoder:
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
         self.config = with_checkpoint_defaults(config or DecodeConfig(), denoiser.config)
         self.evidence_layout = evidence_layout or denoiser.config.evidence_layout
-        if self.evidence_layout == "independent" and tokenizer.template.numbers_facts:
+        separate = EVIDENCE_LAYOUTS[self.evidence_layout].separate_passages
+        if separate and tokenizer.template.numbers_facts:
             raise ConfigError(
-                "evidence_layout=independent needs a prompt whose facts have no number: make the tokenizer "
-                "with Tokenizer.from_pretrained(path, 'independent')"
+                f"evidence_layout={self.evidence_layout} needs a prompt whose facts have no number: "
+                f"make the tokenizer with Tokenizer.from_pretrained(path, '{self.evidence_layout}')"
             )
         self.record_provisional = False  # whether steps record what is guessed at masked positions
         self._engine = engine or EngineConfig()

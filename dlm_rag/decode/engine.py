@@ -37,7 +37,8 @@ from dlm_rag.decode.row import PendingSearch, Row, RowGroup, Ticket
 from dlm_rag.diffusion.commit_rules import find_rule
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
-from dlm_rag.model.denoiser_config import EVIDENCE_LAYOUTS, DenoiserConfig, UniformNoiseConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig, UniformNoiseConfig
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.policy_heads import PolicyHeads
 from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
 from dlm_rag.questions import Question
@@ -80,7 +81,7 @@ class Engine:
         self.settings = with_checkpoint_defaults(settings or DecodeConfig(), proposer.shape)
         layout = layout or proposer.shape.evidence_layout
         if layout not in EVIDENCE_LAYOUTS:
-            raise ConfigError(f"evidence_layout={layout} is none of {', '.join(EVIDENCE_LAYOUTS)}")
+            raise ConfigError(f"evidence_layout={layout} is not one of {', '.join(EVIDENCE_LAYOUTS)}")
         self.model_runner, self.retriever, self.tokenizer = proposer, retriever, tokenizer
         self._layout, self._heads, self._clock = layout, heads, StageClock()
         self._denoising = DenoiseStep(proposer, tokenizer, heads)

@@ -20,6 +20,7 @@ from dlm_rag.evidence.segment_kv_cache import has_unified_memory, measure_free_b
 from dlm_rag.evidence.truncation import ContextBudget
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.kv_store import round_up_to_page
 from dlm_rag.model.layers import count_weight_bytes
 from dlm_rag.model.packed_batch import Segment, pack_rows
@@ -54,12 +55,12 @@ class LongestRow:
         block = shape.block_size or 0
         canvas = room.canvas_length + block  # blocks may have to be whole
         own = room.context_length - room.canvas_length
-        if room.layout == "independent":
+        if EVIDENCE_LAYOUTS[room.layout].separate_passages:
             most = own - room.passage_length
             asked = most if question is None else min(question, most)
             return cls((min(room.passage_length, longest),) * count + (asked,), canvas + 1, canvas, True)
         prompt = own if question is None else min(own, question + count * longest)
-        if room.layout == "prefix" and not block:
+        if not (EVIDENCE_LAYOUTS[room.layout].runs_with_canvas or block):
             return cls((prompt,), canvas + 1, canvas, True)
         return cls((), prompt + canvas, canvas, bool(block))
 

@@ -1,13 +1,8 @@
 """From a prompt to what the transformer runs: the three evidence layouts, and what finished blocks see.
 
-| layout | segments that see themselves alone | run with the canvas |
-|---|---|---|
-| `joint` | none | the whole prompt: everything sees everything |
-| `prefix` | the prompt | nothing |
-| `independent` | each passage, the question | nothing |
-
-The canvas sees itself and every segment. Keys and values of a segment depend on nothing but the segment,
-which is what may be kept between steps and questions.
+`model/evidence_layouts.py` says which segments of a prompt see themselves alone. The canvas sees itself and
+every segment. Keys and values of a segment depend on nothing but the segment, which is what may be kept
+between steps and questions.
 
 Where attention runs in blocks, finished blocks of the canvas are computed once, too, in the order in which
 things stand: each sees what is before it. So the order says what finished blocks see (`FINISHED_BLOCKS`):
@@ -25,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.packed_batch import Segment
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt
@@ -122,22 +118,16 @@ def lay_out_prompt(
     """Lays a prompt out for a denoiser, in its own layout and order where no others are named.
 
     In a `shifted` denoiser the row before a position predicts it, so the last prompt token runs
-    with the canvas whose first token it predicts. In `independent` every passage starts at position
-    0 and the question at `passage_length`, wherever the passage ranks and whatever the others are. Where
-    attention runs in blocks, the prompt of `joint` and `prefix` does too, and both are the same.
+    with the canvas whose first token it predicts. Where attention runs in blocks, a prompt whose passages
+    are not separate does too: `joint` and `prefix` are the same.
     """
-    layout, block = layout or shape.evidence_layout, shape.block_size
+    own, block = EVIDENCE_LAYOUTS[layout or shape.evidence_layout], shape.block_size
     order = finished_block_context or shape.finished_block_context
-    passages: tuple[Segment, ...] = ()
-    if layout == "joint" or (layout == "prefix" and block is not None):
-        return set_attention_blocks(LaidOutPrompt((), Segment(tuple(prompt.ids), 0)), shape)
-    if layout == "prefix":
-        question = Segment(tuple(prompt.ids), 0)
-    elif layout == "independent":
-        passages = tuple(Segment(fact, 0) for fact in prompt.facts if fact)
-        question = Segment(prompt.head + prompt.tail, shape.passage_length)
-    else:
-        raise ValueError(f"'{layout}' is not an evidence layout")
+    *passages, question = (
+        Segment(tuple(ids), start) for ids, start in own.place(prompt, shape.passage_length) if ids
+    )
+    if own.runs_with_canvas or (block is not None and not own.separate_passages):
+        return set_attention_blocks(LaidOutPrompt(tuple(passages), question), shape)
     keep = len(question.ids) - shape.shifted
     lead = Segment(question.ids[keep:], question.start + keep)
     question = Segment(question.ids[:keep], question.start)
@@ -187,12 +177,13 @@ def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[
 
 def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, layout: str) -> None:
     """Raises `ConfigError` for a layout or an order of finished blocks that the attention rules out."""
-    if shape.attention_patterns and layout != "joint":
+    if shape.attention_patterns and not EVIDENCE_LAYOUTS[layout].runs_with_canvas:
         raise ConfigError(
             f"evidence_layout={layout}: the attention of this model reads the prompt in one piece; set "
             "evidence_layout=joint"
         )
-    if shape.block_size and finished_block_context != "recompute" and layout != "independent":
+    separate = EVIDENCE_LAYOUTS[layout].separate_passages
+    if shape.block_size and finished_block_context != "recompute" and not separate:
         raise ConfigError(
             f"finished_block_context={finished_block_context} needs evidence_layout=independent: "
             "elsewhere passages "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dlm_rag.errors import QuestionError
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.tokenizer import Prompt, Tokenizer
 
 
@@ -48,13 +49,12 @@ class Truncation:
 def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, Truncation]:
     """The prompt with as much evidence as the context holds, and what was cut.
 
-    `joint` and `prefix`: passages keep their tokens in rank order until the context is full; the one
-    that crosses the end is shortened, later ones are dropped. `independent`: each passage is
-    shortened to `passage_length`. What is dropped leaves an empty fact. Raises `QuestionError` when
-    the question alone does not fit.
+    Passages keep their tokens in rank order until the context is full; the one that crosses the end is
+    shortened, later ones are dropped. Where they are separate, each is shortened to `passage_length`. What
+    is dropped leaves an empty fact. Raises `QuestionError` when the question alone does not fit.
     """
     fixed = len(prompt.head) + len(prompt.tail) + room.canvas_length
-    if room.layout == "independent":
+    if EVIDENCE_LAYOUTS[room.layout].separate_passages:
         left = room.context_length - room.passage_length - fixed
         limits = [room.passage_length] * len(prompt.facts)
     else:

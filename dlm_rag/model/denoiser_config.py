@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+
 # Who sees whom inside a row, of tensors that broadcast: (query position, key position, key segment) ->
 # whether the query sees the key. Positions count from the first token of the prompt; the segment is 0 in
 # the prompt and 1 in the canvas. Blocks of tokens have a faster form of their own: `Segment.block`.
 AttentionPattern = Callable[[Any, Any, Any], Any]
-EVIDENCE_LAYOUTS = ("joint", "prefix", "independent")
 BLOCK_GRIDS = ("prompt", "canvas")
 # what they see: `evidence/prompt_segments.py`
 FINISHED_BLOCKS = ("recompute", "no_evidence", "append", "frozen")
@@ -20,7 +21,7 @@ ROPE_SCALINGS = {
 }
 ROUTER_SCORE_FUNCTIONS = ("softmax", "sigmoid")
 CHOICES = {
-    "evidence_layout": EVIDENCE_LAYOUTS, "block_grid": BLOCK_GRIDS,
+    "evidence_layout": tuple(EVIDENCE_LAYOUTS), "block_grid": BLOCK_GRIDS,
     "finished_block_context": FINISHED_BLOCKS, "retrieval_gate": ("always", "policy_head"),
     "commit_rule": ("threshold", "policy_head", "entropy_bound"),
 }  # fmt: skip
@@ -131,7 +132,7 @@ class DenoiserConfig:
                 patterns == self.num_hidden_layers,
                 f"attention_patterns has {patterns} entries, not one a layer",
             )
-            joint = not self.block_size and self.evidence_layout == "joint"
+            joint = not self.block_size and EVIDENCE_LAYOUTS[self.evidence_layout].runs_with_canvas
             _require(joint, "attention_patterns need evidence_layout=joint and no block_size")
         if self.rope_scaling is not None:
             _check_scaling(self.rope_scaling)

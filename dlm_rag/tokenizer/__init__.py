@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import CheckpointError, QuestionError, translate_failures
 from dlm_rag.files.hub import read_json
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.tokenizer.chat_template import render_chat_affixes
 from dlm_rag.tokenizer.safe_encode import PlainTextEncoder
 
@@ -58,16 +59,16 @@ class PromptTemplate:
         `CheckpointError` for unknown keys, missing places, and numbered facts in `independent`.
         """
         if raw is None:
-            return cls() if layout != "independent" else cls(fact="{passage}")
+            return cls(fact="{passage}") if EVIDENCE_LAYOUTS[layout].separate_passages else cls()
         texts = isinstance(raw, dict) and all(isinstance(text, str) for text in raw.values())
         if not texts or set(raw) - {item.name for item in fields(cls)}:
             raise CheckpointError(f"prompt={raw!r:.60} must hold texts by the keys head, fact, tail alone")
         template = cls(**raw)
         if "{question}" not in template.head or "{passage}" not in template.fact:
             raise CheckpointError("the prompt template needs {question} in head, {passage} in fact")
-        if layout == "independent" and template.numbers_facts:
+        if EVIDENCE_LAYOUTS[layout].separate_passages and template.numbers_facts:
             raise CheckpointError(
-                "the checkpoint's prompt numbers its facts, which evidence_layout=independent cannot "
+                f"the checkpoint's prompt numbers its facts, which evidence_layout={layout} cannot "
                 "do (a passage must not depend on its rank): use joint or prefix"
             )
         return template

@@ -16,6 +16,7 @@ from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.retrieval.corpus import Corpus, open_corpus
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer, load_tokenizer
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
@@ -203,7 +204,7 @@ def _fresh_model(config: Config) -> InitialModel:
     heads, decode = train.hidden_size // train.head_dim, config.decode
     canvas = decode.max_new_tokens or DenoiserConfig.canvas_length
     # Positions for the question, the canvas, and all passages if they follow one another.
-    passages = 1 if layout == "independent" else config.retrieval.top_k
+    passages = 1 if EVIDENCE_LAYOUTS[layout].separate_passages else config.retrieval.top_k
     room = passages * train.passage_length + 2 * LONG_QUESTION_TOKENS + canvas
     longest = [
         p.sequence_length + 1 for p in train.get_phase_configs().values() if find_task(p).reads_sequences

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dlm_rag.diffusion.commit_rules import Rule, SampledCommits
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS, EvidenceLayout
 from dlm_rag.text import split_words
 from tests.support.decoding import make_decoder
 
@@ -55,6 +56,25 @@ def test_own_stochastic_rule_is_recorded_and_the_same_in_a_batch(corpus_file):
     assert commits(alone) == commits(together)
     for step in alone.steps[1:]:
         assert step.action.log_prob == pytest.approx(len(step.action.candidates) * np.log(0.5))
+
+
+def place_question_first(prompt, passage_length):
+    """The question from position 0, all passages as one segment after it."""
+    asked, facts = prompt.head + prompt.tail, tuple(token for fact in prompt.facts for token in fact)
+    return [(facts, len(asked)), (asked, 0)]
+
+
+def test_own_evidence_layout(corpus_file, monkeypatch):
+    for name in list(EVIDENCE_LAYOUTS):
+        own = EvidenceLayout(place_question_first) if name == "prefix" else EVIDENCE_LAYOUTS[name]
+        monkeypatch.setitem(EVIDENCE_LAYOUTS, f"own_{name}", own)
+    found = {
+        name: commits(make_decoder(corpus_file, name).decode([QUESTION])[0])
+        for name in ("own_joint", "joint", "own_independent", "independent", "own_prefix", "prefix")
+    }
+    assert found["own_joint"] == found["joint"] and found["own_independent"] == found["independent"]
+    alone = make_decoder(corpus_file, "own_prefix", batch_size=1).decode([QUESTION])[0]
+    assert commits(alone) == found["own_prefix"] and alone.finished
 
 
 def test_own_query_policy(corpus_file):
