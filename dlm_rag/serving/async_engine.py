@@ -81,16 +81,11 @@ class AsyncEngine:
         self._in_flight: dict[Ticket, EngineRequest] = {}
         self._failed_answers = self._failed_steps = 0  # answers and steps that have failed in a row
         self.error: BaseException | None = None
-        self._draining = self._ended = False
+        self.draining = self._ended = False  # draining: no more questions are taken
         self._seconds = 1.0  # of an answer, on average
         self.counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def draining(self) -> bool:
-        """Whether no more questions are taken."""
-        return self._draining
 
     @property
     def num_waiting(self) -> int:
@@ -116,7 +111,7 @@ class AsyncEngine:
     def submit(self, job: EngineRequest) -> EngineRequest:
         """Lets a question wait for its place; raises `ApiError`."""
         with self._changed:
-            if self._draining or not self.is_alive:
+            if self.draining or not self.is_alive:
                 raise ApiError(503, "the server is going down and takes no more questions")
             line = self._waiting.setdefault(job.key, deque())
             if len(line) >= self._limits.max_queue_per_key:
@@ -139,13 +134,13 @@ class AsyncEngine:
     def drain(self) -> None:
         """Takes no more questions; what was taken is answered."""
         with self._changed:
-            self._draining = True
+            self.draining = True
             self._changed.notify()
 
     def close(self) -> None:
         """Ends the thread; what is in flight is given up."""
         with self._changed:
-            self._draining = self._ended = True
+            self.draining = self._ended = True
             self._changed.notify()
         self._thread.join()
 
@@ -156,7 +151,7 @@ class AsyncEngine:
         except BaseException as error:
             self.error = error
         with self._changed:
-            self._draining = self._ended = True
+            self.draining = self._ended = True
         self._fail_all("the server is going down")
         self._engine.close()
 
@@ -219,11 +214,10 @@ class AsyncEngine:
 
     def _drop_expired(self) -> None:
         """Frees the places of those who have gone, or whose time is over."""
-        now, late = time.monotonic(), []
+        now, over = time.monotonic(), list[EngineRequest]()
         for key, line in list(self._waiting.items()):
-            late += [job for job in line if now > job.deadline and not job.cancelled]
+            over += [job for job in line if job.cancelled or now > job.deadline]
             kept = deque(job for job in line if not job.cancelled and now <= job.deadline)
-            self.counts["cancelled"] += sum(job.cancelled for job in line)
             if kept:
                 self._waiting[key] = kept
             else:
@@ -232,13 +226,13 @@ class AsyncEngine:
             if job.cancelled or now > job.deadline:
                 del self._in_flight[ticket]
                 self._engine.cancel(ticket)
-                if job.cancelled:
-                    self.counts["cancelled"] += 1
-                else:
-                    late.append(job)
-        for job in late:
-            seconds = f"{self._limits.timeout:g}"
-            self._refuse(job, ApiError(504, f"the question took longer than {seconds} seconds"))
+                over.append(job)
+        for job in over:
+            if job.cancelled:
+                self.counts["cancelled"] += 1
+            else:
+                seconds = f"{self._limits.timeout:g}"
+                self._refuse(job, ApiError(504, f"the question took longer than {seconds} seconds"))
 
     def _handle_events(self, events: list[StepEvent]) -> None:
         news = []

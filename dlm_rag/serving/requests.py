@@ -161,13 +161,10 @@ class RequestParser:
             check_policy_heads(settings, self._heads)
             if self._bounded:
                 check_memory_bounded(settings)
-            length = settings.max_new_tokens
-            assert length is not None
+            length = settings.max_new_tokens or 0
             if length > self._most:
-                raise ApiError(
-                    400, f"max_new_tokens={length} is more than the {self._most} of this server",
-                    "max_new_tokens",
-                )  # fmt: skip
+                reason = f"max_new_tokens={length} is more than the {self._most} of this server"
+                raise ApiError(400, reason, "max_new_tokens")
             if most is not None and most < length:
                 if self._shape.block_size:
                     raise UserError(f"max_tokens={most} is under the {length} that this model fills")

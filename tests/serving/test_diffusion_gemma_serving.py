@@ -26,10 +26,11 @@ from tests.support.serving import (
     chat_body,
     decode_with_page,
     find_free_port,
-    make_client,
+    get_page,
     parse_events,
     parse_metrics_text,
     send_request,
+    send_requests,
     serve_decoder,
     start_server_process,
 )
@@ -57,15 +58,9 @@ def test_answers_of_a_server_are_those_of_the_decoder(decoder):
     of a server has the id, and so the noise, of one that is typed alone.
     """
     known = {question: decoder.decode([question])[0] for question in QUESTIONS}
-
-    async def all_of_them(service):
-        async with make_client(service) as client:
-            asked = [client.post("/v1/chat/completions", json=chat_body(q)) for q in QUESTIONS]
-            answers = [response.json() for response in await asyncio.gather(*asked)]
-            return answers, parse_metrics_text((await client.get("/metrics")).text)
-
     with serve_decoder(decoder) as service:
-        answers, found = asyncio.run(all_of_them(service))
+        answers = [answer.json() for answer in send_requests(service, *map(chat_body, QUESTIONS))]
+        found = parse_metrics_text(get_page(service, "/metrics").text)
     for question, body in zip(QUESTIONS, answers, strict=True):
         rollout, choice, outcome = known[question], body["choices"][0], body["dlm_rag"]
         assert choice["message"]["content"] == rollout.response

@@ -33,11 +33,13 @@ from tests.support.serving import (
     Slow,
     chat_body,
     decode_with_page,
+    get_page,
     made_decoder,
     make_client,
     parse_events,
     parse_metrics_text,
     send_request,
+    send_requests,
     serve_decoder,
 )
 
@@ -52,15 +54,11 @@ def decoder(corpus):
 def test_answers_are_those_of_the_decoder(decoder):
     """Asked at once by many, with more questions than places."""
     known = {rollout.question: rollout for rollout in decoder.decode(QUESTIONS)}
-
-    async def all_of_them(service):
-        async with make_client(service) as client:
-            asked = [client.post("/v1/chat/completions", json=chat_body(q)) for q in QUESTIONS]
-            return [response.json() for response in await asyncio.gather(*asked)]
-
     with serve_decoder(decoder) as service:
-        for question, body in zip(QUESTIONS, asyncio.run(all_of_them(service)), strict=True):
-            rollout = known[question]
+        for question, answer in zip(
+            QUESTIONS, send_requests(service, *map(chat_body, QUESTIONS)), strict=True
+        ):
+            rollout, body = known[question], answer.json()
             choice, outcome = body["choices"][0], body["dlm_rag"]
             assert choice["message"]["content"] == rollout.response
             assert outcome["citations"] == json.loads(json.dumps(rollout.citations))
@@ -217,14 +215,9 @@ def test_settings_hold_for_one_request(decoder):
     alone = Decoder(
         decoder.denoiser, decoder.retriever, decoder.tokenizer, replace(SETTINGS, **one)
     ).decode([ASKED])[0]
-
-    async def both(service):
-        async with make_client(service) as client:
-            asked = [client.post("/v1/chat/completions", json=chat_body(**own)) for own in (one, {}, one)]
-            return [response.json() for response in await asyncio.gather(*asked)]
-
     with serve_decoder(decoder) as service:
-        first, other, again = asyncio.run(both(service))
+        answers = send_requests(service, chat_body(**one), chat_body(), chat_body(**one))
+        first, other, again = (answer.json() for answer in answers)
         assert first["choices"] == again["choices"]
         assert first["choices"][0]["message"]["content"] == alone.response
         assert first["dlm_rag"]["forwards"] == alone.forwards > other["dlm_rag"]["forwards"]
@@ -305,7 +298,7 @@ def test_keys(decoder, tmp_path):
             response = send_request(service, chat_body(), **({"Authorization": given} if given else {}))
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
         assert send_request(service, chat_body(), Authorization=f"Bearer {KEYS[1]}").status_code == 200
-        page = asyncio.run(make_client(service).get("/"))
+        page = get_page(service, "/")
         assert page.status_code == 200 and not any(key in page.text for key in KEYS)
 
 
@@ -440,14 +433,9 @@ class Broken:
 def test_a_row_whose_logits_are_no_numbers_fails_alone(decoder):
     known = {r.question: r.response for r in decoder.decode(QUESTIONS)}
     decoder.model_runner = Broken(decoder.model_runner)
-
-    async def all_of_them(service):
-        async with make_client(service) as client:
-            bodies = [chat_body("Who is this?", max_tokens=7), *map(chat_body, QUESTIONS)]
-            return await asyncio.gather(*(client.post("/v1/chat/completions", json=b) for b in bodies))
-
     with serve_decoder(decoder) as service:
-        bad, *others = asyncio.run(all_of_them(service))
+        bodies = chat_body("Who is this?", max_tokens=7), *map(chat_body, QUESTIONS)
+        bad, *others = send_requests(service, *bodies)
         streamed = send_request(service, chat_body(max_tokens=7, stream=True))
     assert bad.status_code == 500 and "not a number" in bad.json()["error"]["message"]
     # A row that fails before its first step was looked at has a status of its own.
@@ -471,12 +459,7 @@ def test_a_failed_step_is_not_the_end(decoder):
 
 def health(service):
     """Status, and what it is called."""
-
-    async def asked():
-        async with make_client(service) as client:
-            return await client.get("/health")
-
-    response = asyncio.run(asked())
+    response = get_page(service, "/health")
     return response.status_code, response.json()["status"]
 
 
@@ -602,14 +585,10 @@ def test_the_end_answers_what_was_taken_and_refuses_the_rest(slow):
 
 
 def test_figures_for_machines(decoder):
-    async def asked(service):
-        async with make_client(service) as client:
-            return (await client.get("/metrics")).text, (await client.get("/health")).json()
-
     with serve_decoder(decoder) as service:
         bodies = [send_request(service, chat_body(question)).json()["dlm_rag"] for question in QUESTIONS]
-        text, health = asyncio.run(asked(service))
-    found = parse_metrics_text(text)
+        found = parse_metrics_text(get_page(service, "/metrics").text)
+        health = get_page(service, "/health").json()
     assert health == {"status": "ok", "model": "tiny"}
     assert found['answers_total{outcome="answered"}'] == len(QUESTIONS)
     assert found["forwards_total"] == sum(body["forwards"] for body in bodies)

@@ -92,6 +92,25 @@ def send_request(service, body, path="/v1/chat/completions", **headers):
     return asyncio.run(asked())
 
 
+def send_requests(service, *bodies):
+    """Chat completions asked at once: the responses."""
+
+    async def ask_all():
+        async with make_client(service) as client:
+            asked = [client.post("/v1/chat/completions", json=body) for body in bodies]
+            return await asyncio.gather(*asked)
+
+    return asyncio.run(ask_all())
+
+
+def get_page(service, path):
+    async def ask():
+        async with make_client(service) as client:
+            return await client.get(path)
+
+    return asyncio.run(ask())
+
+
 def parse_events(response):
     """The server-sent events of a stream: name and data."""
     found = []
