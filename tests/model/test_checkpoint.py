@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from dlm_rag import Denoiser
 from dlm_rag.errors import CheckpointError
 from dlm_rag.model.checkpoint import open_checkpoint
-from dlm_rag.model.denoiser_config import ExpertsConfig
 from tests.support.tiny_models import tiny_denoiser
 
 
@@ -217,9 +216,6 @@ def test_without_a_network_the_remedy_is_said_at_once(monkeypatch, silent):
         with pytest.raises(CheckpointError, match="does not answer; name a folder, or run `hf download"):
             open_checkpoint("nobody/nothing-at-all")
     assert time.perf_counter() - start < 20
-
-
-MANY = ExpertsConfig(8, 2, 16, shared_intermediate_size=8, first_k_dense_replace=1, expert_bias=True)
 
 
 def test_a_model_that_is_written_over_another_is_the_one_that_is_read(tmp_path, monkeypatch):
