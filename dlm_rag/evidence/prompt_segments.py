@@ -123,9 +123,8 @@ def lay_out_prompt(
     """
     own, block = EVIDENCE_LAYOUTS[layout or shape.evidence_layout], shape.block_size
     order = finished_block_context or shape.finished_block_context
-    *passages, question = (
-        Segment(tuple(ids), start) for ids, start in own.place(prompt, shape.passage_length) if ids
-    )
+    *placed, question = (Segment(tuple(ids), at) for ids, at in own.place(prompt, shape.passage_length))
+    passages = [segment for segment in placed if segment.ids]
     if own.runs_with_canvas or (block is not None and not own.separate_passages):
         return set_attention_blocks(LaidOutPrompt(tuple(passages), question), shape)
     keep = len(question.ids) - shape.shifted

@@ -112,6 +112,8 @@ class HttpRetriever:
             raise RetryableFailure(f"no answer within {seconds:.2g} s") from None
         except httpx2.HTTPError as error:
             raise RetryableFailure(describe_connection_error(error)) from None
+        except UnicodeError:  # by Python's idna codec, before any connection
+            raise SearchUnavailableError(f"{self._url}: this is not the name of a host") from None
         if status != 200:
             raise self._describe_status(status, body)
         try:

@@ -250,7 +250,7 @@ CASES = [
     BadInputCase("a hub id without a network", f"{SAMPLE_WITH_CORPUS} --model some/body", "run `hf download some/body`"),
     BadInputCase("a model that is no name", f"{SAMPLE_WITH_CORPUS} --model ../../x", "neither a folder nor a hub id"),
     BadInputCase("an encoder without a network", f"{DENSE}-to/no-where", "run `hf download"),
-    BadInputCase("an encoder with code of its own", DENSE, ("embedding_model 'dense'", "names the class 'evil.Evil'"), {
+    BadInputCase("an encoder with code of its own", DENSE, ("embedding_model 'dense'", "evil.Evil"), {
         "dense/modules.json": '[{"name": "0", "path": "", "type": "evil.Evil"}]',
         "dense/evil.py": "open('was-run', 'w')",
         "dense/config.json": "{}",
