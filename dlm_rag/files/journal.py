@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
@@ -123,12 +124,16 @@ def rewrite_lines(path: Path, change: Callable[[bytes], bytes | None]) -> None:
 def check_same_settings(then: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
     """Raises `ConfigError` for the first setting in which a run differs from the one that began a journal.
 
-    what: the journal and its contents, as in `out=a.jsonl holds answers`.
+    what: the journal and its contents, as in `out=a.jsonl holds answers`. A setting that is newer than the
+    journal had its default.
     """
+    fields = list_setting_fields()
     for key in sorted({*then, *now}):
-        if then.get(key) != now.get(key):
+        newer = key not in then and key in fields
+        before = fields[key].default if newer else then.get(key)
+        if before != now.get(key):
             raise ConfigError(
-                f"{what} with {key}={then.get(key)}, this run has {now.get(key)}: choose another --out"
+                f"{what} with {key}={before}, this run has {now.get(key)}: choose another --out"
             )
 
 

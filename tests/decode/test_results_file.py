@@ -12,6 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from dlm_rag.config import DecodeConfig
 from dlm_rag.decode.results_file import AnswersFile
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.trace_file import read_trace
@@ -82,6 +83,15 @@ def test_what_another_process_has_begun_with_other_settings_is_left_alone(files)
         late.open_run(make_stamp(dtype="bfloat16"), HEADER)
     assert ids(files) == [["q0"]] * 2
     assert run(files, dtype="float32") == ["q1", "q2"], "the lock was given back"
+
+
+def test_a_setting_that_is_newer_than_the_answers_had_its_default(files):
+    """They were made by a version without it."""
+    run(files, [answer("q0")])
+    newer = {"decode.passage_order": DecodeConfig().passage_order}
+    assert run(files, **newer) == ["q1", "q2"]
+    with pytest.raises(ConfigError, match=r"decode\.passage_order=best_first.*best_last"):
+        run(files, **{"decode.passage_order": "best_last"})
 
 
 def test_reading_while_another_process_writes_is_no_error(files):
