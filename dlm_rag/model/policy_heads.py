@@ -6,7 +6,6 @@ that training starts from: the soft commit threshold; to search nearly always.
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -63,7 +62,11 @@ class PolicyHeads(nn.Module):
 
 def copy_heads_to_cpu(heads: PolicyHeads) -> PolicyHeads:
     """The heads as they are now, on the CPU, where decoding asks them row by row."""
-    return deepcopy(heads).cpu().requires_grad_(False)
+    with torch.device("meta"):
+        there = PolicyHeads()
+    values = {name: value.detach().cpu() for name, value in heads.named_parameters()}
+    there.load_state_dict(values, assign=True)
+    return there.requires_grad_(False)
 
 
 def save_heads(tensors: dict[str, Tensor], folder: Path) -> None:

@@ -23,8 +23,7 @@ from dlm_rag.config import load_config
 from dlm_rag.config.tree import CONFIG_FOLDER
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
-from dlm_rag.training import sharding
-from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.distributed import DistributedContext, wrap_in_ddp
 from dlm_rag.training.initial_model import InitialModel
 from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE
 from dlm_rag.training.planning.plan import resolve_shape
@@ -62,7 +61,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def in_copies(monkeypatch):
     """DDP asks the device for what it can only be told by contents: how its own sums went."""
-    copies = sharding.wrap_in_ddp
+    copies = wrap_in_ddp
 
     def summed(state, bucket):
         done = torch.futures.Future()
