@@ -200,8 +200,8 @@ def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
     """Steps of one trainer whose switches are turned; memory beside that of the plan."""
     from dlm_rag.config import load_config
     from dlm_rag.training.distributed import DistributedContext
-    from dlm_rag.training.initial_model import InitialModel, allocate_denoiser
-    from dlm_rag.training.model_init import open_initial_model
+    from dlm_rag.training.initial_model import open_initial_model
+    from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
     from dlm_rag.training.planning.step_memory import StepMemoryEstimator
     from dlm_rag.training.supervised_tasks import PretrainTask
     from dlm_rag.training.task import Phase

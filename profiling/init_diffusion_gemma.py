@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dlm_rag.config import TrainConfig
-from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
+from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE, iterate_world_texts, train_tokenizer
 
 PAD, END = 0, 1
 # As of the public checkpoint, but for the steps: canvases here are a quarter as long.

@@ -39,7 +39,7 @@ from dlm_rag.commands.evaluation_outputs import (
 )
 from dlm_rag.commands.startup import ResourceCache, apply_shipped_defaults, gather_questions
 from dlm_rag.config import dump_config, load_config
-from dlm_rag.config.effects import check_effects
+from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.progress import report_progress

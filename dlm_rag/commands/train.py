@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.cli_args import check_read, parse_command_line
-from dlm_rag.config.effects import check_effects
+from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock
 from dlm_rag.files.paths import open_atomic_folder
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dlm_rag.config import Config
     from dlm_rag.training.distributed import DistributedContext
     from dlm_rag.training.energy import EnergyWindows
-    from dlm_rag.training.initial_model import InitialModel
+    from dlm_rag.training.initial_weights import InitialModel
     from dlm_rag.training.metrics_logger import MetricsLogger
     from dlm_rag.training.task import Validation
     from dlm_rag.training.trainer import Trainer
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     from dlm_rag.decode.memory_budget import limit_cuda_allocator
     from dlm_rag.training.checkpoints import find_latest_checkpoint, skip_damaged_checkpoints
     from dlm_rag.training.distributed import DistributedContext, translate_failures
-    from dlm_rag.training.model_init import open_initial_model
+    from dlm_rag.training.initial_model import open_initial_model
     from dlm_rag.training.planning.plan import check_run_fits
 
     stop = StopSignal()

@@ -51,7 +51,7 @@ def setting(
     """A dataclass field with its allowed values (bounds are inclusive); the text below it is its help.
 
     table: `module:NAME` of a table whose names are the choices; a value may then also be `module:function`.
-    only_with: without these values of other settings this one has no effect (dlm_rag/config/effects.py); of
+    only_with: without these values of other settings this one has no effect (`ineffective_settings.py`); of
     several such dicts one must hold.
     """
     needs = (only_with,) if isinstance(only_with, dict) else only_with

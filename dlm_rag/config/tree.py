@@ -12,7 +12,6 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from yaml.constructor import ConstructorError
 
-from dlm_rag.config.effects import check_effects
 from dlm_rag.config.fields import (
     MAX_SHOWN_CHARS,
     SET,
@@ -24,6 +23,7 @@ from dlm_rag.config.fields import (
     settings_dataclass,
     shorten_value,
 )
+from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig, ServingConfig
 from dlm_rag.config.renamed import explain_removed_key, find_new_key, upgrade_tree
 from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig

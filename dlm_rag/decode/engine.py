@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.effects import check_checkpoint_effects
 from dlm_rag.config.fields import replace_settings
+from dlm_rag.config.ineffective_settings import check_checkpoint_effects
 from dlm_rag.config.inference import DEFAULT_ENTROPY_BOUND_NATS
 from dlm_rag.decode.canvas import Canvas, UniformNoiseCanvas, uniform_tokens
 from dlm_rag.decode.denoise_step import DenoiseStep

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_rag.config import EngineConfig, ModelConfig
-from dlm_rag.config.effects import check_checkpoint_effects
+from dlm_rag.config.ineffective_settings import check_checkpoint_effects
 from dlm_rag.decode.model_runner import ModelInput
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.policy import sample_at_quantile

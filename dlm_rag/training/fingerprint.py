@@ -21,7 +21,7 @@ from dlm_rag.files.paths import expand_path
 from dlm_rag.files.record_readers import list_row_files
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.checkpoints import CheckpointRecord
-from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.task import Phase, Task
 
 CHANGEABLE_KEYS = frozenset({

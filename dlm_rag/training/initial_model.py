@@ -1,262 +1,253 @@
-"""What a run begins with and ends in: a denoiser with its first weights and its tokenizer; its export.
+"""What the config says a run begins with: a fresh architecture and tokenizer, or a checkpoint's."""
 
-A denoiser is built without contents, put where it belongs (in shards, where it has any), and then filled:
-a process reads or makes one tensor at a time and keeps the rows that are its own. A row is the same
-whoever has it, bit for bit.
-"""
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
-import shutil
-from collections.abc import Iterator
-from copy import deepcopy
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
-import torch
-from torch import Tensor, nn
-
-from dlm_rag.errors import ConfigError
-from dlm_rag.model.checkpoint import Checkpoint, save_tensors
-from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.config import Config
+from dlm_rag.config.ineffective_settings import check_checkpoint_effects
+from dlm_rag.data.synthetic_world import make_world, make_world_question
+from dlm_rag.decode.engine import with_checkpoint_defaults
+from dlm_rag.errors import CheckpointError, ConfigError
+from dlm_rag.evidence.prompt_segments import check_finished_blocks
+from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.diffusion_gemma import DiffusionGemma
-from dlm_rag.model.families.diffusion_gemma import to_checkpoint_names
-from dlm_rag.model.policy_heads import HEADS_PREFIX, PolicyHeads, read_heads
-from dlm_rag.randomness import make_keyed_generator
-from dlm_rag.tokenizer import Tokenizer
+from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
+from dlm_rag.retrieval.corpus import Corpus, open_corpus
+from dlm_rag.tokenizer import PromptTemplate, Tokenizer, load_tokenizer
+from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS
+from dlm_rag.training.initial_weights import InitialModel
+from dlm_rag.training.tasks import find_task
 
-LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-EMBEDDING_NAMES = ("embed_tokens.weight", "lm_head.weight")
-MEAN_CHUNK_ROWS = 4096  # of a tensor whose mean is taken
-
-
-def build_meta_denoiser(
-    config: DenoiserConfig, lora_rank: int, frozen: torch.dtype, heads: bool = False
-) -> Denoiser:
-    """A denoiser on the meta device: shapes, float32 where it is trained, else in `frozen`."""
-    with torch.device("meta"):
-        denoiser = Denoiser(config)
-        if lora_rank:
-            add_lora_adapters(denoiser, lora_rank)
-        if heads:
-            denoiser.requires_grad_(False)
-            denoiser.heads = PolicyHeads()
-        for parameter in denoiser.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(frozen)
-    return denoiser
+# By setting: the values that go with uniform noise, the one to set first.
+SUPPORTED_OF_MODEL = {"evidence_layout": ("prefix", None), "attn_implementation": ("sdpa", "auto")}
+SUPPORTED_OF_PHASE = {
+    "objective": ("sft",), "trainable": ("all", None), "parallel": ("ddp", "single"),
+    "activation_checkpointing": ("full", "none"), "lora_rank": (0,),
+}  # fmt: skip
 
 
-def add_lora_adapters(denoiser: Denoiser, rank: int) -> None:
-    """Low-rank adapters (LoRA, arXiv 2106.09685) on all matrices of the layers, which are frozen."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise ConfigError("lora_rank needs peft: install it with `pip install 'dlm_rag[lora]'`") from None
-    inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LORA_TARGET_MODULES)), denoiser
+def check_noise_settings(config: Config, checkpoint: Checkpoint | None) -> None:
+    """Raises `ConfigError` for settings that do not go with how the model is noised.
+
+    checkpoint: what the run begins with; None or one without `noise` is a model of masks.
+    """
+    uniform = checkpoint is not None and checkpoint.config.noise is not None
+    for train in config.train.get_phase_configs().values():
+        check_checkpoint_effects("train", train, {"noise": "uniform" if uniform else "mask"})
+        if checkpoint is not None and uniform:
+            _check_supported(train, SUPPORTED_OF_PHASE, checkpoint)
+    if checkpoint is not None and uniform:
+        with_checkpoint_defaults(config.decode, checkpoint.config)  # validation decodes
+        _check_supported(config.model, SUPPORTED_OF_MODEL, checkpoint)
+
+
+def _check_supported(settings: object, supported: Mapping[str, tuple[object, ...]], of: Checkpoint) -> None:
+    for name, values in supported.items():
+        if (value := getattr(settings, name)) not in values:
+            raise ConfigError(
+                f"{name}={value} is not supported by {of.folder}, a model of uniform noise: set "
+                f"{name}={values[0]}, or leave it out"
+            )
+
+
+MAX_TOKENIZER_PASSAGES = 100_000  # that a tokenizer is learned from, at most
+MASK_TOKEN, END_TOKEN = "<mask>", "<end>"
+_WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Ids 0 and 1 are the mask and the end token; the rest, all bytes among them, is learned from texts."""
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(" "), normalizers.Replace("\n", "\n ")])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORD_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
-    for name, parameter in denoiser.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[MASK_TOKEN, END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token=MASK_TOKEN, eos_token=END_TOKEN)
 
 
-def copy_frozen_denoiser(denoiser: Denoiser, dtype: torch.dtype) -> Denoiser:
-    """A copy of an empty denoiser that is not trained, with matrices in the dtype of the arithmetic.
-
-    Autocast takes them in it anyway, so with the same weights both compute the same, bit for bit.
-    """
-    found = deepcopy(denoiser).requires_grad_(False)
-    for module in found.modules():
-        if isinstance(module, nn.Linear) and module.weight is not found.embed_tokens.weight:
-            module.to(dtype)
-    return found
+def iterate_corpus_texts(corpus: Corpus) -> Iterator[str]:
+    """The texts of at most `MAX_TOKENIZER_PASSAGES` passages, from all over the corpus."""
+    yield from (
+        corpus[row].text for row in range(0, len(corpus), -(-len(corpus) // MAX_TOKENIZER_PASSAGES))
+    )
 
 
-@torch.no_grad()
-def copy_weights(source: Denoiser, target: Denoiser) -> None:
-    """Gives a placed denoiser the weights of another that lies in memory alike; frozen ones are shared."""
-    for theirs, ours in zip(source.parameters(), target.parameters(), strict=True):
-        if theirs.requires_grad or hasattr(theirs, "device_mesh"):
-            _local_shard(ours).copy_(_local_shard(theirs))
-        else:
-            ours.data = theirs.data
+def iterate_world_texts(seed: int, worlds: int = 60) -> Iterator[str]:
+    """Passages, questions and responses of `worlds` small training worlds."""
+    for number in range(worlds):
+        world = make_world(seed * 1_000_003 - 1 - number, "train", 150)
+        rng = random.Random(f"vocabulary/{seed}/{number}")
+        for entity in world.entities:
+            yield f"{entity.name}\n{world.contents[entity.id]}"
+        for _ in range(150):
+            question = make_world_question(rng, world, rng.choice((1, 2, 3, 4)), training=True)
+            if question is not None:
+                yield question.question
+                yield question.reasoning
 
 
-def allocate_denoiser(denoiser: Denoiser, device: torch.device) -> None:
-    """Gives an empty denoiser memory on the device, for its shards alone where it has any."""
-    denoiser.to_empty(device=device)
-    denoiser.tie_weights()
-    denoiser.set_rope_theta(denoiser.config.rope_theta)
+DEFAULT_PROMPT_TEMPLATE = PromptTemplate(head="{question}\n", fact="{passage}")
+SIZE_FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "intermediate_size")
+ADDED_MASK_TOKEN = "<|mask|>"  # for tokenizers that have none
 
 
-@torch.no_grad()
-def init_weights(
-    denoiser: Denoiser, checkpoint: Checkpoint | None, seed: int, trained: bool = True,
-    layers: Checkpoint | None = None,
-) -> None:  # fmt: skip
-    """Gives a placed denoiser its first weights: the checkpoint's, or fresh ones that depend on the seed.
-
-    layers: whose weights stand in for all fresh ones but the embeddings. trained: also what is under
-    training; else only what is frozen, as where the rest was saved by a run.
-    """
-    values = denoiser.named_parameters()
-    wanted = {name: value for name, value in values if trained or not value.requires_grad}
-    adapters = {name: value for name, value in wanted.items() if ".lora_" in name}
-    for name, value in adapters.items():
-        _copy_local_rows(value, _draw_adapter(name, value.shape, seed))
-    heads = {name: value for name, value in wanted.items() if name.startswith(HEADS_PREFIX)}
-    if heads:
-        there = None if checkpoint is None else read_heads(checkpoint.folder)
-        if there is None:
-            there = PolicyHeads()
-            there.initialise(seed)
-        for name, made in there.state_dict().items():
-            _copy_local_rows(heads[HEADS_PREFIX + name], made)
-    plain = {name: value for name, value in wanted.items() if name not in adapters and name not in heads}
-    if checkpoint is not None:
-        for name, value in plain.items():
-            _read_local_rows(value, checkpoint, name.replace(".base_layer", ""))
-    elif plain:
-        for name, made in draw_fresh_weights(denoiser.config, seed):
-            if layers is not None and name not in EMBEDDING_NAMES:
-                made = layers.read_tensor_rows(name, slice(0, made.shape[0])).float()
-            _copy_local_rows(plain[name], made)
+def open_initial_model(config: Config) -> InitialModel:
+    """What the config says the run begins with; raises `UserError` before any weight is read."""
+    path = config.model.path
+    origin = _fresh_model(config) if path is None else _from_checkpoint(config, path)
+    if origin.config.noise is None:
+        _check_blocks(config, origin.config)
+    return origin
 
 
-def _read_local_rows(value: Tensor, checkpoint: Checkpoint, name: str) -> None:
-    """Reads this process's rows; tokens that the checkpoint did not have get the mean of all others."""
-    own, local = _local_rows(value), _local_shard(value)
-    old = checkpoint.config.vocab_size if name in EMBEDDING_NAMES else value.shape[0]
-    kept = slice(min(own.start, old), min(own.stop, old))
-    if kept.start < kept.stop:
-        local[: kept.stop - kept.start].copy_(checkpoint.read_tensor_rows(name, kept))
-    if own.stop > max(own.start, old):
-        starts = range(0, old, MEAN_CHUNK_ROWS)
-        parts = (slice(start, min(start + MEAN_CHUNK_ROWS, old)) for start in starts)
-        sums = (checkpoint.read_tensor_rows(name, part).double().sum(0) for part in parts)
-        local[kept.stop - own.start :].copy_(sum(sums, torch.zeros(())) / old)
+def _check_blocks(config: Config, shape: DenoiserConfig) -> None:
+    """Raises `ConfigError` for what cannot be trained where some tokens are hidden from others."""
+    check_finished_blocks(shape, shape.finished_block_context, shape.evidence_layout)
+    if not shape.block_size and not shape.attention_patterns:
+        return
+    phases = config.train.get_phase_configs().values()
+    if any(train.context_parallel > 1 for train in phases):
+        raise ConfigError(
+            "context_parallel needs a model whose tokens all see each other: set context_parallel=1"
+        )
+    if shape.attention_patterns and any(
+        t.pointer_loss_weight or t.final_pointer_loss_weight for t in phases
+    ):
+        raise ConfigError("pointer_loss_weight: this model's layers hide tokens by a pattern; set it to 0")
+    if shape.shifted and shape.finished_block_context == "no_evidence":
+        raise ConfigError(
+            "finished_block_context=no_evidence cannot be trained on a model that predicts the next token: "
+            "set decode.finished_block_context=recompute"
+        )
 
 
-def draw_fresh_weights(config: DenoiserConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a fresh denoiser by its name, whole, on the CPU.
-
-    Matrices are normal with variance 1 / fan-in, those that write into the residual stream smaller by
-    the square root of their number; gains are 1, those of queries and keys 1.5.
-    """
-    with torch.device("meta"):
-        shapes = Denoiser(config)
-    generator = make_keyed_generator("weights", seed)
-    for name, shape in shapes.named_parameters():
-        value = torch.zeros(shape.shape)
-        if value.dim() == 2:
-            value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
-        elif not name.endswith("bias"):
-            value.fill_(1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0)
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            value.mul_((2 * config.num_hidden_layers) ** -0.5)
-        yield name, value
-
-
-def _draw_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """A uniform with variance 1 / (3 fan-in), as a linear layer's; B zero, so that nothing changes yet."""
-    value = torch.zeros(shape)
-    if ".lora_A." in name:
-        bound = shape[1] ** -0.5
-        value.uniform_(-bound, bound, generator=make_keyed_generator("adapter", seed, name))
-    return value
-
-
-def _local_rows(value: Tensor) -> slice:
-    """Which rows of a parameter this process has: all, or its shard's."""
-    if not hasattr(value, "device_mesh"):
-        return slice(0, value.shape[0])
-    size = -(-value.shape[0] // value.device_mesh.size())
-    start = min(value.device_mesh.get_local_rank() * size, value.shape[0])
-    return slice(start, start + len(_local_shard(value)))
+def _from_checkpoint(config: Config, path: str) -> InitialModel:
+    checkpoint = open_checkpoint(path, config.model.block_size)
+    train, own = config.train, checkpoint.config
+    check_noise_settings(config, checkpoint)
+    inner = load_tokenizer(checkpoint.folder)
+    mask_id = own.mask_token_id
+    if mask_id is None:
+        first = next(iter(train.get_phase_configs().values()))
+        if not find_task(first).opens_causal_attention:
+            raise ConfigError(
+                f"{checkpoint.folder} is an autoregressive model: begin with a phase of objective=adapt"
+            )
+        if inner.mask_token is None:
+            inner.add_special_tokens({"mask_token": ADDED_MASK_TOKEN})
+        mask_id = int(inner.mask_token_id)
+    if mask_id > max(own.vocab_size, len(inner)):  # a row would be made for every id below it
+        raise CheckpointError(
+            f"the mask token in {checkpoint.folder} has the id {mask_id}, but the model {own.vocab_size}: "
+            "the tokenizer belongs to another model"
+        )
+    vocabulary = max(own.vocab_size, mask_id + 1)
+    shape = make_training_shape(config, replace(own, vocab_size=vocabulary, mask_token_id=mask_id))
+    template = PromptTemplate.from_checkpoint(checkpoint.raw_config.get("prompt"), shape.evidence_layout)
+    tokenizer = Tokenizer(inner, mask_id, template, checkpoint.end_token_ids, vocabulary)
+    return InitialModel(
+        shape, tokenizer, checkpoint, train.seed, train.lora_rank, train.trainable == "policy_heads"
+    )
 
 
-def _local_shard(value: Tensor) -> Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value
+def make_training_shape(config: Config, own: DenoiserConfig) -> DenoiserConfig:
+    """A checkpoint's architecture with what training gives it: layout, lengths, room for long contexts."""
+    train, decode, block = config.train, config.decode, config.model.block_size
+    if own.noise is not None:  # its layout and its blocks are its own
+        return replace(own, canvas_length=decode.max_new_tokens or own.canvas_length)
+    longest = [
+        p.sequence_length + 1
+        for p in train.get_phase_configs().values()
+        if p.rope_theta and find_task(p).reads_sequences
+    ]
+    return replace(
+        own,
+        evidence_layout=config.model.evidence_layout or "independent",
+        passage_length=train.passage_length,
+        canvas_length=decode.max_new_tokens or own.canvas_length,
+        block_length=own.block_length if decode.block_length is None else decode.block_length,
+        block_size=own.block_size if block is None else block or None,
+        finished_block_context=decode.finished_block_context or own.finished_block_context,
+        commit_rule="policy_head" if train.trainable == "policy_heads" else "threshold",
+        retrieval_gate=(decode.retrieval_gate or own.retrieval_gate)
+        if train.trainable == "policy_heads"
+        else "always",
+        max_position_embeddings=max(own.max_position_embeddings, *longest, 0),
+    )
 
 
-def _copy_local_rows(value: Tensor, whole: Tensor) -> None:
-    """Copies this process's rows of a whole tensor into their place."""
-    _local_shard(value).copy_(whole[_local_rows(value)])
+def _fresh_model(config: Config) -> InitialModel:
+    check_noise_settings(config, None)
+    train, layout = config.train, config.model.evidence_layout or "independent"
+    if find_task(next(iter(train.get_phase_configs().values()))).needs_trained_model:
+        raise ConfigError(
+            "rl begins with a model that answers: set model.path, or put a phase of sft before"
+        )
+    if train.lora_rank:
+        raise ConfigError("lora_rank needs a checkpoint: set model.path, or lora_rank=0")
+    heads, decode = train.hidden_size // train.head_dim, config.decode
+    canvas = decode.max_new_tokens or DenoiserConfig.canvas_length
+    # Positions for the question, the canvas, and all passages if they follow one another.
+    passages = 1 if EVIDENCE_LAYOUTS[layout].separate_passages else config.retrieval.top_k
+    room = passages * train.passage_length + 2 * LONG_QUESTION_TOKENS + canvas
+    longest = [
+        p.sequence_length + 1 for p in train.get_phase_configs().values() if find_task(p).reads_sequences
+    ]
+    layers = None if train.init_layers_from is None else _open_layers_checkpoint(train.init_layers_from)
+    sizes = {name: getattr(train, name) for name in SIZE_FIELDS}
+    fresh = DenoiserConfig(
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        qk_norm=True,
+        tie_word_embeddings=True,
+        **sizes,
+    )
+    shape = replace(
+        fresh if layers is None else layers.config,
+        vocab_size=train.vocab_size,
+        max_position_embeddings=max(room, *longest, 0),
+        mask_token_id=0,
+        evidence_layout=layout,
+        passage_length=train.passage_length,
+        canvas_length=canvas,
+        block_length=decode.block_length,
+        block_size=config.model.block_size or None,
+        finished_block_context=decode.finished_block_context or DenoiserConfig.finished_block_context,
+    )
+    path = config.data.corpus
+    corpus = None if path is None else open_corpus(path, config.retrieval.index_dir)
+    texts = iterate_world_texts(train.seed) if corpus is None else iterate_corpus_texts(corpus)
+    tokenizer = Tokenizer(train_tokenizer(texts, train.vocab_size), 0, DEFAULT_PROMPT_TEMPLATE, (1,))
+    return InitialModel(shape, tokenizer, None, train.seed, 0, layers_checkpoint=layers)
 
 
-@dataclass(frozen=True)
-class InitialModel:
-    """An architecture with its tokenizer, before any weight is there."""
-
-    config: DenoiserConfig
-    tokenizer: Tokenizer
-    checkpoint: Checkpoint | None  # that the weights come from; None: fresh ones
-    seed: int
-    lora_rank: int
-    heads_only: bool = False  # the weights stay as they are
-    layers_checkpoint: Checkpoint | None = None  # of which a fresh denoiser has the layers
-
-    def build_on_meta(self, frozen: torch.dtype) -> Any:
-        """The denoiser on the meta device; frozen: the dtype of weights that are not trained."""
-        if self.config.noise is not None and self.checkpoint is not None:
-            return DiffusionGemma.build_on_meta(self.checkpoint)
-        return build_meta_denoiser(self.config, self.lora_rank, frozen, self.heads_only)
-
-    def materialize(self, denoiser: Any, device: torch.device, trained: bool = True) -> None:
-        """Gives a meta denoiser, or its shards, memory on the device and the first weights.
-
-        trained: as in `init_weights`.
-        """
-        if self.config.noise is not None and self.checkpoint is not None:
-            denoiser.load(self.checkpoint, device, torch.float32)
-            return
-        allocate_denoiser(denoiser, device)
-        init_weights(denoiser, self.checkpoint, self.seed, trained, self.layers_checkpoint)
-
-    def build_denoiser(self, device: torch.device, frozen: torch.dtype = torch.float32) -> Denoiser:
-        """The whole denoiser with its first weights, float32 where they are trained."""
-        denoiser = self.build_on_meta(frozen)
-        self.materialize(denoiser, device)
-        return denoiser
-
-    def export(
-        self, folder: Path, tensors: dict[str, Tensor], rope_theta: float, dtype: torch.dtype
-    ) -> None:
-        """A folder that `sample.py --model` reads; of a public family, also that family's own classes.
-
-        tensors: the whole state of the denoiser, adapters included, which are merged into the weights.
-        """
-        whole = merge_lora_weights(tensors, self.lora_rank)
-        if self.config.noise is not None and self.checkpoint is not None:
-            whole = to_checkpoint_names(whole, self.checkpoint.raw_config, self.checkpoint.folder)
-        tensors = {
-            n: value if n.startswith(HEADS_PREFIX) else value.to(dtype) for n, value in whole.items()
-        }
-        template = self.tokenizer.template
-        prompt = {"head": template.head, "fact": template.fact, "tail": template.tail}
-        extra: dict[str, Any] = {"prompt": prompt}
-        if self.checkpoint is None:
-            extra["eos_token_id"] = self.tokenizer.end_id
-        config = replace(self.config, rope_theta=rope_theta)
-        save_tensors(tensors, config, folder, extra, self.checkpoint)
-        self.tokenizer.inner.save_pretrained(folder)
-        if self.checkpoint is not None:
-            for path in self.checkpoint.folder.iterdir():
-                # The code that public classes consist of; it is copied, never run.
-                if path.is_file() and (path.suffix == ".py" or path.name == "generation_config.json"):
-                    shutil.copyfile(path, folder / path.name)
-
-
-def merge_lora_weights(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """A denoiser's tensors by their plain names, adapters added to their weights: W + 2 B A."""
-    if not rank:
-        return tensors
-    found = {}
-    for name, value in tensors.items():
-        if ".lora_" in name:
-            continue
-        if ".base_layer." in name and name.endswith(".weight"):
-            a, b = (tensors[name.replace("base_layer", f"lora_{x}.default")].float() for x in "AB")
-            value = (value.float() + 2.0 * b @ a).to(value.dtype)
-        found[name.replace(".base_layer", "")] = value
+def _open_layers_checkpoint(path: str) -> Checkpoint:
+    """The checkpoint whose layers a fresh denoiser takes over; raises `CheckpointError`."""
+    found = open_checkpoint(path)
+    reasons = {
+        "denoises from uniform noise": found.config.noise is not None,
+        "has attention patterns of its own": bool(found.config.attention_patterns),
+        "predicts the next token": found.config.shifted,
+    }
+    if why := [reason for reason, holds in reasons.items() if holds]:
+        raise CheckpointError(
+            f"train.init_layers_from: {found.folder} {why[0]}, which a fresh denoiser does not: give it "
+            "as model.path instead"
+        )
     return found

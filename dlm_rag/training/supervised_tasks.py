@@ -13,7 +13,7 @@ from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.examples import Example, sample_document_rows, sample_prompt_rows
 from dlm_rag.training.data.world_examples import WorldExamples
-from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from dlm_rag.training.optimizers import compute_decay_factor
 from dlm_rag.training.phase_data import (

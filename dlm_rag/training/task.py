@@ -18,7 +18,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.data.examples import Example
-from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.initial_weights import InitialModel
 
 TaskState = dict[str, Any]  # JSON values; empty at first
 

@@ -46,9 +46,9 @@ from dlm_rag.training.fingerprint import (
     collect_run_settings,
     fingerprint_files,
 )
-from dlm_rag.training.initial_model import InitialModel, allocate_denoiser, copy_weights
+from dlm_rag.training.initial_model import open_initial_model
+from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser, copy_weights
 from dlm_rag.training.losses import make_autocast
-from dlm_rag.training.model_init import open_initial_model
 from dlm_rag.training.optimizers import make_optimizers, set_learning_rates
 from dlm_rag.training.planning.gpu_specs import find_gpu_spec
 from dlm_rag.training.task import Phase, Task, TaskState, Validation

@@ -25,7 +25,7 @@ from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.training.data.examples import Example
-from dlm_rag.training.initial_model import InitialModel
+from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.losses import LossWeights
 from dlm_rag.training.supervised_tasks import SftTask
 

@@ -24,8 +24,8 @@ from dlm_rag.config.tree import CONFIG_FOLDER
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.training.distributed import DistributedContext, wrap_in_ddp
-from dlm_rag.training.initial_model import InitialModel
-from dlm_rag.training.model_init import DEFAULT_PROMPT_TEMPLATE
+from dlm_rag.training.initial_model import DEFAULT_PROMPT_TEMPLATE
+from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.planning.plan import resolve_shape
 from dlm_rag.training.trainer import open_trainer
 from tests.fake_cuda.checked_kernels import checked_kernels
@@ -229,7 +229,7 @@ def test_steps_of_every_config_of_decoding(monkeypatch, corpus_file, folder, nam
 @pytest.mark.slow
 def test_a_step_of_eight_billion_parameters_on_many_processes(tmp_path, monkeypatch):
     """configs/h200.yaml as it is, but for its groups; no weight is read."""
-    monkeypatch.setattr("dlm_rag.training.initial_model.init_weights", lambda *_: None)
+    monkeypatch.setattr("dlm_rag.training.initial_weights.init_weights", lambda *_: None)
     words = [
         "model.device=cuda", f"train.passage_sets_per_step={2 * MANY}",
         f"train.prompts_per_step={2 * MANY}", "train.world_passages=100", "train.worlds=1",

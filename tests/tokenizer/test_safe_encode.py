@@ -14,7 +14,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.errors import CheckpointError, QuestionError
 from dlm_rag.model.families import FAMILIES
 from dlm_rag.tokenizer import PromptTemplate, Tokenizer
-from dlm_rag.training.model_init import iterate_world_texts, train_tokenizer
+from dlm_rag.training.initial_model import iterate_world_texts, train_tokenizer
 from tests.support.passages import write_jsonl_file
 from tests.support.properties import hypothesis_settings
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser

@@ -8,7 +8,7 @@ from dlm_rag.config import load_config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.model_init import open_initial_model
+from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.planning.plan import plan_phases
 from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import check_task_settings

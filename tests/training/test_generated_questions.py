@@ -21,7 +21,7 @@ from dlm_rag.training.data.question_examples import (
     QuestionExamples,
     generate_corpus_questions,
 )
-from dlm_rag.training.model_init import open_initial_model
+from dlm_rag.training.initial_model import open_initial_model
 from tests.support.painters import PAINTERS, TOWNS, painter_sentence
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT

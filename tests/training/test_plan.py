@@ -14,9 +14,9 @@ import yaml
 from dlm_rag.config import PlanConfig, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import ExpertsConfig
-from dlm_rag.training.initial_model import add_lora_adapters
+from dlm_rag.training.initial_model import open_initial_model
+from dlm_rag.training.initial_weights import add_lora_adapters
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
-from dlm_rag.training.model_init import open_initial_model
 from dlm_rag.training.planning.gpu_specs import GPU_SPECS
 from dlm_rag.training.planning.plan import (
     check_run_fits,

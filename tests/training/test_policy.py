@@ -35,7 +35,7 @@ from dlm_rag.model.simulated_memory import MemoryTracker, replace_with_empty_wei
 from dlm_rag.retrieval.base import Query
 from dlm_rag.retrieval.bm25 import BM25Retriever
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.initial_model import build_meta_denoiser
+from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.rl.policy_loss import MAX_LOGIT_BYTES, PolicyObjective, PolicyRow
 from dlm_rag.training.rl.rollouts import sample_rollout_steps

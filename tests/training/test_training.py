@@ -36,6 +36,12 @@ from dlm_rag.training.checkpoints import find_latest_checkpoint, find_resume_poi
 from dlm_rag.training.data.world_examples import WorldExamples, find_subsequence
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.fingerprint import collect_phase_settings
+from dlm_rag.training.initial_model import (
+    DEFAULT_PROMPT_TEMPLATE,
+    iterate_world_texts,
+    open_initial_model,
+    train_tokenizer,
+)
 from dlm_rag.training.losses import (
     ChunkedCrossEntropy,
     LossWeights,
@@ -48,12 +54,6 @@ from dlm_rag.training.losses import (
 )
 from dlm_rag.training.metrics_logger import MetricsLogger, start_wandb
 from dlm_rag.training.model_card import make_train_command
-from dlm_rag.training.model_init import (
-    DEFAULT_PROMPT_TEMPLATE,
-    iterate_world_texts,
-    open_initial_model,
-    train_tokenizer,
-)
 from dlm_rag.training.optimizers import compute_decay_factor, make_optimizers
 from dlm_rag.training.supervised_tasks import AdaptTask
 from dlm_rag.training.trainer import open_phase, open_trainer, sum_counts

@@ -22,8 +22,8 @@ from dlm_rag.model.packed_batch import Segment
 from dlm_rag.model.simulated_memory import RESERVED_MEMORY_FRACTION
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
 from dlm_rag.training.distributed import check_parallelism
-from dlm_rag.training.initial_model import InitialModel, build_meta_denoiser
-from dlm_rag.training.model_init import make_training_shape, open_initial_model
+from dlm_rag.training.initial_model import make_training_shape, open_initial_model
+from dlm_rag.training.initial_weights import InitialModel, build_meta_denoiser
 from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.step_memory import (
     FLOAT32_BYTES,

@@ -23,7 +23,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.model.simulated_memory import MemoryTracker, replace_with_empty_weights
 from dlm_rag.progress import report_progress
-from dlm_rag.training.initial_model import build_meta_denoiser
+from dlm_rag.training.initial_weights import build_meta_denoiser
 from dlm_rag.training.losses import make_autocast
 from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.task import Task

@@ -16,7 +16,7 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.training.data.examples import Example, sample_prompt_rows
-from dlm_rag.training.initial_model import InitialModel, copy_frozen_denoiser
+from dlm_rag.training.initial_weights import InitialModel, copy_frozen_denoiser
 from dlm_rag.training.losses import lay_out_examples
 from dlm_rag.training.phase_data import open_question_data, open_world_validation
 from dlm_rag.training.rl.policy_loss import (

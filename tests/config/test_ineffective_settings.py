@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dlm_rag.config import CONFIG_FOLDER, list_setting_fields, load_config
-from dlm_rag.config.effects import FACTS, check_checkpoint_effects, check_effects
 from dlm_rag.config.fields import CheckedSettings, get_rule, setting, settings_dataclass
+from dlm_rag.config.ineffective_settings import FACTS, check_checkpoint_effects, check_effects
 from dlm_rag.config.inference import DecodeConfig
 from dlm_rag.errors import ConfigError
 
