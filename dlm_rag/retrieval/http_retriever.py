@@ -6,16 +6,20 @@
 `contents` is the whole text, the title its first line. The server of this project (`dlm-rag
 retrieve-server`) says under `dlm_rag` what it searches and which forms of a query it asks by; only it
 is sent the parts of a query. Other servers get the text, and are identified by their URL.
+
+Requests run on an event loop in a thread of its own: only there a deadline holds for name look-ups and for
+headers and answers that trickle, too.
 """
 
+import asyncio
 import hashlib
 import json
 import os
 import ssl
-import time
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import httpx2
@@ -62,9 +66,10 @@ class HttpRetriever:
         headers = {"Content-Type": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        self._client = httpx2.Client(
+        self._client = httpx2.AsyncClient(
             headers=headers,
             verify=_create_ssl_context() if url.startswith("https:") else False,
+            timeout=None,
             limits=httpx2.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS),
             trust_env=False,  # neither its proxies nor its .netrc
         )
@@ -106,14 +111,18 @@ class HttpRetriever:
         }  # fmt: skip
         if "parts" in self._service[1]:
             asked["parts"] = [query.parts for query in queries]
+        content = json.dumps(asked).encode()
+        exchange = asyncio.run_coroutine_threadsafe(self._post(content, seconds), _get_event_loop())
         try:
-            status, body = self._post(json.dumps(asked).encode(), seconds)
-        except httpx2.TimeoutException:
+            status, body = exchange.result()
+        except TimeoutError:
             raise RetryableFailure(f"no answer within {seconds:.2g} s") from None
         except httpx2.HTTPError as error:
             raise RetryableFailure(describe_connection_error(error)) from None
         except UnicodeError:  # by Python's idna codec, before any connection
             raise SearchUnavailableError(f"{self._url}: this is not the name of a host") from None
+        finally:
+            exchange.cancel()  # after an interrupt
         if status != 200:
             raise self._describe_status(status, body)
         try:
@@ -127,14 +136,12 @@ class HttpRetriever:
         except UserError as error:
             raise SearchUnavailableError(f"{self._url}: {error}") from None
 
-    def _post(self, content: bytes, seconds: float) -> tuple[int, bytes]:
-        """Status and body; httpx2's own limit is of each read, so a trickle is ended here."""
-        body, deadline = bytearray(), time.monotonic() + seconds
-        with self._client.stream("POST", self._url, content=content, timeout=seconds) as response:
-            for part in response.iter_bytes():
+    async def _post(self, content: bytes, seconds: float) -> tuple[int, bytes]:
+        """Status and body; raises `TimeoutError` where they are not there within the time."""
+        body, sent = bytearray(), self._client.stream("POST", self._url, content=content)
+        async with asyncio.timeout(seconds), sent as response:
+            async for part in response.aiter_bytes():
                 body += part
-                if time.monotonic() > deadline:
-                    raise httpx2.ReadTimeout("the answer comes too slowly")
                 if len(body) > MAX_RESPONSE_BYTES:
                     raise SearchUnavailableError(
                         f"{self._url}: its answer has more than {MAX_RESPONSE_BYTES >> 20} MiB"
@@ -160,6 +167,14 @@ class HttpRetriever:
             if ranked.setdefault(passage.id, passage) != passage:
                 raise CorpusError(f"it gives two passages with the id '{passage.id}'")
         return list(ranked.values())[: self._top_k]
+
+
+@cache
+def _get_event_loop() -> asyncio.AbstractEventLoop:
+    """The loop that all requests of this process run on."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="search by URL", daemon=True).start()
+    return loop
 
 
 def _return_same(passage: Passage) -> Passage:

@@ -39,11 +39,13 @@ def describe_connection_error(error: BaseException) -> str:
     """Why there was no answer: what is at the bottom of an error of the client."""
     while below := error.__cause__ or error.__context__:
         error = below
+    if isinstance(error, BaseExceptionGroup):  # of each address that the name has
+        error = error.exceptions[0]
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{error.verify_message} (SSL_CERT_FILE names a file of certificates to be trusted)"
     number = getattr(error, "errno", 0)
     if number in errno.errorcode and not isinstance(error, ssl.SSLError):
-        return os.strerror(number)
+        return os.strerror(number)  # asyncio has words of its own
     return summarize_error(error)
 
 

@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -185,6 +186,16 @@ def test_localhost_is_whichever_address_answers(host, monkeypatch):
         assert found_at(f"http://localhost:{port}/retrieve") == [["a"], ["a"]]
     with pytest.raises(ConfigError, match="cannot be searched: Connection refused"):
         found_at(f"http://localhost:{port}/retrieve")
+
+
+def test_a_name_that_is_looked_up_for_ever_costs_no_more_than_an_attempt(monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60))
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="no answer within 0.2 s"):
+        load_retriever(url="http://slow.example/retrieve", timeout=0.6)
+    assert time.monotonic() - start < 30
+    over.set()
 
 
 def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew():
