@@ -14,7 +14,8 @@ import numpy as np
 from bm25s.numba import retrieve_utils
 from bm25s.stopwords import STOPWORDS_EN
 
-from dlm_rag.errors import ConfigError, CorpusError
+from dlm_rag.errors import ConfigError
+from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import get_cache_folder
 from dlm_rag.machine import read_host_memory
 from dlm_rag.nvtx_ranges import profile_stage
@@ -26,7 +27,7 @@ from dlm_rag.progress import (
     show_status,
 )
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
-from dlm_rag.retrieval.build_once import build_once, make_folder_name
+from dlm_rag.retrieval.build_once import build_once, load_array, make_folder_name, make_foreign_file_error
 from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.query import Query
 
@@ -36,6 +37,7 @@ BUILD_ESTIMATE_PASSAGES = 10_000  # passages after which the cost of a build is 
 # Peak memory and disk per term of a passage, and the time of a build relative to that of finding the terms,
 # as measured by `profiling/bench_retrieval.py index`.
 BUILD_MEMORY_BYTES_PER_TERM, INDEX_DISK_BYTES_PER_TERM, BUILD_TO_TOKENIZE_RATIO = 45, 8, 2
+VOCABULARY_FILE = "vocab.index.json"
 INDEX_FORM = "columns.json"  # a part of the folder's name; another text makes every index be built again
 # The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
 _find_words = re.compile(r"(?u)\b\w\w+\b").findall
@@ -87,21 +89,7 @@ class BM25Retriever(CorpusRetriever):
             corpus.folder / make_folder_name("bm25", bm25s.__version__, INDEX_FORM),
             lambda scratch: _build_bm25_index(corpus, scratch),
         )
-        self._index = bm25s.BM25.load(folder, mmap=True, show_progress=False, backend="numba")
-        scores = self._index.scores
-        for name in ("data", "indices", "indptr"):  # as plain arrays: a memmap is slow at single numbers
-            scores[name] = np.asarray(scores[name])
-        rows, starts = scores["indices"], scores["indptr"]
-        scores["num_docs"] = len(corpus)
-        # The compiled search would follow other numbers out of its own memory.
-        fits = len(rows) == len(scores["data"]) and starts[0] == 0 and starts[-1] <= len(rows)
-        fits = fits and (starts[1:] >= starts[:-1]).all() and rows.min(initial=0) >= 0
-        if (
-            not fits
-            or rows.max(initial=0) >= len(corpus)
-            or max(self._index.vocab_dict.values()) >= len(starts) - 1
-        ):
-            raise CorpusError(f"{folder} is not an index of this corpus: remove it, and it is built again")
+        self._index = _open_bm25_index(folder, len(corpus))
         self._search_ids([[0]], 1)  # loads the compiled search, so that the first question need not wait
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
@@ -123,6 +111,26 @@ class BM25Retriever(CorpusRetriever):
             {row: score for row, score in zip(rows, scores, strict=True) if score > 0}
             for rows, scores in zip(results.documents.tolist(), results.scores.tolist(), strict=True)
         ]
+
+
+def _open_bm25_index(folder: Path, passages: int) -> bm25s.BM25:
+    """The index in a folder. Raises `CorpusError` for one that somebody else made, and not of this corpus:
+    the compiled search would follow its numbers out of its own memory.
+    """
+    paths = {name: folder / f"{name}.csc.index.npy" for name in ("data", "indices", "indptr")}
+    scores, rows = load_array(paths["data"], np.float32), load_array(paths["indices"], np.int32)
+    starts = load_array(paths["indptr"], np.int64, offsets_into=len(rows))
+    # Rows below 0 are too large as well, without their sign.
+    if len(rows) != len(scores) or rows.view(np.uint32).max(initial=0) >= passages:
+        raise make_foreign_file_error(paths["indices"])
+    words = read_json_or_empty(folder / VOCABULARY_FILE)
+    if {*map(type, words.values())} != {int} or sorted(words.values()) != [*range(len(starts) - 1)]:
+        raise make_foreign_file_error(folder / VOCABULARY_FILE)
+    index = bm25s.BM25(backend="numba")  # its own loader takes settings from the folder as well
+    index.scores = {"data": scores, "indices": rows, "indptr": starts, "num_docs": passages}
+    index.vocab_dict, index.unique_token_ids_set = words, {*words.values()}
+    index.nonoccurrence_array = None
+    return index
 
 
 def _build_bm25_index(corpus: Corpus, scratch: Path) -> None:

@@ -32,7 +32,7 @@ from dlm_rag.files.record_readers import (
     read_records,
 )
 from dlm_rag.progress import report_progress
-from dlm_rag.retrieval.build_once import build_once, make_folder_name
+from dlm_rag.retrieval.build_once import build_once, load_array, make_folder_name, make_foreign_file_error
 from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files, read_text_passages
 
 log = logging.getLogger(__name__)
@@ -84,8 +84,10 @@ class Corpus(Sequence[Passage]):
     def __init__(self, path: Path, folder: Path, fingerprint: str, state: dict[str, int]) -> None:
         """state: of the file before it was hashed."""
         self.path, self.folder, self.fingerprint = path, folder, fingerprint
-        # of each passage, and the end; a plain array, for a memmap is slow at single numbers
-        self._offsets = np.asarray(np.load(folder / "offsets" / "offsets.npy", mmap_mode="r"))
+        offsets = folder / "offsets" / "offsets.npy"  # of each passage, and the end
+        self._offsets = load_array(offsets, np.int64, offsets_into=state["size"])
+        if self._offsets[-1] != state["size"]:
+            raise make_foreign_file_error(offsets)
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._descriptor = self._file.fileno()

@@ -132,6 +132,7 @@ def test_joules_are_the_difference_of_both_ends_with_the_error_of_a_step(clock):
     assert (reading.sensor, reading.scope, reading.reason) == ("fake", "a thing", "")
     assert measure(clock, 10.0, 990.0, 15.0, wraps_at=1000.0).joules == 25.0
     assert measure(clock, 2.0, 0.0, 100.0).joules == 100.0
+    assert measure(clock, 3600.0, 1.0, 2.0).joules == 1.0
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,11 @@ def test_a_status_that_is_no_success_is_told_with_its_reason(status):
         load_retriever(url=url)
 
 
+def test_the_path_must_be_that_of_a_search(url):
+    with pytest.raises(ConfigError, match="HTTP status 404 .*/retrieve"):
+        load_retriever(url=url.replace("/retrieve", "/search"))
+
+
 def test_an_answer_may_be_too_large(url, monkeypatch):
     monkeypatch.setattr(http_retriever, "MAX_RESPONSE_BYTES", 20)
     with pytest.raises(ConfigError, match="its answer has more than 0 MiB"):

@@ -31,14 +31,14 @@ from dlm_rag.errors import ConfigError, CorpusError, UserError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_ingest, milvus_retriever, retry
-from dlm_rag.retrieval.base import PartialSearchError
+from dlm_rag.retrieval.base import PartialSearchError, select_top_hits
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
 from dlm_rag.retrieval.encoder import load_text_encoder
 from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.milvus_collection import CollectionInfo, MilvusCollection
 from dlm_rag.retrieval.milvus_ingest import count_complete_rows, ingest_corpus, iterate_write_batches
-from dlm_rag.retrieval.milvus_retriever import MilvusRetriever
+from dlm_rag.retrieval.milvus_retriever import MilvusRetriever, ends_in_tie
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.retry import CircuitBreaker, SearchUnavailableError
 from dlm_rag.retrieval.sparse_vectors import compute_corpus_statistics
@@ -155,6 +155,15 @@ def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most)
         assert [p.id for p in error.value.results[1]] == ["p0"]
 
 
+def test_the_rule_for_equals():
+    hits = [(3.0, 4), (2.00001, 9), (2.0, 1), (1.9999, 3), (1.0, 0)]
+    assert [row for _, row in select_top_hits(hits, 9, 4)] == [4, 1, 9, 3, 0] and select_top_hits(
+        hits, 3, 4
+    ) == select_top_hits(hits, 9, 4)[:3]
+    assert ends_in_tie(hits[:3], 2, 4) and not ends_in_tie(hits[:4], 2, 4)
+    assert not ends_in_tie(hits[:1], 2, 4)
+
+
 def test_where_all_passages_fit_the_others_follow(server, corpus_file):
     found = build(server, "tiny", corpus_file, top_k=9)
     local = LocalBM25Retriever(open_corpus(corpus_file), 9)
@@ -175,6 +184,22 @@ def test_a_refresh_takes_two_round_trips_and_one_where_passages_recur(few, monke
     monkeypatch.setattr(milvus_retriever, "MAX_CACHED_PASSAGES", 5)
     assert found.search([*some, *queries(path)])[: len(some)] == first, "what is kept is bounded"
     assert len(found._known) < 200
+
+
+def test_queries_without_known_words_cost_a_count_now_and_then(few, monkeypatch):
+    found = load_retriever(url=few[1]._collection.url, timeout=SECONDS)
+    counts = []
+    count = MilvusCollection.count_rows
+    monkeypatch.setattr(
+        MilvusCollection, "count_rows", lambda self, *a, **k: counts.append(1) or count(self, *a, **k)
+    )
+    nothing = [asked(f"zzzz{n}") for n in range(20)]
+    monkeypatch.setattr(milvus_retriever, "COUNT_CHECK_SECONDS", 3600)
+    assert found.search(nothing) == [[]] * 20 and found.search(nothing[:3]) == [[]] * 3
+    assert len(counts) == 1, "of 23 queries, in two searches"
+    found._count_due = 0.0  # an hour later
+    found.search(nothing)
+    assert len(counts) == 2, "a collection that has lost its passages is noticed in time"
 
 
 @pytest.mark.slow

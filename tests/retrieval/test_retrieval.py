@@ -59,6 +59,12 @@ def test_a_query_that_finds_nothing_is_an_empty_list_beside_full_ones(corpus_fil
     assert found[0][0] == "dune" and found[1:] == [[], [], []]
 
 
+def test_passages_without_a_word_of_the_query_are_no_evidence(corpus_file):
+    assert list_passage_ids(load_retriever(corpus_file, top_k=4).search([make_query("Tacoma")])) == [
+        ["herbert"]
+    ]
+
+
 def test_top_k_beyond_the_corpus_takes_all_of_it_with_a_warning(corpus_file, caplog):
     retriever = load_retriever(corpus_file, top_k=50)
     assert "top_k=50, but the corpus has 5 passages" in caplog.text
@@ -96,6 +102,16 @@ def test_every_query_of_the_golden_traces_finds_the_same_passages(golden):
             expected += [r["passages"] for r in question["retrievals"]]
     assert len(asked) > 700
     assert list_passage_ids(retriever.search(asked)) == expected
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20], ids=["in blocks", "in one product"])
+def test_dense_search_is_exact(corpus, monkeypatch, block_bytes):
+    monkeypatch.setattr("dlm_rag.retrieval.dense.SEARCH_BLOCK_BYTES", block_bytes)
+    retriever = make_letter_retriever(corpus, 2)
+    queries = [make_query("a village in Hampshire"), make_query("Frank"), make_query("zebra jazz")]
+    similarity = letters([q.text for q in queries]) @ letters([p.text for p in corpus]).T
+    expected = [np.argsort(-row, kind="stable")[:2].tolist() for row in similarity.numpy()]
+    assert retriever.rank(queries, 2) == expected
 
 
 def drawn(texts):
@@ -198,6 +214,16 @@ def test_the_best_of_a_hybrid_are_the_first_of_more(tmp_path, fusion_depth):
         assert hybrid.rank(queries, depth) == [ranking[:depth] for ranking in whole], depth
 
 
+def test_hybrid_fuses_the_rankings_of_its_parts(corpus_file):
+    sparse = load_retriever(corpus_file, top_k=2)
+    dense = make_letter_retriever(sparse.corpus, 2)
+    hybrid = HybridRetriever([sparse, dense], 3, fusion_depth=5)
+    query = make_query("born in Tacoma")
+    both = [sparse.rank([query], 5)[0], dense.rank([query], 5)[0]]
+    assert hybrid.rank([query], 3) == [fuse_rankings(both, 3, 5)]
+    assert hybrid.key(query) == (query.text, query.parts)
+
+
 def test_a_long_bm25_build_says_what_it_takes(tmp_path, monkeypatch, caplog):
     lines = [{"id": str(n), "contents": f"word{n} and another"} for n in range(40)]
     monkeypatch.setattr("dlm_rag.retrieval.bm25.BUILD_ESTIMATE_PASSAGES", 10)
@@ -288,6 +314,18 @@ def test_words_of_parts_takes_turns_of_a_search_for_each_part(corpus_file):
     alone = [whole.rank([make_query(part)], 3)[0] for part in parts]
     assert by_parts.rank([query, make_query("zzz")], 3) == [interleave_rankings(alone, 3), []]
     assert whole.rank([query], 3) != by_parts.rank([query], 3)
+
+
+def test_one_part_is_the_query_itself_and_no_part_finds_nothing(corpus_file):
+    texts = ["Where was Jane Austen born?", "village in Hampshire", "novel"]
+    for depth in (1, 3, 5):
+        asked = [make_query(text) for text in texts]
+        by_parts = load_retriever(corpus_file, top_k=depth, bm25_query="sentences")
+        for _ in range(2):  # the second time from memory
+            assert by_parts.rank(asked, depth) == load_retriever(corpus_file, top_k=depth).rank(
+                asked, depth
+            )
+        assert by_parts.rank([Query("", ())], depth) == [[]]
 
 
 def test_the_key_of_parts_is_their_texts_and_all_that_is_asked_anew_is_searched(corpus_file, monkeypatch):

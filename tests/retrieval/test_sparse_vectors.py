@@ -88,6 +88,10 @@ def test_a_passage_of_stop_words_has_a_word_that_no_query_holds():
     assert everything.encode_passage("the") == {EMPTY_PASSAGE_WORD_ID: 1.0}
 
 
+def test_a_query_has_counts():
+    assert count_query_words("Emma, emma and the Dune") == {hash_word("emma"): 2.0, hash_word("dune"): 1.0}
+
+
 def test_ids_are_the_same_everywhere_and_such_as_engines_take():
     assert [hash_word("emma"), hash_word("\ud800")] == [683174123, 552637667], (
         "a stored collection holds them"

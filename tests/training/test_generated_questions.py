@@ -13,6 +13,7 @@ from dlm_rag import Denoiser
 from dlm_rag.config import TrainConfig, load_config
 from dlm_rag.errors import CheckpointError, ConfigError, CorpusError
 from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 from dlm_rag.training.data.examples import MIN_COPY_TOKENS, Pointer, find_copy_pointers, sample_passages
@@ -246,3 +247,21 @@ def test_the_way_from_a_corpus_to_answers(tmp_path, web):
     ask = [sys.executable, "sample.py", "What is Marwick?", "--model", str(model), "--corpus", str(web)]
     done = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["question"] == "What is Marwick?", done.stderr
+
+
+def test_own_questions_get_what_they_got_before(web):
+    """Without questions beside, all that is found is in the prompt."""
+    own = [Question("a", "Where does Ada Brown live?", ("Marwick",), ("p0",))]
+    train = TrainConfig(passage_sets_per_step=1, rows_per_set=3)
+    rows = QuestionExamples(own, load_retriever(web, top_k=5), tiny_tokenizer(), SHAPE, train, "")
+    for example in rows.examples(0, range(1), (2, 2)):
+        assert len(example.prompt.facts) > 2
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("data.questions=q.jsonl", "needs data.corpus"), ("data.held_out=0.95", "held_out=0.95")],
+)
+def test_questions_without_a_corpus_and_a_share_that_is_too_large(word, says):
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, [word])
