@@ -251,10 +251,11 @@ def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplo
             "time.sleep(600)\n"
         )
         other = subprocess.Popen([sys.executable, "-c", hold, address], stdout=subprocess.PIPE)
+        monkeypatch.setattr(pool_module, "PLACEMENT_TIMEOUT_SECONDS", 10.0)  # the other worker has to start
         try:
             assert other.stdout.readline()
             with (
-                pytest.raises(ConfigError, match="no place for worker 2 of 2 within 3 s"),
+                pytest.raises(ConfigError, match="no place for worker 2 of 2 within 10 s"),
                 WorkerPool(address, places) as crew,
             ):
                 open_pool(crew, FakeDecoderFactory())
