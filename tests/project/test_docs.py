@@ -1,6 +1,7 @@
 """The documentation: the README is short, links lead somewhere, map and commands name what is there."""
 
 import re
+import subprocess
 
 import pytest
 
@@ -73,3 +74,16 @@ def test_the_python_of_the_readme_runs(monkeypatch, capsys):
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(program, {})
     assert "Naibrourt Haweal (8 forwards)" in capsys.readouterr().out
+
+
+def test_the_gate_finds_the_two_commands():
+    """`.ci/run` takes its commands from the README; a listing of another kind there must not become one."""
+    line = next(
+        line
+        for line in (ROOT / ".ci" / "run").read_text().splitlines()
+        if line.startswith("mapfile -t commands")
+    )
+    script = f'{line}\nprintf "%s\\n" "${{commands[@]}}"'
+    found = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    install_and_ask, install_and_test = found.stdout.splitlines()
+    assert install_and_ask.endswith("sample.py") and install_and_test.endswith("-m pytest")
