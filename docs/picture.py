@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dlm_rag.cli import run_program
-from dlm_rag.commands.cli_args import CommandParser
+from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.decode.terminal import render_answer, render_progress
 from dlm_rag.decode.trace_file import read_trace
 

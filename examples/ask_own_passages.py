@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 
 # The shipped model reads sentences of this kind, with names of this sound; it knows nothing by itself.
 PASSAGES = [

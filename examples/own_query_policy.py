@@ -6,7 +6,7 @@ python evaluate.py --out runs/names --compare \\
 """
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig
 from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout
 from dlm_rag.questions import read_questions

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.startup import SHIPPED_FOLDER as SHIPPED
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER as SHIPPED
 from dlm_rag.commands.train import main as train
 
 SYLLABLES = "dro vel kis trai mou hai bre sna lin gor pau teth".split()

@@ -36,7 +36,7 @@ from bench_tools import format_markdown_table, make_folder, print_table, save_fi
 from profile_readers import ProfileSession, Spans, Times, read_profile_session
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.cli_args import CommandParser
+from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.energy.meter import summarise_energy
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.errors import ConfigError, RunError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +23,7 @@ OPTIONS: dict[str, tuple[str | int, str]] = {"before": ("", "the other checkout"
 SIDE_PROGRAM = """
 import json, sys, time
 try:
-    from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
+    from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
 except ImportError:  # commits before 2026-11-25 have other names
     from dlm_rag.commands.prepare import gather_questions
     from dlm_rag.commands.prepare import prepare as prepare_decoder

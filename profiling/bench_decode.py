@@ -46,7 +46,7 @@ from decode_replay import (
 )
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.startup import (
+from dlm_rag.commands.prepare_decoder import (
     PreparedDecoder,
     apply_shipped_defaults,
     gather_questions,

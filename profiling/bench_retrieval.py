@@ -29,8 +29,8 @@ import numpy as np
 from bench_tools import print_table, rotate, run_child, run_server, run_subcommand
 
 from dlm_rag.cli import CommandParser, parse_int, print_note, run_program
-from dlm_rag.commands.cli_args import parse_command_line, parse_int_args
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.arguments import parse_command_line, parse_int_args
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.errors import ConfigError, QuestionError, RunError, suggest_nearest

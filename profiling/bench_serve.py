@@ -23,8 +23,8 @@ import torch
 from bench_tools import run_server
 
 from dlm_rag.cli import run_program
-from dlm_rag.commands.cli_args import parse_command_line
-from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
+from dlm_rag.commands.arguments import parse_command_line
+from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
 from dlm_rag.errors import RunError
 from dlm_rag.machine import get_machine_name
 

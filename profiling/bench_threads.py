@@ -16,7 +16,7 @@ import time
 from bench_tools import print_table, run_child
 
 from dlm_rag.cli import run_program
-from dlm_rag.commands.cli_args import parse_int_args
+from dlm_rag.commands.arguments import parse_int_args
 
 THREAD_SETTINGS = {
     "ours (sleep while waiting; numba's own pool)": {},

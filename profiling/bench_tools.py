@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dlm_rag.cli import CommandParser
-from dlm_rag.commands.cli_args import CommandLine, parse_command_line
+from dlm_rag.commands.arguments import CommandLine, parse_command_line
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 

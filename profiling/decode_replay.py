@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.startup import PreparedDecoder
+from dlm_rag.commands.prepare_decoder import PreparedDecoder
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.model_runner import (

@@ -44,7 +44,7 @@ from first_gpu_parts import (
 )
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.cli_args import CommandParser
+from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.errors import ConfigError
 
 ReportLine = dict[str, Any]

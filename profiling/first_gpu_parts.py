@@ -77,7 +77,7 @@ def inspect_machine(record: PartRecord) -> None:
     import torch
     from bench_decode import measure_roofline
 
-    from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
+    from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
     from dlm_rag.config import load_config
     from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, measure_free_bytes
     from dlm_rag.model.attention import (
@@ -127,7 +127,7 @@ def measure_decoding(what: DecodeSpec, record: PartRecord, folder: Path) -> None
     )
     from decode_replay import DecodeReplay, build_decoder, find_caching_runner, select_evenly
 
-    from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
+    from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
     from dlm_rag.config import EngineConfig, load_config
 
     decode_replay.RANDOM_MODEL_SHAPES["tiny"] = TINY_MODEL_SHAPE
@@ -277,7 +277,7 @@ def measure_exactness(what: ExactnessSpec, record: PartRecord) -> None:
         select_evenly,
     )
 
-    from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
+    from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
     from dlm_rag.config import EngineConfig, load_config
     from dlm_rag.decode.rollout import Rollout
 

@@ -35,7 +35,7 @@ from typing import Any
 from bench_tools import print_table, write_json
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.config import load_config
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.training.metrics_logger import read_metrics

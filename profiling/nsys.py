@@ -24,7 +24,7 @@ from profile_readers import find_nsys, import_qdstrm
 
 from dlm_rag import nvtx_ranges
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.cli_args import CommandParser
+from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.errors import ConfigError
 from dlm_rag.machine import choose_device, choose_dtype, describe_machine, get_code_commit
 from dlm_rag.nvtx_ranges import NVTX_DOMAIN

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dlm_rag.cli import check_writable, print_note
-from dlm_rag.commands.startup import PreparedDecoder, ResourceCache, open_search_service, prepare_decoder
+from dlm_rag.commands.prepare_decoder import (
+    PreparedDecoder,
+    ResourceCache,
+    open_search_service,
+    prepare_decoder,
+)
 from dlm_rag.config import Config
 from dlm_rag.energy.meter import EnergyReading
 from dlm_rag.errors import ConfigError

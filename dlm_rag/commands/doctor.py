@@ -19,8 +19,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from dlm_rag import __version__
-from dlm_rag.commands.cli_args import parse_command_line
-from dlm_rag.commands.startup import apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.arguments import parse_command_line
+from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, prepare_decoder
 from dlm_rag.config import Config
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.machine import (

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, plan_answer_job
-from dlm_rag.commands.cli_args import ANSWER_SETTINGS, READER_CONFIG, CommandLine, parse_command_line
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine, parse_command_line
 from dlm_rag.commands.evaluation_outputs import (
     check_question_selection,
     get_plot_file_name,
@@ -37,7 +37,7 @@ from dlm_rag.commands.evaluation_outputs import (
     wrap_write_errors,
     write_evaluation_report,
 )
-from dlm_rag.commands.startup import ResourceCache, apply_shipped_defaults, gather_questions
+from dlm_rag.commands.prepare_decoder import ResourceCache, apply_shipped_defaults, gather_questions
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError

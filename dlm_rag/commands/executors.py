@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag import __version__
 from dlm_rag.commands.answer_job import AnswerEngine, EngineSource, PreparedQuestions
-from dlm_rag.commands.startup import PreparedDecoder, prepare_decoder
+from dlm_rag.commands.prepare_decoder import PreparedDecoder, prepare_decoder
 from dlm_rag.config import Config
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.energy.meter import EnergyMeter, EnergyReading, open_meter

@@ -9,7 +9,7 @@ stopped is resumed by the same command; one that is finished is left alone.
 """
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import show_status

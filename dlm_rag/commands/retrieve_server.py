@@ -12,7 +12,7 @@ Ctrl-C or SIGTERM ends it. Whoever reaches the port may search: by default that 
 """
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.commands.serve import SERVE_OPTIONS, bind_socket, get_socket_url
 from dlm_rag.errors import ConfigError
 from dlm_rag.progress import show_status

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.answer_job import check_output_files, plan_answer_job
-from dlm_rag.commands.cli_args import ANSWER_SETTINGS, parse_command_line
-from dlm_rag.commands.startup import (
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
+from dlm_rag.commands.prepare_decoder import (
     SHIPPED_FOLDER,
     apply_shipped_defaults,
     gather_questions,

@@ -16,8 +16,8 @@ import socket
 from pathlib import Path
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.cli_args import parse_command_line
-from dlm_rag.commands.startup import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.arguments import parse_command_line
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
 from dlm_rag.errors import ConfigError, summarize_error
 from dlm_rag.files.hub import SHIPPED_PREFIX
 from dlm_rag.progress import show_status

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.answer_job import PreparedQuestions
-from dlm_rag.commands.cli_args import ANSWER_SETTINGS, check_read, parse_command_line
-from dlm_rag.commands.startup import apply_shipped_defaults, gather_questions, prepare_decoder
+from dlm_rag.commands.arguments import ANSWER_SETTINGS, check_read, parse_command_line
+from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.machine import get_code_commit
 from dlm_rag.progress import report_progress, show_status

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.cli import check_writable, print_note
-from dlm_rag.commands.cli_args import check_read, parse_command_line
+from dlm_rag.commands.arguments import check_read, parse_command_line
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.journal import acquire_file_lock, release_file_lock

@@ -20,8 +20,8 @@ from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 sys.path.insert(0, str(ROOT))
 from dlm_rag.commands import evaluate, sample, synthesize, train
-from dlm_rag.commands.cli_args import READER_CONFIG, parse_command_line
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.arguments import READER_CONFIG, parse_command_line
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import Config, load_config
 from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header
 from dlm_rag.errors import RunError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlm_rag.commands.cli_args import parse_command_line
+from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.config import (
     CONFIG_FOLDER,
     Config,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlm_rag.commands.startup import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, apply_shipped_defaults, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.questions import read_questions

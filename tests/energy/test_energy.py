@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dlm_rag.commands import doctor, executors
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import Config
 from dlm_rag.decode.results_file import AnswersFile
 from dlm_rag.decode.terminal import RunTotals

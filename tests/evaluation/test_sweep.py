@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.commands import evaluate
-from dlm_rag.commands.startup import PreparedDecoder
+from dlm_rag.commands.prepare_decoder import PreparedDecoder
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import (
     SCORE_METRICS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.startup import apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig, load_config
 from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
 from dlm_rag.evidence.prompt_segments import lay_out_prompt

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dlm_rag import Tokenizer
-from dlm_rag.commands.startup import prepare_decoder
+from dlm_rag.commands.prepare_decoder import prepare_decoder
 from dlm_rag.config import load_config
 from dlm_rag.config.tree import CONFIG_FOLDER
 from dlm_rag.errors import ConfigError

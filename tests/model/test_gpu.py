@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.commands.startup import apply_shipped_defaults, prepare_decoder
+from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, prepare_decoder
 from dlm_rag.config import EngineConfig, load_config
 from dlm_rag.decode.memory_budget import GIB
 from dlm_rag.decode.model_runner import MaskedModelRunner

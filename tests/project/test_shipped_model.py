@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, TrainConfig
 from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout

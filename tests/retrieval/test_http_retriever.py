@@ -20,8 +20,8 @@ import pytest
 from dlm_rag import Decoder, Denoiser, Tokenizer, load_retriever
 from dlm_rag.cli import run_program
 from dlm_rag.commands import sample
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.commands.serve import get_socket_url
-from dlm_rag.commands.startup import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig, ServingConfig
 from dlm_rag.errors import ConfigError, CorpusError
 from dlm_rag.questions import read_questions

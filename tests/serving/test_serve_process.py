@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import DecodeConfig, RetrievalConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.model.denoiser import Denoiser

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from dlm_rag.commands import synthesize
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import SynthesisConfig, TrainConfig
 from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.decode.rollout import Rollout

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from dlm_rag.commands import evaluate
-from dlm_rag.commands.startup import SHIPPED_FOLDER
+from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.decode.results_file import AnswersFile
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError, CorpusError, RunError

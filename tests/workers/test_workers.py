@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dlm_rag import machine
 from dlm_rag.commands.answer_job import PreparedQuestions, plan_answer_job
 from dlm_rag.commands.executors import make_decoder_factory, open_engines
-from dlm_rag.commands.startup import check_weights_fit, prepare_decoder
+from dlm_rag.commands.prepare_decoder import check_weights_fit, prepare_decoder
 from dlm_rag.config import Config, load_config
 from dlm_rag.decode.trace_file import read_trace
 from dlm_rag.errors import ConfigError, CorpusError
@@ -206,13 +206,17 @@ def config(tmp_path, corpus_file) -> Config:
 def test_weights_that_a_device_cannot_hold_are_refused_before_they_are_read(config, monkeypatch):
     checkpoint = open_checkpoint(config.model.path)
     size = count_weight_bytes(checkpoint.config, 4)
-    monkeypatch.setattr("dlm_rag.commands.startup.get_device_memory_bytes", lambda device: size - 1.0)
+    monkeypatch.setattr(
+        "dlm_rag.commands.prepare_decoder.get_device_memory_bytes", lambda device: size - 1.0
+    )
     with pytest.raises(
         ConfigError, match=r"take 0.1 MB|take \d+ kB in float32, and this cpu has .*bfloat16"
     ):
         prepare_decoder(config, ASKED)
     check_weights_fit(checkpoint, CPU, torch.bfloat16)
-    monkeypatch.setattr("dlm_rag.commands.startup.get_device_memory_bytes", lambda device: size / 2 - 1)
+    monkeypatch.setattr(
+        "dlm_rag.commands.prepare_decoder.get_device_memory_bytes", lambda device: size / 2 - 1
+    )
     with pytest.raises(ConfigError, match="of memory: choose a smaller model or a larger device"):
         check_weights_fit(checkpoint, CPU, torch.bfloat16)
 
