@@ -280,16 +280,10 @@ def _plan_budget(
     prepared: PreparedDecoder, found: Retriever, room: ContextBudget, longest: int, questions: int
 ) -> DecodeBudget:
     """What `engine.memory_gib` comes to; longest: tokens of the longest prompt. Raises `ConfigError`."""
-    from dlm_rag.decode.memory_budget import (
-        DecodeMemory,
-        LongestRow,
-        check_memory_bounded,
-        plan_decode_budget,
-    )
+    from dlm_rag.decode.memory_budget import DecodeMemory, LongestRow, plan_decode_budget
     from dlm_rag.retrieval.base import CorpusRetriever
 
     config, shape = prepared.config, prepared.checkpoint.config
-    check_memory_bounded(config.decode)
     passage = room.context_length  # nothing is known of the passages of a service
     if isinstance(found, CorpusRetriever):  # in bytes: a token has at least one
         passage = found.corpus.longest_line_bytes + len(prepared.tokenizer.template.fact)

@@ -60,11 +60,8 @@ def main(argv: list[str]) -> None:
             )
         decoder = prepared.load()
         with open_meter(config.energy, prepared.device) as meter:
-            name, bounded = (
-                get_served_model_name(config.model.path or ""),
-                config.engine.memory_gib is not None,
-            )
-            service = AnswerService(decoder, name, config.serving, meter, access, bounded)
+            name = get_served_model_name(config.model.path or "")
+            service = AnswerService(decoder, name, config.serving, meter, access)
             if isinstance(decoder.retriever, CorpusRetriever) and config.retrieval.method != "none":
                 service.offer_search(
                     SearchService(decoder.retriever, config.retrieval, config.serving, access)

@@ -89,13 +89,12 @@ class DecodeConfig(CheckedSettings):
     the checkpoint's own"""
     finished_block_context: str | None = setting(
         None,
-        choices=("recompute", "no_evidence", "append", "frozen"),
+        choices=("recompute", "no_evidence"),
         only_with=MASKED | {"attention_blocks": (True,)},
     )
     """what finished blocks attend to after new evidence arrives, in checkpoints with block attention:
-    recompute (they are run again with the new evidence), no_evidence (response text only), append (what
-    they saw, then the new passages) or frozen (what they saw); unset takes the checkpoint's own, else
-    recompute"""
+    recompute (they are run again with the new evidence) or no_evidence (response text only); unset takes
+    the checkpoint's own, else recompute"""
     query_window: int = setting(
         8,
         low=0,
@@ -146,8 +145,6 @@ class DecodeConfig(CheckedSettings):
     first steps take more, or each step takes its rounded share of the rest"""
     entropy_bound: float | None = setting(None, low=0)
     """joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1"""
-    remask_threshold: float | None = setting(None, low=0, high=1, only_with=MASKED)
-    """committed tokens that fall below this probability are masked again, once; unset: never"""
     edit_threshold: float | None = setting(
         None, low=0, high=1, only_with=MASKED | {"attention_blocks": (True,)}
     )
@@ -190,7 +187,7 @@ class DecodeConfig(CheckedSettings):
     """number of questions denoised together"""
     overlap: str = setting("none", choices=("none", "pipeline"))
     """search while the model runs: pipeline (on the other half of the batch; the same tokens)"""
-    early_stopping: bool = setting(True, only_with={"decode.remask_threshold": (None,)})
+    early_stopping: bool = setting(True)
     """stop once an end token and everything before it is committed, since the text can no longer change"""
 
     def __post_init__(self) -> None:
@@ -210,9 +207,7 @@ class DecodeConfig(CheckedSettings):
 
 @settings_dataclass
 class EngineConfig(CheckedSettings):
-    """How decoding is run. It changes no token, except by the rounding of `compile`, and with
-    `decode.finished_block_context=frozen`, which needs a cache.
-    """
+    """How decoding is run. It changes no token, except by the rounding of `compile`."""
 
     memory_gib: float | None = setting(None, low=2**-20, high=2**20, only_with=MASKED)
     """memory limit for decoding or training on the device in GiB, for weights, batch, cache and a step

@@ -14,7 +14,7 @@ _RENAMED = {
     "decode": {
         "canvas_length": "max_new_tokens", "finished_blocks": "finished_block_context",
         "lookahead": "query_window", "gate_width": "gate_temperature", "head_cut": "head_threshold",
-        "revision_threshold": "remask_threshold", "edit_rounds": "max_edit_steps",
+        "edit_rounds": "max_edit_steps",
         "copy_price": "copy_penalty", "stable_steps": "convergence_steps",
         "confident_below": "stop_entropy", "query": "query_policy", "retrieve_every": "retrieval_interval",
         "retrieve_below": "retrieval_threshold", "search": "retrieval_gate", "stop_early": "early_stopping",
@@ -47,13 +47,17 @@ _RENAMED = {
 }  # fmt: skip
 # Settings that are gone, in stored files too: a sentence on each, by its dotted key.
 _REMOVED = {
+    **dict.fromkeys(
+        ("decode.remask_threshold", "decode.revision_threshold"),
+        "committed tokens are masked no more: leave it out, or set decode.edit_threshold",
+    ),
     "retrieval.bm25_cache_gib": "BM25 keeps no scores any more, and finds the same: leave it out",
     "retrieval.search_memory_gib": "BM25 keeps no scores any more, and finds the same: leave it out",
 }
 # Values that had other names, by the setting that has them, without its section.
 _RENAMED_VALUES = {
     "bm25_query": {"query": "whole", "parts": "sentences"},
-    "finished_block_context": {"reread": "recompute", "text": "no_evidence", "kept": "frozen"},
+    "finished_block_context": {"reread": "recompute", "text": "no_evidence"},
     "commit_rule": {"head": "policy_head"},
     "retrieval_gate": {"head": "policy_head"},
     "trainable": {"heads": "policy_heads"},
@@ -90,8 +94,8 @@ def upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings by dotted keys, as older versions stored them, under the names of today."""
     upgraded: dict[str, Any] = {}
     for key, value in settings.items():
-        if key in _REMOVED:
-            continue
+        if key in _REMOVED and (value is None or not key.startswith("decode.")):
+            continue  # else it has changed answers, with which no others are mixed
         path, _, leaf = key.rpartition(".")
         section = "train" if path.startswith("train.phases.") else path
         renamed = _RENAMED.get(section, {}) | ({} if section else {"attention_block": "block_size"})

@@ -36,8 +36,7 @@ class Canvas:
 
     frozen_length: positions in front that change no more; None: a committed token stays.
 
-    Invariant: a committed token changes only by `remask`, each position at most once, or by `edit`, after
-    the frozen positions.
+    Invariant: a committed token changes only by `edit`, after the frozen positions.
     """
 
     length: int
@@ -46,12 +45,10 @@ class Canvas:
     edit_steps: int = 0  # since the current block has no mask
     ids: TokenIds = field(init=False)
     masked: NDArray[np.bool_] = field(init=False)
-    revised: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ids = np.full(self.length, self.mask_id, dtype=np.int64)
         self.masked = np.ones(self.length, dtype=bool)
-        self.revised = np.zeros(self.length, dtype=bool)
 
     @property
     def first_masked(self) -> int:
@@ -110,9 +107,7 @@ class Canvas:
     def write_step(
         self, proposals: Proposals, settings: DecodeConfig, block: tuple[int, int], choose: Choose
     ) -> CanvasChange:
-        """Edits and commits within the current block, from and up to `block`; what is `remasked` already is
-        proposed for like any mask.
-        """
+        """Edits and commits within the current block, from and up to `block`."""
         begin, end = block
         at = proposals.positions
         candidates = proposals.subset(self.candidates(settings.block_length, begin, end)[at])
@@ -135,17 +130,6 @@ class Canvas:
             raise ValueError("a committed position cannot be committed again")
         self.ids[chosen.positions] = chosen.token_ids
         self.masked[chosen.positions] = False
-
-    def remask(self, proposals: Proposals, bound: float) -> TokenIds:
-        """Masks committed tokens whose probability now is below `bound`, each position once.
-
-        Returns the positions masked again, ascending.
-        """
-        at = proposals.positions
-        fallen = at[~self.masked[at] & ~self.revised[at] & (proposals.current_prob < bound)]
-        self.ids[fallen] = self.mask_id
-        self.masked[fallen] = self.revised[fallen] = True
-        return fallen
 
     def edit(self, proposals: Proposals, bound: float) -> Proposals:
         """Replaces committed tokens by proposals of at least `bound` for another token; returns these."""

@@ -46,16 +46,13 @@ class DenoiseStep:
 
     def _write(self, row: Row, proposals: Proposals) -> None:
         canvas, record, settings = row.canvas, row.record, row.settings
-        alone, remasked = row.follows_last_block, ()
-        if settings.remask_threshold is not None:
-            remasked = tuple(canvas.remask(proposals, settings.remask_threshold).tolist())
         # Where one token is asked for alone, the older provisional ones say more: of what comes after it.
-        if row.provisional is None or not alone:
+        if row.provisional is None or not row.follows_last_block:
             masked = canvas.masked[proposals.positions]
             row.provisional = proposals.most_probable or proposals.subset(masked)
         change = canvas.write_step(proposals, settings, row.current_block, partial(self._choose, row))
         record.committed, record.edited = self._records(change.committed), self._records(change.edited)
-        record.remasked = (*remasked, *change.remasked)
+        record.remasked = change.remasked
         still = row.provisional.subset(canvas.masked[row.provisional.positions])
         unseen = 0.0 if canvas.masked.any() else None  # nothing is known of what is after the window
         row.lowest_confidence = float(still.confidence.min()) if len(still.positions) else unseen

@@ -213,15 +213,6 @@ def _peak_of_logits(denoiser: Denoiser, decode: DecodeConfig, count: int) -> int
     return alive.peak_bytes
 
 
-def check_memory_bounded(decode: DecodeConfig) -> None:
-    """Raises `ConfigError` where the memory of a row has no bound that could be kept."""
-    if decode.finished_block_context == "append":
-        raise ConfigError(
-            "engine.memory_gib cannot be kept with decode.finished_block_context=append, whose rows grow "
-            "with every search: leave one out"
-        )
-
-
 def plan_decode_budget(
     memory: DecodeMemory, engine: EngineConfig, device: torch.device, rows: int
 ) -> DecodeBudget:

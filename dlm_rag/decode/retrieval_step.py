@@ -14,7 +14,6 @@ from dlm_rag.decode.row import PendingSearch, Row, SearchResult
 from dlm_rag.errors import QuestionError, UserError
 from dlm_rag.evidence.prompt_segments import (
     LaidOutPrompt,
-    append_passages,
     lay_out_prompt,
     order_by_arrival,
 )
@@ -146,9 +145,8 @@ class RetrievalStep:
 
     def _update_evidence(self, row: Row, passages: list[Passage]) -> None:
         """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
-        shape, rollout, before = self.model_runner.shape, row.rollout, row.laid_out_prompt
-        appends = row.settings.finished_block_context == "append" and bool(shape.block_size)
-        passages = self._merge_passages(row, passages, appends)
+        rollout, before = row.rollout, row.laid_out_prompt
+        passages = self._merge_passages(row, passages)
         if passages == row.retrieved_passages:
             return
         row.retrieved_passages = passages
@@ -164,12 +162,10 @@ class RetrievalStep:
         if row.settings.copy_penalty is not None:
             row.copy_sources = CopySources.from_prompt(fitted.prompt, self._separators)
         keep_shorter_texts(rollout.evidence_texts, fitted.texts)
-        if appends and before is not None:
-            laid = append_passages(before, laid, len(laid.canvas_prefix.ids) + row.current_block[0])
         row.laid_out_prompt = laid
         self.model_runner.prefetch(laid)
 
-    def _merge_passages(self, row: Row, found: list[Passage], appends: bool) -> list[Passage]:
+    def _merge_passages(self, row: Row, found: list[Passage]) -> list[Passage]:
         """What was found, with what stays of earlier searches, in the order of the prompt."""
         if not row.step:
             row.first_passages = found
@@ -177,11 +173,8 @@ class RetrievalStep:
             found = interleave_rankings(
                 (row.first_passages, found), max(len(row.first_passages), len(found))
             )
-        held = row.retrieved_passages or []
-        if appends:
-            known = {passage.id for passage in held}
-            return [*held, *(passage for passage in found if passage.id not in known)]
-        return order_by_arrival(held, found) if self.model_runner.shape.noise is not None else found
+        of_noise = self.model_runner.shape.noise is not None
+        return order_by_arrival(row.retrieved_passages or [], found) if of_noise else found
 
     def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[FittedPrompt, LaidOutPrompt]:
         """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""

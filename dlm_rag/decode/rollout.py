@@ -53,8 +53,8 @@ class RolloutStep:
 
     Step 0 asks with the question alone and commits nothing. The tokens of step s were committed
     with the evidence of step s - 1 in context. `query` is None when no refresh was due; `retrieved`
-    is False when the query equalled the last one. `remasked` lists positions masked again before
-    the commit (only with a revision threshold), `edited` tokens that took the place of committed ones (only
+    is False when the query equalled the last one. `remasked` lists positions masked again (of
+    uniform noise; in older traces), `edited` tokens that took the place of committed ones (only
     with an edit threshold). `seconds` is this question's share of each stage.
     `dropped` are the passages that were found and found no place in the prompt; they rank behind those
     of `passage_ids`.

@@ -61,9 +61,8 @@ class Row:
 
     @property
     def is_done(self) -> bool:
-        """Whether its text is certain; with revision, the text before an end token may still change."""
-        certain = self.settings.early_stopping and self.settings.remask_threshold is None
-        return self.canvas.is_finished(self.end_ids if certain else ())
+        """Whether its text is certain."""
+        return self.canvas.is_finished(self.end_ids if self.settings.early_stopping else ())
 
     @property
     def evidence(self) -> dict[str, str]:
@@ -104,13 +103,13 @@ class Row:
     @property
     def positions_to_predict(self) -> NDArray[np.int64]:
         """The canvas positions that the next step asks about: the masked ones of the window, and with
-        revision or edits the committed ones of the block.
+        edits the committed ones of the block.
         """
         begin, end = self.window
         if begin == end:
             return np.array([begin])
         asked = self.canvas.masked[begin:end].copy()
-        if self.settings.remask_threshold is not None or self.canvas.frozen_length is not None:
+        if self.canvas.frozen_length is not None:
             asked[: self.current_block[1] - begin] = True
         return begin + np.flatnonzero(asked)
 

@@ -64,8 +64,6 @@ class _SlotLayout:
     chain: tuple[int, ...] = ()  # its finished tokens
     first: int = 0  # tokens of its first block
 
-    question: tuple[Segment, ...] = ()
-
     @classmethod
     def from_request(cls, row: CacheRequest) -> "_SlotLayout":
         segments, stretches, at, begin = [], [], 0, 0
@@ -80,11 +78,8 @@ class _SlotLayout:
             segments.append((segment, at))
             at += len(segment.ids)
         stretches.append((begin, row.finished_tokens, at))
-        chain, question = (
-            row.canvas_segment.ids[: row.finished_tokens],
-            row.laid_out_prompt.context_segments[-1:],
-        )
-        return cls(tuple(segments), tuple(stretches), chain, row.canvas_segment.first, question)
+        chain = row.canvas_segment.ids[: row.finished_tokens]
+        return cls(tuple(segments), tuple(stretches), chain, row.canvas_segment.first)
 
     def first_difference(self, other: "_SlotLayout") -> int:
         """The first place where the segments differ."""
@@ -259,17 +254,15 @@ def _scratch_batches(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
 
 def _count_reusable_tokens(row: CacheRequest, held: _SlotLayout, order: _SlotLayout) -> int:
     """How many tokens of the chain need not run: they are whole blocks, and nothing before them changed."""
-    question = row.laid_out_prompt.context_segments[-1:]
-    if held.first != order.first or (row.laid_out_prompt.freeze_finished and question != held.question):
-        return 0  # other blocks, another question
+    if held.first != order.first:
+        return 0  # other blocks
     pairs = zip(held.chain, order.chain, strict=False)
     shorter = min(len(held.chain), len(order.chain))
     same = next((n for n, (one, other) in enumerate(pairs) if one != other), shorter)
-    if not row.laid_out_prompt.freeze_finished:
-        differ = order.first_difference(held)
-        for begin, stop, place in order.stretches:
-            if place + stop - begin > differ:
-                same = min(same, max(begin, begin + differ - place))
+    differ = order.first_difference(held)
+    for begin, stop, place in order.stretches:
+        if place + stop - begin > differ:
+            same = min(same, max(begin, begin + differ - place))
     return row.canvas_segment.block_start(
         min(same, row.first_read_token) if row.first_read_token < row.finished_tokens else same
     )

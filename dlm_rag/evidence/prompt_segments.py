@@ -9,10 +9,8 @@ things stand: each sees what is before it. So the order says what finished block
 
 | | order | when the evidence changes |
 |---|---|---|
-| `reread` | passages, question, finished blocks, window | finished blocks run again |
-| `text` | question, finished blocks, passages, window | nothing runs again |
-| `append` | as they came: new passages behind the blocks that were finished by then | nothing runs again |
-| `kept` | as `reread` | nothing runs again: they keep what they saw (an ablation) |
+| `recompute` | passages, question, finished blocks, window | finished blocks run again |
+| `no_evidence` | question, finished blocks, passages, window | nothing runs again |
 """
 
 from collections.abc import Sequence
@@ -35,9 +33,8 @@ class LaidOutPrompt:
     context_segments: segments that see themselves alone, in front. canvas_prefix: what runs before the
     canvas; lead and canvas are one chain, whose blocks are `first_block_length` tokens and then
     `block_size` each (None: one block). inserted_segments: segments that see themselves alone and stand in
-    the chain, behind so many of its tokens, ascending. freeze_finished: whether finished blocks keep what
-    they saw when something before them changes. predicts_next_block: whether the last token of a block
-    predicts the first of the next. complete_last_block: whether the last block must be whole.
+    the chain, behind so many of its tokens, ascending. predicts_next_block: whether the last token of a
+    block predicts the first of the next. complete_last_block: whether the last block must be whole.
     """
 
     context_segments: tuple[Segment, ...]
@@ -45,7 +42,6 @@ class LaidOutPrompt:
     first_block_length: int = 0
     block_size: int | None = None
     inserted_segments: tuple[tuple[int, Segment], ...] = ()
-    freeze_finished: bool = False
     predicts_next_block: bool = False
     complete_last_block: bool = False
 
@@ -133,9 +129,7 @@ def lay_out_prompt(
     if block is not None and order == "no_evidence":
         later = tuple((UNBOUNDED_POSITION, passage) for passage in passages)
         return set_attention_blocks(LaidOutPrompt((question,), lead, inserted_segments=later), shape)
-    return set_attention_blocks(
-        LaidOutPrompt((*passages, question), lead, freeze_finished=order == "frozen"), shape
-    )
+    return set_attention_blocks(LaidOutPrompt((*passages, question), lead), shape)
 
 
 def set_attention_blocks(laid: LaidOutPrompt, shape: DenoiserConfig) -> LaidOutPrompt:
@@ -150,17 +144,6 @@ def set_attention_blocks(laid: LaidOutPrompt, shape: DenoiserConfig) -> LaidOutP
         block_size=block,
         predicts_next_block=shape.shifted,
         complete_last_block=whole,
-    )
-
-
-def append_passages(before: LaidOutPrompt, now: LaidOutPrompt, finished: int) -> LaidOutPrompt:
-    """The order `append`: what stands stays, passages of `now` that are not there yet come behind the first
-    `finished` tokens of the chain.
-    """
-    held = {*before.context_segments, *(segment for _, segment in before.inserted_segments)}
-    new = [segment for segment in dict.fromkeys(now.context_segments) if segment not in held]
-    return replace(
-        before, inserted_segments=(*before.inserted_segments, *((finished, segment) for segment in new))
     )
 
 

@@ -12,7 +12,7 @@ from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 AttentionPattern = Callable[[Any, Any, Any], Any]
 BLOCK_GRIDS = ("prompt", "canvas")
 # what they see: `evidence/prompt_segments.py`
-FINISHED_BLOCKS = ("recompute", "no_evidence", "append", "frozen")
+FINISHED_BLOCKS = ("recompute", "no_evidence")
 # Kinds of scaled rotary positions, with the numbers that each needs; others depend on the text's length.
 ROPE_SCALINGS = {
     "linear": ("factor",),

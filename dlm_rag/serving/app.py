@@ -56,17 +56,14 @@ class AnswerService:
         limits: ServingConfig,
         meter: EnergyMeter | None = None,
         access: AccessControl | None = None,
-        bounded: bool = False,
     ) -> None:
-        """model: its name for clients. access: without keys, for this machine alone, where None. bounded:
-        as in `RequestParser`.
-        """
+        """model: its name for clients. access: without keys, for this machine alone, where None."""
         self.model, self.limits, access = model, limits, access or AccessControl()
         self._shape, self._layout = decoder.denoiser.config, decoder.evidence_layout
         canvas = limits.max_tokens or decoder.config.max_new_tokens
         assert canvas is not None
         heads = decoder.denoiser.heads is not None
-        self._parser = RequestParser(decoder.config, self._shape, canvas, heads, bounded)
+        self._parser = RequestParser(decoder.config, self._shape, canvas, heads)
         self._tokenizer = copy.deepcopy(decoder.tokenizer)  # for this thread: one is not for two
         self._decoder, self._meter = decoder, meter or EnergyMeter()
         self._update_events: dict[EngineRequest, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}

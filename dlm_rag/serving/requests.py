@@ -12,7 +12,6 @@ from pydantic import BaseModel, Field, create_model, field_validator
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import get_rule, replace_settings
 from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
-from dlm_rag.decode.memory_budget import check_memory_bounded
 from dlm_rag.errors import UserError
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.serving.middleware import ApiError, RequestBody, parse_body
@@ -108,15 +107,12 @@ class ParsedRequest:
 class RequestParser:
     """Reads requests for one model. All methods raise `ApiError`."""
 
-    def __init__(
-        self, settings: DecodeConfig, shape: DenoiserConfig, most: int, heads: bool, bounded: bool
-    ) -> None:
+    def __init__(self, settings: DecodeConfig, shape: DenoiserConfig, most: int, heads: bool) -> None:
         """settings: the server's, as `with_checkpoint_defaults` leaves them; a request changes some.
-        most: maximum canvas length. heads: whether there are policy heads. bounded: whether the memory of a
-        row is fixed in advance.
+        most: maximum canvas length. heads: whether there are policy heads.
         """
         self._settings, self._shape, self._most = settings, shape, most
-        self._heads, self._bounded = heads, bounded
+        self._heads = heads
 
     def parse_chat(self, body: bytes) -> ParsedRequest:
         """A chat completion in OpenAI's form."""
@@ -159,8 +155,6 @@ class RequestParser:
         try:
             settings = with_checkpoint_defaults(replace_settings(self._settings, **given), self._shape)
             check_policy_heads(settings, self._heads)
-            if self._bounded:
-                check_memory_bounded(settings)
             length = settings.max_new_tokens or 0
             if length > self._most:
                 reason = f"max_new_tokens={length} is more than the {self._most} of this server"

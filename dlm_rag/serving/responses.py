@@ -67,14 +67,14 @@ class CanvasTracker:
         return any(token.token_id in self._tokenizer.end_ids for token in self._held.values())
 
     def stable_text(self, rollout: Rollout) -> str:
-        """The beginning of the final text; with revision or edits nothing is certain before the end, of
-        noise nothing in the block under work.
+        """The beginning of the final text; with edits nothing is certain before the end, of noise
+        nothing in the block under work.
 
         Held back are blanks and a character that is not whole, at the end, and what may be the beginning
         of a stop text.
         """
         settings = rollout.settings
-        if settings["remask_threshold"] is not None or settings["edit_threshold"] is not None:
+        if settings["edit_threshold"] is not None:
             return ""
         ids: list[int] = []
         most = rollout.canvas_length

@@ -464,7 +464,7 @@ CASES = [
         for words, says in (
             ("decode.block_length=4", "block_length=4 has no effect on a model that denoises from uniform noise"),
             ("decode.copy_penalty=4", "copy_penalty=4.0 has no effect on a model that denoises from uniform noise"),
-            ("decode.finished_block_context=frozen", "finished_block_context=frozen has no effect on a model that"),
+            ("decode.finished_block_context=no_evidence", "finished_block_context=no_evidence has no effect on a model that"),
             ("decode.commit_rule=threshold", "commit_rule=threshold has no effect on a model that"),
             ("decode.query_window=4", "query_window=4 has no effect"),
             ("decode.temperature=0.5", "temperature=0.5 has no effect"),

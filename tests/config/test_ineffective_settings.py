@@ -99,9 +99,9 @@ def test_what_a_checkpoint_does_not_read_is_refused_once_it_is_open():
         check_checkpoint_effects(
             "decode", DecodeConfig(tokens_per_step=2), {"decode.commit_rule": "sampled"}
         )
-    own = DecodeConfig(finished_block_context="frozen")
+    own = DecodeConfig(finished_block_context="no_evidence")
     check_checkpoint_effects(
-        "decode", own, {"attention_blocks": False}, {"finished_block_context": "frozen"}
+        "decode", own, {"attention_blocks": False}, {"finished_block_context": "no_evidence"}
     )
 
 

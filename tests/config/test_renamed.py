@@ -54,8 +54,9 @@ def test_an_old_value_is_answered_with_the_new_one(name, old, new):
 
 
 WORDS = [
-    "decode.max_new_tokens=32", "decode.finished_block_context=frozen", "decode.retrieval_gate=policy_head",
-    "decode.query_policy=question", "retrieval.method=dense", "retrieval.bm25_query=sentences",
+    "decode.max_new_tokens=32", "decode.finished_block_context=no_evidence",
+    "decode.retrieval_gate=policy_head", "decode.query_policy=question", "retrieval.method=dense",
+    "retrieval.bm25_query=sentences",
     "train.objective=rl", "train.trainable=policy_heads", "train.prompts_per_step=3",
     "train.passage_sets_per_step=3", "train.num_generations=5", "train.rows_per_set=5",
     "train.phases.a.max_steps=7", "train.phases.b.save_steps=3", "engine.prefix_cache_gib=2",

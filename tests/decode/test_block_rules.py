@@ -52,8 +52,7 @@ def what_happened(rollout):
     [
         ("joint", {}, EDITS),
         ("joint", {"block_grid": "canvas"}, EDITS),
-        ("independent", {}, EDITS | {"finished_block_context": "no_evidence", "remask_threshold": 0.3}),
-        ("independent", {}, EDITS | {"finished_block_context": "append", "retrieval_threshold": 0.9}),
+        ("independent", {}, EDITS | {"finished_block_context": "no_evidence", "retrieval_threshold": 0.9}),
         ("joint", SHIFTED, EDITS),
         ("independent", SHIFTED, {}),
         ("joint", {}, {"steps_per_block": 2, "commit_rule": "top_k"}),

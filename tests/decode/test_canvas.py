@@ -16,12 +16,6 @@ def put(canvas, tokens):
     canvas.commit(Proposals(positions, ids, *[ones] * 5))
 
 
-def written(*probability):
-    """Proposals for all positions, whose tokens now have these probabilities."""
-    unknown = [np.zeros(len(probability))] * 5
-    return Proposals(np.arange(len(probability)), *unknown, np.array(probability))
-
-
 def test_only_the_first_unfinished_block_may_be_committed():
     canvas = Canvas(6, MASK)
     assert canvas.candidates(None).all()
@@ -48,15 +42,6 @@ def test_a_committed_position_cannot_be_committed_again():
     with pytest.raises(ValueError, match="committed already|committed again"):
         put(canvas, {1: 8})
     assert canvas.ids.tolist() == [MASK, 7, MASK]
-
-
-def test_a_position_is_masked_again_at_most_once():
-    canvas = Canvas(3, MASK)
-    put(canvas, {0: 5, 1: 6})
-    assert canvas.remask(written(0.1, 0.8, 0.1), 0.5).tolist() == [0]
-    assert canvas.ids.tolist() == [MASK, 6, MASK]
-    put(canvas, {0: 7})
-    assert canvas.remask(written(0.1, 0.8, 0.1), 0.5).tolist() == []
 
 
 def test_another_token_replaces_a_committed_one_behind_what_is_closed():

@@ -365,15 +365,6 @@ def script_logits(decoder, text, strength=9.0):
     script(decoder, [dict(enumerate(text))], strength)
 
 
-def test_revision_masks_fallen_tokens_again_and_still_ends(corpus_file):
-    settings = {"remask_threshold": 0.9, "commit_threshold": 0.2, "max_new_tokens": 16}
-    rollout = make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])[0]
-    remasked = [position for step in rollout.steps for position in step.remasked]
-    assert remasked and len(remasked) == len(set(remasked)), "each position at most once"
-    *_, last = rollout.replay()
-    assert sorted(last) == list(range(16))
-
-
 def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
     settings = {"temperature": 1.0, "early_stopping": False}
     batch = make_decoder(corpus_file, batch_size=3, **settings).decode(QUESTIONS)
@@ -510,24 +501,6 @@ def test_retrieval_can_wait_until_the_denoiser_is_unsure(corpus):
         decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0]] * 9), tiny_tokenizer(), config)
         script_logits(decoder, "abcdef")
         assert decoder.decode(["Who?"])[0].retrievals == retrievals
-
-
-def test_revision_looks_at_the_token_that_was_written(corpus):
-    """Step 1 writes "a" and "b"; then the denoiser is sure of "a" and, at the second place, of "c"."""
-    config = DecodeConfig(max_new_tokens=3, commit_threshold=0.9, remask_threshold=0.5)
-    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
-    scripted_run(decoder, [{0: "a", 1: "b"}, {0: "a", 1: "c", 2: "d"}])
-    rollout = decoder.decode(["Who?"])[0]
-    assert rollout.steps[2].remasked == (1,) and rollout.response == "acd"
-
-
-def test_with_revision_an_end_token_is_not_yet_the_end(corpus):
-    config = {"max_new_tokens": 4, "commit_rule": "top_k", "block_length": 1}
-    for revision, forwards in ((None, 1), (0.0, 4)):
-        settings = DecodeConfig(**config, remask_threshold=revision)
-        decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), settings)
-        bias_end_token(decoder, 50.0)
-        assert decoder.decode(["Who?"])[0].forwards == forwards
 
 
 def test_the_mask_is_never_written(corpus_file):

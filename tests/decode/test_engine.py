@@ -59,7 +59,7 @@ def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
         {"max_new_tokens": 12, "commit_threshold": 0.4},
         {"max_new_tokens": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query_policy": "question"},
         {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "early_stopping": False},
-        {"max_new_tokens": 12, "remask_threshold": 0.5, "block_length": 4, "retrieval_interval": 2},
+        {"max_new_tokens": 12, "block_length": 4, "retrieval_interval": 2},
     ]
     settings = [DecodeConfig(**way) for way in ways]
     decoder = make_decoder(corpus_file, "independent", batch_size=4)
@@ -304,7 +304,7 @@ WAYS = [
     {"max_new_tokens": 12, "commit_threshold": 0.4},
     {"max_new_tokens": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query_policy": "question"},
     {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "early_stopping": False},
-    {"max_new_tokens": 12, "remask_threshold": 0.5, "block_length": 4, "retrieval_interval": 2},
+    {"max_new_tokens": 12, "block_length": 4, "retrieval_interval": 2},
     {"max_new_tokens": 30, "query_policy": "feedback", "retrieval_threshold": 0.9},
     {"max_new_tokens": 11, "query_policy": "two_rounds", "commit_threshold": 0.5},
     {"max_new_tokens": 9, "temperature": 1.3, "commit_rule": "grounded", "query_policy": "response"},

@@ -67,7 +67,6 @@ def bare(rollout):
 
 WAYS = {
     "plain": {},
-    "revision": {"remask_threshold": 0.6},
     "pipeline": {"overlap": "pipeline", "batch_size": 2},
     "sampled": {"temperature": 1.0},
     "to the end": {"early_stopping": False, "block_length": 4},

@@ -1,8 +1,5 @@
 """Attention in blocks: what is kept equals its definition as a mask; lookahead commits no other token."""
 
-from dataclasses import replace
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -11,12 +8,10 @@ from dlm_rag.config import EngineConfig
 from dlm_rag.decode.model_runner import MaskedModelRunner, ModelInput
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.batch_kv_cache import PREFILL_SCRATCH_TOKENS
-from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts, encode_segments
+from dlm_rag.evidence.encode_segments import encode_canvases, encode_contexts
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.attention import _KERNELS
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.model.kv_store import SharedContext
-from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer import Prompt
 from tests.support.block_attention import (
@@ -53,7 +48,7 @@ SHAPES = {
 
 ORDERS = [
     *(("recompute", shape) for shape in SHAPES),
-    *((order, shape) for order in ("no_evidence", "append") for shape in SHAPES if "independent" in shape),
+    *(("no_evidence", shape) for shape in SHAPES if "independent" in shape),
 ]
 
 
@@ -81,43 +76,7 @@ def test_training_sees_what_decoding_sees(order):
         torch.testing.assert_close(hidden, dense_reference_states(denoiser, view), rtol=1e-4, atol=1e-5)
 
 
-def alone(kept):
-    """All of these keys and values (layers, 2, n, heads, head_dim) as the context of one row."""
-    return SharedContext([tuple(layer) for layer in kept], [[range(kept.shape[2])]])
-
-
-def test_blocks_that_keep_what_they_saw():
-    """The window sees new passages, and finished blocks as they were beside the old ones."""
-    denoiser = block_denoiser(evidence_layout="independent")
-    proposer = MaskedModelRunner(denoiser, MASK, EngineConfig(prefix_cache_gib=1))
-    canvas = np.array([60, 61, 62, 63, MASK, MASK, MASK, MASK])
-    old, new = (
-        lay_out_prompt(Prompt((1, 2), facts, (3,)), denoiser.config, finished_block_context="frozen")
-        for facts in (FACTS[:2], FACTS[1:])
-    )
-    asked = np.arange(4, 8)
-    proposer.propose([ModelInput(0, old, canvas, asked, finished_length=4)])
-    (found,) = proposer.propose([ModelInput(0, new, canvas, asked, finished_length=4)])
-    chain = old.build_canvas_segment(canvas.tolist())
-    with torch.inference_mode():
-        contexts = [
-            torch.cat(encode_segments(denoiser, laid.context_segments), dim=2) for laid in (old, new)
-        ]
-        first = pack_rows([chain.slice_tokens(0, 4)], denoiser.device, context=alone(contexts[0]))
-        block = torch.stack([torch.stack(layer) for layer in denoiser.encode(first, keep=True)[1]])
-        after = torch.cat((contexts[1], block), dim=2)
-        window = pack_rows([chain.slice_tokens(4, 8)], denoiser.device, context=alone(after))
-        confidence, token = top_confidences(denoiser, denoiser.encode(window)[0])
-    assert found.token_ids.tolist() == token.tolist()
-    assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
-    fresh = MaskedModelRunner(denoiser, MASK, EngineConfig(prefix_cache_gib=0))
-    (reread,) = fresh.propose([ModelInput(0, new, canvas, asked, finished_length=4)])
-    assert reread.confidence != pytest.approx(found.confidence, abs=1e-4), (
-        "which differs from reading again"
-    )
-
-
-@pytest.mark.parametrize("order", ["recompute", "no_evidence", "append", "frozen"])
+@pytest.mark.parametrize("order", ["recompute", "no_evidence"])
 def test_lookahead_changes_no_proposal_of_the_block_under_work(order):
     denoiser = block_denoiser(evidence_layout="independent")
     laid = lay_out_prompt(Prompt((1, 2), FACTS, (3,)), denoiser.config, finished_block_context=order)
@@ -144,13 +103,11 @@ def what_happened(rollouts):
     ]
 
 
-@pytest.mark.parametrize("order", ["recompute", "no_evidence", "append", "frozen"])
+@pytest.mark.parametrize("order", ["recompute", "no_evidence"])
 @pytest.mark.parametrize("lookahead", [0, 4, 100])
 def test_the_same_tokens_alone_and_in_a_batch_with_and_without_a_pool(corpus_file, order, lookahead):
     found = []
     for batch_size, prefix_cache_gib in ((1, 1.0), (4, 1.0), (4, 0.0), (3, 1e-5)):
-        if order == "frozen" and not prefix_cache_gib:
-            continue  # where nothing is kept, blocks see the evidence of now
         settings = {"finished_block_context": order, "query_window": lookahead, "batch_size": batch_size}
         decoder = make_decoder(corpus_file, prefix_cache_gib=prefix_cache_gib, **settings)
         found.append(what_happened(decoder.decode(ASKED)))
@@ -219,15 +176,12 @@ def test_finished_blocks_run_once_where_they_see_text_alone(corpus_file, corpus)
 
 
 @pytest.mark.parametrize("layout", ["joint", "prefix"])
-@pytest.mark.parametrize("order", ["no_evidence", "append", "frozen"])
-def test_an_order_that_a_layout_cannot_have_is_refused(corpus_file, layout, order):
-    with pytest.raises(
-        ConfigError, match=f"finished_block_context={order} needs evidence_layout=independent"
-    ):
-        make_decoder(corpus_file, layout, finished_block_context=order).decode(ASKED)
+def test_an_order_that_a_layout_cannot_have_is_refused(corpus_file, layout):
+    with pytest.raises(ConfigError, match="no_evidence needs evidence_layout=independent"):
+        make_decoder(corpus_file, layout, finished_block_context="no_evidence").decode(ASKED)
 
 
-@pytest.mark.parametrize("order", ["recompute", "no_evidence", "append", "frozen"])
+@pytest.mark.parametrize("order", ["recompute", "no_evidence"])
 def test_engines_of_one_decoder_do_not_meet_in_a_slot(corpus_file, order):
     decoder = make_decoder(corpus_file, finished_block_context=order, batch_size=1)
     expected = what_happened(decoder.decode(ASKED[:2]))
@@ -254,13 +208,6 @@ def test_a_call_that_fails_leaves_nothing_behind(corpus_file, monkeypatch):
         assert found.confidence == pytest.approx(confidence.numpy(), abs=2e-6)
 
 
-def test_what_append_shows_is_on_record(corpus_file, corpus):
-    decoder = make_decoder(corpus_file, finished_block_context="append", max_new_tokens=40)
-    decoder.retriever = RotatingRetriever(corpus, 2)
-    shown = [step.passage_ids for step in decoder.decode(ASKED[:1])[0].steps]
-    assert len(shown[-1]) > 2 and all(one == other[: len(one)] for one, other in pairwise(shown))
-
-
 def test_kernels_that_take_no_masks_get_rows_that_see_all_they_are_given(corpus_file, monkeypatch):
     expected = what_happened(make_decoder(corpus_file, query_window=8).decode(ASKED))
 
@@ -276,4 +223,3 @@ def test_kernels_that_take_no_masks_get_rows_that_see_all_they_are_given(corpus_
 def test_settings_of_the_checkpoint_count_where_no_others_are_named(corpus_file):
     decoder = make_decoder(corpus_file, shape={"finished_block_context": "no_evidence"})
     assert decoder.config.finished_block_context == "no_evidence"
-    assert replace(decoder.config, finished_block_context="frozen").finished_block_context == "frozen"

@@ -73,7 +73,6 @@ def test_answers_are_those_of_the_decoder(decoder):
     [
         {},
         {"temperature": 1.0, "seed": 3},
-        {"remask_threshold": 0.6},
         {"block_length": 4},
         {"max_tokens": 5},
     ],

@@ -8,7 +8,7 @@ import torch
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.model_runner import ModelInput
-from dlm_rag.evidence.prompt_segments import append_passages, lay_out_prompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.tokenizer import Prompt, PromptTemplate
@@ -68,10 +68,7 @@ def walk_decode_views(shape, order, seed):
     laid, finished, facts = None, 0, ()
     while finished < LENGTH:
         facts = tuple(rng.sample(FACTS, rng.randrange(4))) if laid is None or rng.random() < 0.6 else facts
-        now = lay_out_prompt(Prompt((1, 2, 3), facts, (4,)), shape, finished_block_context=order)
-        if order == "append" and laid is not None:
-            now = append_passages(laid, now, len(now.canvas_prefix.ids) + laid.block_bounds(finished)[0])
-        laid = now
+        laid = lay_out_prompt(Prompt((1, 2, 3), facts, (4,)), shape, finished_block_context=order)
         begin, end = laid.block_bounds(finished)
         begin, end = max(0, begin), min(end, LENGTH)
         masked = begin + np.flatnonzero(canvas[begin:end] == MASK)

@@ -23,8 +23,6 @@ DECODING_SETUPS = {  # layout of the evidence, shape of the model, settings
     "experts": ("independent", {"experts": EXPERTS}, {}),
     "blocks, reread": ("joint", {"block_size": 3}, {}),
     "blocks, text": ("independent", {"block_size": 3}, {"finished_block_context": "no_evidence"}),
-    "blocks, append": ("independent", {"block_size": 3}, {"finished_block_context": "append"}),
-    "blocks, kept": ("independent", {"block_size": 3}, {"finished_block_context": "frozen"}),
     "pipeline": ("independent", {}, {"overlap": "pipeline"}),
     "drawn": ("prefix", {}, {"temperature": 0.5}),
     "by entropy": ("joint", {}, {"commit_rule": "entropy_bound"}),

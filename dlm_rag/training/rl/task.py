@@ -137,12 +137,10 @@ class RlTask(Task):
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
         settings, shape = make_rollout_settings(self._config, self._train), denoiser.config
-        appends = shape.finished_block_context in ("append", "frozen")
-        if self.runs_denoiser and shape.block_size and (shape.shifted or appends):
-            finished = f"finished_block_context={shape.finished_block_context}"
+        if self.runs_denoiser and shape.block_size and shape.shifted:
             raise ConfigError(
-                "rl of the denoiser computes steps again from the canvas alone, which excludes "
-                f"{'shifted models in blocks' if shape.shifted else finished}: set trainable=policy_heads"
+                "rl of the denoiser computes steps again from the canvas alone, which excludes shifted "
+                "models in blocks: set trainable=policy_heads"
             )
         if not self.runs_denoiser:
             return HeadsObjective(denoiser, settings, self._train)
