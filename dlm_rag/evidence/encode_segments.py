@@ -1,4 +1,4 @@
-"""Encodes segments of a prompt to keys and values, and canvases behind them to hidden states."""
+"""Encodes segments of a prompt to keys and values, and canvases after them to hidden states."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,7 +10,7 @@ from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.kv_store import KeysValues, SharedContext, make_consecutive_ranges
 from dlm_rag.model.layers import AttentionProbe
-from dlm_rag.model.packed_batch import CachedContext, ContextParallel, Segment, ShardedRows, pack_rows
+from dlm_rag.model.packed_batch import CachedContext, ContextParallel, Segment, pack_rows
 
 
 def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Tensor]:
@@ -19,30 +19,29 @@ def encode_segments(denoiser: Denoiser, segments: Sequence[Segment]) -> list[Ten
     What a segment gives depends on nothing but the segment. Of the last layer only keys and values are
     computed.
     """
-    kept, lengths = _keys_values(denoiser, segments)
+    kept, lengths = _keys_values(denoiser, segments), [len(segment.ids) for segment in segments]
     # Each a tensor of its own: a view would keep the keys and values of the whole call alive.
     rows = zip(*(x.split(lengths) for layer in kept for x in layer), strict=True)
     return [torch.stack(row).unflatten(0, (-1, 2)) for row in rows]
 
 
-def _keys_values(denoiser: Denoiser, segments: Sequence[Segment]) -> tuple[KeysValues, list[int]]:
-    rows = pack_rows(segments, denoiser.device, read=[()] * len(segments))
-    return denoiser.encode(rows, keep=True)[1], list(rows.lengths)
+def _keys_values(denoiser: Denoiser, segments: Sequence[Segment]) -> KeysValues:
+    return denoiser.encode(pack_rows(segments, denoiser.device, read=[()] * len(segments)), keep=True)[1]
 
 
 def encode_contexts(denoiser: Denoiser, states: Sequence[LaidOutRow]) -> SharedContext | None:
     """Per row the keys and values of its segments, or None.
 
     Segments that several rows share are encoded once, and gradients flow through; decoding, which keeps
-    keys and values from step to step, has `kv_cache.KVCacheManager` instead.
+    keys and values from step to step, has `batch_kv_cache.KVCacheManager` instead.
     """
     segments = list(dict.fromkeys(segment for row in states for segment in row.context_segments))
     segments.sort(key=lambda segment: len(segment.ids))  # rows of equal lengths are attended to together
     if not segments:
         return None
-    kept, lengths = _keys_values(denoiser, segments)
-    places = dict(zip(segments, make_consecutive_ranges(lengths), strict=True))
-    return SharedContext(kept, [[places[segment] for segment in row.context_segments] for row in states])
+    at = dict(zip(segments, make_consecutive_ranges([len(s.ids) for s in segments]), strict=True))
+    ranges = [[at[segment] for segment in row.context_segments] for row in states]
+    return SharedContext(_keys_values(denoiser, segments), ranges)
 
 
 def encode_canvases(
@@ -56,9 +55,7 @@ def encode_canvases(
 
     Only these go through the last layer.
     """
-    asked = [
-        [row.canvas_start + place for place in places] for row, places in zip(states, read, strict=True)
-    ]
+    asked = [[row.canvas_start + n for n in places] for row, places in zip(states, read, strict=True)]
     rows = pack_rows([row.canvas_segment for row in states], denoiser.device, asked, contexts)
     return denoiser.encode(rows, probe=probe)[0]
 
@@ -81,8 +78,8 @@ def encode_sequence_shards(
         [row.canvas_start + place - s.start for place in places]
         for (row, s, _), places in zip(rows, here, strict=True)
     ]
-    stretches = ShardedRows(share, tuple(len(run.ids) for run in runs))
-    packed = pack_rows(parts, denoiser.device, asked, stretches=stretches)
+    whole = tuple(len(run.ids) for run in runs)
+    packed = pack_rows(parts, denoiser.device, asked, share=(share, whole))
     return denoiser.encode(packed)[0], here
 
 

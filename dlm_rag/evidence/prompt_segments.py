@@ -6,15 +6,12 @@ between steps and questions.
 
 Where attention runs in blocks, finished blocks of the canvas are computed once, too, in the order in which
 things stand: each sees what is before it. So the order says what finished blocks see (`FINISHED_BLOCKS`):
-
-| | order | when the evidence changes |
-|---|---|---|
-| `recompute` | passages, question, finished blocks, window | finished blocks run again |
-| `no_evidence` | question, finished blocks, passages, window | nothing runs again |
+`recompute` has passages, question, finished blocks, window; finished blocks run again when the evidence
+changes. `no_evidence` has question, finished blocks, passages, window; nothing runs again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -23,37 +20,33 @@ from dlm_rag.model.packed_batch import Segment
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.tokenizer import Prompt
 
-UNBOUNDED_POSITION = 2**62  # behind all finished blocks, however many there are
+UNBOUNDED_POSITION = 2**62  # after all finished blocks, however many there are
 
 
 @dataclass(frozen=True)
 class LaidOutPrompt:
     """A prompt laid out.
 
-    context_segments: segments that see themselves alone, in front. canvas_prefix: what runs before the
-    canvas; lead and canvas are one chain, whose blocks are `first_block_length` tokens and then
-    `block_size` each (None: one block). inserted_segments: segments that see themselves alone and stand in
-    the chain, behind so many of its tokens, ascending. predicts_next_block: whether the last token of a
-    block predicts the first of the next. complete_last_block: whether the last block must be whole.
+    context_segments: segments that see themselves alone, in front; later_segments: those that stand after
+    the finished blocks. canvas_prefix: what runs before the canvas; lead and canvas are one chain, whose
+    blocks are `first_block_length` tokens and then `block_size` each (None: one block).
+    predicts_next_block: whether the last token of a block predicts the first of the next.
+    complete_last_block: whether the last block must be whole.
     """
 
     context_segments: tuple[Segment, ...]
     canvas_prefix: Segment
     first_block_length: int = 0
     block_size: int | None = None
-    inserted_segments: tuple[tuple[int, Segment], ...] = ()
+    later_segments: tuple[Segment, ...] = ()
     predicts_next_block: bool = False
     complete_last_block: bool = False
 
     def build_canvas_segment(self, canvas: Sequence[int]) -> Segment:
         """Lead and canvas."""
-        return Segment(
-            (*self.canvas_prefix.ids, *canvas),
-            self.canvas_prefix.start,
-            self.first_block_length,
-            self.block_size,
-            len(self.canvas_prefix.ids),
-        )
+        lead = self.canvas_prefix
+        ids = (*lead.ids, *canvas)
+        return Segment(ids, lead.start, self.first_block_length, self.block_size, len(lead.ids))
 
     def block_bounds(self, position: int) -> tuple[int, int]:
         """The canvas positions, from and up to, of the block that a canvas position is in.
@@ -63,10 +56,10 @@ class LaidOutPrompt:
         lead = len(self.canvas_prefix.ids)
         if self.block_size is None:
             return 0, UNBOUNDED_POSITION
-        behind = lead + position - self.first_block_length
-        if behind < 0:
+        after = lead + position - self.first_block_length
+        if after < 0:
             return -lead, self.first_block_length - lead
-        begin = position - behind % self.block_size
+        begin = position - after % self.block_size
         return begin, begin + self.block_size
 
     def round_up_canvas(self, least: int) -> int:
@@ -75,21 +68,15 @@ class LaidOutPrompt:
 
     def build_row(self, canvas: Sequence[int], finished: int, shifted: bool) -> "LaidOutRow":
         """The canvas at a moment when its first `finished` positions are whole finished blocks."""
-        chain = self.build_canvas_segment(canvas)
-        segments = tuple(segment for _, segment in self.inserted_segments)
-        at = len(self.canvas_prefix.ids)
-        if not finished or not segments:
-            return LaidOutRow((*self.context_segments, *segments), chain, at - shifted)
-        assert self.block_size is not None and not shifted, (
-            "such an order is for blocks that predict themselves"
-        )
+        chain, at = self.build_canvas_segment(canvas), len(self.canvas_prefix.ids)
+        if not finished or not self.later_segments:
+            return LaidOutRow((*self.context_segments, *self.later_segments), chain, at - shifted)
+        assert self.block_size is not None and not shifted, "this is for blocks that predict themselves"
         *others, question = self.context_segments
-        stands = at + finished
-        text = Segment(
-            (*question.ids, *chain.ids[:stands]), question.start, len(question.ids), self.block_size
-        )
-        window = Segment(chain.ids[stands:], chain.start + stands, self.block_size, self.block_size)
-        return LaidOutRow((*others, text, *segments), window, -finished)
+        stands, block = at + finished, self.block_size
+        text = Segment((*question.ids, *chain.ids[:stands]), question.start, len(question.ids), block)
+        window = Segment(chain.ids[stands:], chain.start + stands, block, block)
+        return LaidOutRow((*others, text, *self.later_segments), window, -finished)
 
 
 @dataclass(frozen=True)
@@ -120,35 +107,27 @@ def lay_out_prompt(
     own, block = EVIDENCE_LAYOUTS[layout or shape.evidence_layout], shape.block_size
     order = finished_block_context or shape.finished_block_context
     *placed, question = (Segment(tuple(ids), at) for ids, at in own.place(prompt, shape.passage_length))
-    passages = [segment for segment in placed if segment.ids]
-    if own.runs_with_canvas or (block is not None and not own.separate_passages):
-        return set_attention_blocks(LaidOutPrompt(tuple(passages), question), shape)
-    keep = len(question.ids) - shape.shifted
-    lead = Segment(question.ids[keep:], question.start + keep)
-    question = Segment(question.ids[:keep], question.start)
-    if block is not None and order == "no_evidence":
-        later = tuple((UNBOUNDED_POSITION, passage) for passage in passages)
-        return set_attention_blocks(LaidOutPrompt((question,), lead, inserted_segments=later), shape)
-    return set_attention_blocks(LaidOutPrompt((*passages, question), lead), shape)
-
-
-def set_attention_blocks(laid: LaidOutPrompt, shape: DenoiserConfig) -> LaidOutPrompt:
-    """With the blocks of the denoiser, counted from where it counts them."""
-    if shape.block_size is None:
-        return laid
-    block, whole = shape.block_size, shape.block_grid == "prompt" or shape.noise is not None
-    short = 0 if shape.block_grid == "prompt" else len(laid.canvas_prefix.ids) % block
-    return replace(
-        laid,
-        first_block_length=short or block,
-        block_size=block,
-        predicts_next_block=shape.shifted,
-        complete_last_block=whole,
-    )
+    context, later = tuple(segment for segment in placed if segment.ids), tuple[Segment, ...]()
+    lead = question
+    if not (own.runs_with_canvas or (block is not None and not own.separate_passages)):
+        keep = len(question.ids) - shape.shifted
+        lead = Segment(question.ids[keep:], question.start + keep)
+        question = Segment(question.ids[:keep], question.start)
+        if block is not None and order == "no_evidence":
+            context, later = (question,), context
+        else:
+            context = (*context, question)
+    if block is None:
+        return LaidOutPrompt(context, lead)
+    from_prompt = shape.block_grid == "prompt"
+    return LaidOutPrompt(
+        context, lead, (0 if from_prompt else len(lead.ids) % block) or block, block, later, shape.shifted,
+        from_prompt or shape.noise is not None,
+    )  # fmt: skip
 
 
 def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[Passage]:
-    """The passages of `now`: those of `before` in their order there, new ones behind, in theirs.
+    """The passages of `now`: those of `before` in their order there, then new ones in theirs.
 
     Where a prompt sees only what is before, it stays what it was up to the first passage that has left.
     """
@@ -159,15 +138,14 @@ def order_by_arrival(before: Sequence[Passage], now: Sequence[Passage]) -> list[
 
 def check_finished_blocks(shape: DenoiserConfig, finished_block_context: str, layout: str) -> None:
     """Raises `ConfigError` for a layout or an order of finished blocks that the attention rules out."""
-    if shape.attention_patterns and not EVIDENCE_LAYOUTS[layout].runs_with_canvas:
+    own = EVIDENCE_LAYOUTS[layout]
+    if shape.attention_patterns and not own.runs_with_canvas:
         raise ConfigError(
             f"evidence_layout={layout}: the attention of this model reads the prompt in one piece; set "
             "evidence_layout=joint"
         )
-    separate = EVIDENCE_LAYOUTS[layout].separate_passages
-    if shape.block_size and finished_block_context != "recompute" and not separate:
+    if shape.block_size and finished_block_context != "recompute" and not own.separate_passages:
         raise ConfigError(
-            f"finished_block_context={finished_block_context} needs evidence_layout=independent: "
-            "elsewhere passages "
-            "stand in one chain with the canvas; set finished_block_context=recompute"
+            f"finished_block_context={finished_block_context} needs evidence_layout=independent: elsewhere "
+            "passages stand in one chain with the canvas; set finished_block_context=recompute"
         )

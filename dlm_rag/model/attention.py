@@ -35,7 +35,7 @@ from torch import Tensor
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import AttentionPattern
 from dlm_rag.model.kv_store import PAGE_TOKENS
-from dlm_rag.model.packed_batch import AttentionMetadata, RaggedLengths
+from dlm_rag.model.packed_batch import AttentionMetadata
 
 log = logging.getLogger(__name__)
 
@@ -63,26 +63,26 @@ def compute_attention(
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata, pattern: AttentionPattern | None = None
 ) -> Tensor:
-    bounded = sight.partial_view_rows or (False,) * len(sight.queries.lengths)
-    shapes = list(zip(sight.queries.lengths, sight.keys.lengths, bounded, strict=True))
+    partial = sight.partial_view_rows or (False,) * len(sight.query_lengths)
+    shapes = list(zip(sight.query_lengths, sight.key_lengths, partial, strict=True))
     if sight.cached_rows is None:  # consecutive rows of equal lengths are one call
         runs = [(len(list(same)), *shape) for shape, same in groupby(shapes)]
         run_keys, run_values = (x.split([rows * n for rows, _, n, _ in runs]) for x in (k, v))
     else:
         runs = [(1, *shape) for shape in shapes]
-        run_keys, run_values = (sight.cached_rows.slice_rows(x, sight.keys.lengths) for x in (k, v))
+        run_keys, run_values = (sight.cached_rows.slice_rows(x, sight.key_lengths) for x in (k, v))
     found, at, row = [], 0, 0
     run_queries = q.split([rows * n for rows, n, *_ in runs])
-    for (rows, n, seen, partial), *packed in zip(runs, run_queries, run_keys, run_values, strict=True):
+    for (rows, n, seen, bounded), *packed in zip(runs, run_queries, run_keys, run_values, strict=True):
         run_q, run_k, run_v = (
             x.unflatten(0, (rows, length)).transpose(1, 2)
             for x, length in zip(packed, (n, seen, seen), strict=True)
         )
-        if n and (pattern is not None or (partial and not sight.causal)):
+        if n and (pattern is not None or (bounded and not sight.causal)):
             rule = build_mask_rule(sight, slice(row, row + rows), slice(at, at + rows * n), pattern)
             out = attend_masked(run_q, run_k, run_v, rule, sight.masks, (row, pattern))
         else:
-            causal = partial and sight.causal
+            causal = bounded and sight.causal
             out = F.scaled_dot_product_attention(run_q, run_k, run_v, is_causal=causal, enable_gqa=True)
         found.append(out.transpose(1, 2).flatten(0, 1))
         at, row = at + rows * n, row + rows
@@ -132,41 +132,38 @@ def build_dense_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Tensor:
 
 def build_flex_mask(rule: MaskRule, q: Tensor, k: Tensor) -> Any:
     """The mask of FlexAttention, which knows the tiles that nobody or everybody sees."""
-    make, _ = _import_flex(q.is_cuda)
-    return make(rule, len(q), None, q.shape[2], k.shape[2], device=q.device)
+    return _import_flex(q.is_cuda)[0](rule, len(q), None, q.shape[2], k.shape[2], device=q.device)
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """FlexAttention, compiled on a GPU; without its decoding kernel, which splits keys by the batch."""
-    _, attend = _import_flex(q.is_cuda)
     options = {"FORCE_USE_FLEX_ATTENTION": True} if q.is_cuda else None
+    attend = _import_flex(q.is_cuda)[1]
     found: Tensor = attend(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
     return found
 
 
 @cache
-def _import_flex(compiled: bool) -> tuple[Any, Any]:
+def _import_flex(compiled: bool) -> tuple[Any, ...]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if compiled:
-        return torch.compile(create_block_mask), torch.compile(flex_attention)
-    return create_block_mask, flex_attention
+    functions: tuple[Any, ...] = (create_block_mask, flex_attention)
+    return tuple(map(torch.compile, functions)) if compiled else functions
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     support = get_paged_attention_support(q.device)
-    options = dict(support.kernel_options)
-    ends: Tensor | None = sight.keys.cu_seqlens
+    options, ends = dict(support.kernel_options), sight.key_ends
     if sight.cached_rows is not None and support.reads_block_table:
         k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
         options |= {"seqused_k": sight.key_counts, "block_table": sight.block_table}
-        ends = ends if support.needs_key_offsets else None
+        ends = ends if support.needs_key_offsets else None  # type: ignore[assignment]
     elif sight.cached_rows is not None:
-        k, v = (torch.cat(sight.cached_rows.slice_rows(x, sight.keys.lengths)) for x in (k, v))
+        k, v = (torch.cat(sight.cached_rows.slice_rows(x, sight.key_lengths)) for x in (k, v))
     out = varlen_attn(
-        q, k, v, sight.queries.cu_seqlens, ends, _max_query_length(sight.queries), sight.keys.max_length,
+        q, k, v, sight.query_ends, ends, _longest_query(sight), max(sight.key_lengths),
         window_size=(-1, 0 if sight.causal else -1), enable_gqa=q.shape[1] != k.shape[-2], **options,
     )  # fmt: skip
     assert isinstance(out, Tensor)
@@ -179,16 +176,16 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     if sight.cached_rows is not None:
         k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
     return flash_attn_varlen_func(
-        q, k, v, sight.queries.cu_seqlens, sight.keys.cu_seqlens, _max_query_length(sight.queries),
-        sight.keys.max_length, window_size=(-1, 0 if sight.causal else -1), block_table=sight.block_table,
+        q, k, v, sight.query_ends, sight.key_ends, _longest_query(sight), max(sight.key_lengths),
+        window_size=(-1, 0 if sight.causal else -1), block_table=sight.block_table,
     )  # fmt: skip
 
 
-def _max_query_length(queries: RaggedLengths) -> int:
-    """The longest row, at least 2: for single queries FlashAttention 2 has a path for grouped heads that
-    fails where a row has no query, and that may split keys by how many rows there are.
+def _longest_query(sight: AttentionMetadata) -> int:
+    """At least 2: for single queries FlashAttention 2 has a path for grouped heads that fails where a row
+    has no query, and that may split keys by how many rows there are.
     """
-    return max(2, queries.max_length)
+    return max(2, *sight.query_lengths)
 
 
 _KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
@@ -207,15 +204,10 @@ def get_paged_attention_support(device: torch.device) -> PagedAttentionSupport:
     """What the version of torch's kernel that is active on a device can do."""
     implementation = torch.nn.attention.current_flash_attention_impl()
     if generation := {"FA3": 9, "FA4": 10}.get(implementation or ""):
-        reads = get_compute_capability_major(device) == generation
+        reads = torch.cuda.get_device_capability(device)[0] == generation
         return PagedAttentionSupport(reads, False, {"num_splits": 1})
     options = {"num_splits": 1} if get_torch_version() >= (2, 13) else {}
     return PagedAttentionSupport(get_torch_version() >= (2, 12), True, options)
-
-
-def get_compute_capability_major(device: torch.device) -> int:
-    """The major number of a GPU's compute capability."""
-    return torch.cuda.get_device_capability(device)[0]
 
 
 def get_torch_version() -> tuple[int, ...]:
@@ -238,9 +230,8 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
 @cache
 def _first_working(device: torch.device, dtype: torch.dtype) -> str:
     chosen = next(name for name in ATTENTION_BACKENDS if not get_backend_problem(name, device, dtype))
-    log.info(
-        "attention kernel: %s (%s) on %s in %s", chosen, describe_kernel_version(chosen), device, dtype
-    )
+    kernel = describe_kernel_version(chosen)
+    log.info("attention kernel: %s (%s) on %s in %s", chosen, kernel, device, dtype)
     return chosen
 
 

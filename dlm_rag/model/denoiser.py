@@ -37,7 +37,7 @@ from dlm_rag.model.layers import (
     get_compute_dtype,
     is_autocast,
 )
-from dlm_rag.model.packed_batch import PackedRows, pack_rectangle
+from dlm_rag.model.packed_batch import PackedRows, Segment, pack_rows
 from dlm_rag.model.policy_heads import PolicyHeads, read_heads
 
 
@@ -169,8 +169,9 @@ class Denoiser(TransformerWeights):
         models. None: the config's `block_size`, or where it has none, every position sees every other.
         """
         rows, length = input_ids.shape
-        hidden, _ = self.encode(pack_rectangle(input_ids, block or self.config.block_size))
-        hidden = hidden.view(rows, length, -1)
+        row = Segment((0,) * length, 0, block=block or self.config.block_size)
+        packed = pack_rows([row] * rows, input_ids.device)
+        hidden = self.encode(replace(packed, ids=input_ids.flatten()))[0].view(rows, length, -1)
         if self.config.shifted:
             hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), dim=1)
         return self.compute_token_logits(hidden.flatten(0, 1)).view(rows, length, -1)
@@ -207,7 +208,7 @@ class Denoiser(TransformerWeights):
         sight, last, size = rows.attention_metadata, rows.last_layer_metadata, self.compute_dtype.itemsize
         pairs = sight.num_attention_pairs, last.num_attention_pairs
         self.flop_count += count_encode_flops(
-            self.config, rows.lengths, sight.keys.lengths, last.queries.lengths, size, pairs
+            self.config, rows.lengths, sight.key_lengths, last.query_lengths, size, pairs
         )
 
     def _run_layer(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:

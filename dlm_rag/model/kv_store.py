@@ -96,10 +96,6 @@ class SlotKVCache:
             there[:, :, : self.slots, : self.capacity] = held
         self.keys_values, self.slots, self.capacity = room, slots, capacity
 
-    def token_index(self, slot: int, token: int = 0) -> int:
-        """The place of a token of a slot."""
-        return slot * self.capacity + token
-
     def write_tokens(self, place: int, kept: Tensor) -> None:
         """Writes keys and values (N, 2, n, Hk, D) from a place on."""
         self.keys_values[:, :, place : place + kept.shape[2]] = kept
@@ -107,18 +103,6 @@ class SlotKVCache:
     def read_tokens(self, place: int, tokens: int) -> Tensor:
         """A copy of the keys and values (N, 2, n, Hk, D) from a place on."""
         return self.keys_values[:, :, place : place + tokens].clone()
-
-    def copy_tokens(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copies stretches, each (from, to, tokens); all are read before any is written."""
-        read = [(target, self.read_tokens(start, count)) for start, target, count in moves]
-        for target, kept in read:
-            self.write_tokens(target, kept)
-
-    def select_rows(
-        self, starts: Sequence[int], seen: Sequence[int], copies: Sequence[tuple[int, int]] = ()
-    ) -> "CachedRows":
-        """The context of one call: row r sees the first seen[r] tokens from place starts[r] on."""
-        return CachedRows(self, tuple(starts), tuple(seen), tuple(copies))
 
 
 def round_up_to_page(tokens: int) -> int:
@@ -128,16 +112,17 @@ def round_up_to_page(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class CachedRows:
-    """The rows of one call in a `SlotKVCache`; each begins with a page.
+    """The rows of one call in a `SlotKVCache`: each sees its `context_lengths` first tokens from its start
+    on, which begins a page.
 
     copies: rows whose keys and values are also written elsewhere, each (row, place), for other rows of the
     call: in every layer all keys are written before any row attends.
     """
 
     cache: SlotKVCache
-    starts: tuple[int, ...]
-    context_lengths: tuple[int, ...]
-    copies: tuple[tuple[int, int], ...] = ()
+    starts: Sequence[int]
+    context_lengths: Sequence[int]
+    copies: Sequence[tuple[int, int]] = ()
 
     def build_arrays(self, lengths: Sequence[int], keys: Sequence[int]) -> dict[str, NDArray[Any]]:
         """Where packed tokens of rows of `lengths` go, and where `keys` of each row lie.
@@ -174,8 +159,7 @@ class CachedRows:
 
     def slice_rows(self, stored: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
         """What each row sees of `stored` (tokens, Hk, D): (length, Hk, D)."""
-        ends = zip(self.starts, lengths, strict=True)
-        return tuple(stored[start : start + length] for start, length in ends)
+        return tuple(stored[at : at + length] for at, length in zip(self.starts, lengths, strict=True))
 
 
 def concatenate_ranges(starts: NDArray[np.int64], lengths: Sequence[int]) -> NDArray[np.int64]:

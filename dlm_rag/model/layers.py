@@ -206,7 +206,7 @@ class ForwardContext:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
         k, v = self.rows.gather_keys_values(k, v, layer)
         if self.probe is not None and self.probe.layer == layer:
-            self.probe.queries, self.probe.keys, self.probe.key_lengths = q, k, sight.keys.lengths
+            self.probe.queries, self.probe.keys, self.probe.key_lengths = q, k, sight.key_lengths
             self.probe.visible_counts = sight.visible_counts
         pattern = self.patterns[layer] if self.patterns else None
         return compute_attention(q, k, v, sight, self.backend, pattern)
@@ -238,7 +238,7 @@ class TransformerLayer(nn.Module):
             else (rows.attention_metadata, None)
         )
         x, q, k, v = self.project_qkv(x, rope, read)
-        if not len(x) and rows.sharded_rows is None:
+        if not len(x) and rows.context_parallel is None:
             if not torch.is_grad_enabled():
                 return x, k, v
             # Processes sum the gradients of all weights: those of a part that hides nothing are zeros.

@@ -45,7 +45,7 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
         assert (ends[1] is None) == (paged and implementation is not None)
         assert (options.get("seqused_k") is not None) == paged
         if paged:
-            check_numbers(options["seqused_k"], (len(sights[-1].keys.lengths),))
+            check_numbers(options["seqused_k"], (len(sights[-1].key_lengths),))
         return varlen(q, k, v, *ends, **options)
 
     def of_flash(q: Any, k: Any, v: Any, *ends: Any, window_size: Any, block_table: Any) -> Any:
@@ -80,7 +80,7 @@ def checked_kernels(flash: bool = False, implementation: str | None = None) -> I
 def check(sight: Any, heads: Any, ends: Any, window: tuple[int, int], table: Any) -> None:
     """What the kernels have in common; `ends`: of queries and keys, and the longest of each."""
     (q, k, v), (ends_q, ends_k, longest_q, longest_k) = heads, ends
-    queries, keys = sight.queries.lengths, sight.keys.lengths
+    queries, keys = sight.query_lengths, sight.key_lengths
     for x in heads:
         assert x.device == CUDA and x.dtype == q.dtype and x.dtype in (torch.float16, torch.bfloat16)
         assert x.stride(-1) == 1 and x.shape[-1] == q.shape[-1] and x.shape[-1] % 8 == 0

@@ -17,7 +17,7 @@ from dlm_rag.model.attention import (
     get_paged_attention_support,
 )
 from dlm_rag.model.denoiser import _list_saved_ops
-from dlm_rag.model.kv_store import SlotKVCache
+from dlm_rag.model.kv_store import CachedRows, SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from tests.support.attention import by_the_book, random_rows, sight_of
 
@@ -124,9 +124,7 @@ def gpu_kernel(request, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr("torch.__version__", version)
     monkeypatch.setattr("torch.nn.attention.current_flash_attention_impl", lambda: active)
-    monkeypatch.setattr(
-        "dlm_rag.model.attention.get_compute_capability_major", lambda device: capability[0]
-    )
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     get_paged_attention_support.cache_clear()
     yield "varlen"
     if request.node.originalname == "test_every_kernel_reads_the_slots_of_a_store":
@@ -162,10 +160,10 @@ def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):
     store.reserve(1, 10)
     store.reserve(3, 3)
     store.keys_values.fill_(torch.nan)
-    store.write_tokens(store.token_index(2), torch.stack((k[:3], v[:3]))[None])
-    starts = [store.token_index(slot) for slot in slots]
+    store.write_tokens(2 * store.capacity, torch.stack((k[:3], v[:3]))[None])
+    starts = [slot * store.capacity for slot in slots]
     rows = pack_rows(
-        [Segment((1,) * n, 0) for n in queries], CPU, context=store.select_rows(starts, (3, 0))
+        [Segment((1,) * n, 0) for n in queries], CPU, context=CachedRows(store, starts, (3, 0))
     )
     seen = rows.gather_keys_values(k[3:], v[3:], 0)
     for kernel in (gpu_kernel, "sdpa"):

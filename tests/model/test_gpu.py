@@ -22,7 +22,7 @@ from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.evaluation.metrics import compute_exact_match
 from dlm_rag.evidence.segment_kv_cache import EvidencePool, default_pool_bytes, measure_free_bytes
 from dlm_rag.model.attention import ATTENTION_BACKENDS, compute_attention, get_backend_problem
-from dlm_rag.model.kv_store import SlotKVCache
+from dlm_rag.model.kv_store import CachedRows, SlotKVCache
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.questions import read_questions
 from dlm_rag.training.distributed import DistributedContext
@@ -137,11 +137,11 @@ def test_every_kernel_reads_rows_that_lie_in_slots(device, kernel, dtype, rows, 
     own_keys, own_values = [], []
     for slot, n, row_k, row_v in zip(slots, seen, k.split(keys), v.split(keys), strict=True):
         store.write_tokens(
-            store.token_index(slot), torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype)
+            slot * store.capacity, torch.stack((row_k[:n], row_v[:n]))[None].to(device, dtype)
         )
         own_keys.append(row_k[n:])
         own_values.append(row_v[n:])
-    context = store.select_rows([store.token_index(slot) for slot in slots], seen)
+    context = CachedRows(store, [slot * store.capacity for slot in slots], seen)
     packed = pack_rows([Segment((1,) * n, 0) for n in own], device, read=read, context=context)
     there = packed.gather_keys_values(*(torch.cat(x).to(device, dtype) for x in (own_keys, own_values)), 0)
     close(compute_attention(q.to(device, dtype), *there, packed.last_layer_metadata, kernel), expected, v)

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import torch
 
-from dlm_rag.model.packed_batch import AttentionMetadata, RaggedLengths, Segment, pack_rows
+from dlm_rag.model.packed_batch import AttentionMetadata, Segment, pack_rows
 
 
 def by_the_book(q, k, v, limits=None, allowed=None):
@@ -37,9 +37,7 @@ def sight_of(queries, keys, block=None, device="cpu"):
             [Segment((1,) * n, 0, block=block) for n in queries], torch.device(device)
         ).attention_metadata
     ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (queries, keys)]
-    return AttentionMetadata(
-        *map(RaggedLengths, (queries, keys), ends), sum(a * b for a, b in zip(queries, keys, strict=True))
-    )
+    return AttentionMetadata(queries, keys, *ends, sum(a * b for a, b in zip(queries, keys, strict=True)))
 
 
 CPU = torch.device("cpu")

@@ -29,13 +29,11 @@ def dense_reference_states(denoiser, view):
     """The states that predict the positions of a view: one sequence, one mask, one list of positions.
 
     A token of the chain of lead and canvas sees the chain up to the end of its block, all segments in
-    front, and those that stand in the chain before it; a segment sees itself.
+    front, and those after the finished blocks that stand before it; a segment sees itself.
     """
     laid, chain = view.laid_out_prompt, view.laid_out_prompt.build_canvas_segment(view.canvas.tolist())
     finished = chain.block_start(len(laid.canvas_prefix.ids) + view.finished_length)
-    segments = [(0, s) for s in laid.context_segments] + [
-        (min(at, finished), s) for at, s in laid.inserted_segments
-    ]
+    segments = [(0, s) for s in laid.context_segments] + [(finished, s) for s in laid.later_segments]
     names = [(n, at) for n, (at, s) in enumerate(segments) for _ in s.ids]
     ids = [token for _, s in segments for token in s.ids]
     positions = [s.start + n for _, s in segments for n in range(len(s.ids))]

@@ -254,7 +254,8 @@ def count_forward_flops(shape: DenoiserConfig, examples: list[Example], layout: 
         lengths = [len(run.ids) for run in runs]
         keys = [a + b for a, b in zip(seen, lengths, strict=True)]
         pairs = sum(
-            before * n + run.num_attention_pairs for before, n, run in zip(seen, lengths, runs, strict=True)
+            before * n + int(run.visible_counts.sum())
+            for before, n, run in zip(seen, lengths, runs, strict=True)
         )
         read = sum(n * k for n, k in zip(through, keys, strict=True))
         work += count_encode_flops(shape, lengths, keys, through, 2, (pairs, read))
