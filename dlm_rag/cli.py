@@ -46,8 +46,7 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
     logging.getLogger("dlm_rag").setLevel(logging.INFO)
     code = 0
     try:
-        _check_streams()
-        check_environment()
+        _check_surroundings()
         try:
             main(sys.argv[1:])
         finally:
@@ -57,14 +56,13 @@ def run_program(main: Callable[[list[str]], None]) -> NoReturn:
         print_note("interrupted")
         code = 130
     except Exception as error:
-        told = describe_expected_error(error)
-        if not told:
+        if not (said := describe_expected_error(error)):
             raise
         code = 2 if isinstance(error, UserError) else 1
-        if _is_stdout_broken() and isinstance(error, BrokenPipeError):
+        if _drop_unwritable_output() and isinstance(error, BrokenPipeError):
             code = 0  # the reader went away (`| head`), of whom nothing is said
         else:
-            print_note(f"error: {normalize_whitespace(replace_control_chars(told))}")
+            print_note(f"error: {normalize_whitespace(replace_control_chars(said))}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Threads of torch.distributed may outlive their group (pytorch issue 179291), and such a one can
         # end a process that has done all of its work by SIGABRT while Python takes itself down.
@@ -97,22 +95,30 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or summarize_error(error)
 
 
-def _check_streams() -> None:
-    """Raises `ConfigError` where a stream is closed: a file would get its number, and what is printed."""
+def _check_surroundings() -> None:
+    """Raises `ConfigError` for what a program or a library stumbles over: a stream that is closed, whose
+    number a file would get, a working folder that is gone, a variable."""
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if stream is None:
             raise ConfigError(f"standard {name} is closed: send it to a file, or to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):  # ASCII, say: text is shown with escapes
         sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the working folder is there no more: change into another") from None
+    threads = os.environ.get("NUMBA_NUM_THREADS", "1")
+    if not re.fullmatch("[1-9][0-9]{0,3}", threads):
+        raise ConfigError(f"NUMBA_NUM_THREADS={threads} in the environment is not a count: unset it")
 
 
-def _is_stdout_broken() -> bool:
-    """Whether nothing can be written to standard output any more; what is left for it is dropped then."""
+def _drop_unwritable_output() -> bool:
+    """Whether standard output cannot be written any more; what is left for it is dropped then."""
     try:
         poll = select.poll()
         poll.register(sys.stdout, 0)
+        sys.stdout.flush()
         if not poll.poll(0):  # its reader is there
-            sys.stdout.flush()
             return False
     except (TypeError, ValueError):  # it is closed, or no file
         return False
@@ -131,12 +137,8 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of all programs: what is wrong with a word is a `ConfigError`, a flag counts once."""
 
     def __init__(self, description: str, **more: Any) -> None:
-        super().__init__(
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            **more,
-        )
+        style = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=style, allow_abbrev=False, **more)
         self.register("action", None, _SingleUseAction)
 
     def error(self, message: str) -> NoReturn:
@@ -146,17 +148,9 @@ class CommandParser(argparse.ArgumentParser):
 class _SingleUseAction(argparse.Action):
     """A flag with a value; of two values it would not be known which one is meant."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        given: argparse.Namespace,
-        value: Any,
-        flag: str | None = None,
-    ) -> None:
-        if flag is not None and flag in (seen := vars(given).setdefault("seen", [])):
+    def __call__(self, parser: Any, given: Any, value: Any, flag: str | None = None) -> None:
+        if flag and getattr(given, self.dest) is not self.default:
             raise ConfigError(f"{flag} is given twice: leave one out")
-        if flag is not None:
-            seen.append(flag)
         setattr(given, self.dest, value)
 
 
@@ -166,19 +160,6 @@ def parse_int(text: str, low: int = 1, flag: str = "", high: int = 10**18) -> in
         bounds = f" from {low} to {high}" if high < 10**18 else f" above {low - 1}" if low else ""
         raise ConfigError(f"{flag}{text[:60]!r} is not a whole number{bounds}")
     return int(text)
-
-
-def check_environment() -> None:
-    """Raises `ConfigError` for what libraries stumble over: a variable, a working folder that is gone."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise ConfigError("the working folder is there no more: change into another") from None
-    threads = os.environ.get("NUMBA_NUM_THREADS", "1")
-    if not re.fullmatch("[1-9][0-9]{0,3}", threads):
-        raise ConfigError(
-            f"NUMBA_NUM_THREADS={threads} in the environment is no number of threads: unset it"
-        )
 
 
 def print_note(text: str, end: str = "\n") -> None:

@@ -150,17 +150,3 @@ def compute_code_digest(package: Path = PACKAGE_FOLDER) -> str:
         found.update(f"{path.relative_to(package).as_posix()}\0".encode())
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:12]
-
-
-def is_built_for_gpu(capability: tuple[int, int], built_for: list[str]) -> bool:
-    """Whether a build has code for a GPU: of its generation, or compiled at load.
-
-    built_for: as in `torch.cuda.get_arch_list`; of names of another form nothing is known, and all fits.
-    """
-    known = [found for name in built_for if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)(a?)f?", name))]
-    for found in known:
-        own = int(found[2]), int(found[3])
-        same = own == capability if found[4] else own[0] == capability[0] and own <= capability
-        if same or (found[1] == "compute" and not found[4] and own <= capability):
-            return True
-    return not known

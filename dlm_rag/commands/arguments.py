@@ -16,7 +16,6 @@ from dlm_rag.config import (
     dump_config,
     is_existing_file,
     list_setting_fields,
-    list_setting_help,
     load_config,
 )
 from dlm_rag.config.fields import get_rule, list_choices
@@ -29,6 +28,7 @@ ANSWER_SETTINGS = (
     "model", "retrieval", "decode", "engine", "questions", "limit", "quick", "out", "record_provisional",
     "workers", "energy",
 )  # fmt: skip
+Options = Mapping[str, tuple[str | int | tuple[()], str]]
 READER_CONFIG = str(CONFIG_FOLDER / "reader.yaml")
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
 _FILE_NAME = re.compile(r"\S+\.(jsonl?|csv|tsv|parquet|ya?ml|txt|md|gz|safetensors)")
@@ -77,7 +77,7 @@ def parse_command_line(
     *,
     typed: bool = False,
     switches: Mapping[str, str] = MappingProxyType({}),
-    options: Mapping[str, tuple[str | int | tuple[()], str]] = MappingProxyType({}),
+    options: Options = MappingProxyType({}),
 ) -> CommandLine:
     """Parses a command line. `--help` and `--print-config` print and exit. Raises `ConfigError`.
 
@@ -90,85 +90,77 @@ def parse_command_line(
     help text. Where the default is a whole number, so is the value, and above 0 unless the default is 0.
     Where it is (), the flag takes several words; those without a comma are settings as elsewhere.
     """
-    known = {flag: key for flag, key in SETTING_BY_FLAG.items() if flag.strip("-") not in options}
-    flags = {flag: key for flag, key in known.items() if is_read(key, reads)}
-    for flag in known.keys() - flags:
-        if any(word == flag or word.startswith(f"{flag}=") for word in argv):
-            raise _unread(SETTING_BY_FLAG[flag], reads)
+    flags = {flag: key for flag, key in SETTING_BY_FLAG.items() if flag.strip("-") not in options}
     switches = {"print-config": "print the resolved config"} | dict(switches)
     if is_read("quick", reads):
-        switches["quick"] = f"{list_setting_help()['quick']} (quick)"
-    given = _build_parser(description, argv, flags, switches, options, typed).parse_intermixed_args(argv)
-    for name in options:
-        if isinstance(words := getattr(given, name), list):
-            given.words += [word for word in words if "," not in word]
-            setattr(given, name, [word for word in words if "," in word])
-    questions = [word for word in given.words if not is_setting(word)]
+        switches["quick"] = _describe("quick")
+    parser = _build_parser(description, argv, options, typed)
+    for flag, key in flags.items():
+        metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
+        shown = _describe(key) if is_read(key, reads) else argparse.SUPPRESS
+        parser.add_argument(flag, metavar=metavar, help=shown)
+    for name, help_text in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
+    given = vars(parser.parse_intermixed_args(argv))
+    values = {name: given[name] for name in options}
+    for name, (default, _) in options.items():
+        if isinstance(default, int):
+            values[name] = parse_int(str(values[name]), min(default, 1), f"--{name} ")
+        elif isinstance(words := values[name], list):
+            given["words"] += [word for word in words if "," not in word]
+            values[name] = [word for word in words if "," in word]
+    questions = [word for word in given["words"] if not is_setting(word)]
     for word in questions:
         _reject_mistaken_word(word)
         if not typed:
             raise ConfigError(f"'{word}' is neither a flag nor KEY=VALUE")
     settings, effects = _collect_settings(given, flags), "compare" not in reads
     check_read(settings, reads)
-    config = load_config(given.config, settings, effects=effects)
-    if {"decode", "out"} <= {*reads} and given.config is None and _uses_shipped_reader(config, settings):
-        given.config = READER_CONFIG
-        config = load_config(READER_CONFIG, settings, effects=effects)
+    file, config = given["config"], load_config(given["config"], settings, effects=effects)
+    if {"decode", "out"} <= {*reads} and file is None and _uses_shipped_reader(config, settings):
+        file, config = READER_CONFIG, load_config(READER_CONFIG, settings, effects=effects)
     for key in ("out", "trace", "html"):  # what is read is expanded where it is opened
         if (path := getattr(config, key) or "").startswith("~"):
             setattr(config, key, str(expand_path(path, ConfigError)))
-    if getattr(given, "print-config"):
+    if given["print-config"]:
         print(dump_config(config), end="")
         raise SystemExit(0)
-    values = {name: getattr(given, name) for name in options}
-    for name, (default, _) in options.items():
-        if isinstance(default, int):
-            values[name] = parse_int(str(values[name]), min(default, 1), f"--{name} ")
-    on = {name for name in switches if getattr(given, name)}
-    return CommandLine(config, questions, on, values, given.config, settings)
+    return CommandLine(
+        config, questions, {name for name in switches if given[name]}, values, file, settings
+    )
 
 
-def _collect_settings(given: argparse.Namespace, flags: dict[str, str]) -> list[str]:
+def _collect_settings(given: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
     """KEY=VALUE of words and flags."""
-    settings = [word for word in given.words if is_setting(word)]
+    settings = [word for word in given["words"] if is_setting(word)]
     for flag, key in flags.items():
-        if (value := getattr(given, flag.strip("-"))) is not None:
+        if (value := given[flag.strip("-")]) is not None:
             if any(word.startswith(f"{key}=") for word in settings):
                 raise ConfigError(f"{flag} and {key}= set the same setting: leave one out")
             settings.append(f"{key}={value}")
-    return settings + ["quick=true"] * getattr(given, "quick", False)
+    return settings + ["quick=true"] * given.get("quick", False)
 
 
-def _build_parser(
-    description: str,
-    argv: list[str],
-    flags: dict[str, str],
-    switches: Mapping[str, str],
-    options: Mapping[str, tuple[str | int | tuple[()], str]],
-    typed: bool,
-) -> CommandParser:
-    """The parser of a program, whose help lists every setting."""
+def _build_parser(description: str, argv: list[str], options: Options, typed: bool) -> CommandParser:
+    """The parser of a program, without the flags of settings; its help lists every setting."""
     before = sys.argv[1 : max(1, len(sys.argv) - len(argv))]  # `dlm-rag sample` is two words
-    parser = CommandParser(
-        description,
-        prog=" ".join([Path(sys.argv[0]).name, *before]),
-        epilog="KEY=VALUE sets any field of the config:\n" + _list_keys(),
-    )
+    prog = " ".join([Path(sys.argv[0]).name, *before])
+    epilog = "KEY=VALUE sets any field of the config:\n" + _list_keys()
+    parser = CommandParser(description, prog=prog, epilog=epilog)
     what = "a question, or KEY=VALUE" if typed else "KEY=VALUE"
     parser.add_argument("words", nargs="*", metavar="WORD", help=what)
     parser.add_argument("--config", metavar="NAME", help="YAML file, as given or one that ships")
-    for flag, key in flags.items():
-        metavar = {"compare": "SETTINGS", "limit": "N"}.get(key, "PATH")
-        parser.add_argument(flag, metavar=metavar, help=f"{list_setting_help()[key]} ({key})")
-    for name, help_text in switches.items():
-        parser.add_argument(f"--{name}", action="store_true", dest=name, help=help_text)
     for name, (default, help_text) in options.items():
         shown = help_text if default in ("", ()) else f"{help_text} ({default})"
-        several: dict[str, Any] = {"nargs": "+", "metavar": "WORD"} if default == () else {}
-        parser.add_argument(
-            f"--{name}", **{"metavar": name.upper(), "default": default, "help": shown} | several
+        form: dict[str, Any] = (
+            {"nargs": "+", "metavar": "WORD"} if default == () else {"metavar": name.upper()}
         )
+        parser.add_argument(f"--{name}", default=default, help=shown, **form)
     return parser
+
+
+def _describe(key: str) -> str:
+    return f"{get_rule(list_setting_fields()[key], 'help')} ({key})"
 
 
 def is_read(key: str, reads: Sequence[str]) -> bool:
@@ -230,12 +222,9 @@ def _reject_mistaken_word(word: str) -> None:
 def _list_keys() -> str:
     lines = []
     for key, item in list_setting_fields().items():
-        found = list_choices(item)
-        choices = (
-            f" [{', '.join(found)}{', module:function' * bool(get_rule(item, 'table'))}]" if found else ""
-        )
-        default = "unset" if item.default is None else repr(item.default)
-        if item.default is MISSING:
-            default = repr(item.default_factory())
-        lines.append(f"  {key}={default}\n      {list_setting_help()[key]}{choices}")
+        own = ", module:function" * bool(get_rule(item, "table"))
+        choices = f" [{', '.join(found)}{own}]" if (found := list_choices(item)) else ""
+        default = repr(item.default_factory() if item.default is MISSING else item.default)
+        shown = "unset" if default == "None" else default
+        lines.append(f"  {key}={shown}\n      {get_rule(item, 'help')}{choices}")
     return "\n".join(lines)

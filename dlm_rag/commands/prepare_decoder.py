@@ -13,8 +13,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_rag import __version__
-from dlm_rag.config import Config, DecodeConfig, RetrievalConfig
+from dlm_rag.config import Config, RetrievalConfig
+from dlm_rag.decode.trace_file import TraceHeader, build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
+from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.files.hub import SHIPPED_FOLDER
 from dlm_rag.machine import (
     choose_device,
@@ -24,21 +26,27 @@ from dlm_rag.machine import (
     get_device_memory_bytes,
     get_machine_name,
 )
+from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
 from dlm_rag.progress import format_bytes, show_status
+from dlm_rag.questions import Question, parse_typed_questions, read_questions, select_questions
+from dlm_rag.retrieval import load_retriever
+from dlm_rag.retrieval.base import CorpusRetriever, Retriever
+from dlm_rag.retrieval.corpus import open_corpus
+from dlm_rag.retrieval.hybrid import OracleRetriever
+from dlm_rag.retrieval.query import build_query
+from dlm_rag.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
 
     from dlm_rag.decode.decoder import AnyDenoiser, Decoder
     from dlm_rag.decode.memory_budget import DecodeBudget
-    from dlm_rag.decode.trace_file import TraceHeader
-    from dlm_rag.evidence.truncation import ContextBudget
     from dlm_rag.model.checkpoint import Checkpoint
-    from dlm_rag.questions import Question
-    from dlm_rag.retrieval.base import Retriever
-    from dlm_rag.tokenizer import Tokenizer
 
 Made = TypeVar("Made")
+# Settings of retrieval and decoding that change no answer; of what a URL searches there is a fingerprint.
+FREE_SETTINGS = {"batch_size", "corpus", "index_dir", "embedding_batch_size", "url", "timeout"}
+STAMPED_PACKAGES = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
 
 
 @dataclass(frozen=True)
@@ -80,17 +88,13 @@ class PreparedDecoder:
         return decoder
 
     def answers_depend_on(self) -> dict[str, Any]:
-        """All that can change an answer; batch size, device and names of files and hosts cannot.
-
-        What answers at a URL, and what it searches, is in its fingerprint.
-        """
-        free = {"batch_size", "corpus", "index_dir", "embedding_batch_size"}
-        free |= {"url", "timeout"}
+        """All that can change an answer; batch size, device and names of files and hosts cannot."""
+        sections = {"retrieval": self.config.retrieval, "decode": self.config.decode}
         settings = {
             f"{section}.{key}": value
-            for section in ("retrieval", "decode")
-            for key, value in asdict(getattr(self.config, section)).items()
-            if key not in free
+            for section, holder in sections.items()
+            for key, value in asdict(holder).items()
+            if key not in FREE_SETTINGS
         }
         if settings["decode.overlap"] == "pipeline":  # the same tokens
             settings["decode.overlap"] = "none"
@@ -105,28 +109,20 @@ class PreparedDecoder:
 
     def trace_header(self) -> TraceHeader:
         """What the questions of a trace of this job have in common."""
-        from dlm_rag.decode.trace_file import build_trace_header
-
-        return build_trace_header(
-            self.checkpoint.config,
-            self.tokenizer,
-            self.evidence_layout,
-            self.config.decode,
-            top_k=self.config.retrieval.top_k,
-            model=self.checkpoint.fingerprint,
-            corpus=self.retriever.fingerprint,
-        )
+        found = {"model": self.checkpoint.fingerprint, "corpus": self.retriever.fingerprint}
+        config, shape, top_k = self.config, self.checkpoint.config, self.config.retrieval.top_k
+        layout = self.evidence_layout
+        return build_trace_header(shape, self.tokenizer, layout, config.decode, top_k=top_k, **found)
 
     def stamp(self) -> dict[str, Any]:
         """What a result must carry to be understood later: code, settings, versions, machine."""
         import torch
 
-        packages = ("torch", "transformers", "sentence-transformers", "bm25s", "numpy")
+        versions = {"python": platform.python_version(), "dlm_rag": __version__}
         return {
             "commit": get_code_commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), "dlm_rag": __version__}
-            | {package: version(package) for package in packages},
+            "versions": versions | {package: version(package) for package in STAMPED_PACKAGES},
             "device": f"{self.device.type}: {get_machine_name(self.device)}",
             "threads": torch.get_num_threads(),
             "attention": self.attention,
@@ -156,8 +152,6 @@ def gather_questions(config: Config, typed: list[str]) -> list[Question]:
 
     Raises `QuestionError`.
     """
-    from dlm_rag.questions import parse_typed_questions, read_questions, select_questions
-
     if (config.limit or config.quick) and not config.questions:
         raise ConfigError("limit and quick choose among the questions of a file: name one with --questions")
     questions = select_questions(read_questions(config.questions), config) if config.questions else []
@@ -200,50 +194,36 @@ def prepare_decoder(
     once = once or ResourceCache()
     find = _open_search_source(config.retrieval, once)
     show_status("checking the model")
+    from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
+    from dlm_rag.evidence.prompt_segments import check_finished_blocks
     from dlm_rag.model.checkpoint import open_checkpoint
+    from dlm_rag.model.policy_heads import read_heads
 
     assert config.model.path is not None, "see apply_shipped_defaults"
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
-    config = replace(config, decode=_resolve_decode_settings(config.decode, checkpoint))
-    device = choose_device(config.model.device)
+    decode, shape = with_checkpoint_defaults(config.decode, checkpoint.config), checkpoint.config
+    check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
+    config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     attention = _choose_attention(config, checkpoint, device, dtype)
     check_weights_fit(checkpoint, device, dtype)
     show_status("reading the tokenizer")
-    from dlm_rag.evidence.prompt_segments import check_finished_blocks
-    from dlm_rag.evidence.truncation import ContextBudget
-    from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
-    from dlm_rag.tokenizer import Tokenizer
-
-    canvas, layout = config.decode.max_new_tokens, config.model.evidence_layout
-    layout = layout or checkpoint.config.evidence_layout
-    assert canvas is not None and config.decode.finished_block_context is not None
-    check_finished_blocks(checkpoint.config, config.decode.finished_block_context, layout)
+    canvas, layout = decode.max_new_tokens, config.model.evidence_layout or shape.evidence_layout
+    assert canvas is not None and decode.finished_block_context is not None
+    check_finished_blocks(shape, decode.finished_block_context, layout)
     tokenizer = once(lambda: Tokenizer.from_pretrained(checkpoint, layout), "tokenizer", *weights, layout)
-    room = ContextBudget.from_config(checkpoint.config, layout, canvas)
+    room = ContextBudget.from_config(shape, layout, canvas)
     longest = _measure_longest_prompt(questions, tokenizer, room)
-    held = longest + canvas
-    work = count_encode_flops(checkpoint.config, [held], [held], [canvas], dtype.itemsize)
+    work = count_encode_flops(shape, [longest + canvas], [longest + canvas], [canvas], dtype.itemsize)
     warn_slow_compute(work.flops, f"a denoising step with max_new_tokens={canvas}", device.type)
     show_status("opening the index")
     found = find()
-    oracle, query = config.retrieval.oracle, config.decode.query_policy
-    retriever = _wrap_oracle(found, questions, query) if oracle else found
+    retriever = _wrap_oracle(found, questions, decode.query_policy) if config.retrieval.oracle else found
     prepared = PreparedDecoder(checkpoint, tokenizer, retriever, device, dtype, attention, layout, config)
     if config.engine.memory_gib is None:
         return prepared
     return replace(prepared, budget=_plan_budget(prepared, found, room, longest, len(questions)))
-
-
-def _resolve_decode_settings(settings: DecodeConfig, checkpoint: Checkpoint) -> DecodeConfig:
-    """The settings of decoding with the checkpoint's own for what is unset. Raises `ConfigError`."""
-    from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
-    from dlm_rag.model.policy_heads import read_heads
-
-    decode = with_checkpoint_defaults(settings, checkpoint.config)
-    check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
-    return decode
 
 
 def _choose_attention(
@@ -262,8 +242,6 @@ def _measure_longest_prompt(questions: list[Question], tokenizer: Tokenizer, roo
 
     One that does not fit among others that do is recorded as failed once it is asked.
     """
-    from dlm_rag.evidence.truncation import truncate_evidence
-
     lengths, error = [0], None
     for question in questions:
         try:
@@ -280,17 +258,18 @@ def _plan_budget(
     prepared: PreparedDecoder, found: Retriever, room: ContextBudget, longest: int, questions: int
 ) -> DecodeBudget:
     """What `engine.memory_gib` comes to; longest: tokens of the longest prompt. Raises `ConfigError`."""
-    from dlm_rag.decode.memory_budget import DecodeMemory, LongestRow, plan_decode_budget
-    from dlm_rag.retrieval.base import CorpusRetriever
+    from dlm_rag.decode import memory_budget
 
     config, shape = prepared.config, prepared.checkpoint.config
     passage = room.context_length  # nothing is known of the passages of a service
     if isinstance(found, CorpusRetriever):  # in bytes: a token has at least one
         passage = found.corpus.longest_line_bytes + len(prepared.tokenizer.template.fact)
-    row = LongestRow.from_budget(room, shape, longest or None, (config.retrieval.top_k, passage))
-    memory = DecodeMemory.from_config(shape, prepared.dtype, config.decode, row)
+    row = memory_budget.LongestRow.from_budget(
+        room, shape, longest or None, (config.retrieval.top_k, passage)
+    )
+    memory = memory_budget.DecodeMemory.from_config(shape, prepared.dtype, config.decode, row)
     rows = min(config.decode.batch_size, questions or config.decode.batch_size)
-    return plan_decode_budget(memory, config.engine, prepared.device, rows)
+    return memory_budget.plan_decode_budget(memory, config.engine, prepared.device, rows)
 
 
 def open_search_service(config: RetrievalConfig, once: ResourceCache) -> Retriever | None:
@@ -298,8 +277,6 @@ def open_search_service(config: RetrievalConfig, once: ResourceCache) -> Retriev
 
     Raises `UserError`.
     """
-    from dlm_rag.retrieval import load_retriever
-
     if config.url is None:
         return None
     show_status(f"asking {config.url}")
@@ -312,9 +289,6 @@ def _open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callabl
         return lambda: service
     if config.corpus is None:
         raise ConfigError("no corpus: give --corpus a file of JSON lines, or retrieval.url=URL")
-    from dlm_rag.retrieval import load_retriever
-    from dlm_rag.retrieval.corpus import open_corpus
-
     show_status("reading the corpus")
     passages = config.corpus, config.index_dir
     corpus = once(lambda: open_corpus(*passages), "corpus", *passages)
@@ -335,10 +309,6 @@ def check_weights_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch
 
 
 def _wrap_oracle(inner: Retriever, questions: list[Question], query: str) -> Retriever:
-    from dlm_rag.retrieval.base import CorpusRetriever
-    from dlm_rag.retrieval.hybrid import OracleRetriever
-    from dlm_rag.retrieval.query import build_query
-
     if not isinstance(inner, CorpusRetriever):
         raise ConfigError("retrieval.oracle=true needs --corpus FILE, not retrieval.url")
     if query != "question":

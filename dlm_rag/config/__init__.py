@@ -1,4 +1,4 @@
-"""The configuration: one tree of dataclasses, the only home of every default.
+"""The configuration: one tree of dataclasses, the only home of every default, and its strict loader.
 
 Settings arrive in this order, later ones winning: the dataclasses, a YAML file, `key=value` words.
 A field's metadata holds its choices or bounds, which constructors check, and the settings that it needs
@@ -6,37 +6,241 @@ A field's metadata holds its choices or bounds, which constructors check, and th
 other room of the package, but the tables that a setting names.
 """
 
-from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig, ServingConfig
-from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
-from dlm_rag.config.tree import (
-    CONFIG_FOLDER,
-    Config,
-    dump_config,
-    find_config_file,
-    is_existing_file,
-    list_changed_settings,
-    list_setting_fields,
-    list_setting_help,
-    load_config,
-)
+import dataclasses  # whose `fields` has the name of a module here
+import re
+from collections.abc import Hashable
+from dataclasses import asdict, field
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast, get_origin
 
-__all__ = [
-    "CONFIG_FOLDER",
-    "Config",
-    "DataConfig",
-    "DecodeConfig",
-    "EngineConfig",
-    "ModelConfig",
-    "PlanConfig",
-    "RetrievalConfig",
-    "ServingConfig",
-    "SynthesisConfig",
-    "TrainConfig",
-    "dump_config",
-    "find_config_file",
-    "is_existing_file",
-    "list_changed_settings",
-    "list_setting_fields",
-    "list_setting_help",
-    "load_config",
-]
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from yaml.constructor import ConstructorError
+
+from dlm_rag.config.fields import (
+    MAX_SHOWN_CHARS,
+    SET,
+    CheckedSettings,
+    explain_validation_error,
+    get_rule,
+    merge_settings,
+    setting,
+    settings_dataclass,
+    shorten_value,
+)
+from dlm_rag.config.ineffective_settings import check_effects
+from dlm_rag.config.inference import DecodeConfig, EngineConfig, ModelConfig, RetrievalConfig, ServingConfig
+from dlm_rag.config.renamed import explain_old_key, upgrade_settings
+from dlm_rag.config.training import DataConfig, PlanConfig, SynthesisConfig, TrainConfig
+from dlm_rag.errors import ConfigError, suggest_nearest, summarize_error
+
+_WORKERS = re.compile(r"[1-9]\d{0,2}|auto|ray://[^\s/:]+:\d{1,5}/?|ray://\[[0-9a-fA-F:]+\]:\d{1,5}/?")
+_PACKAGE = Path(__file__).resolve().parents[1]
+# A wheel has them inside the package, a checkout beside it (setup.py).
+_INSTALLED = _PACKAGE / "configs"
+CONFIG_FOLDER = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
+MAX_CONFIG_BYTES = 2**20
+
+
+@settings_dataclass
+class Config(CheckedSettings):
+    """All settings of all programs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    synthesis: SynthesisConfig = field(default_factory=SynthesisConfig)
+    serving: ServingConfig = field(default_factory=ServingConfig)
+    questions: str | None = setting(None)
+    """file of questions (JSON lines, JSON, CSV, TSV or Parquet, also gzipped), a folder of such files,
+    or - for standard input"""
+    limit: int | None = setting(None, low=1)
+    """use only this many questions of the file, drawn evenly from all hops and labels; always the same
+    ones, and a larger limit adds to them"""
+    quick: bool = setting(False)
+    """short for limit=200"""
+    out: str | None = setting(None)
+    """where results are written: a file (sample) or a folder (evaluate, train)"""
+    compare: str | None = setting(None)
+    """settings to compare in evaluate: all, or a list such as
+    interleaved,static,oracle+retrieval.method=dense"""
+    f1_rule: str = setting("auto", choices=("auto", "squad", "hotpotqa"))
+    """how evaluate computes F1: hotpotqa gives 0 if exactly one side is yes, no or noanswer; auto takes
+    it if the file or folder of the questions says hotpotqa or 2wikimultihopqa"""
+    trace: str | None = setting(None)
+    """file for decoding traces, one JSON line per question"""
+    record_provisional: bool = setting(False, only_with=({"trace": SET}, {"html": SET}))
+    """record in traces what is predicted at masked positions, which the page shows; always on with html"""
+    workers: str | None = setting(None)
+    """number of worker processes that each load the model, from 1 to 999, auto (one per GPU, or else per
+    core, as memory allows), or a Ray cluster as ray://HOST:PORT; unset: this process"""
+    energy: str = setting("auto", choices=("auto", "idle", "none"))
+    """measure energy with the machine's own sensors: auto (all that is drawn), idle (also the idle
+    power, for 10 s beforehand) or none"""
+    html: str | None = setting(None)
+    """file for an HTML page that replays the decoding (sample)"""
+
+    def __post_init__(self) -> None:
+        if self.quick and self.limit is not None:
+            raise ConfigError("quick and limit both choose questions: leave one out")
+        if self.workers is not None and not _WORKERS.fullmatch(self.workers):
+            raise ConfigError(f"workers={self.workers} must be from 1 to 999, auto or ray://HOST:PORT")
+
+
+@cache
+def list_setting_fields(node: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of the tree, in order, with its dataclass field."""
+    keys: dict[str, Any] = {}
+    for item in dataclasses.fields(node):
+        name = f"{prefix}{item.name}"
+        is_section = dataclasses.is_dataclass(item.type)
+        keys |= list_setting_fields(cast(Any, item.type), f"{name}.") if is_section else {name: item}
+    return keys
+
+
+def find_config_file(name: str) -> Path:
+    """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
+    for folder in (Path(), CONFIG_FOLDER):
+        for path in (folder / name, folder / f"{name}.yaml"):
+            if is_existing_file(path):
+                return path
+    there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
+    raise ConfigError(
+        f"config '{name}' was not found as a file, here or among the shipped{suggest_nearest(name, there)}"
+    )
+
+
+def is_existing_file(path: str | Path) -> bool:
+    """Whether there is a file at a path; False also for what cannot be a path."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def load_config(
+    name: str | None = None, overrides: list[str] | None = None, stored: bool = False, effects: bool = False
+) -> Config:
+    """The resolved tree: defaults, then the YAML file `name`, then `key=value` words.
+
+    stored: the file is one that a run has left, perhaps under the names of an older version.
+    effects: whether settings without effect are refused, as `check_effects` says: for command lines.
+    Raises `ConfigError`, naming the key and the nearest valid one, for anything not in the tree.
+    """
+    path = None if name is None else find_config_file(name)
+    of_file = _read_config_file(path) if path else {}
+    if stored:
+        of_file = upgrade_settings(of_file)
+    of_words: dict[str, Any] = {}
+    for word in overrides or []:
+        of_words = merge_settings(of_words, _parse_word(word))
+    keys_of_file, keys_of_words = _list_given_keys(of_file), _list_given_keys(of_words)
+    try:
+        config = TypeAdapter(Config).validate_python(merge_settings(of_file, of_words))
+    except ValidationError as error:
+        key, sentence, fault = explain_validation_error(error)
+        origin = "the command line" if key in keys_of_words or not path else str(path)
+        if fault in ("unexpected_keyword_argument", "invalid_key"):
+            sentence = _explain_unknown_key(key, origin)
+        elif fault == "dataclass_type":
+            sentence = f"{key} is a section, in {origin}: write `{key}: {{KEY: VALUE}}`"
+        raise ConfigError(sentence) from None
+    for key, item in list_setting_fields().items() if stored else ():
+        value = str(attrgetter(key)(config))
+        if get_rule(item, "table") and ":" in value and key not in keys_of_words:
+            raise ConfigError(f"{key}={value} is code that a stored result names: give it as a word too")
+    if effects:
+        check_effects([(config, keys_of_words)])
+        check_effects([(config, keys_of_file)], keys_of_words)
+    return config
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if (name := str(key.value)) in seen:
+                raise ConstructorError(None, None, f"the key {name} is there twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except RecursionError:
+        raise ConfigError(f"{what}: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # a date that is none, thousands of digits
+        raise ConfigError(f"{what}: {summarize_error(error)}") from None
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path} is too large for a config: {path.stat().st_size >> 20} MiB")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {summarize_error(error)}") from None
+    tree = _parse_yaml(text, f"{path} is not valid YAML") or {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no settings: write `section: {{key: value}}`")
+    return tree
+
+
+def _parse_word(word: str) -> dict[str, Any]:
+    """The tree of a word KEY=VALUE. What is not a mapping is taken as it is typed."""
+    key, _, value = word.partition("=")
+    mappings = [name for name, item in list_setting_fields().items() if get_origin(item.type) is dict]
+    parsed: Any = None if value in ("null", "None") else value
+    if any(f"{key}.".startswith(f"{name}.") for name in mappings):
+        parsed = _parse_yaml(value, f"the value of {key}={shorten_value(value)} cannot be read")
+    elif key not in list_setting_fields():
+        raise ConfigError(_explain_unknown_key(key, "the command line"))
+    for name in reversed(key.split(".")):
+        parsed = {name: parsed}
+    return parsed
+
+
+def _list_given_keys(node: dict[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys that nested settings give; those of a phase as `train.phases.NAME.KEY`."""
+    found = []
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        is_phase = prefix == "train.phases."
+        if isinstance(value, dict) and (is_phase or key not in list_setting_fields() or name == "phases"):
+            found += [f"{key}.{each}" for each in value] if is_phase else _list_given_keys(value, f"{key}.")
+        else:
+            found.append(key)
+    return found
+
+
+def list_changed_settings(config: Config) -> dict[str, Any]:
+    """The dotted keys whose values are not the defaults, with the values."""
+    plain, values = Config(), {key: attrgetter(key)(config) for key in list_setting_fields()}
+    return {key: value for key, value in values.items() if value != attrgetter(key)(plain)}
+
+
+def dump_config(config: Config) -> str:
+    """The resolved tree as YAML, which `load_config` reads back as it is."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def _explain_unknown_key(key: str, origin: str) -> str:
+    if len(key) > MAX_SHOWN_CHARS:  # as of a file that holds something else, which is not to be shown
+        return f"{origin} holds something else than settings: write `section: {{key: value}}`"
+    if reason := explain_old_key(key):
+        return f"{key} in {origin} {reason}"
+    keys, (section, _, leaf) = list(list_setting_fields()), key.rpartition(".")
+    if key in keys:  # as a file cannot write it
+        return f"unknown key '{key}' in {origin}: write `{section}: {{{leaf}: VALUE}}`"
+    same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
+    hint = f" (nearest: '{same_leaf[0]}')" if same_leaf else suggest_nearest(key, keys)
+    return f"unknown key '{key}' in {origin}{hint}"

@@ -10,8 +10,7 @@ import importlib
 import os
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import wraps
 from pathlib import PurePath
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -57,22 +56,19 @@ def setting(
     needs = (only_with,) if isinstance(only_with, dict) else only_with
     own = {"choices": choices, "table": table, "only_with": needs}
     metadata = {"ge": low, "le": high, "json_schema_extra": own}
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    kind = "default_factory" if callable(default) else "default"
+    return dataclasses.field(**{kind: default}, metadata=metadata)
 
 
 def get_rule(item: "dataclasses.Field[Any]", name: str) -> Any:
-    """`choices`, `table` or `only_with` of a field; empty for one that holds a section."""
+    """`choices`, `table`, `only_with` or `help` of a field; empty for one that holds a section."""
     return item.metadata.get("json_schema_extra", {}).get(name, ())
 
 
 def list_choices(item: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """The names that a field accepts; none where it accepts any value."""
-    if table := get_rule(item, "table"):
-        return tuple(import_object(table, item.name))
-    choices: tuple[str, ...] = get_rule(item, "choices")
-    return choices
+    table, choices = get_rule(item, "table"), get_rule(item, "choices")
+    return tuple(import_object(table, item.name) if table else choices)
 
 
 @pydantic_dataclass(config=_SETTINGS_RULES)
@@ -108,8 +104,11 @@ Settings = TypeVar("Settings", bound=CheckedSettings)
 def settings_dataclass(holder: type[Settings]) -> type[Settings]:
     """A pydantic dataclass whose constructor raises `ConfigError`, which names the key, and takes a `Path`
     for its text."""
-    made = pydantic_dataclass(config=_SETTINGS_RULES)(holder)
+    made: Any = pydantic_dataclass(config=_SETTINGS_RULES)(holder)
     construct = made.__init__
+    for item in dataclasses.fields(made):
+        if (rules := item.metadata.get("json_schema_extra")) is not None:
+            rules["help"] = " ".join((made.__pydantic_fields__[item.name].description or "").split())
 
     @wraps(construct)
     def init(self: Settings, *args: Any, **values: Any) -> None:
@@ -119,21 +118,18 @@ def settings_dataclass(holder: type[Settings]) -> type[Settings]:
         except ValidationError as error:
             raise ConfigError(explain_validation_error(error)[1]) from None
 
-    made.__init__ = init  # type: ignore[assignment, method-assign]
-    return made  # type: ignore[return-value]
+    made.__init__ = init
+    return made
 
 
 def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
     """The dotted key at fault, one sentence, and pydantic's name of the fault; unknown keys come first."""
     found = error.errors(include_url=False)
     first = min(found, key=lambda each: each["type"] != "unexpected_keyword_argument")
-    key, reason = ".".join(map(str, first["loc"])), first["msg"]
-    if first["type"] == "value_error":
-        cause = first["ctx"]["error"]
-        if isinstance(cause, ConfigError):  # of several fields together
-            return key, str(cause), first["type"]
-        reason = str(cause)
-    reason = reason.replace("Input should be", "must be")
+    key, cause = ".".join(map(str, first["loc"])), first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # of several fields together
+        return key, str(cause), first["type"]
+    reason = str(cause or first["msg"]).replace("Input should be", "must be")
     return key, f"{key}={shorten_value(first['input'])} {reason}", first["type"]
 
 
@@ -185,22 +181,16 @@ def import_object(path: str, key: str) -> Any:
 
 
 def look_up(table: Mapping[str, Entry], value: str, key: str) -> Entry | Any:
-    """The entry of `table` called `value`, or the user's own at `module:name`; else `ConfigError`."""
+    """The entry of `table` called `value`, or the user's own at `module:name`, which may be a file of the
+    working folder; else `ConfigError`."""
     if value in table:
         return table[value]
-    if ":" in value:
-        with _working_folder_first():
-            return import_object(value, key)
-    raise ConfigError(
-        f"{key}={value} is not one of {', '.join(table)} or module:function{suggest_nearest(value, table)}"
-    )
-
-
-@contextmanager
-def _working_folder_first() -> Iterator[None]:
+    if ":" not in value:
+        nearest = suggest_nearest(value, table)
+        raise ConfigError(f"{key}={value} is not one of {', '.join(table)} or module:function{nearest}")
     folder = os.getcwd()  # noqa: PTH109
     sys.path.insert(0, folder)
     try:
-        yield
+        return import_object(value, key)
     finally:
         sys.path.remove(folder)

@@ -9,9 +9,8 @@ entries say in `settings` what they read: a setting that only others of them rea
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 from dlm_rag.config.fields import SET, CheckedSettings, Need, get_rule, import_object
@@ -35,17 +34,18 @@ def check_effects(
     words: where the keys are those of a file, the ones that the command line replaces. A file is a recipe:
     what the command line makes idle in it is no mistake, nor what waits for another setting to be given.
     """
-    reasons: dict[str, list[str]] = {}
+    replaced, reasons = {*(words or ())}, dict[str, list[str]]()
     for config, keys in variants:
-        phases = config.train.get_phase_configs()
-        for key in {*keys} - {*(words or ())}:
-            among, own = list(phases), key
-            if key.startswith("train.phases."):
-                phase, _, name = key.removeprefix("train.phases.").rpartition(".")
-                among, own = [phase], f"train.{name}"
-            for phase in among:
-                reason = _why_idle(replace(config, train=phases[phase]), own, words)
-                reasons.setdefault(key, []).append(reason)
+        for phase, train in config.train.get_phase_configs().items():
+            values = _flatten(config) | _flatten(train, "train.")
+            known = {key: value for key, value in values.items() if key not in replaced}
+            for key in {*keys} - replaced:
+                own = key.replace(f"train.phases.{phase}.", "train.")
+                if own in values:  # else of another phase
+                    section, _, name = own.rpartition(".")
+                    holder = type(getattr(config, section) if section else config)
+                    reason = _explain_idle(section, holder, name, values[own], known, words is not None)
+                    reasons.setdefault(key, []).append(reason)
     for key, found in sorted(reasons.items()):
         if all(found):
             raise ConfigError(f"{key}={found[0]}")
@@ -59,68 +59,58 @@ def check_checkpoint_effects(
     facts: about it, by the keys of `FACTS`; also what settings that are unset come to, by dotted keys.
     own: the checkpoint's values of fields, which are no more refused than the defaults are.
     """
-    holder: Any = type(settings)
-    for item in fields(holder):
-        value = getattr(settings, item.name)
-        if value == item.default or (own and value == own.get(item.name)):
+    for name, value in _flatten(settings).items():
+        if own and name in own and value == own[name]:
             continue
-        missing = [_missing(need, facts) for need in _list_needs(section, holder, item.name)]
-        if missing and all(missing):
-            raise ConfigError(
-                f"{section}.{item.name}={_show(value)} has no effect {missing[0]}: leave it out"
-            )
+        if reason := _explain_idle(section, type(settings), name, value, facts):
+            raise ConfigError(f"{section}.{name}={reason}: leave it out")
 
 
-def _why_idle(config: Any, key: str, words: Iterable[str] | None) -> str:
-    """`VALUE has no effect with ...`; empty where the setting has one, or is at its default."""
-    section, _, name = key.rpartition(".")
-    holder = getattr(config, section) if section else config
-    item = next(item for item in fields(holder) if item.name == name)
-    if (value := getattr(holder, name)) in (item.default, {}):
+def _flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of settings by their dotted keys."""
+    found: dict[str, Any] = {}
+    for item in fields(settings):
+        value, key = getattr(settings, item.name), f"{prefix}{item.name}"
+        found |= _flatten(value, f"{key}.") if is_dataclass(value) else {key: value}
+    return found
+
+
+def _explain_idle(
+    section: str, holder: Any, name: str, value: Any, known: Mapping[str, Any], is_recipe: bool = False
+) -> str:
+    """`VALUE has no effect with ...`; empty where the setting has one, or is at its default.
+
+    known: values of other settings and facts. is_recipe: whether what is not set may be set later.
+    """
+    if value in (holder.__dataclass_fields__[name].default, {}):
         return ""
-    needs = _list_needs(section, holder.__class__, name)
-    if words is not None:
-        held = [{k: v for k, v in need.items() if v is not SET and k not in words} for need in needs]
-        needs = tuple(held)
-    values = {key: attrgetter(key)(config) for need in needs for key in need if key not in FACTS}
-    missing = [_missing(need, values) for need in needs]
+    missing = [_describe_missing(need, known, is_recipe) for need in _list_needs(section, holder, name)]
     return f"{_show(value)} has no effect {missing[0]}" if missing and all(missing) else ""
 
 
 @cache
 def _list_needs(section: str, holder: Any, name: str) -> tuple[Need, ...]:
     """What a setting needs: as its field declares, and as the tables of its section say."""
-    needs: tuple[Need, ...] = ()
+    needs: tuple[Need, ...] = get_rule(holder.__dataclass_fields__[name], "only_with")
     from_tables: Need = {}
     for item in fields(holder):
-        if item.name == name:
-            needs = get_rule(item, "only_with")
-        if not get_rule(item, "table"):
-            continue
-        read_by = {
-            entry: getattr(value, "settings", None)
-            for entry, value in import_object(get_rule(item, "table"), item.name).items()
-        }
-        if any(name in (settings or ()) for settings in read_by.values()):
-            readers = tuple(entry for entry, settings in read_by.items() if settings and name in settings)
-            from_tables[f"{section}.{item.name}"] = readers
+        table = get_rule(item, "table")
+        entries = import_object(table, item.name) if table else {}
+        readers = [key for key, each in entries.items() if name in (getattr(each, "settings", None) or ())]
+        if readers:
+            from_tables[f"{section}.{item.name}"] = tuple(readers)
     if not needs:
         return (from_tables,) if from_tables else ()
     # Training has rules of its own for its rollouts, whatever the table's setting says.
     return tuple(need if "train.objective" in need else need | from_tables for need in needs)
 
 
-def _missing(need: Need, values: Mapping[str, Any]) -> str:
-    """Which of the needed values is another one, as an error says it; empty where none is.
-
-    values: of other settings and facts, as far as they are known.
-    """
-    for key, accepted in need.items():
-        if key not in values:
-            continue
-        value = values[key]
+def _describe_missing(need: Need, known: Mapping[str, Any], is_recipe: bool) -> str:
+    """Which of the needed values is another one, as an error says it; empty where none is."""
+    for key in [key for key in need if key in known]:
+        value, accepted = known[key], need[key]
         if accepted is SET:
-            if not value:
+            if not value and not is_recipe:
                 return f"without {key}: set it too, or leave this out"
             continue
         own = isinstance(value, str) and ":" in value and "://" not in value  # module:function

@@ -10,7 +10,9 @@ SEARCH_SCHEMES = ("http", "https", "milvus")  # of `retrieval.url`
 NO_URL = {"retrieval.url": (None,)}
 NO_SERVICE = {"retrieval.url": (None, "milvus://")}
 MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
+IN_BLOCKS = MASKED | {"attention_blocks": (True,)}
 ROLLOUTS = MASKED | {"train.objective": ("rl",)}  # which sample what they commit
+HEADS = tuple(MASKED | {f"decode.{name}": ("policy_head",)} for name in ("commit_rule", "retrieval_gate"))
 
 
 @settings_dataclass
@@ -88,47 +90,23 @@ class DecodeConfig(CheckedSettings):
     """commit tokens only within the first unfinished block of this length, 0 for anywhere; unset takes
     the checkpoint's own"""
     finished_block_context: str | None = setting(
-        None,
-        choices=("recompute", "no_evidence"),
-        only_with=MASKED | {"attention_blocks": (True,)},
+        None, choices=("recompute", "no_evidence"), only_with=IN_BLOCKS
     )
     """what finished blocks attend to after new evidence arrives, in checkpoints with block attention:
     recompute (they are run again with the new evidence) or no_evidence (response text only); unset takes
     the checkpoint's own, else recompute"""
-    query_window: int = setting(
-        8,
-        low=0,
-        high=2**20,
-        only_with=MASKED | {"attention_blocks": (True,)},
-    )
+    query_window: int = setting(8, low=0, high=2**20, only_with=IN_BLOCKS)
     """number of positions after the current block whose predictions may enter a query, in checkpoints
     with block attention"""
-    commit_rule: str | None = setting(
-        None,
-        table="dlm_rag.diffusion.commit_rules:RULES",
-        only_with=MASKED,
-    )
+    commit_rule: str | None = setting(None, table="dlm_rag.diffusion.commit_rules:RULES", only_with=MASKED)
     """rule that decides which masked positions are committed at a step; unset takes the checkpoint's
     own, else threshold"""
-    commit_threshold: float = setting(
-        0.9,
-        low=0,
-        high=1,
-        only_with=(MASKED, ROLLOUTS),
-    )
+    commit_threshold: float = setting(0.9, low=0, high=1, only_with=(MASKED, ROLLOUTS))
     """confidence at which a position is committed (tau_c), for the rules threshold and grounded; for
     sampled and policy_head the confidence at which a gate opens with probability 1/2"""
     gate_temperature: float = setting(0.5, low=1e-3, high=100, only_with=(MASKED, ROLLOUTS))
     """softness of that threshold for sampled and policy_head, in logits"""
-    head_threshold: float | None = setting(
-        0.5,
-        low=0,
-        high=1,
-        only_with=(
-            MASKED | {"decode.commit_rule": ("policy_head",)},
-            MASKED | {"decode.retrieval_gate": ("policy_head",)},
-        ),
-    )
+    head_threshold: float | None = setting(0.5, low=0, high=1, only_with=HEADS)
     """probability at which a policy head says yes; unset (null) samples its decision"""
     tokens_per_step: int | None = setting(None, low=1, only_with=MASKED)
     """number of positions committed per step: exactly this many for top_k, entropy, margin and
@@ -137,17 +115,13 @@ class DecodeConfig(CheckedSettings):
     """number of steps per block (or per canvas, without blocks): sets what a step commits for top_k,
     entropy, margin and sequential, and the minimum for threshold, entropy_bound and grounded (unset: 1)"""
     schedule: str = setting(
-        "even",
-        choices=("even", "rounded"),
-        only_with=MASKED | {"decode.steps_per_block": SET},
+        "even", choices=("even", "rounded"), only_with=MASKED | {"decode.steps_per_block": SET}
     )
     """how the positions of a block are divided over steps_per_block if it does not divide evenly: the
     first steps take more, or each step takes its rounded share of the rest"""
     entropy_bound: float | None = setting(None, low=0)
     """joint entropy in nats that may be committed per step; unset takes the checkpoint's own, else 0.1"""
-    edit_threshold: float | None = setting(
-        None, low=0, high=1, only_with=MASKED | {"attention_blocks": (True,)}
-    )
+    edit_threshold: float | None = setting(None, low=0, high=1, only_with=IN_BLOCKS)
     """confidence at which another token replaces a committed one within the current attention block;
     unset: never"""
     max_edit_steps: int = setting(16, low=0, high=2**20, only_with=MASKED | {"decode.edit_threshold": SET})

@@ -47,13 +47,15 @@ _RENAMED = {
 }  # fmt: skip
 # Settings that are gone, in stored files too: a sentence on each, by its dotted key.
 _REMOVED = {
-    **dict.fromkeys(
-        ("decode.remask_threshold", "decode.revision_threshold"),
-        "committed tokens are masked no more: leave it out, or set decode.edit_threshold",
-    ),
-    "retrieval.bm25_cache_gib": "BM25 keeps no scores any more, and finds the same: leave it out",
-    "retrieval.search_memory_gib": "BM25 keeps no scores any more, and finds the same: leave it out",
-}
+    f"{section}.{name}": reason
+    for section, names, reason in (
+        ("decode", ("remask_threshold", "revision_threshold"),
+         "committed tokens are masked no more: leave it out, or set decode.edit_threshold"),
+        ("retrieval", ("bm25_cache_gib", "search_memory_gib"),
+         "BM25 keeps no scores any more, and finds the same: leave it out"),
+    )
+    for name in names
+}  # fmt: skip
 # Values that had other names, by the setting that has them, without its section.
 _RENAMED_VALUES = {
     "bm25_query": {"query": "whole", "parts": "sentences"},
@@ -66,65 +68,52 @@ _OF_REWARD = {"groups": "prompts_per_step", "rows": "num_generations"}  # of `tr
 _OF_CHECKPOINTS = {"finished_blocks": "finished_block_context", "search": "retrieval_gate"}
 
 
-def find_new_key(key: str) -> str | None:
-    """The present name of a dotted key that had another one; None for any other key."""
+def _get_section(path: str) -> str:
+    """The section whose settings a dotted path has: the phases of training have those of `train`."""
+    return "train" if path.startswith("train.phases.") else path
+
+
+def explain_old_key(key: str) -> str | None:
+    """What has become of a dotted key that was a setting, and the remedy; None for any other key."""
     path, _, leaf = key.rpartition(".")
-    section = "train" if path.startswith("train.phases.") else path
-    new = _RENAMED.get(section, {}).get(leaf)
-    if new is None:
+    section = _get_section(path)
+    if key in _REMOVED:
+        return f"was removed: {_REMOVED[key]}"
+    if (name := _RENAMED.get(section, {}).get(leaf)) is None:
         return None
-    new = f"{path}.{new}".removeprefix(".")
+    new = f"{path}.{name}".removeprefix(".")
     if section == "train" and leaf in _OF_REWARD:
         new += f" (with objective=rl {path}.{_OF_REWARD[leaf]})"
-    return new
+    return f"is now called {new}: write that"
 
 
-def explain_removed_key(key: str) -> str | None:
-    """Why a dotted key is no longer a setting, with the remedy; None for any other key."""
-    return _REMOVED.get(key)
+def find_new_value(name: str, value: Any) -> str | None:
+    """The present name of a value of the setting `name`; None for any other value."""
+    return _RENAMED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
 
 
-def find_new_value(key: str, value: Any) -> str | None:
-    """The present name of a value of a setting; None for any other value."""
-    renamed = _RENAMED_VALUES.get(key.rpartition(".")[2], {})
-    return renamed.get(value) if isinstance(value, str) else None
+def upgrade_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Settings as older versions stored them, by dotted keys or nested, under the names of today.
 
-
-def upgrade_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings by dotted keys, as older versions stored them, under the names of today."""
+    path: the section or phase that the keys are in.
+    """
     upgraded: dict[str, Any] = {}
     for key, value in settings.items():
-        if key in _REMOVED and (value is None or not key.startswith("decode.")):
+        whole = f"{path}.{key}".removeprefix(".")
+        if whole in _REMOVED and (value is None or not whole.startswith("decode.")):
             continue  # else it has changed answers, with which no others are mixed
-        path, _, leaf = key.rpartition(".")
-        section = "train" if path.startswith("train.phases.") else path
+        above, _, leaf = whole.rpartition(".")
+        section = _get_section(above)
         renamed = _RENAMED.get(section, {}) | ({} if section else {"attention_block": "block_size"})
+        if isinstance(value, dict):
+            value = upgrade_settings(value, whole)
         names = [renamed.get(leaf, leaf)]
         if section == "train" and leaf in _OF_REWARD:
             names.append(_OF_REWARD[leaf])
         for name in names:
-            new = f"{path}.{name}".removeprefix(".")
-            upgraded[new] = find_new_value(new, value) or value
+            new = find_new_value(name, value) if section in _RENAMED else None
+            upgraded[str(key).removesuffix(leaf) + name] = new or value
     return upgraded
-
-
-def upgrade_section(section: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The same of one section, by keys without it; phases of training included."""
-    flat = upgrade_settings({f"{section}.{name}": value for name, value in settings.items()})
-    found = {key.rpartition(".")[2]: value for key, value in flat.items()}
-    if section == "train" and isinstance(phases := found.get("phases"), dict):
-        found["phases"] = {
-            name: upgrade_section("train", phase) if isinstance(phase, dict) else phase
-            for name, phase in phases.items()
-        }
-    return found
-
-
-def upgrade_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same of a tree of sections."""
-    flat = upgrade_settings({key: value for key, value in tree.items() if not isinstance(value, dict)})
-    sections = {key: value for key, value in tree.items() if isinstance(value, dict)}
-    return flat | {key: upgrade_section(key, value) for key, value in sections.items()}
 
 
 def upgrade_checkpoint(raw: dict[str, Any]) -> dict[str, Any]:

@@ -11,34 +11,31 @@ from dlm_rag.config.fields import (
     setting,
     settings_dataclass,
 )
-from dlm_rag.config.renamed import find_new_key
+from dlm_rag.config.renamed import explain_old_key
 from dlm_rag.errors import ConfigError, suggest_nearest
 
 # What settings need, as `only_with` says it.
-ANSWERING, READING = ("sft", "rl"), {"train.objective": ("pretrain", "adapt")}
-SFT, RL = {"train.objective": ("sft",)}, {"train.objective": ("rl",)}
+SFT, RL, PRETRAIN, ADAPT = ({"train.objective": (name,)} for name in ("sft", "rl", "pretrain", "adapt"))
+ANSWERING, READING = {"train.objective": ("sft", "rl")}, {"train.objective": ("pretrain", "adapt")}
+MASKED, UNIFORM = {"noise": ("mask",)}, {"noise": ("uniform",)}
 RL_OF_DENOISER = RL | {"train.trainable": (None, "all", "lora")}
 TRACES, CORPUS, WRITER = ({"synthesis.method": (name,)} for name in ("traces", "corpus", "writer"))
 NEW_MODEL = {"model.path": (None,)}
 NEW_LAYERS = NEW_MODEL | {"train.init_layers_from": (None,)}
+WORLDS, MADE_QUESTIONS = {"data.corpus": (None,)}, {"data.corpus": SET, "data.questions": (None,)}
 
 
 @settings_dataclass
 class DataConfig(CheckedSettings):
     """Your own training data; without any, worlds are invented."""
 
-    questions: str | None = setting(None, only_with={"train.objective": ANSWERING})
+    questions: str | None = setting(None, only_with=ANSWERING)
     """sft: file or folder of questions with a `response`, or at least `golden_answers`; needs
     data.corpus"""
-    corpus: str | None = setting(None, only_with=({"train.objective": ANSWERING}, {"model.path": (None,)}))
+    corpus: str | None = setting(None, only_with=(ANSWERING, NEW_MODEL))
     """sft, rl: passages from which evidence is retrieved; without data.questions, questions are made
     from its titles"""
-    held_out: float = setting(
-        0.25,
-        low=0,
-        high=0.9,
-        only_with={"train.objective": ANSWERING, "data.corpus": SET, "data.questions": (None,)},
-    )
+    held_out: float = setting(0.25, low=0, high=0.9, only_with=ANSWERING | MADE_QUESTIONS)
     """share of the passages that generated training questions never ask about"""
     documents: dict[str, str] = setting(dict, only_with=READING)
     """pretrain, adapt: JSON lines files with a `text`, as NAME: FILE"""
@@ -90,10 +87,10 @@ class TrainConfig(CheckedSettings):
     (documents, from an autoregressive checkpoint whose attention becomes bidirectional) or rl (rewarded
     rollouts); or a class of your own as module:Class"""
     uniform_loss: str = setting(
-        "cross_entropy", choices=("cross_entropy", "nelbo"), only_with=SFT | {"noise": ("uniform",)}
+        "cross_entropy", choices=("cross_entropy", "nelbo"), only_with=SFT | UNIFORM
     )
     """loss of sft for a uniform noise model: cross-entropy at every canvas position, or the NELBO"""
-    self_conditioning: float = setting(0.5, low=0, high=1, only_with=SFT | {"noise": ("uniform",)})
+    self_conditioning: float = setting(0.5, low=0, high=1, only_with=SFT | UNIFORM)
     """uniform noise only: share of rows that are given the logits of a first pass, as decoding gives
     those of the previous step"""
     max_steps: int = setting(2000, low=1)
@@ -106,9 +103,7 @@ class TrainConfig(CheckedSettings):
     """rl: number of questions in a step, over all processes"""
     num_generations: int = setting(12, low=1, high=2**16, only_with=RL)
     """rl: number of rollouts per question (the group size of GRPO)"""
-    counterfactual_share: float = setting(
-        0.0, low=0, high=1, only_with=SFT | {"data.corpus": SET, "data.questions": (None,)}
-    )
+    counterfactual_share: float = setting(0.0, low=0, high=1, only_with=SFT | MADE_QUESTIONS)
     """sft on questions generated from data.corpus: share of passage sets whose second passage is
     swapped for another one under the same name"""
     mixture: dict[str, float] = setting(dict, only_with=READING | {"data.documents": SET})
@@ -117,11 +112,9 @@ class TrainConfig(CheckedSettings):
     """pretrain, adapt: length of a packed sequence in tokens"""
     batch_tokens: int = setting(16384, low=8, only_with=READING)
     """pretrain, adapt: number of tokens in a step, over all processes"""
-    rope_theta: float | None = setting(None, low=1, only_with={"noise": ("mask",)})
+    rope_theta: float | None = setting(None, low=1, only_with=MASKED)
     """base of the rotary position embedding; unset takes the model's own"""
-    attention_anneal_fraction: float = setting(
-        0.3, low=0, high=1, only_with={"train.objective": ("adapt",)}
-    )
+    attention_anneal_fraction: float = setting(0.3, low=0, high=1, only_with=ADAPT)
     """adapt: fraction of the steps over which attention changes from causal to bidirectional"""
     # Optimisation.
     optimizer: str = setting("muon", choices=("muon", "adamw"))
@@ -145,51 +138,39 @@ class TrainConfig(CheckedSettings):
     activation_checkpointing: str = setting("none", choices=("none", "selective", "full"))
     """recompute activations in the backward pass: full (all of a layer) or selective (all but attention
     and, unless compiled, matrix products)"""
-    logit_chunk: int = setting(4096, low=1, only_with={"noise": ("mask",)})
+    logit_chunk: int = setting(4096, low=1, only_with=MASKED)
     """number of supervised positions whose logits are computed at a time"""
-    compile: bool = setting(False, only_with={"noise": ("mask",)})
+    compile: bool = setting(False, only_with=MASKED)
     """compile around attention with torch.compile"""
     parallel: str = setting("ddp", choices=("single", "ddp", "fsdp"))
     """data parallelism: ddp (full copies), fsdp (weights, gradients and optimizer state sharded) or
     single (one process)"""
-    context_parallel: int = setting(
-        1, low=1, only_with={"train.objective": ("pretrain",), "noise": ("mask",)}
-    )
+    context_parallel: int = setting(1, low=1, only_with=PRETRAIN | MASKED)
     """pretrain: number of processes that share each sequence, for very long ones"""
     # Training on worlds.
-    curriculum_accuracy: float = setting(0.62, low=0, only_with=SFT | {"data.corpus": (None,)})
+    curriculum_accuracy: float = setting(0.62, low=0, only_with=SFT | WORLDS)
     """running accuracy on names at which prompts get more passages: first 2, then 2 to 4, then 4 to
     top_k"""
     eos_weight: float = setting(0.15, low=0, only_with=SFT)
     """loss weight of an end token"""
     final_eos_weight: float = setting(0.4, low=0, only_with=SFT)
     """loss weight of an end token at the end of training, reached as the learning rate falls"""
-    pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | {"noise": ("mask",)})
+    pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | MASKED)
     """weight of the pointer loss; unset: 0.3 for a new model, 0 for a checkpoint"""
-    final_pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | {"noise": ("mask",)})
+    final_pointer_loss_weight: float | None = setting(None, low=0, only_with=SFT | MASKED)
     """weight of the pointer loss at the end of training, reached as the learning rate falls; unset:
     0.08 or 0"""
-    max_hops: int = setting(
-        4, low=1, high=4, only_with={"train.objective": ANSWERING, "data.questions": (None,)}
-    )
+    max_hops: int = setting(4, low=1, high=4, only_with=ANSWERING | {"data.questions": (None,)})
     """maximum number of hops of a question, in training and evaluation"""
-    min_hops: int = setting(1, low=1, high=4, only_with=RL | {"data.corpus": (None,)})
+    min_hops: int = setting(1, low=1, high=4, only_with=RL | WORLDS)
     """rl: minimum number of hops of a question"""
     world_passages: int = setting(
-        700,
-        low=100,
-        high=10**6,
-        only_with=(
-            {"data.corpus": (None,), "train.objective": ANSWERING},
-            READING | {"data.documents": ({},)},
-        ),
+        700, low=100, high=10**6, only_with=(ANSWERING | WORLDS, READING | {"data.documents": ({},)})
     )
     """number of passages in a training world"""
-    worlds: int = setting(6, low=1, only_with=SFT | {"data.corpus": (None,)})
+    worlds: int = setting(6, low=1, only_with=SFT | WORLDS)
     """number of worlds that examples are drawn from at a time"""
-    steps_per_world: int = setting(
-        50, low=1, only_with={"train.objective": ANSWERING, "data.corpus": (None,)}
-    )
+    steps_per_world: int = setting(50, low=1, only_with=ANSWERING | WORLDS)
     """number of steps after which the oldest world is replaced"""
     # Reinforcement learning: the reward plus these parts minus these costs.
     reward: str = setting("exact_match", table="dlm_rag.training.rl.reward:REWARDS", only_with=RL)
@@ -223,7 +204,7 @@ class TrainConfig(CheckedSettings):
     """number of steps between checkpoints"""
     eval_steps: int = setting(500, low=1)
     """number of steps between evaluations with the decoder"""
-    eval_questions: int = setting(25, low=1, only_with={"train.objective": ANSWERING})
+    eval_questions: int = setting(25, low=1, only_with=ANSWERING)
     """number of evaluation questions for each number of hops, about a separate world"""
 
     def __post_init__(self) -> None:
@@ -259,12 +240,10 @@ class TrainConfig(CheckedSettings):
         found: dict[str, Any] = {}
         plain = asdict(self) | {"phases": {}}
         for name, differences in self.phases.items():
-            for key in map(str, differences):
-                if new := find_new_key(f"train.phases.{name}.{key}"):
-                    raise ConfigError(f"train.phases.{name}.{key} is now called {new}: write that")
-                if key not in may:
-                    reason = "belongs to the run, not to a phase" if key in known else "is unknown"
-                    raise ConfigError(f"train.phases.{name}.{key} {reason}{suggest_nearest(key, may)}")
+            for key in {*map(str, differences)} - {*may}:
+                at = f"train.phases.{name}.{key}"
+                reason = "belongs to the run, not to a phase" if key in known else explain_old_key(at)
+                raise ConfigError(f"{at} {reason or f'is unknown{suggest_nearest(key, may)}'}")
             try:
                 found[name] = TrainConfig(**merge_settings(plain, differences))
             except ConfigError as error:

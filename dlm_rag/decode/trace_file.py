@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.config.renamed import upgrade_section, upgrade_settings
+from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.errors import TraceError
 from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
@@ -195,11 +195,9 @@ def read_trace(path: Path) -> Iterator[Rollout]:
             lacking = next((name for name in names if name not in texts), None)
             if lacking is not None:
                 raise TraceError(f"{place}: the text of passage '{lacking}' is not in the file")
-            yield replace(
-                entry, settings=upgrade_section("decode",
-                (header.settings if header else {}) | entry.settings),
-                passages={name: texts[name] for name in names}, evidence_texts={}, finished=True,
-            )  # fmt: skip
+            settings = upgrade_settings((header.settings if header else {}) | entry.settings, "decode")
+            passages = {name: texts[name] for name in names}
+            yield replace(entry, settings=settings, passages=passages, evidence_texts={}, finished=True)
 
 
 def scan_trace(path: Path) -> TraceContents:
@@ -300,7 +298,7 @@ def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | 
         none = f"{place}: this is no line of a trace"
         if not number and "trace" in record:
             header = validate_json_value(TraceHeader, upgrade_settings(record), none, TraceError)
-            yield place, replace(header, settings=upgrade_section("decode", header.settings))
+            yield place, replace(header, settings=upgrade_settings(header.settings, "decode"))
         elif "passage" in record:
             yield place, validate_json_value(PassageText, record, none, TraceError)
         else:

@@ -227,8 +227,8 @@ CASES = [
     BadInputCase("heads that are none", f"{SAMPLE_COMMAND} decode.commit_rule=policy_head", "is not a safetensors file", {"model/heads.safetensors": "x"}),
     # Config files.
     BadInputCase("a YAML file that is not there", f"{SAMPLE_COMMAND} --config sardy", "nearest: 'sardi.yaml'"),
-    BadInputCase("a folder as YAML", f"{SAMPLE_COMMAND} --config model", "'model' is a folder or a pipe"),
-    BadInputCase("a pipe as YAML", f"{SAMPLE_COMMAND} --config pipe", "'pipe' is a folder or a pipe", {"pipe": os.mkfifo}),
+    BadInputCase("a folder as YAML", f"{SAMPLE_COMMAND} --config model", "config 'model' was not found as a file"),
+    BadInputCase("a pipe as YAML", f"{SAMPLE_COMMAND} --config pipe", "config 'pipe' was not found as a file", {"pipe": os.mkfifo}),
     BadInputCase("a name of 300 characters as YAML", f"{SAMPLE_COMMAND} --config {'x' * 300}", "was not found"),
     BadInputCase("a YAML file that is none", f"{SAMPLE_COMMAND} --config c.yaml", "c.yaml", {"c.yaml": "decode: [1"}),
     yaml("YAML of random bytes", bytes(range(256)), "c.yaml cannot be read"),

@@ -19,8 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dlm_rag import Tokenizer
 from dlm_rag.commands.prepare_decoder import prepare_decoder
-from dlm_rag.config import load_config
-from dlm_rag.config.tree import CONFIG_FOLDER
+from dlm_rag.config import CONFIG_FOLDER, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
 from dlm_rag.training.distributed import DistributedContext, wrap_in_ddp
