@@ -17,8 +17,7 @@ on many). What runs on other threads than the one of the steps is shown beside i
 """
 
 import base64
-import html
-import json
+import io
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,21 @@ import numpy as np
 from attribution import (
     OUTSIDE_STAGES,
     Attribution,
+    StageTime,
     attribute_session,
     compare_attributions,
     find_outer_steps,
-    stage_name_of_range,
 )
-from bench_tools import format_markdown_table, make_folder, print_table, save_figure, write_json
-from profile_readers import ProfileSession, Spans, Times, read_profile_session
+from bench_tools import (
+    TableRow,
+    format_markdown_table,
+    make_folder,
+    print_table,
+    save_figure,
+    write_json,
+)
+from profile_readers import RANGE_NAMES, ProfileSession, Spans, Times, read_profile_session
+from rich.console import Console
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.arguments import CommandParser
@@ -52,65 +59,56 @@ STAGE_COLOURS = {
 }  # fmt: skip
 SHOWN_STEPS, SHOWN_RANGES = 4, 2000
 MAX_KERNEL_NAME_CHARS = 60  # of a kernel
-HEADINGS = ["stage", "calls", "wall, s", "self, s", "self, %", "beside, s"]
-JOULES_HEADING = "J, by time share"
-GPU_HEADINGS = ["GPU busy, s", "GPU idle, s", "host waits, s"]
-REPORT_CSS = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:right;"
-    "border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}img{max-width:100%}"
-)
-
-ReportTable = tuple[str, list[str], list[list[str]]]  # title, headings, rows
+ReportTable = tuple[str, list[TableRow]]  # title, rows
+PAGE = """<!doctype html><meta charset=utf-8><title>Where the time went</title>
+<img alt="steps and shares" style="max-width:100%" src="data:image/png;base64,{picture}">
+<pre style="font-family:monospace">{{code}}</pre>
+"""
 
 
 def build_tables(found: Attribution, baseline: Attribution | None) -> list[ReportTable]:
     """The tables of an attribution."""
-    gpu = found.gpu_busy > 0
-    rows = []
-    for part in found.stages:
-        row = [part.stage, f"{part.calls:,}" if part.calls else "", f"{part.wall:.3f}"]
-        row += [f"{part.self_time:.3f}", f"{100 * part.share:.1f}"]
-        row.append(f"{part.beside:.3f}" if part.beside else "")
-        if gpu:
-            row += [f"{seconds:.3f}" for seconds in (part.gpu_busy, part.gpu_idle, part.host_waits)]
-        rows.append(row)
-    whole = ["all", "", f"{found.wall:.3f}", f"{found.wall:.3f}", "100.0", ""]
-    rows.append(
-        [*whole, f"{found.gpu_busy:.3f}", f"{found.wall - found.gpu_busy:.3f}", ""] if gpu else whole
+    whole = StageTime(
+        "all", 0, found.wall, found.wall, 1.0, 0.0, found.gpu_busy, found.wall - found.gpu_busy, 0.0, {}
     )
-    headings = HEADINGS + (GPU_HEADINGS if gpu else [])
-    if found.watts is not None:
-        headings = [*headings, JOULES_HEADING]
-        times = [*(part.self_time for part in found.stages), found.wall]
-        for row, seconds in zip(rows, times, strict=True):
-            row.append(f"{seconds * found.watts:.3g}")
-    tables: list[ReportTable] = [("Where the time went", headings, rows)]
-    if gpu:
+    rows: list[TableRow] = []
+    for part in (*found.stages, whole):
+        row = {"stage": part.stage, "calls": part.calls or None, "wall, s": f"{part.wall:.3f}"}
+        row |= {"self, s": f"{part.self_time:.3f}", "self, %": f"{100 * part.share:.1f}"}
+        row["beside, s"] = f"{part.beside:.3f}" if part.beside else ""
+        if found.gpu_busy:
+            row |= {"GPU busy, s": f"{part.gpu_busy:.3f}", "GPU idle, s": f"{part.gpu_idle:.3f}"}
+            row["host waits, s"] = f"{part.host_waits:.3f}" if part is not whole else ""
+        if found.watts is not None:
+            row["J, by time share"] = f"{part.self_time * found.watts:.3g}"
+        rows.append(row)
+    tables: list[ReportTable] = [("Where the time went", rows)]
+    if found.gpu_busy:
         kernels = [
-            [part.stage, kernel[:MAX_KERNEL_NAME_CHARS], f"{seconds:.3f}"]
+            {"stage": part.stage, "kernel": kernel[:MAX_KERNEL_NAME_CHARS], "s": f"{seconds:.3f}"}
             for part in found.stages
             for kernel, seconds in part.kernels.items()
         ]
-        tables.append(("The heaviest kernels", ["stage", "kernel", "s"], kernels))
-    if found.steps is not None:
-        steps = found.steps
-        times = [f"{1e3 * t:.2f}" for t in (steps.first, steps.median, steps.p95, steps.last)]
-        headings = ["steps", "rows a step", "first, ms", "median", "95 %", "last"]
-        tables.append(("Steps", headings, [[f"{steps.count:,}", f"{steps.rows:.1f}", *times]]))
+        tables.append(("The heaviest kernels", kernels))
+    if (steps := found.steps) is not None:
+        row = {"steps": steps.count, "rows a step": f"{steps.rows:.1f}", "first, ms": 1e3 * steps.first}
+        row |= {"median": 1e3 * steps.median, "95 %": 1e3 * steps.p95, "last": 1e3 * steps.last}
+        tables.append(("Steps", [row]))
     unit, count = next(iter(found.counts_by_unit.items()))
     if unit != "session":
-        parts = [[part.stage, f"{1e3 * part.self_time / count:.2f}"] for part in found.stages]
-        parts.append(["all", f"{1e3 * found.wall / count:.2f}"])
-        tables.append((f"A {unit}, of {count:,}", ["stage", "self, ms"], parts))
+        parts = [
+            {"stage": part.stage, "self, ms": f"{1e3 * part.self_time / count:.2f}"}
+            for part in (*found.stages, whole)
+        ]
+        tables.append((f"A {unit}, of {count:,}", parts))
     if baseline is not None:
         unit, slower = compare_attributions(found, baseline)
         lines = [
-            [name, f"{1e3 * old:.2f}", f"{1e3 * new:.2f}", f"{1e3 * (new - old):+.2f}"]
+            {"stage": name, "before, ms": f"{1e3 * old:.2f}", "now, ms": f"{1e3 * new:.2f}",
+             "more": f"{1e3 * (new - old):+.2f}"}
             for name, old, new in slower
-        ]
-        title = f"A {unit} against the baseline, what got slower first"
-        tables.append((title, ["stage", "before, ms", "now, ms", "more"], lines))
+        ]  # fmt: skip
+        tables.append((f"A {unit} against the baseline, what got slower first", lines))
     return tables
 
 
@@ -123,38 +121,28 @@ def format_overlap_note(found: Attribution) -> str:
     return f"{said} beside denoising.{left_out}{gpu}{joules}"
 
 
-def print_attribution(found: Attribution, baseline: Attribution | None) -> None:
-    """The tables on the terminal."""
-    for title, headings, rows in build_tables(found, baseline):
-        print_table(headings, rows, title)
-    print(format_overlap_note(found))
-
-
 def write_attribution_report(
     out: Path, session: ProfileSession, found: Attribution, baseline: Attribution | None
 ) -> None:
     """report.json, report.md, report.png and report.html in a folder."""
     record = {"now": asdict(found)} | ({"baseline": asdict(baseline)} if baseline else {})
-    parts, tags = [f"# {Path(found.source).name}\n"], [f"<h1>{html.escape(Path(found.source).name)}</h1>"]
-    if (out / "machine.json").is_file():  # of nsys.py, which recorded the session
-        record["machine"] = json.loads((out / "machine.json").read_text(encoding="utf-8"))
-        where = ", ".join(f"{name} {value}" for name, value in record["machine"].items())
-        parts.append(f"{where}\n")
-        tags.append(f"<p>{html.escape(where)}</p>")
+    notes, title = [format_overlap_note(found)], Path(found.source).name
+    if machine := read_json_or_empty(out / "machine.json"):  # of nsys.py, which recorded the session
+        record["machine"] = machine
+        notes.append(", ".join(f"{name} {value}" for name, value in machine.items()))
     write_json(out / "report.json", record)
     plot_timeline(out / "report.png", session, found)
+    blocks, page = [f"# {title}"], Console(record=True, file=io.StringIO(), width=140, markup=False)
+    page.print(title)
+    for heading, rows in build_tables(found, baseline):
+        blocks += [f"**{heading}**", format_markdown_table(rows)]
+        print_table(rows, heading, console=page)
+    for note in notes:
+        page.print(note, soft_wrap=True)
+    write_text_atomic(out / "report.md", "\n\n".join([*blocks, *notes]) + "\n")
     picture = base64.b64encode((out / "report.png").read_bytes()).decode()
-    tags.append(f'<img alt="steps and shares" src="data:image/png;base64,{picture}">')
-    for title, headings, rows in build_tables(found, baseline):
-        parts += [f"**{title}**\n", format_markdown_table(headings, rows) + "\n"]
-        cells = [f"<tr>{''.join(f'<th>{html.escape(h)}</th>' for h in headings)}</tr>"]
-        cells += [f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in rows]
-        tags += [f"<h2>{html.escape(title)}</h2>", f"<table>{''.join(cells)}</table>"]
-    write_text_atomic(out / "report.md", "\n".join([*parts, format_overlap_note(found), ""]))
-    head = (
-        f"<!doctype html><meta charset=utf-8><title>Where the time went</title><style>{REPORT_CSS}</style>"
-    )
-    write_text_atomic(out / "report.html", f"{head}{''.join(tags)}<p>{format_overlap_note(found)}</p>\n")
+    html = page.export_html(inline_styles=True, code_format=PAGE.format(picture=picture))
+    write_text_atomic(out / "report.html", html)
 
 
 def stage_colour(stage: str) -> str:
@@ -182,8 +170,8 @@ def plot_timeline(path: Path, session: ProfileSession, found: Attribution) -> No
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    stages = np.array([stage_name_of_range(name) for name in session.names])[session.name]
-    places = np.flatnonzero(find_outer_steps(session, stages))
+    stages = np.array(RANGE_NAMES)[session.stage]
+    places = np.flatnonzero(find_outer_steps(session))
     middle = max(0, len(places) // 2 - SHOWN_STEPS // 2)
     window = places[middle : middle + SHOWN_STEPS]
     begin = int(session.start[window].min() if len(window) else session.start.min())
@@ -254,7 +242,9 @@ def main(argv: list[str]) -> None:
     session = read_profile_session(given.report)
     found = replace(attribute_session(session), watts=watts)
     baseline = attribute_session(read_profile_session(given.baseline)) if given.baseline else None
-    print_attribution(found, baseline)
+    for title, rows in build_tables(found, baseline):
+        print_table(rows, title)
+    print(format_overlap_note(found))
     if given.out is not None:
         write_attribution_report(given.out, session, found, baseline)
         print_note(f"the page is {given.out / 'report.html'}")

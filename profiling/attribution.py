@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from profile_readers import STEP_RANGE_PATTERN, ProfileSession, Spans, Times
+from profile_readers import RANGE_NAMES, ProfileSession, Times
 
-NANOSECONDS_PER_SECOND = 1e9
 OUTSIDE_STAGES = "outside of all stages"
 
 
@@ -66,11 +65,6 @@ class Attribution:
 Intervals = tuple[Times, Times]  # starts and ends, in order, apart from one another
 
 
-def stage_name_of_range(name: str) -> str:
-    """`step 12 rows 8` counts as `step`."""
-    return "step" if STEP_RANGE_PATTERN.fullmatch(name) else name
-
-
 def merge_intervals(start: Times, end: Times) -> Intervals:
     """Intervals merged where they touch, in order."""
     if not len(start):
@@ -100,110 +94,75 @@ def overlap_duration(a: Intervals, b: Intervals) -> int:
 
 
 def attribute_session(session: ProfileSession, heaviest: int = 3) -> Attribution:
-    """Gives the time of a session to its stages."""
-    stages = [stage_name_of_range(name) for name in session.names]
-    stage = np.array(stages)[session.name]
-    steps = find_outer_steps(session, stage)
+    """Gives the time of a session to its stages; the kernels of a stage are the heaviest ones."""
     main = session.thread == session.main
     begin, finish = int(session.start[main].min()), int(session.end[main].max())
-    whole = np.array([begin]), np.array([finish])
-    inner = session.duration.copy()
-    nested = session.parent >= 0
-    np.subtract.at(inner, session.parent[nested], session.duration[nested])
-    gpu = clip_spans(session.gpu, begin, finish)
-    waits = clip_spans(session.waits, begin, finish)
+    gpu, waits = session.gpu.clip(begin, finish), session.waits.clip(begin, finish)
     running = merge_intervals(gpu.start, gpu.end)
-    launchers, waiters = (group_events_by_stage(session, spans.owner, stage) for spans in (gpu, waits))
+    self_times = session.end - session.start
+    nested = session.parent >= 0
+    np.subtract.at(self_times, session.parent[nested], (session.end - session.start)[nested])
 
-    def time_of(name: str, calls: int, opened: Intervals, self_time: int, beside: int) -> StageTime:
-        launched, waited = (found.get(name, np.zeros(0, dtype=np.int64)) for found in (launchers, waiters))
-        kernels = Counter[str]()
-        lengths = (gpu.end - gpu.start)[launched].tolist()
-        for kernel, took in zip(gpu.name[launched].tolist(), lengths, strict=True):
-            kernels[session.names[kernel]] += took
+    def opened(chosen: NDArray[np.bool_]) -> Intervals:
+        return merge_intervals(session.start[chosen], session.end[chosen])
+
+    def measure(name: str, stage: int | None, time: Intervals, self_time: int) -> StageTime:
+        ours = session.stage == stage
+        launched, waited = (
+            spans.owner < 0 if stage is None else session.is_inside(spans.owner, stage)
+            for spans in (gpu, waits)
+        )
+        kernels, lengths = Counter[str](), (gpu.end - gpu.start) / 1e9
+        for kernel, seconds in zip(gpu.name[launched].tolist(), lengths[launched].tolist(), strict=True):
+            kernels[session.names[kernel]] += seconds
+        wall = total_duration(time)
         return StageTime(
             stage=name,
-            calls=calls,
-            wall=total_duration(opened) / NANOSECONDS_PER_SECOND,
-            self_time=self_time / NANOSECONDS_PER_SECOND,
+            calls=int(ours.sum()),
+            wall=wall / 1e9,
+            self_time=self_time / 1e9,
             share=self_time / (finish - begin),
-            beside=beside / NANOSECONDS_PER_SECOND,
-            gpu_busy=total_duration(merge_intervals(gpu.start[launched], gpu.end[launched]))
-            / NANOSECONDS_PER_SECOND,
-            gpu_idle=(total_duration(opened) - overlap_duration(opened, running)) / NANOSECONDS_PER_SECOND
-            if len(running[0])
-            else 0.0,
-            host_waits=int((waits.end - waits.start)[waited].sum()) / NANOSECONDS_PER_SECOND,
-            kernels={k: v / NANOSECONDS_PER_SECOND for k, v in kernels.most_common(heaviest)},
+            beside=total_duration(opened(ours & ~main)) / 1e9,
+            gpu_busy=total_duration(merge_intervals(gpu.start[launched], gpu.end[launched])) / 1e9,
+            gpu_idle=(wall - overlap_duration(time, running)) / 1e9 if len(gpu.start) else 0.0,
+            host_waits=int((waits.end - waits.start)[waited].sum()) / 1e9,
+            kernels=dict(kernels.most_common(heaviest)),
         )
 
     found = []
-    for name in dict.fromkeys(stages):
-        ours = stage == name
-        if ours.any():
-            opened, beside = (
-                merge_intervals(session.start[ours & t], session.end[ours & t]) for t in (main, ~main)
-            )
-            self_time = int(inner[ours & main].sum())
-            found.append(time_of(name, int(ours.sum()), opened, self_time, total_duration(beside)))
+    for stage in np.unique(session.stage).tolist():
+        ours = (session.stage == stage) & main
+        found.append(measure(RANGE_NAMES[stage], stage, opened(ours), int(self_times[ours].sum())))
     found.sort(key=lambda part: -part.self_time)
-    covered = merge_intervals(session.start[main], session.end[main])
-    gaps = subtract_intervals(whole, covered)
-    found.append(time_of(OUTSIDE_STAGES, 0, gaps, total_duration(gaps), 0))
-    lengths = session.duration[steps] / NANOSECONDS_PER_SECOND
-    rows = [int(STEP_RANGE_PATTERN.fullmatch(session.names[n])[2]) for n in session.name[steps]]
-
-    def of(*names: str) -> Intervals:
-        chosen = np.isin(stage, names)
-        return merge_intervals(session.start[chosen], session.end[chosen])
-
+    starts, ends = opened(main)
+    gaps = np.append(begin, ends), np.append(starts, finish)
+    found.append(measure(OUTSIDE_STAGES, None, gaps, total_duration(gaps)))
+    denoising = np.isin(session.stage, [RANGE_NAMES.index(name) for name in ("encode_evidence", "denoise")])
+    retrieval = session.stage == RANGE_NAMES.index("retrieve")
     return Attribution(
         source=session.source,
-        wall=(finish - begin) / NANOSECONDS_PER_SECOND,
+        wall=(finish - begin) / 1e9,
         stages=found,
-        steps=StepTimes(
-            len(lengths), float(np.mean(rows)), lengths[0], float(np.median(lengths)),
-            float(np.percentile(lengths, 95)), lengths[-1],
-        ) if len(lengths) else None,
+        steps=summarise_steps(session),
         questions=session.questions,
-        overlap=overlap_duration(of("retrieve"), of("encode_evidence", "denoise")) / NANOSECONDS_PER_SECOND,
-        gpu_busy=total_duration(running) / NANOSECONDS_PER_SECOND,
+        overlap=overlap_duration(opened(retrieval), opened(denoising)) / 1e9,
+        gpu_busy=total_duration(running) / 1e9,
         others=session.others,
-    )  # fmt: skip
+    )
 
 
-def find_outer_steps(session: ProfileSession, stage: NDArray[np.str_]) -> NDArray[np.bool_]:
+def summarise_steps(session: ProfileSession) -> StepTimes | None:
+    steps = find_outer_steps(session)
+    seconds = (session.end - session.start)[steps] / 1e9
+    if not len(seconds):
+        return None
+    middle, most = float(np.median(seconds)), float(np.percentile(seconds, 95))
+    return StepTimes(len(seconds), float(session.rows[steps].mean()), seconds[0], middle, most, seconds[-1])
+
+
+def find_outer_steps(session: ProfileSession) -> NDArray[np.bool_]:
     """Which ranges are steps of the program's own loop, not of a validation inside it."""
-    return (stage == "step") & (session.parent < 0) & (session.thread == session.main)
-
-
-def clip_spans(spans: Spans, begin: int, finish: int) -> Spans:
-    """What lies between two times, cut off there."""
-    kept = (spans.end > begin) & (spans.start < finish)
-    start, end = (np.clip(times[kept], begin, finish) for times in (spans.start, spans.end))
-    return Spans(start, end, spans.name[kept], spans.owner[kept])
-
-
-def subtract_intervals(whole: Intervals, covered: Intervals) -> Intervals:
-    """One interval less the merged ones inside it."""
-    start = np.concatenate((whole[0], covered[1]))
-    end = np.concatenate((covered[0], whole[1]))
-    return start[end > start], end[end > start]
-
-
-def group_events_by_stage(
-    session: ProfileSession, owner: Times, stage: NDArray[np.str_]
-) -> dict[str, Times]:
-    """For every stage the numbers of the events whose range lies in it, at any depth."""
-    found: dict[str, list[Times]] = {OUTSIDE_STAGES: [np.flatnonzero(owner < 0)]}
-    events = np.flatnonzero(owner >= 0)
-    owner = owner[events]
-    while len(events):
-        for name in np.unique(stage[owner]).tolist():
-            found.setdefault(name, []).append(events[stage[owner] == name])
-        owner = session.parent[owner]
-        events, owner = events[owner >= 0], owner[owner >= 0]
-    return {name: np.unique(np.concatenate(parts)) for name, parts in found.items()}
+    return (session.stage == 0) & (session.parent < 0) & (session.thread == session.main)
 
 
 def compare_attributions(

@@ -8,7 +8,7 @@
 The reference is the published algorithm: one question at a time, nothing kept, the whole model at all
 positions. Mechanisms are switched on one after another; the exact ones must give its tokens. Settings take
 turns on the same questions, each round begins with another one. Times are medians over the rounds with
-their range, speed-ups medians of the ratios within a round. engine.compile=true adds compiled layers.
+their range, speed-ups of the ratios within a round. engine.compile=true adds compiled layers.
 
 --shape: a denoiser of that size with random weights follows the commits and the evidence of decodes of
 the shipped model (canvas 64, 7 passages of 100 tokens), with attention whole and in blocks.
@@ -20,38 +20,36 @@ of the device. Writes scores.json, table.md and picture.png into --out.
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from bench_tools import (
+    TableRow,
     format_markdown_table,
     parse_bench_args,
+    plot_bars,
     print_table,
     rotate,
-    save_figure,
+    time_calls,
     write_json,
 )
 from decode_replay import (
     RANDOM_MODEL_SHAPES,
-    DecodeReplay,
-    build_decoder,
+    DecoderSource,
     committed_tokens_by_step,
     find_caching_runner,
+    open_checkpoint_source,
+    open_replay_source,
     require_masked_denoiser,
     select_evenly,
 )
 
 from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.prepare_decoder import (
-    PreparedDecoder,
-    apply_shipped_defaults,
-    gather_questions,
-    prepare_decoder,
-)
+from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Rollout
@@ -66,11 +64,15 @@ from dlm_rag.model.flops import FlopCount
 from dlm_rag.nvtx_ranges import drop_nested_stages
 from dlm_rag.questions import Question
 
-# What --shape leaves out: too small to be seen beside a large model, or measured in the other layout.
-REPLAY_EXCLUDED = {
-    "joint": ("+ pipeline", "+ masked positions only"),
-    "independent": ("+ pipeline", "reference"),
-}
+# What --shape measures: name, layout, order of finished blocks, the ways of `list_ways`.
+REPLAYED: tuple[tuple[str, str, str | None, tuple[str, ...]], ...] = (
+    ("joint", "joint", None, ("reference", "+ batch")),
+    ("independent", "independent", None,
+     ("+ masked positions only", "+ evidence pool", "+ batch", "batch, no pool")),
+    ("blocks, recompute", "independent", "recompute", ("+ evidence pool", "+ batch")),
+    ("blocks, no_evidence", "independent", "no_evidence", ("+ evidence pool", "+ batch")),
+)  # fmt: skip
+SHOWN = ("setting", "answers/s", "speed-up", "same tokens", "EM %", "forwards", "ms/forward", "reused %")
 OPTIONS: dict[str, tuple[str | int, str]] = {
     "rounds": (5, "times that every setting has its turn"),
     "before": (0, "questions that every pool has seen before the first round"),
@@ -78,20 +80,17 @@ OPTIONS: dict[str, tuple[str | int, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Roofline:
+class Roofline(NamedTuple):
     """FLOP/s of a large matrix product and bytes/s of a large copy, both ways counted."""
 
     flops: float
     bytes: float
 
-    def least_seconds(self, work: FlopCount) -> float:
-        """The least time for the work, if nothing were lost."""
-        return max(work.flops / self.flops, work.bytes_moved / self.bytes)
-
-    def limiting_resource(self, work: FlopCount) -> str:
-        """Which of the two it is."""
-        return "compute" if work.flops / self.flops > work.bytes_moved / self.bytes else "memory"
+    def describe(self, work: FlopCount, seconds: float) -> TableRow:
+        """The least time for the work as a share of `seconds`, and what limits it."""
+        compute, memory = work.flops / self.flops, work.bytes_moved / self.bytes
+        bound = "compute" if compute > memory else "memory"
+        return {"roofline %": 100 * max(compute, memory) / seconds, "bound by": bound}
 
 
 def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
@@ -100,44 +99,39 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source = torch.ones(length // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)
+    product, copy = (
+        min(time_calls(call, device)) for call in (lambda: a @ b, lambda: target.copy_(source))
+    )
+    return Roofline(2 * side**3 / product, 2 * length / copy)
 
-    def best(run: Any) -> float:
-        times = []
-        for _ in range(10):
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        return min(times)
 
-    return Roofline(2 * side**3 / best(lambda: a @ b), 2 * length / best(lambda: target.copy_(source)))
+class Round(NamedTuple):
+    """What a setting did in its turn of a round."""
+
+    seconds: float
+    rollouts: list[Rollout]  # in the order of the questions
+    reused: float  # share of the context tokens that needed no run
+    work: FlopCount
+    energy: dict[str, Any] | None
 
 
 @dataclass
 class BenchSetting:
-    """A way to decode, and what it did in each round."""
+    """A way to decode, and its rounds."""
 
     name: str
     decoder: Decoder
     exact: bool = True  # whether its tokens must be those of the first setting
-    seconds: list[float] = field(default_factory=list)
-    rollouts: list[Rollout] = field(default_factory=list)
-    stages: Counter[str] = field(default_factory=Counter)
-    reuse: float = 0.0
-    seen: CacheStats = field(default_factory=CacheStats)  # when the last round began
-    work: FlopCount = field(default_factory=FlopCount)  # of the last round
-    energy: list[dict[str, Any] | None] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
 
 
 def main(argv: list[str]) -> None:
     words, out = parse_bench_args(__doc__ or "", argv, OPTIONS)
-    config = apply_shipped_defaults(words.config, [])
+    config, shape = apply_shipped_defaults(words.config, []), words.options["shape"]
     if config.retrieval.url is not None:
         raise ConfigError("the benchmark replays the passages of a corpus: leave retrieval.url out")
-    if words.options["shape"] not in ("", *RANDOM_MODEL_SHAPES):
-        known = ", ".join(RANDOM_MODEL_SHAPES)
-        raise ConfigError(f"--shape {words.options['shape']} is not one of {known}")
+    if shape not in ("", *RANDOM_MODEL_SHAPES):
+        raise ConfigError(f"--shape {shape} is not one of {', '.join(RANDOM_MODEL_SHAPES)}")
     limit, rounds, before = config.limit or 40, words.options["rounds"], words.options["before"]
     config = replace(config, out=None, trace=None, limit=None)
     everything = gather_questions(config, [])
@@ -145,90 +139,64 @@ def main(argv: list[str]) -> None:
     # With pools that stay full, a question asked twice would find its own evidence.
     turns = [asked[n::rounds] if before else asked for n in range(rounds)]
     earlier = select_evenly([q for q in everything if q not in asked], before)
-    questions = [*asked, *earlier]
-    prepared = prepare_decoder(config, questions)
-    stamp = prepared.stamp()
-    if words.options["shape"]:
-        settings = make_replay_settings(prepared, questions, words.options["shape"])
+    prepared = prepare_decoder(config, [*asked, *earlier])
+    stamp, gib = prepared.stamp(), config.engine.prefix_cache_gib or 1.0
+    if shape:
+        source = open_replay_source(prepared, [*asked, *earlier], shape)
+        settings = make_replay_settings(source, gib)
     else:
-        settings = make_cumulative_settings(prepared)
+        source = open_checkpoint_source(prepared)
+        ways = list_ways(source, prepared.evidence_layout, gib, config.engine.compile)
+        settings = [
+            BenchSetting(
+                name, source.make(prepared.evidence_layout, decode, engine), "compiled" not in name
+            )
+            for name, (decode, engine) in ways.items()
+        ]
     measure_in_rounds(settings, turns, earlier)
-    denoiser = settings[0].decoder.denoiser
-    lines = summarise_settings(settings, turns, measure_roofline(denoiser.device, denoiser.dtype))
-    write_decode_report(out, stamp, lines)
-    plot_answer_rates(out / "picture.png", lines)
-    wrong = [line["setting"] for line in lines if line["exact"] and line["same_tokens"] < len(turns[-1])]
-    if wrong and not words.options["shape"]:
+    roofline = measure_roofline(source.denoiser.device, source.denoiser.dtype)
+    rows = [summarise_setting(setting, settings[0], turns[-1], roofline) for setting in settings]
+    write_decode_report(out, stamp | {"roofline": roofline._asdict()}, rows)
+    wrong = [row["setting"] for row in rows if row["exact"] and row["same tokens"] < len(turns[-1])]
+    if wrong:
         print_note(f"not the tokens of {settings[0].name} for every question: {', '.join(wrong)}")
         raise SystemExit(1)
 
 
-def build_mechanism_settings(
-    config: DecodeConfig, layout: str, prefix_cache_gib: float, compiled: bool = False
-) -> dict[str, tuple[bool, DecodeConfig, EngineConfig | None]]:
-    """Settings by name, each switching one more thing on: exact?, what is done, how (None: plainly)."""
-    config = replace(config, overlap="none", retrieval_interval=1, retrieval_threshold=None)
-    batch = replace(config, batch_size=config.batch_size if config.batch_size > 1 else 16)
-    single = replace(config, batch_size=1)
-    masked = EngineConfig(prefix_cache_gib=0.0)
-    pool = masked if layout == "joint" else EngineConfig(prefix_cache_gib=prefix_cache_gib)
-    of = f"batch of {batch.batch_size}"
-    found: dict[str, tuple[bool, DecodeConfig, EngineConfig | None]] = {
-        "reference": (True, single, None),
-        "+ masked positions only": (True, single, masked),
-        "+ evidence pool": (True, single, pool),
-        f"+ {of}": (True, batch, pool),
-        "+ pipeline": (True, replace(batch, overlap="pipeline"), pool),
-        f"{of}, no pool": (True, batch, masked),
+def list_ways(
+    source: DecoderSource, layout: str, prefix_cache_gib: float, compiled: bool = False
+) -> dict[str, tuple[DecodeConfig, EngineConfig | None]]:
+    """What is done by name, each with one more thing switched on, and how (None: plainly)."""
+    decode = replace(source.decode, overlap="none", retrieval_interval=1, retrieval_threshold=None)
+    single, batch = replace(decode, batch_size=1), decode
+    if batch.batch_size == 1:
+        batch = replace(decode, batch_size=16)
+    masked, pool = EngineConfig(prefix_cache_gib=0.0), EngineConfig(prefix_cache_gib=prefix_cache_gib)
+    best = masked if layout == "joint" else pool  # joint evidence cannot be shared
+    ways: dict[str, tuple[DecodeConfig, EngineConfig | None]] = {
+        "reference": (single, None),
+        "+ masked positions only": (single, masked),
+        "+ evidence pool": (single, pool),
+        "+ batch": (batch, best),
+        "+ pipeline": (replace(batch, overlap="pipeline"), best),
+        "batch, no pool": (batch, masked),
     }
     if compiled:
-        found[f"{of}, compiled"] = (False, batch, replace(pool, compile=True))
+        ways["batch, compiled"] = (batch, replace(best, compile=True))
     if layout == "joint":
-        del found["+ evidence pool"], found[f"{of}, no pool"]
+        del ways["+ evidence pool"], ways["batch, no pool"]
+    return ways
+
+
+def make_replay_settings(source: DecoderSource, prefix_cache_gib: float) -> list[BenchSetting]:
+    """The settings of `REPLAYED`; random weights have no tokens to be compared."""
+    found = []
+    for label, layout, order, names in REPLAYED:
+        ways = list_ways(source, layout, prefix_cache_gib)
+        for name in names:
+            decoder = source.make(layout, *ways[name], order)
+            found.append(BenchSetting(f"{label}, {name.removeprefix('+ ')}", decoder, exact=False))
     return found
-
-
-def make_cumulative_settings(prepared: PreparedDecoder) -> list[BenchSetting]:
-    denoiser, engine = require_masked_denoiser(prepared.load()), prepared.config.engine
-    ways = build_mechanism_settings(
-        prepared.config.decode, prepared.evidence_layout, engine.prefix_cache_gib or 1.0, engine.compile
-    )
-    return [
-        BenchSetting(name, build_decoder(prepared, denoiser, decode, how), exact)
-        for name, (exact, decode, how) in ways.items()
-    ]
-
-
-def make_replay_settings(
-    prepared: PreparedDecoder, questions: list[Question], shape: str
-) -> list[BenchSetting]:
-    """Random weights that follow recorded decodes: the joint layout, then the independent one."""
-    replay = DecodeReplay.record_decodes(prepared, questions, shape)
-    prefix_cache_gib = prepared.config.engine.prefix_cache_gib or 1.0
-    found = [
-        BenchSetting(
-            f"{layout}, {name.removeprefix('+ ')}",
-            replay.build_replay_decoder(layout, how, engine),
-            exact=False,
-        )
-        for layout, left_out in REPLAY_EXCLUDED.items()
-        for name, (exact, how, engine) in build_mechanism_settings(
-            replay.decode, layout, prefix_cache_gib
-        ).items()
-        if exact and name not in left_out
-    ]
-    ways = build_mechanism_settings(replay.decode, "independent", prefix_cache_gib)
-    with_pool = [(name, how, engine) for name, (exact, how, engine) in ways.items() if exact and engine]
-    return found + [
-        BenchSetting(
-            f"blocks, {order}, {name.removeprefix('+ ')}",
-            replay.build_replay_decoder("independent", how, engine, order),
-            exact=False,
-        )
-        for order in ("recompute", "no_evidence")
-        for name, how, engine in with_pool
-        if engine.prefix_cache_gib and how.overlap == "none"
-    ]
 
 
 def measure_in_rounds(
@@ -239,143 +207,87 @@ def measure_in_rounds(
     turns: what is asked in each round. earlier: what every pool has seen; then it is never emptied.
     """
     for number in range(-1, len(turns)):
-        asked: Sequence[Question] = turns[0][:2] if number < 0 else turns[number]
         for setting in rotate(settings, max(0, number)):
-            decoder = setting.decoder
-            proposer = find_caching_runner(decoder)
-            before = replace(require_masked_denoiser(decoder).flop_count)
-            if not earlier and proposer is not None:
-                proposer.reset_cache()
-            elif number < 0:
-                asked = earlier if proposer is not None and proposer.pool is not None else earlier[:2]
-            with open_meter("auto", decoder.denoiser.device) as meter:
-                start = time.perf_counter()
-                rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
-                seconds = time.perf_counter() - start
-            reuse = CacheStats() if proposer is None else replace(proposer.cache_stats)
-            if number < 0:
-                setting.seen = reuse
-                continue
-            setting.seconds.append(seconds)
-            setting.rollouts = [rollouts[question.id] for question in asked]
-            wanted, encoded = reuse.requested_tokens, reuse.encoded_tokens
-            if earlier:
-                wanted -= setting.seen.requested_tokens
-                encoded -= setting.seen.encoded_tokens
-                setting.seen = reuse
-            setting.reuse = CacheStats(wanted, encoded).reused_share
-            setting.work = require_masked_denoiser(decoder).flop_count - before
-            tally = RunTotals(decoder.tokenizer.end_ids)
-            for rollout in setting.rollouts:
-                setting.stages.update(drop_nested_stages(rollout.seconds))
-                tally.add(rollout)
-            setting.energy.append(tally.energy_record(meter.reading))
-            print_note(f"round {number + 1}, {setting.name}: {len(asked) / seconds:.2f} answers/s")
+            runner = find_caching_runner(setting.decoder)
+            asked = turns[number] if number >= 0 else [*(earlier or turns[0])]
+            if runner is not None and not earlier:
+                runner.reset_cache()
+            if number < 0 and (runner is None or runner.pool is None or not earlier):
+                asked = asked[:2]
+            found = measure_round(setting.decoder, asked)
+            if number >= 0:
+                setting.rounds.append(found)
+                print_note(
+                    f"round {number + 1}, {setting.name}: {len(asked) / found.seconds:.2f} answers/s"
+                )
 
 
-def summarise_settings(
-    settings: Sequence[BenchSetting], turns: list[list[Question]], roofline: Roofline | None = None
-) -> list[dict[str, Any]]:
-    """The line of each setting: medians, ranges, how it stands to the first and to the device's best."""
-    lines, first, questions = [], settings[0], turns[-1]
-    for setting in settings:
-        forwards = sum(rollout.forwards for rollout in setting.rollouts)
-        tokens = sum(rollout.tokens_committed for rollout in setting.rollouts)
-        ratios = [theirs / ours for theirs, ours in zip(first.seconds, setting.seconds, strict=True)]
-        whole = sum(setting.stages.values())
-        pairs = zip(setting.rollouts, first.rollouts, strict=True)
-        scored = zip(setting.rollouts, questions, strict=True)
-        lines.append(
-            {
-                "setting": setting.name,
-                "answers_per_second": len(questions) / median(setting.seconds),
-                "answers_per_second_range": [
-                    len(questions) / extreme(setting.seconds) for extreme in (max, min)
-                ],
-                "speed_up": median(ratios),
-                "speed_up_range": [min(ratios), max(ratios)],
-                "seconds_per_forward": median(setting.seconds) / forwards,
-                "forwards": forwards / len(questions),
-                "tokens_per_forward": tokens / forwards,
-                "exact": setting.exact,
-                "same_tokens": sum(
-                    committed_tokens_by_step(ours) == committed_tokens_by_step(theirs)
-                    for ours, theirs in pairs
-                ),
-                "exact_match": float(
-                    np.mean([compute_exact_match(r.answer, q.golden_answers) for r, q in scored])
-                ),
-                "reuse": setting.reuse,
-                "stages": {name: seconds / whole for name, seconds in setting.stages.most_common()},
-                "seconds": setting.seconds,
-                "energy": summarise_energy(setting.energy),  # of the rounds that were measured
-                "flops": setting.work.flops,
-                "bytes": setting.work.bytes_moved,
-                "tokens_run": setting.work.tokens,
-                "calls": setting.work.calls,
-            }
-        )
-        if roofline is not None:
-            lines[-1] |= {
-                "roofline": asdict(roofline),
-                "roofline_share": roofline.least_seconds(setting.work) / median(setting.seconds),
-                "bound": roofline.limiting_resource(setting.work),
-            }
-    return lines
+def measure_round(decoder: Decoder, asked: Sequence[Question]) -> Round:
+    """Decodes the questions once."""
+    runner, denoiser = find_caching_runner(decoder), require_masked_denoiser(decoder)
+    work, seen = (
+        replace(denoiser.flop_count),
+        CacheStats() if runner is None else replace(runner.cache_stats),
+    )
+    with open_meter("auto", denoiser.device) as meter:
+        start = time.perf_counter()
+        rollouts = {rollout.id: rollout for rollout in decoder.stream(asked)}
+        seconds = time.perf_counter() - start
+    now = seen if runner is None else runner.cache_stats
+    requested, encoded = now.requested_tokens, now.encoded_tokens
+    reused = CacheStats(requested - seen.requested_tokens, encoded - seen.encoded_tokens).reused_share
+    tally = RunTotals(decoder.tokenizer.end_ids)
+    for rollout in rollouts.values():
+        tally.add(rollout)
+    energy = tally.energy_record(meter.reading)
+    return Round(
+        seconds, [rollouts[question.id] for question in asked], reused, denoiser.flop_count - work, energy
+    )
 
 
-def write_decode_report(out: Path, stamp: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-    """The table: on the screen, in Markdown, and all figures in JSON."""
-    peak = get_peak_memory_bytes()
-    write_json(out / "scores.json", {"stamp": stamp, "peak_bytes": peak, "settings": lines})
-    headings = [
-        "setting",
-        "answers/s",
-        "speed-up",
-        "same tokens",
-        "EM %",
-        "forwards",
-        "ms/forward",
-        "reused",
+def summarise_setting(
+    setting: BenchSetting, first: BenchSetting, asked: list[Question], roofline: Roofline
+) -> TableRow:
+    """The row of a setting; asked: in the last round, which first has answered too."""
+    last, seconds = setting.rounds[-1], [each.seconds for each in setting.rounds]
+    forwards = sum(rollout.forwards for rollout in last.rollouts)
+    stages: Counter[str] = Counter()
+    for rollout in (rollout for each in setting.rounds for rollout in each.rollouts):
+        stages.update(drop_nested_stages(rollout.seconds))
+    pairs = [*zip(last.rollouts, first.rounds[-1].rollouts, strict=True)]
+    right = [
+        compute_exact_match(rollout.answer, question.golden_answers)
+        for rollout, question in zip(last.rollouts, asked, strict=True)
     ]
-    rows, more = [], []
-    for line in lines:
-        low, high = line["answers_per_second_range"]
-        least, most = line["speed_up_range"]
-        rows.append([
-            line["setting"],
-            f"{line['answers_per_second']:.2f} [{low:.2f}, {high:.2f}]",
-            f"{line['speed_up']:.2f} [{least:.2f}, {most:.2f}]",
-            str(line["same_tokens"]), f"{100 * line['exact_match']:.1f}", f"{line['forwards']:.1f}",
-            f"{1e3 * line['seconds_per_forward']:.1f}", f"{100 * line['reuse']:.1f} %",
-        ])  # fmt: skip
-        stages = ", ".join(f"{name} {part:.0%}" for name, part in line["stages"].items() if part >= 0.02)
-        best = f"{line['roofline_share']:.0%} ({line['bound']})" if "bound" in line else ""
-        more.append([*rows[-1], f"{line['tokens_run']:,}", best, stages])
-    print_table(headings, rows)
-    wide = format_markdown_table([*headings, "tokens run", "of the roofline", "stages"], more)
+    shares = [f"{name} {spent / stages.total():.0%}" for name, spent in stages.most_common()]
+    return {
+        "setting": setting.name,
+        "answers/s": [len(asked) / each for each in seconds],
+        "speed-up": [a.seconds / b.seconds for a, b in zip(first.rounds, setting.rounds, strict=True)],
+        "same tokens": sum(committed_tokens_by_step(a) == committed_tokens_by_step(b) for a, b in pairs),
+        "EM %": 100 * float(np.mean(right)),
+        "forwards": forwards / len(asked),
+        "ms/forward": 1e3 * median(seconds) / forwards,
+        "reused %": 100 * last.reused,
+        "GFLOP/answer": last.work.flops / 1e9 / len(asked),
+        "tokens run": last.work.tokens,
+        **roofline.describe(last.work, median(seconds)),
+        "stages": ", ".join(shares),
+        "exact": setting.exact,
+        "energy": summarise_energy([each.energy for each in setting.rounds]),  # of those measured
+    }
+
+
+def write_decode_report(out: Path, stamp: dict[str, Any], rows: list[TableRow]) -> None:
+    """The table: on the screen, in Markdown, and all figures in JSON; a picture."""
+    write_json(
+        out / "scores.json", {"stamp": stamp, "peak_bytes": get_peak_memory_bytes(), "settings": rows}
+    )
+    print_table(rows, only=SHOWN)
+    more = (*SHOWN, "GFLOP/answer", "tokens run", "roofline %", "bound by", "stages")
     origin = f"Commit {stamp['commit']}, {stamp['date']}, {stamp['device']}, {stamp['threads']} threads."
-    write_text_atomic(out / "table.md", f"{wide}\n\n{origin}\n")
-
-
-def plot_answer_rates(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Answers a second of every setting, with the range over the rounds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.42 * len(lines) + 1), layout="constrained")
-    axis = figure.subplots()
-    for place, line in enumerate(lines):
-        value, (low, high) = line["answers_per_second"], line["answers_per_second_range"]
-        colour = "#3b78b5" if line["exact"] else "#c0873c"
-        axis.barh(
-            place, value, color=colour, xerr=[[value - low], [high - value]], ecolor="0.4", height=0.7
-        )
-        axis.text(high, place, f"  {value:.2f}  ({line['speed_up']:.1f}x)", va="center", fontsize=9)
-    axis.set_yticks(range(len(lines)), [line["setting"] for line in lines])
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.25 * max(line["answers_per_second_range"][1] for line in lines))
-    axis.set_xlabel("answers a second; blue: the tokens of the reference, brown: another algorithm")
-    save_figure(path, figure)
+    write_text_atomic(out / "table.md", f"{format_markdown_table(rows, more)}\n\n{origin}\n")
+    plot_bars(out / "picture.png", {row["setting"]: row["answers/s"] for row in rows}, "answers a second")
 
 
 if __name__ == "__main__":

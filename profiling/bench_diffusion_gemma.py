@@ -8,13 +8,14 @@ bfloat16 (no file is read) and times steps of one and of four rows behind 2,000 
 self-conditioned. `first_gpu.py --only gemma` does it with more rows, and says where the time goes.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from bench_tools import time_calls
 from torch import nn
 
 from dlm_rag.decode.model_runner import ModelInput
@@ -129,22 +130,8 @@ def count_model_bytes() -> dict[str, int]:
     }  # fmt: skip
 
 
-def time_median_ms(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Milliseconds, the median of all repeats; once more before, unmeasured."""
-    seconds = []
-    for _ in range(repeats + 1):
-        synchronize_device(device)
-        start = time.perf_counter()
-        work()
-        synchronize_device(device)
-        seconds.append(time.perf_counter() - start)
-    return 1000 * float(np.median(seconds[1:]))
-
-
-def synchronize_device(device: torch.device) -> None:
-    """Until a GPU has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def time_median_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    return 1000 * median(time_calls(call, device, repeats))
 
 
 def make_random_inputs(shape: DenoiserConfig, rows: int, prompt: int) -> list[ModelInput]:

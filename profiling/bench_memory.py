@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_tools import print_table, run_subcommand
+from bench_tools import TableRow, print_table, run_subcommand
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -167,22 +167,19 @@ def measure_flops(call: Callable[[], Any]) -> float:
 
 def compare_plans(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, typed=False)
-    processes = DistributedContext.init()
-    headings = ["a step", "predicted MB", "measured MB", "", "GFLOP", "torch", ""]
-    rows = []
+    processes, rows = DistributedContext.init(), []
     for name, settings in PLAN_CASES.items():
         found = measure_planned_step([*BASE_SETTINGS, *settings, *words.settings], processes)
-        cells = format_comparison(found.predicted_bytes / 1e6, found.measured_bytes / 1e6)
+        row: TableRow = {"a step": name}
+        row |= {"predicted MB": found.predicted_bytes / 1e6, "measured MB": found.measured_bytes / 1e6}
+        row["off, %"] = 100 * (found.predicted_bytes / found.measured_bytes - 1)
         if processes.world_size == 1:  # else torch counts nothing
-            cells += format_comparison(found.predicted_flops / 1e9, found.measured_flops / 1e9)
-        rows.append([name, *cells])
+            row |= {"GFLOP": found.predicted_flops / 1e9, "torch": found.measured_flops / 1e9}
+            row["FLOPs off, %"] = 100 * (found.predicted_flops / found.measured_flops - 1)
+        rows.append(row)
     if processes.is_main:
-        print_table(headings[: len(rows[0])], rows)
+        print_table(rows)
     processes.destroy()
-
-
-def format_comparison(predicted: float, measured: float) -> list[str]:
-    return [f"{predicted:.1f}", f"{measured:.1f}", f"{predicted / measured - 1:+.1%}"]
 
 
 QueryScript = Callable[..., str]

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from bench_tools import print_table, rotate, run_child, run_server, run_subcommand
+from bench_tools import TableRow, print_table, rotate, run_child, run_server, run_subcommand
 
 from dlm_rag.cli import CommandParser, parse_int, print_note, run_program
 from dlm_rag.commands.arguments import parse_command_line, parse_int_args
@@ -81,16 +81,17 @@ def measure_recall(argv: list[str]) -> None:
         if any(row.get(name) for _, row in asked)
     }
     corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, TableRow] = {}
     for kind in kinds:
         start = time.perf_counter()
         config.retrieval.method = kind
         retriever = load_retriever(config.retrieval, corpus)
         print_note(f"{kind}: ready after {time.perf_counter() - start:.1f} s")
         for label, rankings in rank_queries(retriever, questions, added).items():
-            rows.setdefault(label, []).append(format_recalls(rankings, retriever, questions))
+            row = rows.setdefault(label, {"query": label})
+            row[kind] = format_recalls(rankings, retriever, questions)
     title = f"recall@{config.retrieval.top_k} of {len(questions):,} questions, in percent"
-    print_table(["query", *kinds], [[label, *cells] for label, cells in rows.items()], title)
+    print_table([*rows.values()], title)
 
 
 def rank_queries(
@@ -136,7 +137,6 @@ def draw_zipf_texts(rng: np.random.Generator, texts: int, words: int) -> list[st
 
 
 def measure_index_sizes(argv: list[str]) -> None:
-    headings = ["passages", "corpus", "build", "peak", "index", "open", "query", "peak", "own"]
     rows = []
     for passages in parse_int_args(__doc__ or "", argv, "passages", [10_000, 100_000, 1_000_000]):
         with tempfile.TemporaryDirectory() as folder:
@@ -150,13 +150,13 @@ def measure_index_sizes(argv: list[str]) -> None:
                 run_child(__file__, "--child", path, DLM_RAG_CACHE=str(cache)) for _ in range(2)
             )
             size = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
-            rows.append([
-                f"{passages:,}", f"{path.stat().st_size >> 20} MB", f"{built['open']:.1f} s",
-                f"{built['peak'] / 2**20:.2f} GB", f"{size >> 20} MB", f"{opened['open']:.2f} s",
-                f"{1e3 * opened['query']:.2f} ms", f"{opened['peak'] / 2**10:.0f} MB",
-                f"{opened['own'] / 2**10:.0f} MB",
-            ])  # fmt: skip
-    print_table(headings, rows)
+            rows.append({
+                "passages": passages, "corpus, MB": path.stat().st_size / 2**20, "build, s": built["open"],
+                "build peak, MB": built["peak"] / 2**10, "index, MB": size / 2**20,
+                "open, s": opened["open"], "query, ms": 1e3 * opened["query"],
+                "peak, MB": opened["peak"] / 2**10, "own, MB": opened["own"] / 2**10,
+            })  # fmt: skip
+    print_table(rows)
 
 
 def measure_index_open(path: Path) -> None:
@@ -210,10 +210,12 @@ def measure_remote_search(argv: list[str]) -> None:
     for way in ways:
         seconds, share = (median(line[n] for line in found[way]) for n in (0, 1))
         equal = sum(mine == theirs for mine, theirs in zip(found[way][-1][2], first, strict=True))
-        cells = [f"{seconds:.1f}", f"{seconds / plain - 1:+.1%}", f"{share:.1%}"]
-        rows.append([*way, *cells, f"{equal} of {len(first)}"])
-    headings = ["searched", "overlap", "seconds", "more than here", "searching", "equal"]
-    print_table(headings, rows, f"{len(questions)} questions, batch {batch}, rounds: {rounds}")
+        rows.append({
+            "searched": way[0], "overlap": way[1], "seconds": seconds,
+            "more than here": f"{seconds / plain - 1:+.1%}", "searching": f"{share:.1%}",
+            "equal": f"{equal} of {len(first)}",
+        })  # fmt: skip
+    print_table(rows, f"{len(questions)} questions, batch {batch}, rounds: {rounds}")
 
 
 def answer_questions(decoder: Any, questions: list[Question]) -> tuple[float, float, list[Any]]:

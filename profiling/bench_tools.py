@@ -1,4 +1,4 @@
-"""What the programs of profiling/ share: subcommands, child processes, turns, tables, files."""
+"""What the programs of profiling/ share: subcommands, child processes, timers, tables, files."""
 
 import json
 import os
@@ -6,11 +6,12 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -20,8 +21,12 @@ from dlm_rag.commands.arguments import CommandLine, parse_command_line
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 
+if TYPE_CHECKING:
+    import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
+TableRow = dict[str, Any]  # heading -> value
 
 
 def run_subcommand(doc: str, argv: list[str], commands: dict[str, Callable[[list[str]], None]]) -> None:
@@ -90,24 +95,40 @@ def rotate(items: Sequence[T], number: int) -> list[T]:
     return [*items[first:], *items[:first]]
 
 
-def format_range(values: Sequence[float], digits: int = 2) -> str:
-    """`median [least, most]`."""
-    return f"{median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+def format_cell(value: Any) -> str:
+    """A value in a table: a number in four digits or more, of several numbers `median [least, most]`."""
+    if isinstance(value, list):
+        return f"{format_cell(median(value))} [{format_cell(min(value))}, {format_cell(max(value))}]"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value or "")
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    """A table on standard output, numbers to the right."""
+def _format_rows(rows: Sequence[TableRow], only: Sequence[str]) -> list[list[str]]:
+    headings = only or [*dict.fromkeys(key for row in rows for key in row)]
+    return [[*headings], *([format_cell(row.get(key)) for key in headings] for row in rows)]
+
+
+def print_table(
+    rows: Sequence[TableRow], title: str = "", only: Sequence[str] = (), console: Console | None = None
+) -> None:
+    """A table on standard output, with a column for each key of the rows (or for those in `only`)."""
+    headings, *lines = _format_rows(rows, only)
     columns = [Column(headings[0], no_wrap=True), *(Column(h, justify="right") for h in headings[1:])]
     table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, markup=False).print(table)
+    for line in lines:
+        table.add_row(*line)
+    width = None if sys.stdout.isatty() else 140
+    (console or Console(file=sys.stdout, width=width, markup=False)).print(table)
 
 
-def format_markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in line)} |" for line in lines)
+def format_markdown_table(rows: Sequence[TableRow], only: Sequence[str] = ()) -> str:
+    """The same table in Markdown."""
+    headings, *lines = _format_rows(rows, only)
+    grid = [headings, ["---", *["---:"] * (len(headings) - 1)], *lines]
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in grid
+    )
 
 
 def write_json(path: Path, record: Any) -> None:
@@ -120,3 +141,52 @@ def save_figure(path: Path, figure: Any) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     with open_atomic_file(path) as scratch:
         figure.savefig(scratch, dpi=150)
+
+
+def plot_bars(path: Path, bars: dict[str, list[float]], label: str, log: bool = False) -> None:
+    """A bar for the median of each list of values, with their range."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.42 * len(bars) + 1), layout="constrained")
+    axis = figure.subplots()
+    for place, values in enumerate(bars.values()):
+        middle = median(values)
+        spread = [[middle - min(values)], [max(values) - middle]]
+        axis.barh(place, middle, color="#3b78b5", xerr=spread, ecolor="0.4", height=0.7)
+        axis.text(max(values), place, f"  {format_cell(middle)}", va="center", fontsize=9)
+    axis.set_yticks(range(len(bars)), list(bars))
+    axis.invert_yaxis()
+    axis.set(xlabel=label, xscale="log" if log else "linear")
+    axis.margins(x=0.2)
+    save_figure(path, figure)
+
+
+def synchronize_device(device: "torch.device") -> None:
+    """Waits until a GPU has finished its work."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def time_calls(call: Callable[[], Any], device: "torch.device", repeats: int = 10) -> list[float]:
+    """Seconds of each repeat of a call, after one that is not counted."""
+    seconds = []
+    for _ in range(repeats + 1):
+        synchronize_device(device)
+        start = time.perf_counter()
+        call()
+        synchronize_device(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def read_and_reset_peak_gib(device: "torch.device") -> float | None:
+    """The most that was allocated on a GPU since the last call; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak / 2**30

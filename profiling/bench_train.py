@@ -205,7 +205,8 @@ def main(argv: list[str]) -> None:
             for loop, label in (("plain", "Hugging Face Trainer"), ("ours", "ours")):
                 rate = steps * BATCH / median(one["seconds"][loop])
                 peak, loss = one["peak_bytes"][loop], one["losses"][loop][-1]
-                rows.append([kind, label, f"{rate:,.0f}", f"{peak / 1e6:,.0f}", f"{loss:.5f}"])
+                row = {"documents": kind, "loop": label, "tokens/s": rate}
+                rows.append(row | {"peak MB": peak / 1e6, "last loss": loss})
             low, high = one["speed_up_range"]
             said.append(
                 f"{kind}: {one['speed_up']:.2f} times as fast [{low:.2f}, {high:.2f}]; losses differ by "
@@ -219,7 +220,7 @@ def main(argv: list[str]) -> None:
         "documents": found,
     }
     write_json(out / "scores.json", record)
-    print_table(["documents", "loop", "tokens/s", "peak MB", "last loss"], rows)
+    print_table(rows)
     print("\n".join(said))
 
 

@@ -6,10 +6,10 @@ positions are masked and which passages are new. Both are taken from recorded ro
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.errors import ConfigError
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt, LaidOutRow
+from dlm_rag.evidence.prompt_segments import LaidOutRow
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
@@ -120,11 +120,10 @@ class ReferenceModelRunner:
         seen = [[next(places) for _ in row.context_segments] for row in states]
         return SharedContext(self.denoiser.encode(rows, keep=True)[1], seen)
 
-    def prefetch(self, arrangement: LaidOutPrompt) -> None:
+    def prefetch(self, *_: object) -> None:
         """Nothing is kept."""
 
-    def release(self, slot: int) -> None:
-        """Nothing is kept."""
+    release = prefetch
 
 
 class ReplayTokenizer:
@@ -188,15 +187,9 @@ class ReplayRetriever(CorpusRetriever):
 class ReplayModelRunner:
     """Runs a model, and is then sure of what a recorded decode committed next, and of nothing else."""
 
-    def __init__(
-        self, inner: MaskedModelRunner, recorded: Mapping[str, Rollout], tokenizer: ReplayTokenizer
-    ) -> None:
+    def __init__(self, inner: Any, recorded: Mapping[str, Rollout], tokenizer: ReplayTokenizer) -> None:
         self.inner = inner
         self._recorded = {tokenizer.build_prompt(r.question, []).head: r for r in recorded.values()}
-
-    @property
-    def shape(self) -> DenoiserConfig:
-        return self.inner.shape
 
     def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
         self.inner.propose(views)
@@ -216,11 +209,8 @@ class ReplayModelRunner:
         none = np.zeros(len(places))
         return Proposals(view.positions, ids, sure, none, none, none, none)
 
-    def prefetch(self, arrangement: LaidOutPrompt) -> None:
-        self.inner.prefetch(arrangement)
-
-    def release(self, slot: int) -> None:
-        self.inner.release(slot)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 def require_masked_denoiser(decoder: Decoder) -> Denoiser:
@@ -230,68 +220,59 @@ def require_masked_denoiser(decoder: Decoder) -> Denoiser:
     return decoder.denoiser
 
 
-def build_decoder(
-    prepared: PreparedDecoder, denoiser: Denoiser, decode: DecodeConfig, engine: EngineConfig | None
-) -> Decoder:
-    """A decoder that does it so; plainly without an engine."""
-    if engine is not None and engine.compile:
-        denoiser = copy.deepcopy(denoiser)
-    decoder = Decoder(
-        denoiser,
-        prepared.retriever,
-        prepared.tokenizer,
-        decode,
-        prepared.evidence_layout,
-        engine or EngineConfig(prefix_cache_gib=0.0),
-    )
-    if engine is None:
-        plain: Any = ReferenceModelRunner(denoiser, prepared.tokenizer.mask_id)
-        decoder.model_runner = plain
-    return decoder
+class DecoderSource(NamedTuple):
+    """A denoiser and how decoders of it are made, by layout, what is done, and how (None: plainly).
 
+    A last argument is the order of finished blocks, for attention in blocks like those of commits.
+    """
 
-@dataclass(frozen=True)
-class DecodeReplay:
-    """A denoiser of random weights that follows what the shipped model's decodes committed and found."""
-
-    prepared: PreparedDecoder
     denoiser: Denoiser
-    recorded: dict[str, Rollout]
-    decode: DecodeConfig  # with the canvas of the recordings
+    decode: DecodeConfig
+    make: Callable[..., Decoder]
 
-    @classmethod
-    def record_decodes(
-        cls, prepared: PreparedDecoder, questions: list[Question], shape: str
-    ) -> "DecodeReplay":
-        """Records decodes of all questions; the denoiser has a shape of
-        `RANDOM_MODEL_SHAPES`.
-        """
-        decode = replace(prepared.config.decode, max_new_tokens=CANVAS_LENGTH)
-        recorder = replace(prepared, config=replace(prepared.config, decode=decode)).load()
-        recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
-        denoiser = make_random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
-        print_note(f"{shape}: {sum(p.numel() for p in denoiser.parameters()) / 1e6:.0f} M parameters")
-        # The shipped model attends in blocks, the shape does not.
-        return cls(prepared, denoiser, recorded, replace(decode, finished_block_context=None))
 
-    def build_replay_decoder(
-        self, layout: str, decode: DecodeConfig, engine: EngineConfig | None, order: str | None = None
-    ) -> Decoder:
-        """As `build_decoder`; order: of finished blocks, for attention in blocks like those of commits."""
-        denoiser = self.denoiser
-        if order is not None:
-            denoiser = copy.copy(denoiser)  # the same weights
-            block = decode.block_length or BLOCK_LENGTH
-            denoiser.config = replace(denoiser.config, block_size=block, finished_block_context=order)
-        tokenizer: Any = ReplayTokenizer(self.denoiser.config.vocab_size)
-        corpus: Any = self.prepared.retriever
-        retriever = ReplayRetriever(corpus, self.recorded)
-        replaying = replace(self.prepared, retriever=retriever, tokenizer=tokenizer, evidence_layout=layout)
-        decoder = build_decoder(replaying, denoiser, decode, engine)
-        runner: Any = decoder.model_runner
-        following: Any = ReplayModelRunner(runner, self.recorded, tokenizer)
-        decoder.model_runner = following
+def open_checkpoint_source(prepared: PreparedDecoder) -> DecoderSource:
+    """The denoiser of a checkpoint."""
+    denoiser = require_masked_denoiser(prepared.load())
+    retriever, tokenizer = prepared.retriever, prepared.tokenizer
+
+    def make(layout: str, decode: DecodeConfig, engine: EngineConfig | None) -> Decoder:
+        used = copy.deepcopy(denoiser) if engine is not None and engine.compile else denoiser
+        kept = engine or EngineConfig(prefix_cache_gib=0.0)
+        decoder = Decoder(used, retriever, tokenizer, decode, layout, kept)
+        if engine is None:
+            plain: Any = ReferenceModelRunner(used, tokenizer.mask_id)
+            decoder.model_runner = plain
         return decoder
+
+    return DecoderSource(denoiser, prepared.config.decode, make)
+
+
+def open_replay_source(prepared: PreparedDecoder, questions: list[Question], shape: str) -> DecoderSource:
+    """Random weights of a shape in `RANDOM_MODEL_SHAPES` that follow decodes of the checkpoint."""
+    decode = replace(prepared.config.decode, max_new_tokens=CANVAS_LENGTH)
+    recorder = replace(prepared, config=replace(prepared.config, decode=decode)).load()
+    recorded = {rollout.id: rollout for rollout in recorder.stream(questions)}
+    random = make_random_denoiser(shape, recorder.denoiser.device, recorder.denoiser.dtype)
+    print_note(f"{shape}: {sum(p.numel() for p in random.parameters()) / 1e6:.0f} M parameters")
+    corpus: Any = prepared.retriever
+
+    def make(
+        layout: str, decode: DecodeConfig, engine: EngineConfig | None, order: str | None = None
+    ) -> Decoder:
+        denoiser, tokenizer = random, ReplayTokenizer(random.config.vocab_size)
+        if order is not None:
+            denoiser = copy.copy(random)  # the same weights
+            block = decode.block_length or BLOCK_LENGTH
+            denoiser.config = replace(random.config, block_size=block, finished_block_context=order)
+        kept, typed = engine or EngineConfig(prefix_cache_gib=0.0), cast(Any, tokenizer)
+        decoder = Decoder(denoiser, ReplayRetriever(corpus, recorded), typed, decode, layout, kept)
+        inner = ReferenceModelRunner(denoiser, MASK_ID) if engine is None else decoder.model_runner
+        decoder.model_runner = cast(Any, ReplayModelRunner(inner, recorded, tokenizer))
+        return decoder
+
+    # The shipped model attends in blocks, the shape does not.
+    return DecoderSource(random, replace(decode, finished_block_context=None), make)
 
 
 def select_evenly(questions: list[Question], count: int) -> list[Question]:

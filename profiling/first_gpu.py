@@ -6,15 +6,15 @@
 
 The machine and the kernels that work on it. Answers a second with the shipped model, and with random
 weights of 1 and 7 billion parameters that follow its decodes (bench_decode.py, decode_replay.py), against
-the published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best
-. How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
+the published algorithm done plainly, with GFLOPs counted and the share of what the device could do at best.
+How many questions get the same tokens alone and in a batch. Tokens a second, MFU and peak
 memory of training steps at about 1 billion parameters and sequences of 4,096 tokens, with each switch,
 beside the memory that was planned. Milliseconds of a step of a DiffusionGemma in the shape of 26B-A4B, with
 random weights in bfloat16 (bench_diffusion_gemma.py). Where the time of all goes (attribute.py).
 
 Every part is a process of its own with a time limit, --minutes for all of them: one that fails or takes too
 long leaves its error on the page, with what it had found until then, and the next begins. The page is
-written anew after every part. Pools are warm: they have seen other questions before.
+rewritten after every part. Pools are warm: they have seen other questions before.
 """
 
 import argparse
@@ -24,18 +24,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench_tools import make_folder
+from bench_tools import format_markdown_table, make_folder, plot_bars, write_json
 from first_gpu_parts import (
-    DecodeSpec,
-    DenoiseSpec,
-    ExactnessSpec,
     PartRecord,
-    PartSpec,
-    TrainSpec,
     inspect_machine,
     measure_decoding,
     measure_denoising,
@@ -43,58 +39,59 @@ from first_gpu_parts import (
     measure_training,
 )
 
-from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.arguments import CommandParser
+from dlm_rag.cli import CommandParser, print_note, run_program
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.paths import write_text_atomic
 
-ReportLine = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class ReportPart:
+class ReportPart(NamedTuple):
     """A part of the look, in a process of its own."""
 
     seconds: float  # how long it may take
-    spec: PartSpec = None  # None: the machine
+    measure: Callable[[PartRecord], None]
 
 
+BILLION = [
+    "train.hidden_size=2048", "train.head_dim=64", "train.intermediate_size=5632",
+    "train.num_hidden_layers=20", "train.sequence_length=4096", "train.batch_tokens=16384",
+]  # fmt: skip
+TINY = [
+    "train.hidden_size=64", "train.head_dim=32", "train.intermediate_size=128",
+    "train.num_hidden_layers=2", "train.sequence_length=64", "train.batch_tokens=128",
+]  # fmt: skip
+BATCHES = {64: 96, 16: 40, 1: 6}  # questions of a round
+decode_few = partial(measure_decoding, rounds=1, profiled=2)
 FULL_PARTS = {
-    "machine": ReportPart(30),
-    "shipped": ReportPart(75, DecodeSpec("", {0: 8, 64: 96, 16: 40, 1: 6}, pool_warmup_questions=64)),
-    "exactness": ReportPart(40, ExactnessSpec(40, 16)),
-    "training": ReportPart(
-        130,
-        TrainSpec(
-            (
-                "train.hidden_size=2048", "train.head_dim=64", "train.intermediate_size=5632",
-                "train.num_hidden_layers=20", "train.sequence_length=4096", "train.batch_tokens=16384",
-            ),
-            vocabulary=32_000,
-        ),
-    ),
-    "1b": ReportPart(105, DecodeSpec("1b", {0: 6, 64: 96, 16: 40, 1: 6}, pool_warmup_questions=64)),
-    "7b": ReportPart(130, DecodeSpec("7b", {0: 4, 64: 96, 16: 40, 1: 6}, pool_warmup_questions=64)),
-    "gemma": ReportPart(60, DenoiseSpec("26b-a4b", (1, 4, 16), 2000)),
-}  # fmt: skip
+    "machine": ReportPart(30, inspect_machine),
+    "shipped": ReportPart(75, partial(measure_decoding, shape="", questions_by_batch={0: 8, **BATCHES})),
+    "exactness": ReportPart(40, partial(measure_exactness, questions=40, batch=16)),
+    "training": ReportPart(130, partial(measure_training, settings=BILLION, vocabulary=32_000)),
+    "1b": ReportPart(105, partial(measure_decoding, shape="1b", questions_by_batch={0: 6, **BATCHES})),
+    "7b": ReportPart(130, partial(measure_decoding, shape="7b", questions_by_batch={0: 4, **BATCHES})),
+    "gemma": ReportPart(60, partial(measure_denoising, shape="26b-a4b", rows=(1, 4, 16), prompt=2000)),
+}
 QUICK_PARTS = {
-    "machine": ReportPart(60),
-    "shipped": ReportPart(60, DecodeSpec("", {0: 2, 4: 4, 1: 2}, pool_warmup_questions=4, rounds=1,
-    profiled_questions=2)),
-    "exactness": ReportPart(60, ExactnessSpec(3, 2)),
+    "machine": ReportPart(60, inspect_machine),
+    "shipped": ReportPart(
+        60, partial(decode_few, shape="", questions_by_batch={0: 2, 4: 4, 1: 2}, warmup=4)
+    ),
+    "exactness": ReportPart(60, partial(measure_exactness, questions=3, batch=2)),
     "training": ReportPart(
         90,
-        TrainSpec(
-            (
-                "train.hidden_size=64", "train.head_dim=32", "train.intermediate_size=128",
-                "train.num_hidden_layers=2", "train.sequence_length=64", "train.batch_tokens=128",
-            ),
-            vocabulary=512, switches=("none", "logit_chunk", "selective", "full"), steps=2, logit_chunk=16,
+        partial(
+            measure_training,
+            settings=TINY,
+            vocabulary=512,
+            switches=("none", "logit_chunk", "selective", "full"),
+            steps=2,
+            logit_chunk=16,
         ),
     ),
-    "tiny": ReportPart(60, DecodeSpec("tiny", {0: 1, 4: 4, 1: 2}, pool_warmup_questions=2, rounds=1,
-    profiled_questions=2)),
-    "gemma": ReportPart(20, DenoiseSpec("tiny", (1, 3), 40, repeats=2)),
-}  # fmt: skip
+    "tiny": ReportPart(
+        60, partial(decode_few, shape="tiny", questions_by_batch={0: 1, 4: 4, 1: 2}, warmup=2)
+    ),
+    "gemma": ReportPart(20, partial(measure_denoising, shape="tiny", rows=(1, 3), prompt=40, repeats=2)),
+}
 
 
 def main(argv: list[str]) -> None:
@@ -109,46 +106,37 @@ def main(argv: list[str]) -> None:
     name = given.only or given.part
     if name is not None and name not in parts:
         raise ConfigError(f"'{name}' is not a part of it: {', '.join(parts)}")
-    make_folder(given.out / "parts")
+    folder = make_folder(given.out / "parts")
     if given.part is not None:
-        run_part(given.part, parts[given.part].spec, given.out)
+        parts[name].measure(PartRecord(folder / f"{name}.json", given.out / f"attribution-{name}"))
         return
-    chosen = {name: parts[name]} if name else parts
     words = ["--out", str(given.out), *(["--quick"] if given.quick else [])]
-    run_parts(chosen, given.out, words, 60 * given.minutes)
+    run_parts({name: parts[name]} if name else parts, given.out, words, 60 * given.minutes)
 
 
 def run_parts(parts: dict[str, ReportPart], out: Path, words: list[str], seconds: float) -> None:
     """Takes the parts one after another; a part may use what those before it have left over."""
-    from first_gpu_report import write_first_gpu_report
-
-    end = time.monotonic() + seconds
-    found: dict[str, ReportLine] = {}
+    end, found = time.monotonic() + seconds, dict[str, dict[str, Any]]()
+    later = sum(part.seconds for part in parts.values())
     for name, part in parts.items():
-        (out / "parts" / f"{name}.json").unlink(missing_ok=True)
-        names = list(parts)
-        later = sum(parts[other].seconds for other in names[names.index(name) + 1 :])
-        limit = max(min(part.seconds, end - time.monotonic()), end - time.monotonic() - later)
-        begun = time.monotonic()
-        print_note(f"{name}: at most {limit:.0f} s")
-        error = run_part_process(
-            [sys.executable, __file__, *words, "--part", name], out / "parts" / name, limit
-        )
         record = out / "parts" / f"{name}.json"
-        found[name] = {
-            "seconds": time.monotonic() - begun,
-            "error": error,
-            **(json.loads(record.read_text()) if record.is_file() else {"lines": []}),
-        }
+        record.unlink(missing_ok=True)
+        later, begun = later - part.seconds, time.monotonic()
+        limit = max(min(part.seconds, end - begun), end - begun - later)
+        print_note(f"{name}: at most {limit:.0f} s")
+        error = run_part_process([sys.executable, __file__, *words, "--part", name], record, limit)
+        whole = json.loads(record.read_text()) if record.is_file() else {"rows": []}
+        found[name] = whole | {"seconds": time.monotonic() - begun, "error": error}
         print_note(f"{name}: {found[name]['seconds']:.0f} s" + (f"; {error}" if error else ""))
         write_first_gpu_report(out, found)
 
 
-def run_part_process(command: list[str], log: Path, limit: float) -> str:
-    """Runs a part; returns what went wrong, or nothing. Its words go to `log`."""
+def run_part_process(command: list[str], record: Path, limit: float) -> str:
+    """Runs a part; returns what went wrong, or nothing. Its output goes to a log next to its record."""
     if limit <= 0:
         return "no time was left for it"
-    with log.with_suffix(".log").open("w", encoding="utf-8") as words:
+    log = record.with_suffix(".log")
+    with log.open("w", encoding="utf-8") as words:
         process = subprocess.Popen(command, stdout=words, stderr=words, start_new_session=True)
         try:
             code = process.wait(limit)
@@ -156,23 +144,33 @@ def run_part_process(command: list[str], log: Path, limit: float) -> str:
             os.killpg(process.pid, signal.SIGKILL)  # compilers that it has started, too
             process.wait()
             return f"it took more than its {limit:.0f} s"
-    said = log.with_suffix(".log").read_text(encoding="utf-8").strip().splitlines()
+    said = log.read_text(encoding="utf-8").strip().splitlines()
     return "" if code == 0 else f"exit status {code}: {said[-1] if said else 'it said nothing'}"
 
 
-def run_part(name: str, what: PartSpec, out: Path) -> None:
-    """A part, in the process that is its own."""
-    record = PartRecord(out / "parts" / f"{name}.json")
-    if what is None:
-        inspect_machine(record)
-    elif isinstance(what, DecodeSpec):
-        measure_decoding(what, record, out / f"attribution-{name}")
-    elif isinstance(what, ExactnessSpec):
-        measure_exactness(what, record)
-    elif isinstance(what, DenoiseSpec):
-        measure_denoising(what, record, out / f"attribution-{name}")
-    else:
-        measure_training(what, record, out / f"attribution-{name}")
+def write_first_gpu_report(out: Path, found: dict[str, dict[str, Any]]) -> None:
+    """page.md, page.json and page.png from what the parts have found until now."""
+    write_json(out / "page.json", found)
+    blocks = ["# A first look"]
+    if bars := {
+        f"{name}, {row['setting']}": row["answers/s"]
+        for name, part in found.items()
+        for row in part["rows"]
+        if "answers/s" in row
+    }:
+        plot_bars(out / "page.png", bars, "answers a second", log=True)
+        blocks.append("![answers a second](page.png)")
+    for name, part in found.items():
+        if part["rows"]:
+            blocks += [f"## {part['title']}", part["text"], format_markdown_table(part["rows"])]
+        if "attribution" in part:
+            report = out / part["attribution"] / "report.md"
+            whole = f"With a picture: `{part['attribution']}/`."
+            blocks += [f"## Where the time goes: {name}", whole, report.read_text().partition("\n\n")[2]]
+    errors = [f"**{name}**: {part['error']}" for name, part in found.items() if part["error"]]
+    times = [{"part": name, "seconds": part["seconds"]} for name, part in found.items()]
+    blocks += ["## What went wrong", *(errors or ["Nothing."]), format_markdown_table(times)]
+    write_text_atomic(out / "page.md", "\n\n".join(blocks) + "\n")
 
 
 if __name__ == "__main__":

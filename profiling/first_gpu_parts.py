@@ -3,365 +3,305 @@
 import json
 import random
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
+import decode_replay
+import torch
+from attribute import write_attribution_report
+from attribution import attribute_session
+from bench_decode import BenchSetting, Roofline, measure_in_rounds, measure_roofline, summarise_setting
+from bench_diffusion_gemma import make_gemma_runner, make_random_inputs, measure_step_ms
+from bench_tools import TableRow, make_folder, read_and_reset_peak_gib, time_calls
+from decode_replay import (
+    committed_tokens_by_step,
+    find_caching_runner,
+    open_checkpoint_source,
+    open_replay_source,
+    select_evenly,
+)
+from profile_readers import read_profile_session
+
+from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
+from dlm_rag.config import Config, EngineConfig, load_config
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, measure_free_bytes
 from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.machine import choose_device
+from dlm_rag.model.attention import (
+    ATTENTION_BACKENDS,
+    describe_kernel_version,
+    get_backend_problem,
+    get_paged_attention_support,
+)
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.initial_model import open_initial_model
+from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
+from dlm_rag.training.planning.step_memory import StepMemoryEstimator
+from dlm_rag.training.supervised_tasks import PretrainTask
+from dlm_rag.training.task import Phase
+from dlm_rag.training.trainer import Trainer, free_memory
 
 GIB = 2**30
-TINY_MODEL_SHAPE = (64, 2, 4, 2, 128, 2048)  # as in `decode_replay.RANDOM_MODEL_SHAPES`
-
-
-@dataclass(frozen=True)
-class DecodeSpec:
-    """What is decoded: the questions of a round by batch size (0: the published algorithm)."""
-
-    shape: str  # of `decode_replay.RANDOM_MODEL_SHAPES`; empty: the shipped model
-    questions_by_batch_size: dict[int, int]
-    pool_warmup_questions: int  # questions that the pool has seen
-    rounds: int = 2
-    profiled_questions: int = 16  # questions of the attributed turn
-
-
-@dataclass(frozen=True)
-class TrainSpec:
-    """What is trained: settings of a fresh denoiser, its vocabulary, the switches in their order."""
-
-    settings: tuple[str, ...]
-    vocabulary: int
-    switches: tuple[str, ...] = ("none", "logit_chunk", "selective", "full", "compile")
-    steps: int = 6  # timed; of each switch
-    logit_chunk: int = 512
-
-
-@dataclass(frozen=True)
-class ExactnessSpec:
-    """What is decoded in several ways that should give the same tokens, by the shipped model."""
-
-    questions: int
-    batch: int
-
-
-@dataclass(frozen=True)
-class DenoiseSpec:
-    """Steps of a DiffusionGemma with random weights: how many rows take one together."""
-
-    shape: str  # of `bench_diffusion_gemma.RANDOM_MODEL_SHAPES`
-    rows: tuple[int, ...]
-    prompt: int  # tokens before each canvas
-    repeats: int = 10
-
-
-PartSpec = DecodeSpec | TrainSpec | ExactnessSpec | DenoiseSpec | None
+decode_replay.RANDOM_MODEL_SHAPES["tiny"] = (64, 2, 4, 2, 128, 2048)
 
 
 class PartRecord:
-    """What a part has found: its file is whole after every line."""
+    """What a part has found: a title, a text, rows of a table; its file is whole after every row."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.found: dict[str, Any] = {"lines": []}
+    def __init__(self, path: Path, attribution: Path) -> None:
+        """attribution: the folder for where the time goes."""
+        self._path, self._attribution = path, attribution
+        self.found: dict[str, Any] = {"rows": []}
 
-    def add(self, **found: Any) -> None:
-        """Takes a line, or more that is found beside the lines."""
-        self.found["lines"] += [found.pop("line")] if "line" in found else []
-        self.found |= found
+    def add(self, *rows: TableRow, **more: str) -> None:
+        self.found["rows"] += rows
+        self.found |= more
         write_text_atomic(self._path, json.dumps(self.found, indent=2) + "\n")
+
+    def profile_call(self, call: Callable[[], Any]) -> None:
+        """Runs a call under torch.profiler; the report of attribute.py goes into the folder."""
+        folder = make_folder(self._attribution)
+        with torch.profiler.profile() as profiler:
+            call()
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        session = read_profile_session(folder / "trace.json")
+        (folder / "trace.json").unlink()
+        write_attribution_report(folder, session, attribute_session(session), None)
+        self.add(attribution=self._attribution.name)
+
+
+def load_shipped_config(*words: str) -> Config:
+    return apply_shipped_defaults(load_config(None, list(words)), [])
+
+
+def count_millions(model: torch.nn.Module) -> str:
+    return f"{sum(p.numel() for p in model.parameters()) / 1e6:,.0f} M parameters"
 
 
 def inspect_machine(record: PartRecord) -> None:
     """Versions, kernels, memory; products and copies as fast as they get."""
-    import torch
-    from bench_decode import measure_roofline
-
-    from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
-    from dlm_rag.config import load_config
-    from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, measure_free_bytes
-    from dlm_rag.model.attention import (
-        ATTENTION_BACKENDS,
-        describe_kernel_version,
-        get_backend_problem,
-        get_paged_attention_support,
-    )
-
-    config = apply_shipped_defaults(load_config(None, []), [])
+    config = load_shipped_config()
     prepared = prepare_decoder(config, gather_questions(config, []))
-    device, dtype = prepared.device, prepared.dtype
-    stamp = prepared.stamp()
-    kernels = {
-        name: get_backend_problem(name, device, dtype) or describe_kernel_version(name)
-        for name in ATTENTION_BACKENDS
-    }
-    record.add(
-        device=device.type, dtype=str(dtype).removeprefix("torch."), kernels=kernels,
-        **{key: stamp[key] for key in ("commit", "date", "versions", "machines", "attention")},
-        free_gib=measure_free_bytes(device) / GIB, prefix_cache_gib=default_pool_bytes(device) / GIB,
-    )  # fmt: skip
+    device, stamp = prepared.device, prepared.stamp()
+    facts = stamp["machines"][0] | {f"{name} (version)": n for name, n in stamp["versions"].items()}
+    facts["arithmetic"] = str(prepared.dtype).removeprefix("torch.")
+    for name in ATTENTION_BACKENDS:
+        problem = get_backend_problem(name, device, prepared.dtype)
+        facts[f"kernel {name}"] = problem or describe_kernel_version(name)
     if prepared.attention == "varlen":
-        record.add(reads_pages=get_paged_attention_support(torch.device(device)).reads_block_table)
-    record.add(roofline=asdict(measure_roofline(device, dtype)))
+        reads = get_paged_attention_support(torch.device(device)).reads_block_table
+        facts["varlen reads pages"] = "yes" if reads else "no"
+    facts["memory free, GiB"] = measure_free_bytes(device) / GIB
+    facts["default pool, GiB"] = default_pool_bytes(device) / GIB
+    text = f"Commit {stamp['commit']}, {stamp['date']}."
+    if device.type == "cpu":
+        text += " **On a CPU**: this shows that the page is made and which parts run, and nothing of a GPU."
+    rows = [{"machine": name, "value": value} for name, value in facts.items()]
+    record.add(*rows, title=f"The machine: {facts['name']}", text=text)
+    best = measure_roofline(device, prepared.dtype)
+    record.add({"machine": "matrix products, TFLOP/s", "value": best.flops / 1e12})
+    record.add({"machine": "copies, GB/s", "value": best.bytes / 1e9})
 
 
-def read_and_reset_peak_gib(device: Any) -> float | None:
-    """The most that was allocated on a GPU since the last call."""
-    import torch
+def measure_decoding(
+    record: PartRecord,
+    shape: str,
+    questions_by_batch: dict[int, int],
+    warmup: int = 64,
+    rounds: int = 2,
+    profiled: int = 16,
+) -> None:
+    """Answers a second: the published algorithm (batch 0) first, then ours in batches, with one warm pool.
 
-    if device.type != "cuda":
-        return None
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak / GIB
-
-
-def measure_decoding(what: DecodeSpec, record: PartRecord, folder: Path) -> None:
-    """Answers a second: the published algorithm first, then ours in batches, with one warm pool."""
-    import decode_replay
-    from bench_decode import (
-        BenchSetting,
-        measure_in_rounds,
-        measure_roofline,
-        summarise_settings,
-    )
-    from decode_replay import DecodeReplay, build_decoder, find_caching_runner, select_evenly
-
-    from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
-    from dlm_rag.config import EngineConfig, load_config
-
-    decode_replay.RANDOM_MODEL_SHAPES["tiny"] = TINY_MODEL_SHAPE
-    config = apply_shipped_defaults(
-        load_config(None, [f"decode.batch_size={max(what.questions_by_batch_size)}"]), []
-    )
-    most = what.rounds * sum(what.questions_by_batch_size.values())
-    questions = select_evenly(
-        gather_questions(config, []), most + what.pool_warmup_questions + what.profiled_questions
-    )
+    shape: of `RANDOM_MODEL_SHAPES`; empty: the shipped model. questions_by_batch: of a round. warmup,
+    profiled: questions that the pool has seen before, and of the turn whose time is attributed.
+    """
+    config = load_shipped_config(f"decode.batch_size={max(questions_by_batch)}")
+    most = warmup + profiled + rounds * sum(questions_by_batch.values())
+    questions = select_evenly(gather_questions(config, []), most)
     random.Random(0).shuffle(questions)  # they come by hops, and every setting is to meet all kinds
-    earlier, last, asked = (
-        questions[: what.pool_warmup_questions], questions[-what.profiled_questions :],
-        questions[what.pool_warmup_questions : -what.profiled_questions]
-    )  # fmt: skip
+    earlier, last, asked = questions[:warmup], questions[-profiled:], questions[warmup:-profiled]
     prepared = prepare_decoder(config, questions)
-    device = prepared.device
-    roofline = measure_roofline(device, prepared.dtype)
-    record.add(roofline=asdict(roofline), shape=what.shape or "shipped")
-    if what.shape:
-        follow = DecodeReplay.record_decodes(prepared, questions, what.shape)
-        make, settings, denoiser = follow.build_replay_decoder, follow.decode, follow.denoiser
-        plain = "joint"  # as published
-    else:
-        denoiser, plain = prepared.load().denoiser, prepared.evidence_layout
-        settings = prepared.config.decode
-
-        def make(layout: str, decode: Any, engine: Any) -> Any:
-            return build_decoder(prepared, denoiser, decode, engine)
-
-    record.add(parameters=sum(p.numel() for p in denoiser.parameters()), layout=plain)
-    read_and_reset_peak_gib(device)
-    reference, kept = 0.0, None  # seconds of a forward of a row; the pool and all around it
-    for batch, count in what.questions_by_batch_size.items():
-        how = replace(settings, batch_size=max(1, batch))
-        decoder = make("independent" if batch else plain, how, EngineConfig() if batch else None)
-        if kept is not None:
-            decoder.model_runner = kept
-        turns = [[asked.pop() for _ in range(count)] for _ in range(what.rounds)]  # new to the pool
+    layout = "joint" if shape else prepared.evidence_layout  # joint: as published
+    source = open_replay_source(prepared, questions, shape) if shape else open_checkpoint_source(prepared)
+    roofline = measure_roofline(prepared.device, prepared.dtype)
+    record.add(
+        title=f"Decoding: {shape or 'shipped'}",
+        text=f"{count_millions(source.denoiser)}. The reference is the published algorithm, plainly: one "
+        f"question at a time, the `{layout}` layout, nothing kept, logits everywhere. The others: the "
+        "`independent` layout, one warm pool, questions that it has not seen. Speed-ups are of a forward "
+        "of a row: no two settings have answered the same questions.",
+    )
+    read_and_reset_peak_gib(prepared.device)
+    kept: Any = None  # the runner with the pool
+    for batch, count in questions_by_batch.items():
+        decode, engine = replace(source.decode, batch_size=max(1, batch)), EngineConfig() if batch else None
+        decoder = source.make("independent" if batch else layout, decode, engine)
+        decoder.model_runner = kept or decoder.model_runner
+        turns = [[asked.pop() for _ in range(count)] for _ in range(rounds)]  # new to the pool
         setting = BenchSetting(f"batch of {batch}" if batch else "reference", decoder)
         measure_in_rounds([setting], turns, earlier if kept is None else earlier[:2])
-        if batch:
-            kept = decoder.model_runner
-        line = summarise_settings([setting], turns, roofline)[0]
-        reference = reference or line["seconds_per_forward"]
-        engine = find_caching_runner(decoder)
-        record.add(
-            line={
-                "setting": setting.name,
-                "speed_up": reference / line["seconds_per_forward"],
-                "gflop_per_answer": line["flops"] / 1e9 / count,
-                "peak_gib": read_and_reset_peak_gib(device),
-                "evicted": engine.cache_stats.evicted_segments if engine is not None else 0,
-                **{
-                    key: line[key]
-                    for key in (
-                        "answers_per_second", "answers_per_second_range", "seconds_per_forward",
-                        "forwards", "roofline_share", "bound", "reuse", "stages",
-                    )
-                },
-            }
-        )  # fmt: skip
-    batch = next(batch for batch in (16, 4) if batch in what.questions_by_batch_size)
-    decoder = make("independent", replace(settings, batch_size=batch), EngineConfig())
+        kept = decoder.model_runner if batch else None
+        record.add(summarise_throughput(setting, turns[-1], roofline, record.found["rows"]))
+    batch = next(batch for batch in (16, 4) if batch in questions_by_batch)
+    decoder = source.make("independent", replace(source.decode, batch_size=batch), EngineConfig())
     decoder.model_runner = kept
-    profile_call(lambda: list(decoder.stream(last)), record, folder)
+    record.profile_call(lambda: list(decoder.stream(last)))
 
 
-def measure_training(what: TrainSpec, record: PartRecord, folder: Path) -> None:
+def summarise_throughput(
+    setting: BenchSetting, asked: list[Any], roofline: Roofline, before: list[TableRow]
+) -> TableRow:
+    """The row of a setting, beside that of the reference, the first one before it."""
+    row, runner = summarise_setting(setting, setting, asked, roofline), find_caching_runner(setting.decoder)
+    row["speed-up"] = (before or [row])[0]["ms/forward"] / row["ms/forward"]
+    for key in ("same tokens", "EM %", "exact", "energy", "stages", "tokens run"):
+        del row[key]
+    row["evicted"] = runner.cache_stats.evicted_segments if runner is not None else 0
+    return row | {"peak GiB": read_and_reset_peak_gib(setting.decoder.denoiser.device)}
+
+
+class RandomInitialModel(InitialModel):
+    """Weights drawn on the device; those of a real run are drawn on the host, the same anywhere."""
+
+    def fill(self, denoiser: Any, device: Any, trained: bool = True) -> None:
+        allocate_denoiser(denoiser, device)
+        denoiser.initialise()
+
+
+class RepeatedBatch:
+    """The same documents of random tokens in every step."""
+
+    sampled: Sequence[Any] = ()
+
+    def examples(self, step: int, items: Sequence[int]) -> Sequence[Any]:
+        return self.sampled
+
+
+def measure_training(
+    record: PartRecord,
+    settings: Sequence[str],
+    vocabulary: int,
+    switches: Sequence[str] = ("none", "logit_chunk", "selective", "full", "compile"),
+    steps: int = 6,
+    logit_chunk: int = 512,
+) -> None:
     """Steps of one trainer whose switches are turned; memory beside that of the plan."""
-    from dlm_rag.config import load_config
-    from dlm_rag.training.distributed import DistributedContext
-    from dlm_rag.training.initial_model import open_initial_model
-    from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
-    from dlm_rag.training.planning.step_memory import StepMemoryEstimator
-    from dlm_rag.training.supervised_tasks import PretrainTask
-    from dlm_rag.training.task import Phase
-    from dlm_rag.training.trainer import Trainer, free_memory
-
-    class Fresh(InitialModel):
-        """Weights drawn on the device; those of a real run are drawn on the host, the same anywhere."""
-
-        def fill(self, denoiser: Any, device: Any, trained: bool = True) -> None:
-            allocate_denoiser(denoiser, device)
-            denoiser.initialise()
-
-    class Sampled:
-        """The same documents of random tokens in every step."""
-
-        def examples(self, step: int, items: Sequence[int]) -> list[Any]:
-            return sampled
-
-    words = ["train.objective=pretrain", "train.optimizer=adamw", "train.max_steps=1000", *what.settings]
+    words = ["train.objective=pretrain", "train.optimizer=adamw", "train.max_steps=1000", *settings]
     config = load_config(None, words)
     origin = open_initial_model(config)
-    shape = replace(origin.config, vocab_size=what.vocabulary)
-    origin = Fresh(shape, origin.tokenizer, None, origin.seed, 0)
-    task = PretrainTask(Sampled(), config, config.train, origin)
-    sampled = task.sample_examples(shape, task.items)
+    shape = replace(origin.config, vocab_size=vocabulary)
+    origin = RandomInitialModel(shape, origin.tokenizer, None, origin.seed, 0)
+    batch = RepeatedBatch()
+    task = PretrainTask(batch, config, config.train, origin)
+    batch.sampled = task.sample_examples(shape, task.items)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(Phase(config, "", origin, Path(scratch)), task, DistributedContext(0, 1, 0))
-    root: Any = trainer.root
-    denoiser, device = trainer.denoiser, trainer.device
+    root, denoiser, device = cast(Any, trainer.root), trainer.denoiser, trainer.device
     record.add(
-        parameters=sum(p.numel() for p in denoiser.parameters()), device=device.type,
-        sequence_length=config.train.sequence_length, batch_tokens=config.train.batch_tokens,
-    )  # fmt: skip
-    for switch in what.switches:
+        title="Training",
+        text=f"{count_millions(denoiser)}, sequences of {config.train.sequence_length:,} tokens, "
+        f"{config.train.batch_tokens:,} tokens a step, AdamW. The plan does not know of compilation.",
+    )
+    metrics: dict[str, Any] = {}
+    for switch in switches:
         denoiser.activation_checkpointing = switch if switch in ("selective", "full") else "none"
-        chunk = what.logit_chunk if switch == "logit_chunk" else config.train.logit_chunk
-        root.logit_chunk = chunk
+        root.logit_chunk = logit_chunk if switch == "logit_chunk" else config.train.logit_chunk
         if switch == "compile":
             denoiser.compile_layers()
         free_memory()
-        for _ in range(2):
-            trainer.step()
+        trainer.step()
         read_and_reset_peak_gib(device)
-        times = []
-        for _ in range(what.steps):
-            begun = time.perf_counter()
-            metrics = trainer.step()
-            times.append(time.perf_counter() - begun)
-        speed = trainer.speed_metrics(metrics, sorted(times)[len(times) // 2])
-        line = {
-            "switch": f"{switch} {chunk}" if switch == "logit_chunk" else switch,
-            **speed,
-            "steps": times,
-        }
-        line["peak_gib"] = read_and_reset_peak_gib(device)
+        seconds = time_calls(lambda: metrics.update(trainer.step()), device, steps)
+        speed = trainer.speed_metrics(metrics, median(seconds))
         changed = replace(
-            config.train, activation_checkpointing=denoiser.activation_checkpointing, logit_chunk=chunk
+            config.train,
+            activation_checkpointing=denoiser.activation_checkpointing,
+            logit_chunk=root.logit_chunk,
         )
-        task = PretrainTask(None, config, changed, origin)
-        planned = StepMemoryEstimator(task, shape, changed, trainer.dtype).estimate(task.items)
+        planned = StepMemoryEstimator(
+            PretrainTask(None, config, changed, origin), shape, changed, trainer.dtype
+        ).estimate(task.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
-        record.add(line=line | {"planned_gib": whole / GIB})
-        if switch == what.switches[0]:
-            profile_call(lambda: [trainer.step() for _ in range(2)], record, folder)
+        record.add({
+            "switch": f"{switch} {root.logit_chunk}" if switch == "logit_chunk" else switch,
+            "tokens/s": speed["tokens_per_second"], "TFLOP/s": speed["tflops_per_second"],
+            "MFU %": 100 * speed["mfu"] if "mfu" in speed else "unknown machine",
+            "ms/step": [1e3 * each for each in seconds], "peak GiB": read_and_reset_peak_gib(device),
+            "planned GiB": whole / GIB,
+        })  # fmt: skip
+        if switch == switches[0]:
+            record.profile_call(lambda: [trainer.step() for _ in range(2)])
 
 
-def measure_exactness(what: ExactnessSpec, record: PartRecord) -> None:
+def measure_exactness(record: PartRecord, questions: int, batch: int) -> None:
     """How many questions get the very tokens that they get alone, when something else is different."""
-    from decode_replay import (
-        build_decoder,
-        committed_tokens_by_step,
-        require_masked_denoiser,
-        select_evenly,
-    )
-
-    from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
-    from dlm_rag.config import EngineConfig, load_config
-    from dlm_rag.decode.rollout import Rollout
-
     ways = {  # batch, pool, kernel
         "alone": (1, None, "auto"),
         "alone, again": (1, None, "auto"),
-        f"batches of {what.batch}": (what.batch, None, "auto"),
-        f"batches of {what.batch}, no pool": (what.batch, 0.0, "auto"),
+        f"batches of {batch}": (batch, None, "auto"),
+        f"batches of {batch}, no pool": (batch, 0.0, "auto"),
         "alone, attention=sdpa": (1, None, "sdpa"),
     }
+    text = "The shipped model. Confidences are compared where all tokens are the same."
+    record.add(title="The same tokens?", text=text)
     for dtype in ("float32", "bfloat16"):
-        config = apply_shipped_defaults(load_config(None, [f"model.dtype={dtype}"]), [])
-        asked = select_evenly(gather_questions(config, []), what.questions)
+        config, alone = load_shipped_config(f"model.dtype={dtype}"), list[Rollout]()
+        asked = select_evenly(gather_questions(config, []), questions)
         prepared = prepare_decoder(config, asked)
-        denoiser, alone = require_masked_denoiser(prepared.load()), list[Rollout]()
-        for name, (batch, prefix_cache_gib, kernel) in ways.items():
-            denoiser.attention = kernel
-            how = replace(prepared.config.decode, batch_size=batch)
-            decoder = build_decoder(
-                prepared, denoiser, how, EngineConfig(prefix_cache_gib=prefix_cache_gib)
-            )
-            rollouts = decoder.decode(asked)
+        source = open_checkpoint_source(prepared)
+        for name, (size, gib, kernel) in ways.items():
+            source.denoiser.attention = kernel
+            decode, engine = replace(source.decode, batch_size=size), EngineConfig(prefix_cache_gib=gib)
+            rollouts = source.make(prepared.evidence_layout, decode, engine).decode(asked)
             alone = alone or rollouts
-            pairs = list(zip(rollouts, alone, strict=True))
-            same = [
-                pair
-                for pair in pairs
-                if committed_tokens_by_step(pair[0]) == committed_tokens_by_step(pair[1])
-            ]
-            off = [
-                abs(ours.confidence - theirs.confidence)
-                for pair in same
-                for steps in zip(*(rollout.steps for rollout in pair), strict=True)
-                for ours, theirs in zip(*(step.committed for step in steps), strict=True)
-            ]
-            found = {
-                "same_tokens": len(same),
-                "of": len(asked),
-                "farthest_confidence": max(off, default=0.0),
-            }
-            record.add(line={"dtype": dtype, "kernel": denoiser.backend, "way": name, **found})
+            pairs = zip(rollouts, alone, strict=True)
+            same = [p for p in pairs if committed_tokens_by_step(p[0]) == committed_tokens_by_step(p[1])]
+            farthest = max((compute_confidence_gap(*pair) for pair in same), default=0.0)
+            record.add({
+                "precision": dtype, "way": name, "kernel": source.denoiser.backend,
+                "same tokens as alone": f"{len(same)} of {len(asked)}",
+                "confidences differ by, at most": farthest,
+            })  # fmt: skip
 
 
-def measure_denoising(what: DenoiseSpec, record: PartRecord, folder: Path) -> None:
-    """Milliseconds of a step of rows whose canvases begin as uniform noise, by the batch."""
-    from bench_diffusion_gemma import make_gemma_runner, make_random_inputs, measure_step_ms
+def compute_confidence_gap(one: Rollout, other: Rollout) -> float:
+    """The largest difference of a confidence between rollouts with the same tokens."""
+    confidences = [
+        [token.confidence for step in rollout.steps for token in step.committed] for rollout in (one, other)
+    ]
+    return max((abs(a - b) for a, b in zip(*confidences, strict=True)), default=0.0)
 
-    from dlm_rag.machine import choose_device
 
+def measure_denoising(
+    record: PartRecord, shape: str, rows: Sequence[int], prompt: int, repeats: int = 10
+) -> None:
+    """Milliseconds of a step of rows whose canvases begin as uniform noise, by the batch.
+
+    shape: of `bench_diffusion_gemma.SHAPES`. prompt: tokens before each canvas.
+    """
     device = choose_device("auto")
-    proposer = make_gemma_runner(device.type, what.shape)
-    model: Any = proposer.denoiser.model
+    runner = make_gemma_runner(device.type, shape)
+    model: Any = runner.denoiser.model
+    weights = sum(p.nbytes for p in model.parameters()) / GIB
     record.add(
-        parameters=sum(p.numel() for p in model.parameters()), device=device.type, shape=what.shape,
-        weights_gib=sum(p.nbytes for p in model.parameters()) / GIB, prompt_tokens=what.prompt,
-        canvas=proposer.shape.block_size,
-    )  # fmt: skip
-    views = []
-    for rows in what.rows:
-        proposer.reset_cache()
-        views = make_random_inputs(proposer.shape, rows, what.prompt)
-        prompt, logits, step = measure_step_ms(proposer, views, what.repeats)
-        line = {"rows": rows, "prompt_ms": prompt, "model_ms": logits, "step_ms": step}
-        record.add(line=line | {"peak_gib": read_and_reset_peak_gib(device)})
-    profile_call(lambda: [proposer.propose(views) for _ in range(2)], record, folder)
-
-
-def profile_call(call: Callable[[], Any], record: PartRecord, folder: Path) -> None:
-    """Runs a call under torch.profiler; the tables of attribute.py go into the record and the folder."""
-    import torch
-    from attribute import build_tables, write_attribution_report
-    from attribution import attribute_session
-    from bench_tools import make_folder
-    from profile_readers import read_profile_session
-
-    make_folder(folder)
-    trace = folder / "trace.json"
-    with torch.profiler.profile() as profiler:
-        call()
-    profiler.export_chrome_trace(str(trace))
-    session = read_profile_session(trace)
-    trace.unlink()
-    found = attribute_session(session)
-    write_attribution_report(folder, session, found, None)
-    record.add(
-        attribution=[list(grid) for grid in build_tables(found, None)], attribution_folder=folder.name
+        title="Denoising from uniform noise",
+        text=f"DiffusionGemma in the shape `{shape}`, random weights in bfloat16: {count_millions(model)}, "
+        f"{weights:.2f} GiB. A step proposes {runner.shape.block_size} tokens a row, self-conditioned, "
+        f"after {prompt:,} that have not changed; the model alone leaves out that they are drawn. Medians.",
     )
+    views = []
+    for count in rows:
+        runner.reset_cache()
+        views = make_random_inputs(runner.shape, count, prompt)
+        of_prompt, of_model, of_step = measure_step_ms(runner, views, repeats)
+        record.add({
+            "rows": count, "ms of the model": of_model, "ms a step": of_step,
+            "ms a step and row": of_step / count, "ms of a prompt": of_prompt,
+            "peak GiB": read_and_reset_peak_gib(device),
+        })  # fmt: skip
+    record.profile_call(lambda: [runner.propose(views) for _ in range(2)])

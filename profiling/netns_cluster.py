@@ -27,12 +27,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_tools import print_table, write_json
+from bench_tools import ROOT, TableRow, print_table, write_json
 
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.arguments import parse_command_line
@@ -46,6 +46,25 @@ HOSTS_FILE = "127.0.0.1 localhost\n" + "".join(  # /etc/hosts; sockets of both k
 )
 MTU_BYTES = 65_000  # bytes; with 1,500 Python would carry a tenth
 MAX_QUEUE_SECONDS = 0.05  # seconds that a packet waits for its turn; later ones are dropped, as by a switch
+OPTIONS: dict[str, tuple[str | int, str]] = {
+    "gbit": ("0.1,1,2.5,10", "speeds of the link"),
+    "delay": ("2", "milliseconds from one end to the other"),
+    "part": ("", "speeds or unplugged alone"),
+}
+TINY_MODEL_SETTINGS = [
+    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400", "train.rows_per_set=2",
+    "train.passage_sets_per_step=2", "train.world_passages=100", "train.worlds=1",
+    "train.eval_steps=1000000", "train.eval_questions=1", "train.optimizer=adamw",
+    "train.learning_rate=0.001", "decode.max_new_tokens=32", "retrieval.top_k=2",
+]  # fmt: skip
+# 13 M parameters and few tokens: a step that is about as long as its sums on a link of 1 Gb/s.
+WIDE_MODEL_SETTINGS = [
+    *TINY_MODEL_SETTINGS, "train.hidden_size=512", "train.num_hidden_layers=4",
+    "train.intermediate_size=1536",
+]  # fmt: skip
+PARALLEL_MODES = {"whole copies": "ddp", "shards": "fsdp"}
+STEPS, WARM_UP = 8, 3  # measured at a speed; left out before
+TIMEOUT_SECONDS = 300  # seconds that anything here may take
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _TUNSETIFF, _TUN_WITHOUT_HEADERS = 0x400454CA, 0x1001
 
@@ -56,75 +75,67 @@ class NetnsLink:
     Raises `RunError` where this machine does not allow it.
     """
 
-    addresses = ADDRESSES
-
     def __init__(self, gbit: float, delay_ms: float) -> None:
         self.gbit, self.delay_ms = gbit, delay_ms
         self.hosts = [f"dlm-rag-{os.getpid()}-{n}" for n in range(2)]
-        self._carrier: subprocess.Popen[str] | None = None
-        self._started: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> "NetnsLink":
         if reason := netns_unavailable_reason():
             raise RunError(f"two hosts cannot be made here: {reason}")
-        try:
+        with ExitStack() as stack:
             for host in self.hosts:
-                _ip("netns", "add", host)
+                stack.callback(_delete_host, host)
+                run_ip("netns", "add", host)
                 # Bound over /etc/hosts there: a name that nobody knows is waited for, for seconds.
                 Path("/etc/netns", host).mkdir(parents=True)
                 Path("/etc/netns", host, "hosts").write_text(HOSTS_FILE)
-                _ip("-n", host, "link", "set", "lo", "up")
-            command = [sys.executable, __file__, "--wire", *self.hosts, str(self.gbit), str(self.delay_ms)]
-            self._carrier = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+                run_ip("-n", host, "link", "set", "lo", "up")
+            words = ["--wire", *self.hosts, str(self.gbit), str(self.delay_ms)]
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._carrier = subprocess.Popen([sys.executable, __file__, *words], **pipes)
+            stack.callback(stop_process, self._carrier)
             assert self._carrier.stdout is not None
             if self._carrier.stdout.readline() != "there\n":
                 raise RunError("two hosts cannot be made here: the wire between them has ended")
-        except BaseException:
-            self.__exit__()
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._started:
-            self.stop(process)
-        if self._carrier is not None:
-            self._carrier.terminate()
-            self._carrier.wait()
-        for host in self.hosts:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True)
-            shutil.rmtree(Path("/etc/netns", host), ignore_errors=True)
-        with suppress(OSError):  # others have hosts there
-            Path("/etc/netns").rmdir()
+        self._stack.close()
 
     def start(self, host: int, command: list[str], **options: Any) -> "subprocess.Popen[str]":
         """Runs a command on a host, in a process group of its own; options: of `subprocess.Popen`."""
         there = ["ip", "netns", "exec", self.hosts[host], *command]
         process = subprocess.Popen(there, text=True, start_new_session=True, **options)
-        self._started.append(process)
+        self._stack.callback(stop_process, process, group=True)
         return process
 
-    def stop(self, process: "subprocess.Popen[Any]") -> None:
-        """Kills what was started here, with all that it has started."""
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-    def set_link_up(self, in_: bool) -> None:
+    def set_link_up(self, up: bool) -> None:
         """Puts the cable of the second host in, or pulls it out."""
-        _ip("-n", self.hosts[1], "link", "set", "wire", "up" if in_ else "down")
+        run_ip("-n", self.hosts[1], "link", "set", "wire", "up" if up else "down")
 
     def set_speed(self, gbit: float) -> None:
         """Makes it another wire, while it is in use."""
-        assert self._carrier is not None and self._carrier.stdin is not None
         print(gbit, file=self._carrier.stdin, flush=True)
-        self.gbit = gbit
 
     def count_sent_bytes(self, host: int) -> int:
         """Bytes that a host has sent, with all headers and what was sent again."""
-        listed = _ip("netns", "exec", self.hosts[host], "cat", "/sys/class/net/wire/statistics/tx_bytes")
-        return int(listed)
+        statistics = "/sys/class/net/wire/statistics/tx_bytes"
+        return int(run_ip("netns", "exec", self.hosts[host], "cat", statistics))
+
+
+def stop_process(process: "subprocess.Popen[Any]", group: bool = False) -> None:
+    """Kills what was started here, with all that it has started in its group."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL) if group else process.kill()
+    process.wait()
+
+
+def _delete_host(host: str) -> None:
+    subprocess.run(["ip", "netns", "del", host], capture_output=True)
+    shutil.rmtree(Path("/etc/netns", host), ignore_errors=True)
+    with suppress(OSError):  # others have hosts there
+        Path("/etc/netns").rmdir()
 
 
 def netns_unavailable_reason() -> str:
@@ -143,7 +154,7 @@ def netns_unavailable_reason() -> str:
     return tried.stderr.strip() and f"network namespaces are not allowed ({tried.stderr.strip()})"
 
 
-def _ip(*words: str) -> str:
+def run_ip(*words: str) -> str:
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"`ip {' '.join(words)}` failed: {done.stderr.strip()}")
@@ -173,7 +184,8 @@ def forward_packets(hosts: list[str], gbit: float, delay_ms: float) -> None:
         now = time.monotonic()
         for source, packets in enumerate(under_way):
             while packets and packets[0][0] <= now:
-                _write(ends[1 - source], packets.popleft()[1])
+                with suppress(OSError):  # unplugged, or its queue is full: a packet is lost
+                    os.write(ends[1 - source], packets.popleft()[1])
         due = min((packets[0][0] for packets in under_way if packets), default=now + 1)
         ready, _, _ = select.select([*ends, 0], [], [], max(0.0, due - now))
         now = time.monotonic()
@@ -190,36 +202,6 @@ def forward_packets(hosts: list[str], gbit: float, delay_ms: float) -> None:
                 under_way[source].append((leaves + delay, packet))
 
 
-def _write(end: int, packet: bytes) -> None:
-    with suppress(OSError):  # unplugged, or its queue is full: a packet is lost
-        os.write(end, packet)
-
-
-ROOT = Path(__file__).resolve().parent.parent
-OPTIONS: dict[str, tuple[str | int, str]] = {
-    "gbit": ("0.1,1,2.5,10", "speeds of the link"),
-    "delay": ("2", "milliseconds from one end to the other"),
-    "part": ("", "speeds or unplugged alone"),
-}
-TINY_MODEL_SETTINGS = [
-    "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400",
-    "train.passage_sets_per_step=2",
-    "train.rows_per_set=2", "train.world_passages=100", "train.worlds=1", "train.eval_steps=1000000",
-    "train.eval_questions=1", "train.optimizer=adamw", "train.learning_rate=0.001",
-    "decode.max_new_tokens=32", "retrieval.top_k=2",
-]  # fmt: skip
-# 13 M parameters and few tokens: a step that is about as long as its sums on a link of 1 Gb/s.
-WIDE_MODEL_SETTINGS = [
-    *TINY_MODEL_SETTINGS,
-    "train.hidden_size=512",
-    "train.num_hidden_layers=4",
-    "train.intermediate_size=1536",
-]
-PARALLEL_MODES = {"whole copies": "ddp", "shards": "fsdp"}
-STEPS, WARM_UP = 8, 3  # measured at a speed; left out before
-TIMEOUT_SECONDS = 300  # seconds that anything here may take
-
-
 def start_training(
     wire: NetnsLink | None, host: int, of: int, folder: Path, words: Sequence[str]
 ) -> "subprocess.Popen[str]":
@@ -232,22 +214,17 @@ def start_training(
     if of > 1:
         launcher = [
             "-m", "torch.distributed.run", "--nnodes", str(of), "--nproc-per-node", "1",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{wire.addresses[0]}:29500", "--rdzv-id", "desk",
-            "--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", wire.addresses[host],
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500", "--rdzv-id", "desk",
+            "--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", ADDRESSES[host],
         ]  # fmt: skip
         program = [*launcher, *program]
     return wire.start(host, [sys.executable, *program], **options)
 
 
-def read_step_metrics(folder: Path) -> list[dict[str, Any]]:
-    """What the run in a folder has written of its steps."""
-    return read_metrics(folder / "metrics.jsonl")
-
-
 def wait_for_step(steps: int, folder: Path, processes: "Sequence[subprocess.Popen[str]]") -> None:
     """Until the run has made so many steps; raises `RunError` where it ends before, or takes too long."""
     begun = time.monotonic()
-    while len(read_step_metrics(folder)) < steps:
+    while len(read_metrics(folder / "metrics.jsonl")) < steps:
         ended = [process for process in processes if process.poll() is not None]
         if ended or time.monotonic() - begun > TIMEOUT_SECONDS:
             raise RunError(f"no step {steps}: {ended[0].communicate()[1][-2000:] if ended else 'too slow'}")
@@ -262,9 +239,7 @@ def wait_for_success(*processes: "subprocess.Popen[str]") -> None:
             raise RunError(f"a host failed: {error[-2000:]}")
 
 
-def measure_link_speeds(
-    folder: Path, links: list[float], delay: float, words: list[str]
-) -> list[dict[str, Any]]:
+def measure_link_speeds(folder: Path, links: list[float], delay: float, words: list[str]) -> list[TableRow]:
     """A line for one host alone and for each way and link: seconds of a step, bytes sent by a host."""
     import torch
 
@@ -273,12 +248,15 @@ def measure_link_speeds(
     words, each = [*WIDE_MODEL_SETTINGS, *words], STEPS + WARM_UP
     alone = folder / "alone"
     wait_for_success(start_training(None, 0, 1, alone, [*words, f"train.max_steps={each}"]))
-    found = [{"way": "one host alone", "seconds": _median_step_seconds(alone, 0)}]
+    found: list[TableRow] = [
+        {"way": "one host alone", "Gb/s": "", "s a step": _median_step_seconds(alone, 0)}
+    ]
     for name, way in PARALLEL_MODES.items():
         here = folder / way
         more = [*words, f"train.parallel={way}", f"train.max_steps={each * len(links)}"]
         config = load_config(None, [*more, "plan.devices=2", "model.device=cpu"])
         (plan,) = plan_phases(config, resolve_shape(config), torch.float32)
+        planned = plan.network_traffic_bytes()
         with NetnsLink(links[0], delay) as wire:
             hosts = [start_training(wire, host, 2, here, more) for host in range(2)]
             for number, gbit in enumerate(links):
@@ -287,12 +265,10 @@ def measure_link_speeds(
                 before = wire.count_sent_bytes(1)
                 # The last step is left to the end of the run: what is exported is sent, too.
                 wait_for_step(each * (number + 1) - 1, here, hosts)
-                line = {
-                    "way": name, "gbit": gbit, "seconds": _median_step_seconds(here, number),
-                    "sent": (wire.count_sent_bytes(1) - before) / (STEPS - 1),
-                    "planned": plan.network_traffic_bytes(),
-                    "on the link": plan.network_traffic_bytes() * 8e-9 / gbit,
-                }  # fmt: skip
+                sent = (wire.count_sent_bytes(1) - before) / (STEPS - 1)
+                seconds = _median_step_seconds(here, number)
+                line = {"way": name, "Gb/s": gbit, "s a step": seconds, "MB sent": sent / 1e6}
+                line |= {"planned": planned / 1e6, "s on the link, planned": planned * 8e-9 / gbit}
                 print_note(json.dumps(line))
                 found.append(line)
             wait_for_success(*hosts)
@@ -302,7 +278,8 @@ def measure_link_speeds(
 def _median_step_seconds(folder: Path, number: int) -> float:
     """Seconds of a step in the middle of those at a speed, the first ones left out."""
     first = (STEPS + WARM_UP) * number + WARM_UP
-    return median(line["seconds"] for line in read_step_metrics(folder)[first : first + STEPS - 1])
+    lines = read_metrics(folder / "metrics.jsonl")
+    return median(line["seconds"] for line in lines[first : first + STEPS - 1])
 
 
 def measure_unplugged_run(
@@ -321,16 +298,16 @@ def measure_unplugged_run(
         wire.set_link_up(False)
         begun = time.monotonic()
         _, said = hosts[0].communicate(timeout=TIMEOUT_SECONDS)
-        seconds, reached = time.monotonic() - begun, [len(read_step_metrics(here))]
-        wire.stop(hosts[1])  # its torchrun goes on asking the other's, which is out of reach
+        seconds, reached = time.monotonic() - begun, [len(read_metrics(here / "metrics.jsonl"))]
+        stop_process(hosts[1], group=True)  # its torchrun goes on asking the other's, which is out of reach
         wire.set_link_up(True)
         alone = start_training(wire, 0, 1, here, [*words, "--resume"])
         wait_for_step(2 * steps // 3, here, [alone])
         alone.terminate()  # SIGTERM: it saves, for both are there again
         wait_for_success(alone)
-        reached.append(len(read_step_metrics(here)))
+        reached.append(len(read_metrics(here / "metrics.jsonl")))
         wait_for_success(*[start_training(wire, host, 2, here, [*both, "--resume"]) for host in range(2)])
-    ours, theirs = read_step_metrics(here), read_step_metrics(whole)
+    ours, theirs = read_metrics(here / "metrics.jsonl"), read_metrics(whole / "metrics.jsonl")
     pairs = zip(ours, theirs, strict=True)
     return {
         "seconds until the first host ended": seconds,
@@ -348,17 +325,16 @@ def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
     if words.config.out is None:
         raise ConfigError("the script needs --out FOLDER")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that no host is left behind
     part = words.options["part"]
     if part not in ("", "speeds", "unplugged"):
         raise ConfigError(f"--part {part} is neither speeds nor unplugged")
     try:
-        links, delay = (
-            [float(word) for word in words.options["gbit"].split(",")],
-            float(words.options["delay"]),
-        )
+        delay, *links = map(float, (words.options["delay"], *words.options["gbit"].split(",")))
     except ValueError:
-        links, delay = [], 0.0
-    if delay < 0 or not links or not all(0 < link < 1000 for link in links):
+        delay, links = -1.0, []
+    if delay < 0 or not all(0 < link < 1000 for link in links):
         raise ConfigError("--gbit and --delay want numbers, as in --gbit 0.1,1 --delay 2")
     if reason := netns_unavailable_reason():
         raise ConfigError(f"two hosts cannot be made here: {reason}")
@@ -368,7 +344,7 @@ def main(argv: list[str]) -> None:
     found: dict[str, Any] = {}
     if part != "unplugged":
         found["speeds"] = measure_link_speeds(folder / "speeds", links, delay, settings)
-        print_link_speeds(found["speeds"])
+        print_table(found["speeds"])
     if part != "speeds":
         found["unplugged"] = {
             way: measure_unplugged_run(folder / way, way=way) for way in PARALLEL_MODES.values()
@@ -376,19 +352,6 @@ def main(argv: list[str]) -> None:
         for way, result in found["unplugged"].items():
             print(way, json.dumps(result, indent=2))
     write_json(folder / "desk.json", found)
-
-
-def print_link_speeds(lines: list[dict[str, Any]]) -> None:
-    """A table of what `speeds` has found."""
-    rows = []
-    for line in lines:
-        cells = [line["way"], "", f"{line['seconds']:.2f}"]
-        if "gbit" in line:
-            cells[1] = f"{line['gbit']:g}"
-            cells += [f"{line[key] / 1e6:.1f}" for key in ("sent", "planned")]
-            cells.append(f"{line['on the link']:.2f}")
-        rows.append(cells)
-    print_table(["", "Gb/s", "s a step", "MB sent", "planned", "s on the link, planned"], rows)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import shutil
 import sqlite3
 import subprocess
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.nvtx_ranges import NVTX_DOMAIN, STAGES
 
 Times = NDArray[np.int64]
+# Kind ("range", with marks; "gpu", "call"), start, end, name, thread or process, correlation of a launch.
+Event = tuple[str, int, int | None, str, int, int]
+RANGE_NAMES = ("step", *STAGES)
 PUSH_POP, MARK, DOMAIN_CREATE = 59, 34, 75  # NVTX event types of Nsight
 STEP_RANGE_PATTERN = re.compile(r"step (\d+) rows (\d+)")
 QUESTION_MARK_PREFIX = "question "
@@ -36,31 +39,36 @@ PARSE_ERRORS = (
 )  # fmt: skip
 # Ids name process and thread; the part above the lowest 24 bits is the process.
 NVTX_QUERY = f"""
-    SELECT start, end, eventType, coalesce(text, value, ''), globalTid
+    SELECT 'range', start, end, coalesce(text, value, ''), globalTid, -1
     FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId
     WHERE eventType IN ({PUSH_POP}, {MARK}) AND start IS NOT NULL AND (globalTid >> 24, domainId) IN (
         SELECT globalTid >> 24, domainId FROM NVTX_EVENTS LEFT JOIN StringIds ON id = textId
         WHERE eventType = {DOMAIN_CREATE} AND coalesce(text, value) = '{NVTX_DOMAIN}')
 """
 GPU_QUERY = """
-    SELECT start, end, {name}, globalPid >> 24, coalesce(correlationId, -1) FROM {table} {join}
+    SELECT 'gpu', start, end, {name}, globalPid, coalesce(correlationId, -1) FROM {table} {join}
     WHERE end > start AND globalPid IS NOT NULL
 """
 CALL_QUERY = """
-    SELECT start, end, coalesce(value, ''), globalTid, correlationId
+    SELECT 'call', start, end, coalesce(value, ''), globalTid, correlationId
     FROM {table} LEFT JOIN StringIds ON id = nameId
     WHERE end IS NOT NULL AND globalTid IS NOT NULL AND correlationId IS NOT NULL
 """
 
 
-@dataclass
-class Spans:
-    """Intervals with names, in arrays of one length; `owner` is the innermost range around, or -1."""
+class Spans(NamedTuple):
+    """GPU work or waits of the host; owner: the innermost range around (around the launch), or -1."""
 
     start: Times
     end: Times
     name: Times
     owner: Times
+
+    def clip(self, begin: int, finish: int) -> "Spans":
+        """What lies between two times, cut off there."""
+        kept = (self.end > begin) & (self.start < finish)
+        start, end = (np.clip(times[kept], begin, finish) for times in (self.start, self.end))
+        return Spans(start, end, self.name[kept], self.owner[kept])
 
 
 @dataclass
@@ -71,79 +79,80 @@ class ProfileSession:
     """
 
     source: str
-    names: list[str]
     start: Times
     end: Times
-    name: Times
+    stage: Times  # a number of `RANGE_NAMES`
     thread: Times
+    rows: Times  # of a step
     parent: Times  # index of the range around, or -1
+    around: Times  # bits of the stages that the range lies in, its own among them
     main: int  # the thread of the steps
+    names: list[str]  # of GPU work
     gpu: Spans
     waits: Spans
-    questions: int  # finished ones, those of validations not counted
-    others: int  # processes with ranges of ours that were left out: only the one with most is read
+    questions: int = 0  # finished ones, those of validations not counted
+    others: int = 0  # processes with ranges of ours that were left out: only the one with most is read
 
-    @property
-    def duration(self) -> Times:
-        return self.end - self.start
-
-
-@dataclass
-class EventBuffer:
-    """Events as they are read, before they are put in order."""
-
-    names: dict[str, int] = field(default_factory=dict)
-    ranges: list[tuple[int, int, int, int]] = field(default_factory=list)  # start, end, name, thread
-    gpu: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # ..., process, correlation
-    waits: list[tuple[int, int, int, int]] = field(default_factory=list)  # start, end, name, thread
-    questions: list[tuple[int, int]] = field(default_factory=list)  # time, thread
-    # (process, correlation) of a call -> when and on which thread
-    launches: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-
-    def intern_name(self, text: str) -> int:
-        return self.names.setdefault(text, len(self.names))
-
-    def build_session(self, source: str) -> ProfileSession:
-        """The events in order, nested, with GPU work and waits given to their ranges."""
-        if not self.ranges:
-            raise ConfigError(
-                f"{source} has no ranges of {NVTX_DOMAIN}: profile `sample.py` or `train.py` with NVTX "
-                "traced (nvtx 0.2.10 where nsys is older than 2024)"
-            )
-        names = list(self.names)
-        ranges = make_columns(self.ranges, 4)
-        process = most_common(ranges[3] >> 24)
-        others = len(np.unique(ranges[3] >> 24)) - 1
-        ranges = ranges[:, ranges[3] >> 24 == process]
-        start, end, name, thread = ranges[:, np.lexsort((-ranges[1], ranges[0], ranges[3]))]
-        if start.min() == end.max():
-            raise ConfigError(f"{source} is a session without length")
-        parent = find_parent_ranges(start, end, thread)
-        steps = np.array([STEP_RANGE_PATTERN.fullmatch(text) is not None for text in names])[name]
-        main = most_common(thread[steps] if steps.any() else thread)
-        ours = np.unique(thread)
-
-        def owner(times: Times, threads: Times) -> Times:
-            # Threads that torch starts, as that of backward, have no ranges: they work for the steps.
-            known = np.isin(threads, ours) | (threads == -1)
-            return find_innermost_ranges(times, np.where(known, threads, main), start, end, thread, parent)
-
-        work = [event for event in self.gpu if event[3] == process]
-        launched = make_columns([self.launches.get(event[3:], (event[0], -1)) for event in work], 2)
-        gpu, waits = make_columns(work, 5), make_columns(self.waits, 4)
-        waits = waits[:, waits[3] >> 24 == process]
-        marks = make_columns(self.questions, 2)
-        asked = owner(*marks[:, marks[1] >> 24 == process])
-        validations = np.flatnonzero(name == self.names.get("evaluate", -1))
-        return ProfileSession(
-            source, names, start, end, name, thread, parent, main,
-            Spans(gpu[0], gpu[1], gpu[2], owner(*launched)),
-            Spans(waits[0], waits[1], waits[2], owner(waits[0], waits[3])),
-            int((~is_nested_in(asked, validations, parent)).sum()), others,
-        )  # fmt: skip
+    def is_inside(self, owner: Times, stage: int) -> NDArray[np.bool_]:
+        """For the owners of events (-1: none) whether a stage is around them, at any depth."""
+        return (owner >= 0) & (self.around[owner] >> stage & 1 == 1)
 
 
-def make_columns(rows: Sequence[tuple[int, ...]], width: int) -> Times:
+def build_session(source: str, events: Iterable[Event]) -> ProfileSession:
+    """The events in order, nested, with GPU work and waits given to their ranges."""
+    ranges, questions, work, waiting = [], [], [], []
+    names, launches = dict[str, int](), dict[tuple[int, int], tuple[int, int]]()
+    for kind, at, until, name, thread, correlation in events:
+        if kind == "gpu":
+            number = names.setdefault(name or "", len(names))
+            work.append((at, until, number, thread >> 24, correlation))
+        elif kind == "call":
+            if correlation >= 0:
+                launches.setdefault((thread >> 24, correlation), (at, thread))
+            if HOST_WAIT_CALLS.search(name):
+                waiting.append((at, until, 0, thread))
+        elif name.startswith(QUESTION_MARK_PREFIX):
+            questions.append((at, thread))
+        elif until is not None and is_stage_range(name):  # without an end it was still open
+            step = STEP_RANGE_PATTERN.fullmatch(name)
+            stage, rows = (0, int(step[2])) if step else (RANGE_NAMES.index(name), 0)
+            ranges.append((at, until, stage, thread, rows))
+    if not ranges:
+        raise ConfigError(
+            f"{source} has no ranges of {NVTX_DOMAIN}: profile `sample.py` or `train.py` with NVTX "
+            "traced (nvtx 0.2.10 where nsys is older than 2024)"
+        )
+    columns = make_columns(ranges, 5)
+    process = most_common(columns[3] >> 24)
+    others = len(np.unique(columns[3] >> 24)) - 1
+    columns = columns[:, columns[3] >> 24 == process]
+    columns = columns[:, np.lexsort((-columns[1], columns[0], columns[3]))]
+    start, end, stages, threads, step_rows = columns
+    if start.min() == end.max():
+        raise ConfigError(f"{source} is a session without length")
+    main = most_common(threads[stages == 0] if (stages == 0).any() else threads)
+    parent, around = nest_ranges(start, end, threads, stages)
+
+    def find_owner(times: Times, of: Times) -> Times:
+        # Threads that torch starts, as that of backward, have no ranges: they work for the steps.
+        known = np.isin(of, np.unique(threads)) | (of == -1)
+        return find_innermost_ranges(times, np.where(known, of, main), start, end, threads, parent)
+
+    work = [event for event in work if event[3] == process]
+    gpu, waits, marks = make_columns(work, 5), make_columns(waiting, 4), make_columns(questions, 2)
+    launched = make_columns([launches.get(event[3:], (event[0], -1)) for event in work], 2)
+    waits = waits[:, waits[3] >> 24 == process]
+    session = ProfileSession(
+        source, start, end, stages, threads, step_rows, parent, around, main, list(names),
+        gpu=Spans(gpu[0], gpu[1], gpu[2], find_owner(launched[0], launched[1])),
+        waits=Spans(waits[0], waits[1], waits[2], find_owner(waits[0], waits[3])), others=others,
+    )  # fmt: skip
+    asked = find_owner(*marks[:, marks[1] >> 24 == process])
+    session.questions = int((~session.is_inside(asked, RANGE_NAMES.index("evaluate"))).sum())
+    return session
+
+
+def make_columns(rows: Sequence[tuple[int | None, ...]], width: int) -> Times:
     """The fields of events, (width, events)."""
     return np.array(rows, dtype=np.int64).reshape(-1, width).T
 
@@ -153,28 +162,21 @@ def most_common(values: Times) -> int:
     return int(found[counts.argmax()])
 
 
-def is_nested_in(ranges: Times, around: Times, parent: Times) -> NDArray[np.bool_]:
-    """For each of `ranges` (-1: none) whether it is one of `around` or lies in one, at any depth."""
-    found = np.zeros(len(ranges), dtype=bool)
-    while (ranges >= 0).any():
-        found |= (ranges >= 0) & np.isin(ranges, around)
-        ranges = np.where(ranges >= 0, parent[ranges], -1)
-    return found
-
-
-def find_parent_ranges(start: Times, end: Times, thread: Times) -> Times:
-    """The range around each range, or -1; ranges come by thread and start, the longer one first."""
-    parent, stack, last = np.full(len(start), -1, dtype=np.int64), list[int](), None
-    starts, ends, threads = start.tolist(), end.tolist(), thread.tolist()
-    for number, (at, of) in enumerate(zip(starts, threads, strict=True)):
+def nest_ranges(start: Times, end: Times, thread: Times, stage: Times) -> tuple[Times, Times]:
+    """`parent` and `around` of ranges that come by thread and start, the longer one first."""
+    parent, around, stack, last = list[int](), list[int](), list[int](), None
+    ends = end.tolist()
+    for number, (at, of, kind) in enumerate(
+        zip(start.tolist(), thread.tolist(), stage.tolist(), strict=True)
+    ):
         if of != last:
             stack, last = [], of
         while stack and ends[stack[-1]] <= at:
             stack.pop()
-        if stack:
-            parent[number] = stack[-1]
+        parent.append(stack[-1] if stack else -1)
+        around.append(1 << kind | (around[stack[-1]] if stack else 0))
         stack.append(number)
-    return parent
+    return np.array(parent), np.array(around)
 
 
 def find_innermost_ranges(
@@ -194,7 +196,7 @@ def find_innermost_ranges(
 
 
 def read_profile_session(path: Path) -> ProfileSession:
-    """Reads a report; raises `ConfigError` for what is none, is empty, or breaks off."""
+    """Reads a report; raises `ConfigError` for what is not one, is empty, or breaks off."""
     if not path.is_file():
         raise ConfigError(f"the report '{path}' was not found")
     if not path.stat().st_size:
@@ -203,44 +205,35 @@ def read_profile_session(path: Path) -> ProfileSession:
         path = export_sqlite(import_qdstrm(path))
     trace = path.name.endswith((".json", ".json.gz"))
     try:
-        events = read_chrome_trace(path) if trace else read_nsys_sqlite(path)
-        return events.build_session(str(path))
+        return build_session(str(path), iterate_chrome_trace(path) if trace else iterate_nsys_sqlite(path))
     except PARSE_ERRORS as error:
         kind = "trace of torch.profiler" if trace else "sqlite export of nsys"
         raise ConfigError(f"{path} is no whole {kind}: {error}") from None
 
 
-def read_nsys_sqlite(path: Path) -> EventBuffer:
+def iterate_nsys_sqlite(path: Path) -> Iterator[Event]:
     """The events of an sqlite export of Nsight Systems."""
-    rows = EventBuffer()
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
         if "NVTX_EVENTS" not in tables:
             raise ConfigError(f"{path} has no NVTX events: trace with --trace=nvtx")
         if "StringIds" not in tables:
             database.execute("CREATE TEMP TABLE StringIds (id, value)")
-        for start, end, kind, text, thread in database.execute(NVTX_QUERY):
-            if kind == MARK and text.startswith(QUESTION_MARK_PREFIX):
-                rows.questions.append((start, thread))
-            elif end is not None and is_stage_range(text):  # without an end it was still open
-                rows.ranges.append((start, end, rows.intern_name(text), thread))
+        queries = {"NVTX_EVENTS": NVTX_QUERY}
         for kind, called in GPU_TABLES.items():
-            if (table := f"CUPTI_ACTIVITY_KIND_{kind}") in tables:
-                join = "" if called else "LEFT JOIN StringIds ON id = shortName"
-                query = GPU_QUERY.format(table=table, join=join, name=f"'{called}'" if called else "value")
-                for start, end, name, *launch in database.execute(query):
-                    rows.gpu.append((start, end, rows.intern_name(name or ""), *launch))
-        launched = {event[3:] for event in rows.gpu}
+            table, join = (
+                f"CUPTI_ACTIVITY_KIND_{kind}",
+                "" if called else "LEFT JOIN StringIds ON id = shortName",
+            )
+            queries[table] = GPU_QUERY.format(
+                table=table, join=join, name=f"'{called}'" if called else "value"
+            )
         for kind in ("RUNTIME", "DRIVER"):
-            if (table := f"CUPTI_ACTIVITY_KIND_{kind}") in tables:
-                for start, end, name, thread, correlation in database.execute(
-                    CALL_QUERY.format(table=table)
-                ):
-                    if (thread >> 24, correlation) in launched:
-                        rows.launches.setdefault((thread >> 24, correlation), (start, thread))
-                    if HOST_WAIT_CALLS.search(name):
-                        rows.waits.append((start, end, rows.intern_name(name), thread))
-    return rows
+            table = f"CUPTI_ACTIVITY_KIND_{kind}"
+            queries[table] = CALL_QUERY.format(table=table)
+        for table, query in queries.items():
+            if table in tables:
+                yield from database.execute(query)
 
 
 def is_stage_range(name: str) -> bool:
@@ -248,39 +241,27 @@ def is_stage_range(name: str) -> bool:
     return name in STAGES or STEP_RANGE_PATTERN.fullmatch(name) is not None
 
 
-def read_chrome_trace(path: Path) -> EventBuffer:
+def iterate_chrome_trace(path: Path) -> Iterator[Event]:
     """The events of a Chrome trace of torch.profiler, whose ranges are `record_function`s of our names."""
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    rows, threads = EventBuffer(), dict[Any, int]()
-    events: Iterable[dict[str, Any]] = json.loads(raw, object_hook=_drop_unused_event)["traceEvents"]
-    for event in filter(None, events):
-        name, category = event["name"], event.get("cat", "")
-        start = round(1000 * event["ts"])
-        end = start + round(1000 * event.get("dur", 0))
+    threads = dict[Any, int]()
+    kinds = {"user_annotation": "range", "cpu_op": "range", "kernel": "gpu", "gpu_memcpy": "gpu",
+             "gpu_memset": "gpu", "cuda_runtime": "call", "cuda_driver": "call"}  # fmt: skip
+
+    def keep(found: dict[str, Any]) -> dict[str, Any] | None:
+        """Drops events that are not read while the file is being parsed: they are most of it."""
+        if "ph" not in found:
+            return found
+        name, kind = found.get("name", ""), kinds.get(found.get("cat", ""))
+        ours = kind != "range" or is_stage_range(name) or name.startswith(QUESTION_MARK_PREFIX)
+        return found if kind and ours and found["ph"] == "X" else None
+
+    for event in filter(None, json.loads(raw, object_hook=keep)["traceEvents"]):
+        kind, start = kinds[event["cat"]], round(1000 * event["ts"])
         thread = threads.setdefault((event["pid"], event["tid"]), len(threads))
         correlation = event.get("args", {}).get("correlation", -1)
-        if category in ("user_annotation", "cpu_op"):
-            if is_stage_range(name):
-                rows.ranges.append((start, end, rows.intern_name(name), thread))
-            else:
-                rows.questions.append((start, thread))
-        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
-            rows.gpu.append((start, end, rows.intern_name(name), 0, correlation))
-        elif category in ("cuda_runtime", "cuda_driver"):
-            if correlation >= 0:
-                rows.launches.setdefault((0, correlation), (start, thread))
-            if HOST_WAIT_CALLS.search(name):
-                rows.waits.append((start, end, rows.intern_name(name), thread))
-    return rows
-
-
-def _drop_unused_event(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Drops events that are not read while the file is still being parsed: they are most of it."""
-    if "ph" not in found:
-        return found
-    name, ours = found.get("name", ""), found.get("cat", "") not in ("user_annotation", "cpu_op")
-    ours = ours or is_stage_range(name) or name.startswith(QUESTION_MARK_PREFIX)
-    return found if ours and found["ph"] == "X" else None
+        end = start + round(1000 * event.get("dur", 0))
+        yield kind, start, end, event["name"], 0 if kind == "gpu" else thread, correlation
 
 
 NSYS_MISSING_HINT = (

@@ -103,23 +103,12 @@ def main(argv: list[str]) -> None:
 def write_scaling_report(folder: Path, lines: list[dict[str, Any]]) -> None:
     """Table and JSON."""
     for line in lines:
-        (first,) = (
-            x for x in lines if x["kind"] == line["kind"] and x["processes"] == lines[0]["processes"]
-        )
+        first = next(x for x in lines if x["kind"] == line["kind"])
         gain = line["tokens_per_second"] / first["tokens_per_second"]
         line["efficiency"] = gain * first["processes"] / line["processes"]
         line["communication"] = max(0.0, 1 - line["without_sum"] / line["seconds"])
     write_json(folder / "scores.json", lines)
-    headings = ["", "processes", "s a step", "tokens/s", "efficiency", "communication"]
-    rows = [
-        [
-            line["kind"], str(line["processes"]), f"{line['seconds']:.3f}",
-            f"{line['tokens_per_second']:,.0f}", f"{line['efficiency']:.0%}",
-            f"{line['communication']:.0%}",
-        ]
-        for line in lines
-    ]  # fmt: skip
-    print_table(headings, rows)
+    print_table(lines)
 
 
 if __name__ == "__main__":
