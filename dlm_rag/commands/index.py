@@ -11,6 +11,7 @@ stopped is resumed by the same command; one that is finished is left alone.
 from dlm_rag.cli import print_note
 from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.config import RetrievalConfig
+from dlm_rag.config.fields import check_url
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.progress import show_status
 
@@ -21,41 +22,34 @@ READS = ("retrieval", "-retrieval.url", "-retrieval.timeout", "-retrieval.oracle
 def main(argv: list[str]) -> None:
     target = "URL of the collection to build, milvus://HOST:PORT/COLLECTION; none: the index is kept here"
     words = parse_command_line(__doc__ or "", argv, READS, options={"to": ("", target)})
-    config, url = words.config, words.options["to"]
-    if config.retrieval.corpus is None or config.retrieval.method == "none":
+    config, url = words.config.retrieval, words.options["to"]
+    if config.corpus is None or config.method == "none":
         raise ConfigError("a corpus is indexed: give --corpus FILE, and another method than none")
     if url:
-        _build_collection(url, config.retrieval)
+        check_url("--to", url, ("milvus",), "MILVUS_TOKEN")
+        _build_collection(url, config.corpus, config)
         return
     from dlm_rag.retrieval import load_retriever
     from dlm_rag.retrieval.corpus import open_corpus
 
-    assert config.retrieval.corpus is not None
-    corpus = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
-    load_retriever(config.retrieval, corpus)
+    corpus = open_corpus(config.corpus, config.index_dir)
+    load_retriever(config, corpus)
     print_note(f"{len(corpus):,} passages are indexed in {corpus.folder}")
 
 
-def _build_collection(url: str, config: RetrievalConfig) -> None:
+def _build_collection(url: str, path: str, config: RetrievalConfig) -> None:
     """Builds the collection of a URL, or resumes its build."""
     from dlm_rag.retrieval.corpus import open_corpus
-    from dlm_rag.retrieval.retry import SearchUnavailableError
-
-    try:
-        RetrievalConfig(url=url)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("retrieval.url", "--to")) from None
-    if not url.startswith("milvus://"):
-        raise ConfigError(f"--to {url}: a collection is built at milvus://HOST:PORT/COLLECTION only")
     from dlm_rag.retrieval.milvus_collection import MilvusCollection
-    from dlm_rag.retrieval.milvus_ingest import ingest_corpus
+    from dlm_rag.retrieval.milvus_retriever import ingest_corpus
+    from dlm_rag.retrieval.retry import SearchUnavailableError
 
     show_status(f"asking {url}")
     collection = MilvusCollection(url, WRITE_TIMEOUT_SECONDS)
     try:
-        collection.describe()  # what is there and no collection of ours is found before a long read
+        collection.describe()  # what is not a collection of ours is found before a long read
         show_status("reading the corpus")
-        corpus = open_corpus(config.corpus or "", config.index_dir)
+        corpus = open_corpus(path, config.index_dir)
         written = ingest_corpus(collection, corpus, config)
     except SearchUnavailableError as error:
         raise RunError(f"{error}; the same command resumes there") from None

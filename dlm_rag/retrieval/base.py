@@ -60,28 +60,24 @@ class PartialSearchError(RuntimeError):
         self.results = results
 
 
-class CorpusRetriever(ABC):
-    """A `Retriever` of the `top_k` best rows of a corpus in this process. Subclasses rank rows.
+class RowRetriever(ABC):
+    """A `Retriever` of the `top_k` best of `passages` rows. Subclasses rank rows and read them.
 
     query_fields: the fields of `Query` that a result depends on.
     """
 
     query_fields: tuple[str, ...] = ("text",)
 
-    def __init__(self, corpus: Corpus, top_k: int) -> None:
-        self.corpus, self.top_k = corpus, min(top_k, len(corpus))
-
-    @property
-    def fingerprint(self) -> str:
-        return self.corpus.fingerprint
+    def __init__(self, passages: int, top_k: int) -> None:
+        self.passages, self.top_k = passages, min(top_k, passages)
 
     @abstractmethod
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
         """For each query the best `depth` rows or fewer, best first; ties in corpus order."""
 
-    def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
-        """The rows of `rank` in that order with their scores: 1 / rank where nothing else is known."""
-        return [{row: 1 / n for n, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)]
+    @abstractmethod
+    def read_rows(self, rows: Sequence[int]) -> list[Passage]:
+        """The passages of some rows."""
 
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self.query_fields)
@@ -90,55 +86,66 @@ class CorpusRetriever(ABC):
         pass
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        """As in `Retriever`.
+        """As in `Retriever`; a batch that fails is searched query by query, so one costs no other its own.
 
-        Where the whole corpus fits into `top_k` there is nothing to choose: once a query finds
-        anything, the passages it did not find follow in corpus order.
+        What is wrong with all, a corpus that has changed or an engine that does not answer, is raised.
+        Where the whole corpus fits into `top_k` there is nothing to choose: once a query finds anything,
+        the passages it did not find follow in corpus order.
         """
-        return search_with_fallback(self._search, queries)
+        try:
+            return self._search(queries)
+        except (UserError, SearchUnavailableError):
+            raise
+        except Exception:
+            if len(queries) == 1:
+                raise
+        results: list[list[Passage] | Exception] = []
+        for query in queries:
+            try:
+                results += self._search([query])
+            except Exception as error:
+                log.warning("a search failed", exc_info=error)
+                results.append(error)
+        found = [passages for passages in results if not isinstance(passages, Exception)]
+        if len(found) < len(results):
+            raise PartialSearchError(results)
+        return found
 
     def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        rankings = self.rank(queries, self.top_k)
-        return [
-            self.corpus.read_passages(append_unranked_rows(rows, self.top_k, len(self.corpus)))
-            for rows in rankings
+        rankings = [
+            append_unranked_rows(rows, self.top_k, self.passages) for rows in self.rank(queries, self.top_k)
         ]
+        rows = sorted({row for ranking in rankings for row in ranking})
+        passages = dict(zip(rows, self.read_rows(rows), strict=True))
+        return [[passages[row] for row in ranking] for ranking in rankings]
+
+
+class CorpusRetriever(RowRetriever):
+    """A `RowRetriever` of a corpus in this process; subclasses need `rank` alone."""
+
+    def __init__(self, corpus: Corpus, top_k: int) -> None:
+        super().__init__(len(corpus), top_k)
+        self.corpus = corpus
+
+    @property
+    def fingerprint(self) -> str:
+        return self.corpus.fingerprint
+
+    def read_rows(self, rows: Sequence[int]) -> list[Passage]:
+        return self.corpus.read_passages(rows)
+
+    def rank_scored(self, queries: Sequence[Query], depth: int) -> list[dict[int, float]]:
+        """The rows of `rank` in that order with their scores: 1 / rank where nothing else is known."""
+        return [{row: 1 / n for n, row in enumerate(rows, start=1)} for rows in self.rank(queries, depth)]
 
     def search_scored(self, queries: Sequence[Query], depth: int) -> list[list[tuple[Passage, float]]]:
         """As `search` with `depth` for `top_k`, each passage with its score, 0 where it was not found."""
-        depth, results = min(depth, len(self.corpus)), []
+        depth, results = min(depth, self.passages), []
         for scores in self.rank_scored(queries, depth):
-            rows = append_unranked_rows(scores, depth, len(self.corpus))
+            rows = append_unranked_rows(scores, depth, self.passages)
             scored = (scores.get(row, 0.0) for row in rows)
-            results.append(list(zip(self.corpus.read_passages(rows), scored, strict=True)))
+            results.append(list(zip(self.read_rows(rows), scored, strict=True)))
         return results
-
-
-def search_with_fallback(
-    search: Callable[[Sequence[Query]], list[list[Passage]]], queries: Sequence[Query]
-) -> list[list[Passage]]:
-    """What `search` finds; a batch that fails is searched query by query, so one costs no other its own.
-
-    What is wrong with all, a corpus that has changed or an engine that does not answer, is raised.
-    """
-    try:
-        return search(queries)
-    except (UserError, SearchUnavailableError):
-        raise
-    except Exception:
-        if len(queries) == 1:
-            raise
-    results: list[list[Passage] | Exception] = []
-    for query in queries:
-        try:
-            results += search([query])
-        except Exception as error:
-            log.warning("a search failed", exc_info=error)
-            results.append(error)
-    found = [passages for passages in results if not isinstance(passages, Exception)]
-    if len(found) < len(results):
-        raise PartialSearchError(results)
-    return found
 
 
 def append_unranked_rows(rows: Iterable[int], depth: int, passages: int) -> Ranking:

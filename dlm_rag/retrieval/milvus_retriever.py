@@ -1,43 +1,64 @@
-"""Search in a collection of a Milvus, by our own scores: its rankings are the same on any shards.
+"""Search in a collection of a Milvus by our own scores, and how one is built from a corpus.
 
-A refresh takes two round trips: one for all searches, one for the passages that were not seen before. Equal
-scores are taken in corpus order, so more hits are asked for where they end among equals.
+Rankings are the same on any shards. A refresh takes two round trips: one for all searches, one for the
+passages that were not seen before. Equal scores are taken in corpus order, so more hits are asked for where
+they end among equals.
 """
 
-import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, RunError
 from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.progress import report_progress, track_progress
 from dlm_rag.retrieval.base import (
     SCORE_TIE_DECIMALS,
     Hits,
     MemoizedBatchFunction,
     Ranking,
-    append_unranked_rows,
+    RowRetriever,
     interleave_rankings,
-    search_with_fallback,
     select_top_hits,
 )
-from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.build_once import build_once, make_folder_name
+from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.hybrid import fuse_rankings
-from dlm_rag.retrieval.milvus_collection import MAX_SEARCH_HITS, VECTOR_FIELDS, MilvusCollection
+from dlm_rag.retrieval.milvus_collection import (
+    MAX_SEARCH_HITS,
+    MAX_TEXT_BYTES,
+    VECTOR_FIELDS,
+    CollectionInfo,
+    MilvusCollection,
+    make_passage,
+)
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.retry import SearchUnavailableError
-from dlm_rag.retrieval.sparse_vectors import EMPTY_PASSAGE_WORD_ID, count_query_words
+from dlm_rag.retrieval.sparse_vectors import (
+    EMPTY_PASSAGE_WORD_ID,
+    SPARSE_VECTOR_VERSION,
+    CorpusStatistics,
+    compute_corpus_statistics,
+    count_query_words,
+)
 
+WRITE_BATCH_PASSAGES = 128  # of a write: with texts of any size less than the 64 MiB that gRPC takes
 EXTRA_HITS = 25  # hits beyond those that are wanted: most often the last equals end there
 EXTRA_HITS_GROWTH = 4  # times as many where they do not
-MAX_CACHED_PASSAGES = 100_000  # passages that recur
 COUNT_CHECK_SECONDS = 10.0  # seconds for which a collection that was whole is taken to be so
 SCORE_CHECK_QUERIES = 8  # queries that check an engine's scores
 SCORE_RELATIVE_TOLERANCE, SCORE_ABSOLUTE_TOLERANCE = 1e-5, 1e-4  # how far these may be from ours
 
 
-class MilvusRetriever:
+class MilvusRetriever(RowRetriever):
     """A `Retriever` of the best passages of a collection, equal ones in corpus order.
 
     A search that fails raises `SearchUnavailableError`, for all of its queries; `CorpusError` says that the
@@ -49,93 +70,68 @@ class MilvusRetriever:
         embed: Callable[[list[str]], Iterable[Any]] | None = None,
     ) -> None:  # fmt: skip
         """embed: parts of queries to a unit vector each, where dense vectors are searched."""
-        self._collection, self._embed = collection, embed
-        self._kind, self._fusion_depth = config.method, config.fusion_depth
-        self._passages = collection.info.passages
-        self.top_k = min(config.top_k, self._passages)
-        self._known: dict[int, Passage] = {}
-        self._count_due = 0.0
+        super().__init__(collection.info.passages, config.top_k)
+        self._collection, self._embed, self._fusion_depth = collection, embed, config.fusion_depth
+        self._fields = VECTOR_FIELDS[config.method]
+        self.query_fields = tuple({"sparse": "text", "dense": "parts"}[field] for field in self._fields)
+        # The corpus and the order of equals: the same wherever the collection is.
+        self.fingerprint = f"milvus-{collection.info.form}-{collection.info.fingerprint}"
+        self._read: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(
+            lambda rows: [make_passage(entity) for entity in collection.fetch_rows(rows)]
+        )
+        self._pool, self._count_due = ThreadPoolExecutor(len(self._fields), "milvus"), 0.0
 
-    @property
-    def fingerprint(self) -> str:
-        """The corpus and the order of equals: the same wherever the collection is."""
-        return f"milvus-{self._collection.info.form}-{self._collection.info.fingerprint}"
-
-    def key(self, query: Query) -> Hashable:
-        return {"bm25": query.text, "dense": query.parts}.get(self._kind, (query.text, query.parts))
-
-    def forget(self, asker: str) -> None:
-        """Nothing is kept for an asker."""
-
-    def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        """As in `Retriever`; where all passages are wanted, those not found follow in corpus order."""
-        return search_with_fallback(self._search, queries)
-
-    def _search(self, queries: Sequence[Query]) -> list[list[Passage]]:
-        rankings = [
-            append_unranked_rows(rows, self.top_k, self._passages)
-            for rows in self.rank(queries, self.top_k)
-        ]
-        known = self._known
+    def read_rows(self, rows: Sequence[int]) -> list[Passage]:
         with profile_stage("retrieve/search"):
-            new = sorted({row for rows in rankings for row in rows} - known.keys())
-            found = {row: got["passage"] for row, got in self._collection.fetch_passages(new).items()}
-        passages = known | found
-        self._known = passages if len(passages) <= MAX_CACHED_PASSAGES else found
-        return [[passages[row] for row in rows] for rows in rankings]
+            return self._read(rows)
 
     def rank(self, queries: Sequence[Query], depth: int) -> list[Ranking]:
-        """For each query the best `depth` rows or fewer, best first; equals in corpus order."""
-        deep = max(depth, self._fusion_depth) if self._kind == "hybrid" else depth
-        asked: dict[str, dict[str, Any]] = {}  # field -> what is asked -> its vector
-        if "sparse" in VECTOR_FIELDS[self._kind]:
-            words = {query.text: count_query_words(query.text) for query in queries}
-            asked["sparse"] = {text: counts for text, counts in words.items() if counts}
-        if self._embed is not None:
-            parts = list(dict.fromkeys(part for query in queries for part in query.parts))
-            with profile_stage("retrieve/embed"):
-                vectors = self._embed(parts) if parts else []
-            asked["dense"] = {part: v.tolist() for part, v in zip(parts, vectors, strict=True)}
+        """As in `RowRetriever`; raises `RunError` where equals have no end."""
         with profile_stage("retrieve/search"):
-            found = self._rank_vectors(asked, deep)
-        sparse, dense = found.get("sparse", {}), found.get("dense", {})
-        by_words = [sparse.get(query.text, []) for query in queries]
-        by_parts = [
-            interleave_rankings([dense.get(part, []) for part in query.parts], deep) for query in queries
-        ]
-        if self._kind != "hybrid":
-            return by_words if self._kind == "bm25" else by_parts
-        return [
-            fuse_rankings(both, depth, self._fusion_depth) for both in zip(by_words, by_parts, strict=True)
-        ]
+            if len(self._fields) == 1:
+                return self._rank_by_field(self._fields[0], queries, depth)
+            deep = max(depth, self._fusion_depth)
+            both = self._pool.map(lambda field: self._rank_by_field(field, queries, deep), self._fields)
+            return [
+                fuse_rankings(rankings, depth, self._fusion_depth) for rankings in zip(*both, strict=True)
+            ]
 
-    def _rank_vectors(self, asked: dict[str, dict[str, Any]], depth: int) -> dict[str, dict[str, Ranking]]:
-        """The best rows for each vector; raises `RunError` where equals have no end."""
-        found: dict[str, dict[str, Ranking]] = {field: {} for field in asked}
-        limit = depth + EXTRA_HITS
-        while any(asked.values()):
+    def _rank_by_field(self, field: str, queries: Sequence[Query], depth: int) -> list[Ranking]:
+        parts = [(query.text,) if field == "sparse" else query.parts for query in queries]
+        texts = list(dict.fromkeys(text for each in parts for text in each))
+        if field == "sparse":
+            vectors: dict[str, Any] = {text: words for text in texts if (words := count_query_words(text))}
+        else:
+            assert self._embed is not None
+            vectors = {text: v.tolist() for text, v in zip(texts, self._embed(texts), strict=True)}
+        hits = self._find_hits(field, list(vectors.values()), depth)
+        found = {
+            text: [row for _, row in select_top_hits(each, depth, SCORE_TIE_DECIMALS[field])]
+            for text, each in zip(vectors, hits, strict=True)
+        }
+        return [interleave_rankings([found.get(text, []) for text in each], depth) for each in parts]
+
+    def _find_hits(self, field: str, vectors: list[Any], depth: int) -> list[Hits]:
+        """Hits of each vector, down to where no other can have the score of the last that is wanted."""
+        limit, digits = depth + EXTRA_HITS, SCORE_TIE_DECIMALS[field]
+        while vectors:
             limit = min(limit, MAX_SEARCH_HITS)
-            sent: dict[str, Sequence[Any]] = {
-                field: list(vectors.values()) for field, vectors in asked.items() if vectors
-            }
-            for field, answers in self._collection.search(sent, limit).items():
-                digits = SCORE_TIE_DECIMALS[field]
-                for text, hits in zip(list(asked[field]), answers, strict=True):
-                    self._check_hits(field, hits, limit)
-                    if len(hits) < limit or not ends_in_tie(hits, depth, digits):
-                        found[field][text] = [row for _, row in select_top_hits(hits, depth, digits)]
-                        del asked[field][text]
-            if limit == MAX_SEARCH_HITS and any(asked.values()):
+            found = self._collection.search(field, vectors, limit)
+            for hits in found:
+                self._check_hits(field, hits, limit)
+            if not any(len(hits) == limit and ends_in_tie(hits, depth, digits) for hits in found):
+                return found
+            if limit == MAX_SEARCH_HITS:
                 raise RunError(
                     f"more than {MAX_SEARCH_HITS:,} passages have the same score, and Milvus gives no "
                     "more: their order is unknown"
                 )
             limit *= EXTRA_HITS_GROWTH
-        return found
+        return []
 
     def _check_hits(self, field: str, hits: Hits, limit: int) -> None:
         """Raises `SearchUnavailableError` where hits are missing."""
-        whole = min(limit, self._passages)
+        whole = min(limit, self.passages)
         if field == "dense" and len(hits) != whole:  # every passage has a similarity
             raise SearchUnavailableError(
                 f"{self._collection.url} gives {len(hits)} of {whole} hits: a part of it may be down"
@@ -155,16 +151,28 @@ def open_milvus_retriever(config: RetrievalConfig) -> MilvusRetriever:
 
     Raises `UserError` for what is wrong, with the remedy.
     """
-    url = config.url or ""
+    url, fields = config.url or "", VECTOR_FIELDS.get(config.method, ())
     try:
         collection = MilvusCollection(url, config.timeout)
-        if collection.describe() is None:
-            raise ConfigError(f"{url}: there is no such collection{collection.suggest_name()}")
-        _check_settings(collection, config)
+        info = collection.describe()
+        build = f"`dlm-rag index --corpus FILE --to {url} retrieval.method="
+        if info is None:
+            raise ConfigError(f"{url}: there is no such collection: build it with {build}{config.method}`")
+        if not info.finished:
+            raise ConfigError(f"{url} is half-built: finish it with {build}{info.kind}`")
+        if not fields or not {*fields} <= {*VECTOR_FIELDS[info.kind]}:
+            raise ConfigError(
+                f"{url} was built with retrieval.method={info.kind}, and cannot be searched with "
+                f"{config.method}"
+            )
+        if max(config.top_k, config.fusion_depth) > MAX_SEARCH_HITS - EXTRA_HITS:
+            raise ConfigError(
+                f"Milvus gives at most {MAX_SEARCH_HITS:,} passages: set top_k and fusion_depth lower"
+            )
         collection.check_indexes()
         collection.load()
         collection.check_row_count()
-        check_engine_scores(collection, VECTOR_FIELDS[config.method])
+        check_engine_scores(collection, fields)
     except (SearchUnavailableError, RunError) as error:
         reason = str(error).removeprefix(f"{url}: ")
         raise ConfigError(f"{url} cannot be searched: {reason}") from None
@@ -175,26 +183,6 @@ def open_milvus_retriever(config: RetrievalConfig) -> MilvusRetriever:
     encoder = load_text_encoder(config)
     check_collection_encoder(collection, config.embedding_model, encoder.index_folder_name)
     return MilvusRetriever(collection, config, MemoizedBatchFunction(encoder.encode_queries))
-
-
-def _check_settings(collection: MilvusCollection, config: RetrievalConfig) -> None:
-    """Raises `ConfigError` where what is wanted and what the collection says do not go together."""
-    info, url = collection.info, collection.url
-    if not info.finished:
-        raise ConfigError(
-            f"{url} is half-built: finish it with `dlm-rag index --corpus FILE --to {url} "
-            f"retrieval.method={info.kind}`"
-        )
-    if not set(VECTOR_FIELDS.get(config.method, ("any",))) <= set(VECTOR_FIELDS[info.kind]):
-        raise ConfigError(
-            f"{url} was built with retrieval.method={info.kind}, and cannot be searched with "
-            f"{config.method}"
-        )
-    depth = max(config.top_k, config.fusion_depth if config.method == "hybrid" else 0)
-    if depth > MAX_SEARCH_HITS - EXTRA_HITS:
-        raise ConfigError(
-            f"Milvus gives at most {MAX_SEARCH_HITS:,} passages: set top_k and fusion_depth lower"
-        )
 
 
 def check_collection_encoder(collection: MilvusCollection, model: str, encoder: str) -> None:
@@ -209,47 +197,116 @@ def check_collection_encoder(collection: MilvusCollection, model: str, encoder: 
         )
 
 
-def check_engine_scores(collection: MilvusCollection, vector_fields: Sequence[str]) -> None:
+def check_engine_scores(collection: MilvusCollection, fields: Sequence[str]) -> None:
     """Searches for some passages by their own words and vectors, and recomputes the scores of the hits.
 
     Finds an index that is not exact, words of another rule, and an engine that drops small numbers. Raises
     `CorpusError`.
     """
     count = collection.info.passages
-    rows = sorted({n * count // SCORE_CHECK_QUERIES for n in range(min(SCORE_CHECK_QUERIES, count))})
-    sample = collection.fetch_passages(rows, vector_fields)
-    for field in vector_fields:
-        queries: dict[int, Any] = {row: got[field] for row, got in sample.items()}
-        if field == "sparse":
-            queries = {row: count_query_words(got["passage"].text) for row, got in sample.items()}
-        for row, query in queries.items():
-            if field == "sparse" and sample[row][field].keys() != (query.keys() or {EMPTY_PASSAGE_WORD_ID}):
-                raise CorpusError(
-                    f"{collection.url}: the sparse vector of row {row} does not match its passage: "
-                    "build it again"
-                )
-        queries = {row: query for row, query in queries.items() if query}
-        answers = collection.search({field: list(queries.values())}, min(EXTRA_HITS, count))[field]
-        found = collection.fetch_passages(sorted({row for hits in answers for _, row in hits}), [field])
-        for (row, query), hits in zip(queries.items(), answers, strict=True):
-            itself = compute_inner_product(query, sample[row][field])
-            exact = hits and all(
-                math.isclose(
-                    score, compute_inner_product(query, found[other][field]),
-                    rel_tol=SCORE_RELATIVE_TOLERANCE, abs_tol=SCORE_ABSOLUTE_TOLERANCE,
-                )
-                for score, other in hits
-            )  # fmt: skip
-            left_out = row not in (other for _, other in hits)
-            if not exact or (left_out and itself > hits[-1][0] + SCORE_ABSOLUTE_TOLERANCE):
-                raise CorpusError(
-                    f"{collection.url} does not give the scores of its vectors ({field}, row {row}): is "
-                    "its index exact, and drop_ratio_search 0?"
-                )
+    rows = sorted({n * count // SCORE_CHECK_QUERIES for n in range(SCORE_CHECK_QUERIES)})
+    sample = collection.fetch_rows(rows, fields)
+    for field, (row, entity) in product(fields, zip(rows, sample, strict=True)):
+        vector = count_query_words(make_passage(entity).text) if field == "sparse" else entity[field]
+        right = field == "dense" or entity[field].keys() == (vector.keys() or {EMPTY_PASSAGE_WORD_ID})
+        if right and vector:
+            (hits,) = collection.search(field, [vector], min(EXTRA_HITS, count))
+            scores, found = [score for score, _ in hits], [other for _, other in hits]
+            itself, *ours = (
+                _multiply_vectors(vector, stored[field])
+                for stored in collection.fetch_rows([row, *found], [field])
+            )
+            right = bool(hits) and (row in found or itself <= scores[-1] + SCORE_ABSOLUTE_TOLERANCE)
+            right &= np.allclose(scores, ours, SCORE_RELATIVE_TOLERANCE, SCORE_ABSOLUTE_TOLERANCE)
+        if not right:
+            raise CorpusError(
+                f"{collection.url} does not give the scores of its passages ({field}, row {row}): is its "
+                "index exact, and drop_ratio_search 0? If so, build it again"
+            )
 
 
-def compute_inner_product(one: Any, other: Any) -> float:
+def _multiply_vectors(one: Any, other: Any) -> float:
     """The inner product of two vectors, both sparse or both dense."""
     if isinstance(one, dict):
         return sum(value * other.get(word, 0.0) for word, value in one.items())
-    return sum(a * b for a, b in zip(one, other, strict=True))
+    return float(np.dot(one, other))
+
+
+def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: RetrievalConfig) -> int:
+    """Writes the passages of a corpus that a collection does not have yet; returns how many.
+
+    A stream in the order of rows: memory stays flat, and a build that was stopped is resumed. Where it is
+    unsure whether a passage was written it is written again: a key stands once. Raises `UserError` for a
+    collection that holds other passages or other vectors.
+    """
+    fields = VECTOR_FIELDS[config.method]
+    wanted = CollectionInfo(corpus.fingerprint, config.method, len(corpus))  # type: ignore[arg-type]
+    vectorize: dict[str, Callable[[list[str]], Sequence[Any]]] = {}
+    there = collection.describe()
+    if there and there.fingerprint != corpus.fingerprint:
+        raise CorpusError(f"{collection.url} holds other passages than {corpus.path}: give another name")
+    if there and there.kind != config.method:
+        raise ConfigError(
+            f"{collection.url} is built with retrieval.method={there.kind}: give that, or another name"
+        )
+    if "dense" in fields:
+        from dlm_rag.retrieval.encoder import load_text_encoder
+
+        encoder = load_text_encoder(config)
+        vectorize["dense"] = lambda texts: encoder.encode_passages(texts).tolist()
+        width = len(vectorize["dense"](["width"])[0])
+        wanted = replace(
+            wanted, model=config.embedding_model, encoder=encoder.index_folder_name, width=width
+        )
+    if there is None:
+        _check_text_sizes(corpus)
+        collection.create(wanted)
+        collection.describe()
+    check_collection_encoder(collection, config.embedding_model, wanted.encoder)
+    collection.check_indexes(create=True)
+    collection.load()  # what is not loaded cannot be counted
+    start = count_complete_rows(collection)
+    if collection.info.finished and start == len(corpus):
+        return 0
+    if "sparse" in fields:
+        encode = load_corpus_statistics(corpus).encode_passage
+        vectorize["sparse"] = lambda texts: [encode(text) for text in texts]
+    with report_progress("writing passages", len(corpus), done=start) as advance:
+        for row in range(start, len(corpus), WRITE_BATCH_PASSAGES):
+            passages = corpus[row : row + WRITE_BATCH_PASSAGES]
+            texts = [passage.text for passage in passages]
+            collection.upsert_passages(row, passages, {field: vectorize[field](texts) for field in fields})
+            advance(len(passages))
+    collection.finish_build()
+    check_engine_scores(collection, fields)
+    return len(corpus) - start
+
+
+def count_complete_rows(collection: MilvusCollection) -> int:
+    """How many rows are there without a gap, counted from the first."""
+    rows = range(1, collection.info.passages + 1)
+    return bisect_left(rows, True, key=lambda count: collection.count_rows(count) < count)
+
+
+def _check_text_sizes(corpus: Corpus) -> None:
+    """Raises `CorpusError` where a text has more bytes than a field may, before anything is written."""
+    if corpus.longest_line_bytes <= MAX_TEXT_BYTES:
+        return
+    for row, passage in enumerate(corpus):
+        if (size := max(len(text.encode()) for text in vars(passage).values())) > MAX_TEXT_BYTES:
+            raise CorpusError(
+                f"{corpus.path}, row {row}: a text has {size:,} bytes, and Milvus takes "
+                f"{MAX_TEXT_BYTES:,}: split the passage"
+            )
+
+
+def load_corpus_statistics(corpus: Corpus) -> CorpusStatistics:
+    """The word counts of a corpus; computed once, and kept with its indexes."""
+
+    def build(scratch: Path) -> None:
+        found = compute_corpus_statistics(p.text for p in track_progress(corpus, "counting words"))
+        np.savez(scratch / "words.npz", **vars(found))
+
+    folder = build_once(corpus.folder / make_folder_name("words", SPARSE_VECTOR_VERSION, "npz"), build)
+    with np.load(folder / "words.npz") as kept:
+        return CorpusStatistics(int(kept["passages"]), int(kept["words"]), kept["ids"], kept["idf"])

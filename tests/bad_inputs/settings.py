@@ -97,7 +97,7 @@ CASES = [
     index("--corpus corpus.jsonl retrieval.method=none", "a corpus is indexed"),
     index(f"--corpus nowhere.jsonl --to {NO_MILVUS}", "cannot be searched: Connection refused"),
     index("--corpus corpus.jsonl --to world", "--to=world"),
-    index(f"--corpus corpus.jsonl --to {NOBODY}", "is built at milvus://HOST:PORT/COLLECTION only"),
+    index(f"--corpus corpus.jsonl --to {NOBODY}", "--to=http"),
     word("retrieval.timeout=1", "retrieval.timeout=1.0 has no effect"),
     BadInputCase("every warning an error", SAMPLE_COMMAND, '"id": "q1"', exit=0, env={"PYTHONWARNINGS": "error"}, slow=True),
     BadInputCase("training by URL", f"{TRAIN} retrieval.url={NOBODY}", "retrieval.url has no effect here"),
