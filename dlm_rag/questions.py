@@ -13,12 +13,13 @@ from typing import Any
 from dlm_rag.cli import print_note
 from dlm_rag.config import Config
 from dlm_rag.errors import QuestionError, suggest_nearest
+from dlm_rag.files.checked_json import decode_utf8
 from dlm_rag.files.paths import expand_path, resolve_regular_file
 from dlm_rag.files.record_readers import (
     Record,
     get_field,
     get_record_id,
-    read_folder_records,
+    list_row_files,
     read_record_stream,
     read_records,
 )
@@ -43,12 +44,12 @@ class Question:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    """The questions of a file in any form of `readers.read_records`, in order; `-` is standard input.
+    """The questions of a file in any form of `read_records`, in order; `-` is standard input.
 
-    A folder stands for the files in it, as `dlm-rag synthesize` leaves them
-    (`readers.read_folder_records`). A pipe, and a file that is `.txt` or has no suffix, may also hold
-    plain lines, one question each; they are called q1, q2, ... Raises `QuestionError` naming file and line
-    for what is no question: a blank text, an id that occurs twice; and for a file without questions.
+    A folder stands for the files in it, as `dlm-rag synthesize` leaves them (`list_row_files`). A pipe, and
+    a file that is `.txt` or has no suffix, may also hold plain lines, one question each; they are called
+    q1, q2, ... Raises `QuestionError` naming file and line for what is not a question: a blank text, an id
+    that occurs twice; and for a file without questions.
     """
     questions: dict[str, Question] = {}
     for place, row in read_question_records(path):
@@ -76,11 +77,10 @@ def read_question_records(path: str | Path) -> Iterator[Record]:
         with found.open("rb") as file:
             yield from read_record_stream(file, found, QuestionError, plain="question")
         return
-    if found.is_dir():
-        yield from read_folder_records(found, QuestionError)
-        return
-    found = resolve_regular_file(path, "questions file", QuestionError)
-    yield from read_records(found, QuestionError, plain="question")
+    if not found.is_dir():
+        resolve_regular_file(path, "questions file", QuestionError)
+    for each in list_row_files(found, QuestionError) if found.is_dir() else [found]:
+        yield from read_records(each, QuestionError, plain="question")
 
 
 def parse_typed_questions(texts: list[str]) -> list[Question]:
@@ -90,13 +90,12 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
     """
     questions = []
     for number, text in enumerate(texts, start=1):
+        data = text.encode(errors="surrogateescape")
+        questions.append(
+            Question(f"q{number}", decode_utf8(data, f"question {number}", QuestionError, "text"))
+        )
         if not text.strip():
             raise QuestionError(f"question {number} is blank")
-        try:
-            text = text.encode(errors="surrogateescape").decode()
-        except UnicodeError:
-            raise QuestionError(f"question {number} is not UTF-8") from None
-        questions.append(Question(f"q{number}", text))
     return questions
 
 
@@ -115,11 +114,11 @@ def select_questions(questions: list[Question], config: Config) -> list[Question
     for hops, labelled in kinds.items():
         for labels, places in labelled.items():
             random.Random(f"quick/{hops}/{labels}").shuffle(places)
-    drawn = _interleave([_interleave(list(labelled.values())) for labelled in kinds.values()])[:most]
+    drawn = _take_turns([_take_turns(list(labelled.values())) for labelled in kinds.values()])[:most]
     return [questions[place] for place in sorted(drawn)]
 
 
-def _interleave(lists: list[list[int]]) -> list[int]:
+def _take_turns(lists: list[list[int]]) -> list[int]:
     return [place for turn in zip_longest(*lists) for place in turn if place is not None]
 
 
@@ -129,35 +128,31 @@ def _parse_question(row: dict[str, Any], place: str) -> Question:
         raise QuestionError(f"{place}: the question comes with an '{image}', and only texts are answered")
     if text is None:
         raise QuestionError(f"{place}: there is no 'question'{suggest_nearest('question', row)}")
-    if not isinstance(text, str):
-        raise QuestionError(f"{place}: the '{name}' must be a text")
-    if not text.strip():
-        raise QuestionError(f"{place}: the question is blank")
+    if not isinstance(text, str) or not text.strip():
+        raise QuestionError(f"{place}: the '{name}' must be a text that is not blank")
     response = row.get("response")
     if response is not None and (not isinstance(response, str) or not response.strip()):
         raise QuestionError(f"{place}: the 'response' is no text")
     return Question(
         id=get_record_id(row, "question", place, QuestionError),
         question=text,
-        golden_answers=_texts(row, "golden_answers", place),
-        supporting_ids=_texts(row, "supporting_ids", place),
-        hops=_hops(row.get("hops"), place),
+        golden_answers=_parse_texts(row, "golden_answers", place),
+        supporting_ids=_parse_texts(row, "supporting_ids", place),
+        hops=_parse_hops(row.get("hops"), place),
         response=response,
         labels=tuple(name for name, value in row.items() if value is True),
         place=place,
     )
 
 
-def _hops(value: Any, place: str) -> int | None:
-    if value is None:
-        return None
-    whole = isinstance(value, str | int | float) and re.fullmatch(r"([1-9]\d?)(\.0)?", str(value))
-    if not whole:
+def _parse_hops(value: Any, place: str) -> int | None:
+    whole = re.fullmatch(r"([1-9]\d?)(\.0)?", str(value))
+    if isinstance(value, list | dict) or (value is not None and not whole):
         raise QuestionError(f"{place}: 'hops' must be a whole number from 1 to 99")
-    return int(whole[1])
+    return int(whole[1]) if whole else None
 
 
-def _texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
+def _parse_texts(row: dict[str, Any], field: str, place: str) -> tuple[str, ...]:
     """A text or a list of texts, the blank ones left out; also SQuAD's object with the list `text`.
 
     Lists and that object may be JSON in a text, as in a cell of a table. Of supporting passages that are

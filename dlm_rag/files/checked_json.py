@@ -46,25 +46,29 @@ def _adapter(kind: Any) -> "TypeAdapter[Any]":
     return TypeAdapter(kind)
 
 
-def is_blank_line(line: bytes) -> bool:
-    """Whether a line holds nothing but what JSON takes for white space."""
-    return not line.strip(b" \t\r\n")
+def iter_lines(
+    file: IO[bytes], path: str, error: type[UserError], blank: bool = False
+) -> Iterator[tuple[str, int, bytes]]:
+    """Place, offset and bytes of each line; raises `error` for one that would not fit into memory.
 
-
-def iter_lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[bytes]:
-    """The lines of a file; raises `error` for one that would not fit into memory."""
+    blank: also of lines that hold nothing but what JSON takes for white space.
+    """
+    offset = 0
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), start=1):
+        place = f"{path}, line {number}"
         if len(line) == MAX_LINE_BYTES:
-            raise error(f"{path}, line {number}: the line has more than {MAX_LINE_BYTES >> 20} MiB")
-        yield line
+            raise error(f"{place}: the line has more than {MAX_LINE_BYTES >> 20} MiB")
+        if blank or line.strip(b" \t\r\n"):
+            yield place, offset, line
+        offset += len(line)
 
 
-def decode_line(line: bytes, place: str, error: type[UserError]) -> str:
-    """A line of UTF-8 as text (a byte order mark is skipped); raises `error` that begins with `place`."""
+def decode_utf8(data: bytes, place: str, error: type[UserError], what: str = "line") -> str:
+    """UTF-8 as text (a byte order mark is skipped); raises `error` that begins with `place`."""
     try:
-        return _decode_utf8(line)
+        return data.removeprefix(BOM_UTF8).decode()  # the codec utf-8-sig takes twice as long
     except UnicodeDecodeError:
-        raise error(f"{place}: the line is not UTF-8: save the file as UTF-8") from None
+        raise error(f"{place}: the {what} is not UTF-8: save the file as UTF-8") from None
 
 
 def parse_json_object(line: bytes, place: str, error: type[UserError]) -> dict[str, Any]:
@@ -94,31 +98,17 @@ def parse_json(text: bytes, place: str, error: type[UserError], what: str = "lin
     Raises `error`, its message beginning with `place`, for anything else, for a key that occurs twice in
     one object, and for texts that no UTF-8 can hold (half of a surrogate pair, written as an escape).
     """
+    decoded = decode_utf8(text, place, error, what)
     try:
-        value = _DECODER.decode(_decode_utf8(text))
-    except UnicodeDecodeError:
-        raise error(f"{place}: the {what} is not UTF-8: save the file as UTF-8") from None
+        value = _DECODER.decode(decoded)
+        whole = b"\\ud" not in text.lower() or is_utf8_encodable(json.dumps(value, ensure_ascii=False))
     except (ValueError, RecursionError) as problem:
         reason = getattr(problem, "msg", "a number or a nesting that is too large")
         at = f" in its line {problem.lineno}" if what != "line" and hasattr(problem, "lineno") else ""
         raise error(f"{place}: the {what} is not JSON ({reason}{at})") from None
-    if b"\\ud" in text.lower():
-        _reject_lone_surrogates(value, place, error)
-    return value
-
-
-def _decode_utf8(data: bytes) -> str:
-    return data.removeprefix(BOM_UTF8).decode()  # the codec utf-8-sig takes twice as long
-
-
-def _reject_lone_surrogates(value: Any, place: str, error: type[UserError]) -> None:
-    """Raises `error` for a value that holds half of a surrogate pair."""
-    try:
-        whole = is_utf8_encodable(json.dumps(value, ensure_ascii=False))
-    except RecursionError:
-        raise error(f"{place}: a nesting that is too deep") from None
     if not whole:
         raise error(f"{place}: a text holds half of a character (a lone surrogate)")
+    return value
 
 
 def is_utf8_encodable(value: str) -> bool:

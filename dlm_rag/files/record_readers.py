@@ -13,18 +13,11 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from dlm_rag.errors import UserError, suggest_nearest
-from dlm_rag.files.checked_json import (
-    decode_line,
-    is_blank_line,
-    iter_lines,
-    parse_json,
-    parse_json_object,
-)
+from dlm_rag.files.checked_json import decode_utf8, iter_lines, parse_json, parse_json_object
 from dlm_rag.progress import report_progress
 
 SUPPORTED_FORMATS = (
@@ -50,11 +43,8 @@ RecordReader = Callable[[IO[bytes], str, type[UserError]], Iterator[Record]]
 
 def get_field(record: dict[str, Any], name: str) -> tuple[str, Any]:
     """The name that a field goes by in a record, and its value; its first name and None where it is not."""
-    for alias in FIELD_ALIASES[name]:
-        value = record.get(alias)
-        if value is not None:
-            return alias, value
-    return name, None
+    found = ((alias, record[alias]) for alias in FIELD_ALIASES[name] if record.get(alias) is not None)
+    return next(found, (name, None))
 
 
 def get_record_id(record: dict[str, Any], what: str, place: str, error: type[UserError]) -> str:
@@ -62,9 +52,7 @@ def get_record_id(record: dict[str, Any], what: str, place: str, error: type[Use
     name, value = get_field(record, "id")
     if value is None:
         raise error(f"{place}: the {what} has no 'id'{suggest_nearest('id', record)}")
-    if isinstance(value, str) and not value.isspace() and value:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
         return str(value)
     raise error(f"{place}: the '{name}' of the {what} must be a text that is not empty, or an integer")
 
@@ -88,23 +76,14 @@ def read_records(path: Path, error: type[UserError], plain: str | None = None) -
         raise error(f"{path} cannot be read ({problem.strerror or problem})") from None
 
 
-def read_folder_records(folder: Path, error: type[UserError]) -> Iterator[Record]:
-    """The records of `list_row_files`; raises `error` as that and `read_records` do."""
-    for path in list_row_files(folder, error):
-        yield from read_records(path, error)
-
-
 def list_row_files(folder: Path, error: type[UserError]) -> list[Path]:
     """The files in a folder, by name, whose suffix says that they hold rows.
 
     JSON documents and subfolders (notes, other splits) are left out. Raises
     `error` for a folder that has no such file.
     """
-    files = sorted(
-        path
-        for path in folder.glob("[!.]*")
-        if get_format_suffix(path) in ROW_FILE_SUFFIXES and path.is_file()
-    )
+    paths = sorted(path for path in folder.glob("[!.]*") if path.is_file())
+    files = [path for path in paths if _get_suffix(path) in ROW_FILE_SUFFIXES]
     if not files:
         raise error(
             f"the folder '{folder}' has no file of rows ({', '.join(ROW_FILE_SUFFIXES)}): name a file"
@@ -116,7 +95,7 @@ def read_record_stream(
     file: IO[bytes], path: Path, error: type[UserError], plain: str | None = None
 ) -> Iterator[Record]:
     """`read_records` of an open file that may be a pipe."""
-    opened = _unzipped(file)
+    opened = _unzip(file)
     try:
         yield from _choose_reader(opened, path, error, plain)(opened, str(path), error)
     except (EOFError, gzip.BadGzipFile, zlib.error):
@@ -127,96 +106,77 @@ def is_json_lines(path: Path, error: type[UserError]) -> bool:
     """Whether a file is JSON lines as they are: not gzipped, no other form."""
     try:
         with path.open("rb", buffering=PEEK_BYTES) as file:
-            return _unzipped(file) is file and _choose_reader(file, path, error, None) is _json_lines
+            return _unzip(file) is file and _choose_reader(file, path, error, None) is _read_json_lines
     except OSError as problem:
         raise error(f"'{path}' cannot be read ({problem.strerror})") from None
 
 
-def _unzipped(file: Any) -> Any:
+def _unzip(file: Any) -> Any:
     if file.peek(2)[:2] != b"\x1f\x8b":
         return file
     return io.BufferedReader(gzip.GzipFile(fileobj=file), PEEK_BYTES)
 
 
-def get_format_suffix(path: Path) -> str:
+def _get_suffix(path: Path) -> str:
     """The suffix in small letters, that of gzip left out."""
-    name = path.name.lower().removesuffix(".gz")
-    return Path(name).suffix
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def _choose_reader(file: Any, path: Path, error: type[UserError], plain: str | None) -> RecordReader:
-    """How the file is read."""
-    suffix, head = get_format_suffix(path), file.peek(PEEK_BYTES)
+    suffix, head = _get_suffix(path), file.peek(PEEK_BYTES)
     if head[:4] == b"PAR1" or suffix == ".parquet":
-        return _parquet_rows
-    if head.startswith(UNSUPPORTED_MAGIC):
-        raise error(f"{path} is not in a format that is read: {SUPPORTED_FORMATS}")
-    if suffix in (".csv", ".tsv"):
-        return partial(_table_rows, delimiter="," if suffix == ".csv" else "\t")
+        return _read_parquet
+    readable = not head.startswith(UNSUPPORTED_MAGIC)
+    if readable and suffix in (".csv", ".tsv"):
+        return partial(_read_table, delimiter="," if suffix == ".csv" else "\t")
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if text[:1] == b"[":
-        return _json_items
-    if suffix in (".jsonl", ".ndjson") or not text:
-        return _json_lines
-    if suffix == ".json":
+    if readable and text[:1] == b"[":
+        return _read_json_items
+    if readable and suffix == ".json" and text:
         first, _, rest = text.partition(b"\n")
         in_lines = first.rstrip().endswith(b"}") and rest.lstrip()[:1] == b"{"
-        return _json_lines if in_lines else _json_items
-    if text[:1] == b"{":
-        return _json_lines
-    if plain is not None and suffix in ("", ".txt"):
-        return partial(_plain_lines, field=plain)
+        return _read_json_lines if in_lines else _read_json_items
+    if readable and (suffix in (".jsonl", ".ndjson") or not text or text[:1] == b"{"):
+        return _read_json_lines
+    if readable and plain is not None and suffix in ("", ".txt"):
+        return partial(_read_plain_lines, field=plain)
     raise error(f"{path} is not in a format that is read: {SUPPORTED_FORMATS}")
 
 
-def _json_lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
-    for number, line in enumerate(iter_lines(file, path, error), start=1):
-        if not is_blank_line(line):
-            place = f"{path}, line {number}"
-            yield place, parse_json_object(line, place, error)
+def _read_json_lines(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
+    for place, _, line in iter_lines(file, path, error):
+        yield place, parse_json_object(line, place, error)
 
 
-def _plain_lines(file: IO[bytes], path: str, error: type[UserError], field: str) -> Iterator[Record]:
-    count = 0
-    for number, line in enumerate(iter_lines(file, path, error), start=1):
-        if not is_blank_line(line):
-            count += 1
-            place = f"{path}, line {number}"
-            yield place, {"id": f"q{count}", field: decode_line(line, place, error).strip()}
+def _read_plain_lines(file: IO[bytes], path: str, error: type[UserError], field: str) -> Iterator[Record]:
+    for count, (place, _, line) in enumerate(iter_lines(file, path, error), start=1):
+        yield place, {"id": f"q{count}", field: decode_utf8(line, place, error).strip()}
 
 
-def _table_rows(file: IO[bytes], path: str, error: type[UserError], delimiter: str) -> Iterator[Record]:
-    """The rows below a header; an empty cell is a field that is not there."""
-    csv.field_size_limit(2**31 - 1)  # `lines` has the limit
-    text = (
-        decode_line(line, f"{path}, line {n}", error)
-        for n, line in enumerate(iter_lines(file, path, error), start=1)
-    )
-    reader, before, header = csv.reader(text, delimiter=delimiter, strict=True), 0, list[str]()
+def _read_table(file: IO[bytes], path: str, error: type[UserError], delimiter: str) -> Iterator[Record]:
+    """The rows below a header, which is the first line; an empty cell is a field that is not there."""
+    csv.field_size_limit(2**31 - 1)  # `iter_lines` has the limit
+    lines = iter_lines(file, path, error, blank=True)
+    text = (decode_utf8(line, place, error) for place, _, line in lines)
+    reader, before = csv.DictReader(text, delimiter=delimiter, strict=True), 0
     try:
-        for cells in reader:
+        columns = [name for name in reader.fieldnames or () if name]
+        _check_columns(columns, f"{path}, line 1", error)
+        before = reader.line_num
+        for number, row in enumerate(reader, start=1):
             place, before = f"{path}, line {before + 1}", reader.line_num
-            if not cells:
-                continue
-            if not header:
-                header, number = cells, 0
-                _check_columns([name for name in header if name], place, error)
-                continue
-            if len(cells) != len(header):
-                raise error(f"{place}: the row has {len(cells)} cells, the header {len(header)}")
-            number += 1
-            row = {name: cell for name, cell in zip(header, cells, strict=True) if name and cell}
-            yield place, _with_row_id(row, header, number)
+            if None in row or None in row.values():
+                raise error(f"{place}: the row has more or fewer cells than the header")
+            cells = {name: cell for name, cell in row.items() if name and cell}
+            yield place, _with_row_id(cells, columns, number)
     except csv.Error as problem:
-        if "new-line" in str(problem):
-            raise error(f"{path}, line {before + 1}: old Mac line ends: save it again") from None
         raise error(
             f"{path}, line {before + 1}: the row cannot be read ({problem}); put a cell that holds "
             "quotes in quotes, and double its own"
         ) from None
 
 
-def _parquet_rows(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
+def _read_parquet(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -227,10 +187,12 @@ def _parquet_rows(file: IO[bytes], path: str, error: type[UserError]) -> Iterato
             file = copy
         try:
             opened = parquet.ParquetFile(file)
-            _check_columns(opened.schema_arrow.names, path, error)
-            batches = (batch.to_pylist() for batch in opened.iter_batches(1024))
-            for number, row in enumerate(chain.from_iterable(batches), start=1):
-                yield f"{path}, row {number}", _with_row_id(row, list(row), number)
+            columns, start = opened.schema_arrow.names, 1
+            _check_columns(columns, path, error)
+            for batch in opened.iter_batches(1024):
+                for number, row in enumerate(batch.to_pylist(), start):
+                    yield f"{path}, row {number}", _with_row_id(row, columns, number)
+                start += len(batch)
         except error:
             raise
         except (ArrowException, OSError, ValueError, OverflowError) as problem:
@@ -247,7 +209,7 @@ def _with_row_id(row: dict[str, Any], columns: list[str], number: int) -> dict[s
     return row if {*FIELD_ALIASES["id"]} & {*columns} else {"id": number, **row}
 
 
-def _json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
+def _read_json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[Record]:
     """The items of an array, or of the one list of objects in an object; else the object itself."""
     document = file.read(MAX_JSON_BYTES + 1)
     if len(document) > MAX_JSON_BYTES:
@@ -256,16 +218,15 @@ def _json_items(file: IO[bytes], path: str, error: type[UserError]) -> Iterator[
         )
     found = parse_json(document, path, error, "file")
     if isinstance(found, dict):
-        lists = {key: value for key, value in found.items() if isinstance(value, list)}
-        lists = {key: value for key, value in lists.items() if any(isinstance(x, dict) for x in value)}
+        lists = [value for value in found.values() if isinstance(value, list)]
+        lists = [value for value in lists if any(isinstance(item, dict) for item in value)]
         if len(lists) > 1:
-            first, second, *_ = lists
-            raise error(f"{path} holds two lists, '{first}' and '{second}': leave one")
+            raise error(f"{path} holds {len(lists)} lists of objects: leave one")
         if not lists:
             yield path, found
             return
-        (found,) = lists.values()
-    elif not isinstance(found, list):
+        found = lists[0]
+    if not isinstance(found, list):
         raise error(f"{path} holds neither a list nor an object")
     for number, item in enumerate(found, start=1):
         if not isinstance(item, dict):

@@ -58,20 +58,17 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
 
 
 def _find_damage(folder: Path) -> str:
-    """What is damaged in a folder, as a phrase; empty if nothing is."""
-    digests = read_json_or_empty(folder / DIGESTS_FILE)
+    """The file of a folder that is damaged, in words; empty if none is."""
+    digests, name = read_json_or_empty(folder / DIGESTS_FILE), DIGESTS_FILE
+    whole = bool(digests)
     try:
         for name, digest in digests.items():
             path = resolve_path_inside(folder, name, DIGESTS_FILE, CorpusError)
-            if not path.is_file():  # a pipe would wait for ever
-                return f"{name} is not a file any more"
-            if digest_file(path) != digest:
+            if not (path.is_file() and digest_file(path) == digest):  # a pipe would wait for ever
                 return f"{name} is damaged"
-    except OSError as error:
-        return f"{Path(error.filename or DIGESTS_FILE).name} cannot be read ({error.strerror})"
-    except CorpusError:
-        return f"{DIGESTS_FILE} is damaged"
-    return "" if digests else f"{DIGESTS_FILE} is damaged"
+    except (OSError, CorpusError):
+        whole = False
+    return "" if whole else f"{name} is damaged"
 
 
 def load_array(path: Path, dtype: type[np.generic], offsets_into: int | None = None) -> np.ndarray:

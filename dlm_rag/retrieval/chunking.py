@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dlm_rag.errors import CorpusError
-from dlm_rag.files.checked_json import is_utf8_encodable
+from dlm_rag.files.checked_json import decode_utf8, is_utf8_encodable
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.record_readers import Record
 
@@ -30,13 +30,10 @@ def list_text_files(folder: Path) -> list[Path]:
 
 
 def fingerprint_text_folder(folder: Path) -> str:
-    """A digest of all texts of a folder and of their names. Raises `CorpusError`."""
+    """A digest of all texts of a folder and of their names. Raises `OSError`."""
     found = hashlib.sha256()
     for path in list_text_files(folder):
-        try:
-            found.update(f"{path.relative_to(folder)}\n{digest_file(path)}\n".encode(errors="replace"))
-        except OSError as error:
-            raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
+        found.update(f"{path.relative_to(folder)}\n{digest_file(path)}\n".encode(errors="replace"))
     return found.hexdigest()
 
 
@@ -49,10 +46,7 @@ def read_text_passages(folder: Path) -> Iterator[Record]:
 
     for path in list_text_files(folder):
         name, count = path.relative_to(folder).as_posix(), 0
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (UnicodeDecodeError, OSError):
-            raise CorpusError(f"{path} is not UTF-8, or cannot be read") from None
+        text = decode_utf8(path.read_bytes(), str(path), CorpusError, "text").replace("\r\n", "\n")
         if not is_utf8_encodable(name):
             raise CorpusError(f"{path!a}: the name is not UTF-8: rename the file")
         markdown = path.suffix.lower() != ".txt"
@@ -72,8 +66,7 @@ def split_markdown_sections(text: str) -> Iterator[tuple[str, str]]:
     """The headings of Markdown with what stands below each; what is above the first has none."""
     title, start = "", 0
     for found in _SECTION.finditer(text):
-        if found["title"]:
+        if heading := found["title"]:
             yield title, text[start : found.start()]
-            heading = found["title"]
             title, start = heading.rstrip(" \t#") or heading[0], found.end()
     yield title, text[start:]

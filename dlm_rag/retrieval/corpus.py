@@ -17,7 +17,6 @@ from blake3 import blake3
 
 from dlm_rag.errors import CorpusError, suggest_nearest
 from dlm_rag.files.checked_json import (
-    is_blank_line,
     iter_lines,
     parse_json_object,
     read_json_or_empty,
@@ -38,7 +37,6 @@ from dlm_rag.retrieval.chunking import fingerprint_text_folder, list_text_files,
 log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "corpus.json"
-LOG_SCAN_MIN_BYTES = 10_000_000  # bytes of a corpus that takes a while to read
 CONVERTED_CORPUS_VERSION = 1  # raise it when other forms become other JSON lines
 
 
@@ -153,52 +151,45 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
     start also reads every line. Raises `CorpusError` naming file and line.
     """
     path, folder, expected = expand_path(path, CorpusError), None, None
-    key = "retrieval.index_dir"
-    root = expand_path(index_dir, CorpusError, key) if index_dir else get_cache_folder()
-    if path.is_dir() and ((path / MANIFEST_FILE).is_file() or not list_text_files(path)):
-        folder = path
-        path, expected = _read_manifest(folder)
-    elif path.is_dir():
-        path = _convert_to_jsonl(
-            path, fingerprint_text_folder(path), partial(read_text_passages, path), root
-        )
-    path = resolve_regular_file(path, "corpus", CorpusError)
+    root = expand_path(index_dir, CorpusError, "retrieval.index_dir") if index_dir else get_cache_folder()
     try:
+        if path.is_dir() and ((path / MANIFEST_FILE).is_file() or not list_text_files(path)):
+            folder = path
+            path, expected = _read_manifest(folder)
+        elif path.is_dir():
+            path = _convert_to_jsonl(path, fingerprint_text_folder(path), read_text_passages, root)
+        path = resolve_regular_file(path, "corpus", CorpusError)
         state, fingerprint = read_file_state(path), digest_file(path)
+        if expected not in (None, fingerprint):
+            raise CorpusError(
+                f"{path} has changed since that index was built: give the file itself as corpus, and the "
+                "index is built again"
+            )
+        if not is_json_lines(path, CorpusError):
+            path = _convert_to_jsonl(path, fingerprint, partial(read_records, error=CorpusError), root)
+            state, fingerprint = read_file_state(path), digest_file(path)
     except OSError as error:
         raise CorpusError(f"corpus '{path}' cannot be read ({error.strerror})") from None
-    if expected not in (None, fingerprint):
-        raise CorpusError(
-            f"{path} has changed since that index was built: give the file itself as corpus, and the "
-            "index is built again"
-        )
-    if not is_json_lines(path, CorpusError):
-        path = _convert_to_jsonl(path, fingerprint, partial(read_records, path, CorpusError), root)
-        state, fingerprint = read_file_state(path), digest_file(path)
-    if folder is None:
-        folder = root / make_folder_name(path.stem, fingerprint)
+    folder = folder or root / make_folder_name(path.stem, fingerprint)
     build_once(folder / "offsets", lambda scratch: np.save(scratch / "offsets.npy", _scan_offsets(path)))
     _write_manifest(folder, {"corpus": str(path.resolve()), "fingerprint": fingerprint})
     return Corpus(path, folder, fingerprint, state)
 
 
 def _convert_to_jsonl(
-    path: Path, fingerprint: str, read: Callable[[], Iterator[Record]], root: Path
+    path: Path, fingerprint: str, read: Callable[[Path], Iterator[Record]], root: Path
 ) -> Path:
     """The file of JSON lines with the passages of a corpus in another form, written at the first use."""
     name = f"{path.name.partition('.')[0]}.jsonl"
 
+    def read_passages() -> Iterator[tuple[str, int, Passage]]:
+        return ((place, 0, parse_passage(record, place)) for place, record in read(path))
+
     def build(scratch: Path) -> None:
         log.info("reading %s into JSON lines", path)
-        digests = array("Q")
         with (scratch / name).open("w", encoding="utf-8") as file:
-            for place, record in read():
-                passage = parse_passage(record, place)
-                digests.append(_digest_id(passage.id))
+            for _, _, passage in _check_ids(read_passages, path):
                 file.write(json.dumps(asdict(passage), ensure_ascii=False) + "\n")
-        if not digests:
-            raise CorpusError(f"{path} holds no passages")
-        _check_unique_ids(digests, ((place, parse_passage(record, place).id) for place, record in read()))
 
     parts = (Path(name).stem, "lines", CONVERTED_CORPUS_VERSION, path.name, fingerprint)
     return build_once(root / make_folder_name(*parts), build) / name
@@ -206,14 +197,12 @@ def _convert_to_jsonl(
 
 def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
     """Notes which file the folder was last used for, so that the folder can stand for the file."""
-    text = json.dumps(manifest) + "\n"
-    path = folder / MANIFEST_FILE
-    if path.is_file() and path.read_bytes() == text.encode():
+    if read_json_or_empty(folder / MANIFEST_FILE) == manifest:
         return
     try:
-        write_text_atomic(path, text)
+        write_text_atomic(folder / MANIFEST_FILE, json.dumps(manifest))
     except OSError as error:  # a shared index that may only be read serves all the same
-        log.info("%s cannot be written (%s)", path, error.strerror)
+        log.info("%s cannot be written (%s)", folder, error.strerror)
 
 
 def _read_manifest(folder: Path) -> tuple[Path, str]:
@@ -232,46 +221,44 @@ def _scan_offsets(path: Path) -> np.ndarray:
 
     Blank lines belong to the passage before them, as white space that JSON ignores.
     """
-    size = path.stat().st_size
-    if size > LOG_SCAN_MIN_BYTES:
-        log.info("reading corpus %s", path)
-    offsets, digests = array("q"), array("Q")
+
+    def read_passages() -> Iterator[tuple[str, int, Passage]]:
+        with path.open("rb") as file:
+            for place, start, line in iter_lines(file, str(path), CorpusError):
+                yield place, start, parse_passage(parse_json_object(line, place, CorpusError), place)
+
+    size, at = path.stat().st_size, 0
+    offsets = array("q")
     with report_progress(f"reading {path.name}", size, "bytes") as advance:
-        for _, start, passage in _read_lines(path):
-            advance(start - (offsets[-1] if offsets else 0))
+        for _, start, _ in _check_ids(read_passages, path):
             offsets.append(start)
-            digests.append(_digest_id(passage.id))
-    if not offsets:
-        raise CorpusError(f"{path} holds no passages")
-    _check_unique_ids(digests, ((place, passage.id) for place, _, passage in _read_lines(path)))
+            advance(-at + (at := start))
     offsets.append(size)
     return np.frombuffer(offsets, np.int64)
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, int, Passage]]:
-    """Place, offset and passage of every line that is not blank."""
-    start = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(iter_lines(file, str(path), CorpusError), start=1):
-            if not is_blank_line(line):
-                place = f"{path}, line {number}"
-                yield place, start, parse_passage(parse_json_object(line, place, CorpusError), place)
-            start += len(line)
+def _check_ids(
+    read: Callable[[], Iterator[tuple[str, int, Passage]]], path: Path
+) -> Iterator[tuple[str, int, Passage]]:
+    """What `read` gives: place, offset, passage.
+
+    At its end raises `CorpusError` where there was nothing, or an id occurs a second time. Held are 8 bytes
+    of each; where two agree in these, `read` is called again.
+    """
+    digests = array("Q")
+    for place, start, passage in read():
+        digests.append(_digest_id(passage.id))
+        yield place, start, passage
+    if not digests:
+        raise CorpusError(f"{path} holds no passages")
+    found = np.sort(np.frombuffer(digests, np.uint64))
+    twice, ids = set(found[1:][found[1:] == found[:-1]].tolist()), set[str]()
+    for place, _, passage in read() if twice else ():
+        if _digest_id(passage.id) in twice:
+            if passage.id in ids:
+                raise CorpusError(f"{place}: the id '{passage.id}' occurs a second time")
+            ids.add(passage.id)
 
 
 def _digest_id(name: str) -> int:
     return int.from_bytes(blake3(name.encode()).digest(8))
-
-
-def _check_unique_ids(digests: "array[int]", again: Iterable[tuple[str, str]]) -> None:
-    """Raises `CorpusError` with the place of an id that occurs a second time.
-
-    digests: 8 bytes of each id; where two agree in these, `again` reads places and ids to see.
-    """
-    found = np.sort(np.frombuffer(digests, np.uint64))
-    twice, ids = set(found[1:][found[1:] == found[:-1]].tolist()), set[str]()
-    for place, name in again if twice else ():
-        if _digest_id(name) in twice:
-            if name in ids:
-                raise CorpusError(f"{place}: the id '{name}' occurs a second time")
-            ids.add(name)

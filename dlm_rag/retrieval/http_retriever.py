@@ -13,13 +13,13 @@ headers and answers that trickle, too.
 
 import asyncio
 import hashlib
-import json
 import os
+import re
 import ssl
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import httpx2
@@ -42,7 +42,6 @@ RETRIEVAL_TOKEN_VARIABLE = "DLM_RAG_RETRIEVAL_TOKEN"
 IDLE_CONNECTION_SECONDS = 60.0  # after which an idle connection is closed
 BUSY_STATUSES = (429, 502, 503, 504)  # what may pass
 MAX_RESPONSE_BYTES = 2**26
-MAX_CACHED_RESPONSE_PASSAGES = 100_000  # passages that recur
 PROBE_QUERY = Query("Who wrote Emma?", ("Who wrote Emma?",))
 
 # the fingerprint of a service, "" where it gives none, and the fields of `Query` that it reads
@@ -62,18 +61,14 @@ class HttpRetriever:
         Raises `ConfigError` where that fails, or the environment's token or certificates cannot be used.
         """
         self._url, self._top_k = url, top_k
-        self._breaker, self._token = CircuitBreaker(url, seconds), read_retrieval_token()
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+        self._breaker, self._token = CircuitBreaker(url, seconds), _read_token()
         self._client = httpx2.AsyncClient(
-            headers=headers,
+            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
             verify=_create_ssl_context() if url.startswith("https:") else False,
             timeout=None,
             limits=httpx2.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS),
             trust_env=False,  # neither its proxies nor its .netrc
         )
-        self._intern = lru_cache(MAX_CACHED_RESPONSE_PASSAGES)(_return_same)
         self._service: ServiceInfo = ("", ("text",))
         try:
             _, self._service = self._ask([PROBE_QUERY], self._breaker.attempt_seconds)
@@ -82,11 +77,8 @@ class HttpRetriever:
             raise ConfigError(
                 f"retrieval.url={url} cannot be searched: {reason}: is the service up, and this its URL?"
             ) from None
-
-    @property
-    def fingerprint(self) -> str:
-        """What the service says that it searches, and how; its URL where it says nothing."""
-        return self._service[0] or self._url
+        # What the service says that it searches, and how.
+        self.fingerprint = self._service[0] or url
 
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self._service[1])
@@ -111,8 +103,7 @@ class HttpRetriever:
         }  # fmt: skip
         if "parts" in self._service[1]:
             asked["parts"] = [query.parts for query in queries]
-        content = json.dumps(asked).encode()
-        exchange = asyncio.run_coroutine_threadsafe(self._post(content, seconds), _get_event_loop())
+        exchange = asyncio.run_coroutine_threadsafe(self._post(asked, seconds), _get_event_loop())
         try:
             status, body = exchange.result()
         except TimeoutError:
@@ -136,9 +127,9 @@ class HttpRetriever:
         except UserError as error:
             raise SearchUnavailableError(f"{self._url}: {error}") from None
 
-    async def _post(self, content: bytes, seconds: float) -> tuple[int, bytes]:
+    async def _post(self, asked: dict[str, Any], seconds: float) -> tuple[int, bytes]:
         """Status and body; raises `TimeoutError` where they are not there within the time."""
-        body, sent = bytearray(), self._client.stream("POST", self._url, content=content)
+        body, sent = bytearray(), self._client.stream("POST", self._url, json=asked)
         async with asyncio.timeout(seconds), sent as response:
             async for part in response.aiter_bytes():
                 body += part
@@ -160,10 +151,9 @@ class HttpRetriever:
         return SearchUnavailableError(f"{self._url}: {reason}")
 
     def _parse_result(self, items: list[Any]) -> list[Passage]:
-        """The passages of one result, each once, at most `top_k`; those that recur are the same object."""
+        """The passages of one result, each once, at most `top_k`."""
         ranked: dict[str, Passage] = {}
-        for item in items:
-            passage = self._intern(parse_document(item))
+        for passage in map(parse_document, items):
             if ranked.setdefault(passage.id, passage) != passage:
                 raise CorpusError(f"it gives two passages with the id '{passage.id}'")
         return list(ranked.values())[: self._top_k]
@@ -177,14 +167,10 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _return_same(passage: Passage) -> Passage:
-    return passage
-
-
-def read_retrieval_token() -> str:
+def _read_token() -> str:
     """The bearer token of the environment, "" where there is none; raises `ConfigError` for a bad one."""
     token = os.environ.get(RETRIEVAL_TOKEN_VARIABLE, "").strip()
-    if not token.isascii() or not token.isprintable() or " " in token:
+    if not re.fullmatch(r"[!-~]*", token):
         raise ConfigError(
             f"{RETRIEVAL_TOKEN_VARIABLE} in the environment is not a bearer token: it must be "
             "printable ASCII without blanks"

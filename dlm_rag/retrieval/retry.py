@@ -71,18 +71,21 @@ class CircuitBreaker:
         once. Raises `SearchUnavailableError` where no answer has come by the deadline.
         """
         is_trial, deadline = self._enter(), time.monotonic() + self._seconds
-        for pause in iterate_backoff_seconds(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS):
+        pauses = iterate_backoff_seconds(INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
+        while True:
             try:
                 found = ask(min(self.attempt_seconds, max(deadline - time.monotonic(), 0.01)))
                 self._failed = 0
                 return found
             except RetryableFailure as error:
+                pause = next(pauses)
                 # An attempt without half of its time would only hide why the others failed.
                 if is_trial or time.monotonic() + pause + self.attempt_seconds / 2 > deadline:
-                    self._record_failure(str(error))
+                    with self._lock:
+                        self._failed, self._reason = self._failed + 1, str(error)
+                        self._open_until = time.monotonic() + CIRCUIT_OPEN_SECONDS
                     raise SearchUnavailableError(f"{self._name}: {error}") from None
             time.sleep(pause)
-        raise AssertionError("pauses have no end")
 
     def _enter(self) -> bool:
         """Whether a call is on trial; raises `SearchUnavailableError` where it is not let through."""
@@ -96,8 +99,3 @@ class CircuitBreaker:
                 )
             self._open_until = time.monotonic() + CIRCUIT_OPEN_SECONDS
             return True
-
-    def _record_failure(self, reason: str) -> None:
-        with self._lock:
-            self._failed, self._reason = self._failed + 1, reason
-            self._open_until = time.monotonic() + CIRCUIT_OPEN_SECONDS

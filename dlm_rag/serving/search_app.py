@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse, Response
 from dlm_rag.config import RetrievalConfig, ServingConfig
 from dlm_rag.errors import UserError, summarize_error
 from dlm_rag.retrieval.base import CorpusRetriever
-from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import Query
 from dlm_rag.serving.middleware import (
     AccessControl,
@@ -56,7 +55,8 @@ class SearchBody(RequestBody):
 class SearchService:
     """One retriever over HTTP; `app` is what a server runs. One search at a time, on a thread of its own.
 
-    A search that no other can follow, for the corpus has changed, is the `error` that ends the server.
+    limits: of connections. access: for this machine alone where None. A search that no other can follow,
+    for the corpus has changed, is the `error` that ends the server.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class SearchService:
         limits: ServingConfig | None = None,
         access: AccessControl | None = None,
     ) -> None:
-        """limits: of connections. access: for this machine alone where None."""
         self._retriever, self._config = retriever, config
         self.limits, access = limits or ServingConfig(), access or AccessControl()
         settings = {name: getattr(config, name) for name in RESULT_SETTINGS}
@@ -115,12 +114,12 @@ class SearchService:
             return JSONResponse(self.answer(body))
         except ApiError:
             raise
-        except UserError as error:
-            self.error, reason = error, summarize_error(error)
         except Exception as error:
-            log.warning("a search failed", exc_info=error)
-            reason = summarize_error(error)
-        raise ApiError(500, f"the search failed: {reason}")
+            if isinstance(error, UserError):
+                self.error = error
+            else:
+                log.warning("a search failed", exc_info=error)
+            raise ApiError(500, f"the search failed: {summarize_error(error)}") from None
 
     def describe_service(self) -> dict[str, Any]:
         """What is searched, and how."""
@@ -142,11 +141,9 @@ class SearchService:
         if len(parts) != len(asked.queries):
             raise ApiError(400, "'parts' must be a list of texts for each query")
         queries = [Query(text, tuple(own)) for text, own in zip(asked.queries, parts, strict=True)]
-        found = self._retriever.search_scored(queries, asked.topk or self._config.top_k)
-        results = [[_describe_passage(*hit, asked.return_scores) for hit in ranked] for ranked in found]
+        results = []
+        for found in self._retriever.search_scored(queries, asked.topk or self._config.top_k):
+            documents = [{"id": p.id, "title": p.title, "contents": p.text} for p, _ in found]
+            scored = [{"document": d, "score": s} for d, (_, s) in zip(documents, found, strict=True)]
+            results.append(scored if asked.return_scores else documents)
         return {"result": results, "dlm_rag": self._note}
-
-
-def _describe_passage(passage: Passage, score: float, with_score: bool | None) -> dict[str, Any]:
-    document = {"id": passage.id, "title": passage.title, "contents": passage.text}
-    return {"document": document, "score": score} if with_score else document

@@ -101,7 +101,7 @@ CASES = [
     corpus("blank lines only", "\n \r\n\t\n", "corpus.jsonl holds no passages"),
     corpus("a byte order mark only", b"\xef\xbb\xbf", "corpus.jsonl"),
     asked("no text", '{"id": "b", "qestion": "x"}', "no 'question' (nearest: 'qestion')"),
-    asked("a blank text", '{"id": "b", "question": " "}', "the question is blank"),
+    asked("a blank text", '{"id": "b", "question": " "}', "must be a text that is not blank"),
     asked("a number as text", '{"id": "b", "question": 3}', "'question' must be a text"),
     asked("a list as text", '{"id": "b", "question": ["x"]}', "'question' must be a text"),
     asked("a blank response", '{"id": "b", "question": "x", "response": ""}', "the 'response' is no text"),
@@ -129,7 +129,7 @@ CASES = [
     BadInputCase("a folder without texts", f"{SAMPLE_WITH_MODEL} --corpus model", "model is not an index folder", {
         "model/README.md": lambda path: path.unlink(missing_ok=True)}),
     BadInputCase("a folder with blank texts", f"{SAMPLE_WITH_MODEL} --corpus d", "d holds no passages", {"d/a.md": "\n# A\n"}),
-    BadInputCase("a folder with a text that is not UTF-8", f"{SAMPLE_WITH_MODEL} --corpus d", "d/b.txt is not UTF-8",
+    BadInputCase("a folder with a text that is not UTF-8", f"{SAMPLE_WITH_MODEL} --corpus d", "d/b.txt: the text is not UTF-8",
          {"d/a.md": "x", "d/b.txt": b"\xff"}),
     *(
         BadInputCase(f"a manifest: {what}", f"{SAMPLE_WITH_MODEL} --corpus index", "is not an index folder", broken_manifest(text))
@@ -162,12 +162,12 @@ CASES = [
     *form("a.json", "3", "a.json", "of a number"),
     *form("a.json", "{}", "a.json: the", "of nothing"),
     *form("a.json", "[]", "a.json holds no ", "of an empty list"),
-    *form("a.json", f'{{"a": [{GOOD}], "b": [{{}}]}}', "holds two lists, 'a' and 'b'", "with two lists"),
+    *form("a.json", f'{{"a": [{GOOD}], "b": [{{}}]}}', "holds 2 lists of objects", "with two lists"),
     *form("a.json", DEEP, "that is too", "nested deeply"),
     *form("a.json", b"[\xff]", "a.json: the file is not UTF-8", "not UTF-8"),
     *form("a.json", '[{"id": 1, "id": 2}]', "the key 'id' occurs a second time", "with a key twice"),
     *form("a.csv", "id,id\n1,2\n", "a.csv, line 1: the header has two columns 'id'", "with a column twice"),
-    *form("a.csv", "id,text\n1,x\n2,y,z\n", "a.csv, line 3: the row has 3 cells, the header 2", "too wide"),
+    *form("a.csv", "id,text\n1,x\n2,y,z\n", "a.csv, line 3: the row has more or fewer cells than the header", "too wide"),
     *form("a.csv", 'id,text\n1,"x\n2,y\n', "a.csv, line 2: the row cannot be read", "with an open quote"),
     *form("a.csv", "id;text\n1;x\n", "a.csv, line 2: ", "with semicolons"),
     *form("a.csv", b"id,text\n1,\xff\n", "a.csv, line 2: the line is not UTF-8", "not UTF-8"),
@@ -180,7 +180,7 @@ CASES = [
     *form("a.gz", gzip.compress(b"\x1f\x8b"), "a.gz", "zipped twice, and cut"),
     *form("a.csv", b"PK\x03\x04", "a.csv is not in a format that is read", "that is a spreadsheet"),
     *form("a.jsonl", b"BZh91AY", "a.jsonl is not in a format that is read", "in bzip2"),
-    *form("a.csv", "id,text\r1,x\r2,y\r", "a.csv, line 1: old Mac line ends", "of an old Mac"),
+    *form("a.csv", "id,text\r1,x\r2,y\r", "a.csv, line 1: the row cannot be read", "of an old Mac"),
     *form("a.csv", "id,text\n1,x\n".encode("utf-16"), "is not UTF-8: save the file as UTF-8", "of UTF-16"),
     # Standard input, and what is typed beside a file.
     BadInputCase("nothing on standard input", f"{ASKED} -", "standard input holds no questions"),

@@ -417,7 +417,7 @@ CASES = [
     BadInputCase("a question of UTF-8 where the locale is ASCII", f"{SAMPLE_WITHOUT_QUESTION} 'Who wrote \u00c9mma?'", '\\u00c9mma', exit=0,
          env=ASCII, slow=True),
     BadInputCase("a question of Latin 1 where the locale is ASCII", f"{SAMPLE_WITHOUT_QUESTION} 'Who wrote \udcc9mma?'",
-         "question 1 is not UTF-8", env=ASCII),
+         "question 1: the text is not UTF-8", env=ASCII),
     BadInputCase("a file of UTF-8 where the locale is ASCII", f"{SAMPLE_WITHOUT_QUESTION} --questions \u00c9mma", "set PYTHONUTF8=1", env=ASCII),
     BadInputCase("a home that cannot be written", SAMPLE_COMMAND, "retrieval.index_dir",
          env={"DLM_RAG_CACHE": None, "HOME": "/proc/x"}),

@@ -60,7 +60,7 @@ def test_parquet_of_the_sardi_data_set(tmp_path):
     ("line", "says"),
     [
         (b"{\n", "line 2: the line is not JSON"),
-        (b'{"id": "b", "question": " "}\n', "line 2: the question is blank"),
+        (b'{"id": "b", "question": " "}\n', "line 2: the 'question' must be a text that is not blank"),
         (b'{"id": "b", "qestion": "x"}\n', "line 2: there is no 'question' (nearest: 'qestion')"),
         (b'{"question": "x"}\n', "line 2: the question has no 'id'"),
         (b'{"id": "a", "question": "x"}\n', "line 2: the id 'a' occurs a second time"),

@@ -109,7 +109,7 @@ def test_a_folder_of_texts_is_cut_into_passages(tmp_path):
     (folder / "b.md").write_text("Anew.")
     assert [p.contents for p in open_corpus(folder)] == ["Anew.", "# no markdown"]
     (folder / "b.md").write_bytes(b"\xff")
-    with pytest.raises(CorpusError, match="b.md is not UTF-8"):
+    with pytest.raises(CorpusError, match="b.md: the text is not UTF-8"):
         open_corpus(folder)
 
 
