@@ -32,48 +32,37 @@ SERVE_SETTINGS = ("model", "retrieval", "-retrieval.oracle", "decode", "engine",
 def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, SERVE_SETTINGS, options=SERVE_OPTIONS)
     if words.config.retrieval.oracle:
-        raise ConfigError(
-            "retrieval.oracle needs supporting_ids, which the questions of clients do not have"
-        )
+        raise ConfigError("retrieval.oracle needs supporting_ids, which no client's question has")
     config = apply_shipped_defaults(words.config, [""])
     try:
         from dlm_rag.serving.app import AnswerService
         from dlm_rag.serving.http_server import run_server
-        from dlm_rag.serving.middleware import AccessControl, ApiKeys, is_loopback
+        from dlm_rag.serving.middleware import AccessControl, is_loopback, read_api_keys
         from dlm_rag.serving.search_app import SearchService
     except ModuleNotFoundError as error:
         raise ConfigError(f"serve needs {error.name}: pip install 'dlm_rag[serve]'") from None
-    keys = None if config.serving.api_keys_file is None else ApiKeys.from_file(config.serving.api_keys_file)
-    access = AccessControl(is_loopback(words.options["host"]), keys)
-    with bind_socket(words.options["host"], words.options["port"]) as sock:
+    keys, host = config.serving.api_keys_file, words.options["host"]
+    access = AccessControl(is_loopback(host), None if keys is None else read_api_keys(keys))
+    with bind_socket(host, words.options["port"]) as sock:
         prepared = prepare_decoder(config, [])
         words.announce_reader()
         from dlm_rag.energy.meter import open_meter
         from dlm_rag.retrieval.base import CorpusRetriever
 
         canvas, most = prepared.config.decode.max_new_tokens, config.serving.max_tokens
-        assert canvas is not None
-        if most is not None and most < canvas:
-            raise ConfigError(
-                f"serving.max_tokens={most} is less than the {canvas} of decode.max_new_tokens: set that "
-                "too"
-            )
-        decoder = prepared.load()
-        with open_meter(config.energy, prepared.device) as meter:
-            name = get_served_model_name(config.model.path or "")
-            service = AnswerService(decoder, name, config.serving, meter, access)
-            if isinstance(decoder.retriever, CorpusRetriever) and config.retrieval.method != "none":
-                service.offer_search(
-                    SearchService(decoder.retriever, config.retrieval, config.serving, access)
-                )
+        if most is not None and canvas is not None and most < canvas:
+            raise ConfigError(f"serving.max_tokens={most} is less than decode.max_new_tokens={canvas}")
+        decoder, name = prepared.load(), get_served_model_name(config.model.path or "")
+        service = AnswerService(decoder, name, config.serving, access)
+        if isinstance(decoder.retriever, CorpusRetriever) and config.retrieval.method != "none":
+            search = SearchService(decoder.retriever, config.retrieval, config.serving, access)
+            service.offer_search(search)
+        with open_meter(config.energy, prepared.device) as service.meter:
             show_status()
             gc.collect()
             gc.freeze()  # what is loaded stays: to look through it again and again takes time
-            run_server(
-                service,
-                sock,
-                lambda: print_note(f"{name} answers at {get_socket_url(sock)}/; Ctrl-C ends it"),
-            )
+            listening = f"{name} answers at {get_socket_url(sock)}/; Ctrl-C ends it"
+            run_server(service, sock, lambda: print_note(listening))
         print_note(f"ended: {service.engine.counts['answered']} answered")
 
 

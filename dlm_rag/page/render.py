@@ -14,7 +14,7 @@ in the page's script.
 
 import json
 from base64 import b64encode
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count, takewhile
@@ -22,14 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.decode.citations import Span, content_words, overlapping_spans, split_citable_spans
-from dlm_rag.decode.provisional_log import ProvisionalDelta, are_deltas_valid
+from dlm_rag.decode.provisional_log import are_deltas_valid
 from dlm_rag.decode.rollout import Rollout, RolloutStep
-from dlm_rag.decode.trace_file import (
-    TraceHeader,
-    read_trace,
-    read_trace_header,
-    scan_trace,
-)
+from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header, scan_trace
 from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.retrieval.query import QUERIES, query_uses_provisional_tokens
@@ -52,17 +47,22 @@ class TraceRun:
 
 
 def read_trace_runs(paths: Sequence[Path]) -> list[TraceRun]:
-    """The traces of these files; raises `TraceError` for anything else, or no question."""
+    """The traces of these files, each named as short as tells them apart: by its name, folder, or path.
+
+    Raises `TraceError` for anything else, or no question.
+    """
+    names = [str(path) for path in paths]
+    for short in ([path.resolve().parent.name for path in paths], [path.stem for path in paths]):
+        names = short if len({*short}) == len(paths) else names
     runs = []
-    for path, name in zip(paths, _names(paths), strict=True):
+    for path, name in zip(paths, names, strict=True):
         rollouts = list(read_trace(path))
         if not rollouts:
             raise TraceError(f"{path} holds no question that is finished: there is nothing to show")
         for rollout in rollouts:
             if not _is_sound(rollout):
                 raise TraceError(f"{path}: the line of question '{rollout.id}' is not from a decode")
-        header = read_trace_header(path) if scan_trace(path).header else None
-        runs.append(TraceRun(name, header, rollouts))
+        runs.append(TraceRun(name, read_trace_header(path) if scan_trace(path).header else None, rollouts))
     return runs
 
 
@@ -79,14 +79,6 @@ def _is_sound(rollout: Rollout) -> bool:
     )
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest way to tell the files apart: name, folder, or path."""
-    for names in ([path.stem for path in paths], [path.resolve().parent.name for path in paths]):
-        if len({*names}) == len(paths):
-            return names
-    return [str(path) for path in paths]
-
-
 def build_page_record(runs: Sequence[TraceRun]) -> dict[str, Any]:
     """The data of a page; of several runs, the questions that all of them have, by id and text.
 
@@ -99,60 +91,50 @@ def build_page_record(runs: Sequence[TraceRun]) -> dict[str, Any]:
             f"the traces {' and '.join(run.name for run in runs)} have no question in common, of the same "
             "id and text: make both of the same questions"
         )
+    settings = [run.header.settings if run.header else {} for run in runs]
+    names = [name for name in settings[0] if name not in ("batch_size", "overlap")]  # these change no token
+    differing = [name for name in names if len({repr(each.get(name)) for each in settings}) > 1]
     ends = [run.header.end_ids if run.header else () for run in runs]
     return {
         "names": [run.name for run in runs],
-        "settings": _differing([run.header.settings if run.header else {} for run in runs]),
+        "settings": [[f"decode.{name}={each.get(name)}" for name in differing] for each in settings],
         "left_out": len({key for rollouts in by_key for key in rollouts}) - len(common),
-        "questions": [_question([rollouts[key] for rollouts in by_key], ends) for key in common],
+        "questions": [_build_question([rollouts[key] for rollouts in by_key], ends) for key in common],
     }
 
 
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The settings of each run in which they differ, as they are typed."""
-    keys = [key for key in settings[0] if len({repr(each.get(key)) for each in settings}) > 1]
-    free = ("batch_size", "overlap")  # which change no token
-    return [[f"decode.{key}={each.get(key)}" for key in keys if key not in free] for each in settings]
+def _build_question(rollouts: Sequence[Rollout], ends: Sequence[Collection[int]]) -> dict[str, Any]:
+    sides = []
+    for rollout, end_ids, bridges in zip(rollouts, ends, find_bridge_entities(rollouts), strict=True):
+        seen: set[str] = set()
+        steps = [build_step_record(rollout, step, seen, end_ids) for step in rollout.steps]
+        side = build_start_record(rollout, any(step.guesses for step in rollout.steps))
+        sides.append(side | {"steps": steps, "end": build_end_record(rollout, bridges)})
+    return {"id": rollouts[0].id, "question": rollouts[0].question, "sides": sides}
 
 
-def _question(rollouts: Sequence[Rollout], ends: Sequence[Collection[int]]) -> dict[str, Any]:
-    crossed = find_bridge_entities(rollouts)
-    return {
-        "id": rollouts[0].id,
-        "question": rollouts[0].question,
-        "sides": [
-            {
-                "canvas": rollout.canvas_length,
-                "guesses": uses_guesses_in_query(rollout.settings),
-                "ghosts": any(step.guesses for step in rollout.steps),
-                "settings": [f"decode.{key}={value}" for key, value in rollout.settings.items()],
-                "steps": list(iter_step_records(rollout, end_ids)),
-                "end": build_end_record(rollout, passed),
-            }
-            for rollout, end_ids, passed in zip(rollouts, ends, crossed, strict=True)
-        ],
-    }
-
-
-def uses_guesses_in_query(settings: Mapping[str, Any]) -> bool:
+def build_start_record(rollout: Rollout, ghosts: bool) -> dict[str, Any]:
+    """What is known before the first step."""
+    settings = rollout.settings
     known = settings.get("query_policy") in QUERIES and "query_threshold" in settings
-    return known and query_uses_provisional_tokens(settings["query_policy"], settings["query_threshold"])
-
-
-def iter_step_records(rollout: Rollout, end_ids: Collection[int]) -> Iterator[dict[str, Any]]:
-    """The steps of a rollout, each with the texts of the passages that it is the first to find."""
-    seen: set[str] = set()
-    for step in rollout.steps:
-        new = [name for name in (*step.passage_ids, *step.dropped) if name not in seen]
-        seen.update(new)
-        yield build_step_record(step, {name: rollout.passages.get(name, "") for name in new}, end_ids)
+    return {
+        "canvas": rollout.canvas_length,
+        "guesses": known
+        and query_uses_provisional_tokens(settings["query_policy"], settings["query_threshold"]),
+        "ghosts": ghosts,
+        "settings": [f"decode.{key}={value}" for key, value in settings.items()],
+    }
 
 
 def build_step_record(
-    step: RolloutStep, texts: Mapping[str, str], end_ids: Collection[int]
+    rollout: Rollout, step: RolloutStep, seen: set[str], end_ids: Collection[int]
 ) -> dict[str, Any]:
-    """One step; texts: of the passages that no step before has found, "" where they are not known."""
+    """One step, with the texts of passages that are not yet in `seen`, to which it adds them."""
     edited = {token.position for token in step.edited}
+    new = [name for name in (*step.passage_ids, *step.dropped) if name not in seen]
+    seen.update(new)
+    texts = {name: rollout.passages.get(name, "") for name in new}
+    guesses = step.guesses
     return {
         "query": step.query,
         "searched": step.retrieved,
@@ -168,7 +150,12 @@ def build_step_record(
             )
             for token in step.written_tokens
         ],
-        "ghosts": build_guess_record(step.guesses, end_ids) if step.guesses else None,
+        "ghosts": guesses
+        and {
+            "confidence": guesses.confidence,
+            "changed": guesses.changed,
+            "texts": [(token, text, (token in end_ids) * END_FLAG) for token, text in guesses.texts],
+        },
         "texts": {
             name: {
                 "title": split_content_words(get_title_line(text) or name),
@@ -177,12 +164,6 @@ def build_step_record(
             for name, text in texts.items()
         },
     }
-
-
-def build_guess_record(guesses: ProvisionalDelta, end_ids: Collection[int]) -> dict[str, Any]:
-    """What is guessed after a step: as it is recorded, and which of the new tokens end the text."""
-    texts = [(token, text, (token in end_ids) * END_FLAG) for token, text in guesses.texts]
-    return {"confidence": guesses.confidence, "changed": guesses.changed, "texts": texts}
 
 
 def build_end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -197,8 +178,8 @@ def build_end_record(rollout: Rollout, bridges: Sequence[Mapping[str, Any]]) -> 
                 "kind": unit["kind"],
                 "text": split_content_words(unit["text"]),
                 "unsupported": unit["unsupported"],
+                "passages": [(p["id"], p["step"]) for p in unit["passages"]],
             }
-            | {"passages": [(p["id"], p["step"]) for p in unit["passages"]]}
             for unit in rollout.citations
         ],
         "bridges": bridges,
@@ -259,40 +240,34 @@ def find_bridge_entities(rollouts: Sequence[Rollout]) -> list[list[dict[str, Any
     its queries. `asked` is the first step with such a query, `found` the first one with the passage in the
     evidence; None where there is none.
     """
-    crossed: dict[str, str] = {}
+
+    def first_query(rollout: Rollout, entity: str) -> int | None:
+        sought = {*split_words(entity)}
+        return next((s.step for s in rollout.steps if s.query and sought <= {*split_words(s.query)}), None)
+
+    entities: dict[str, str] = {}
     for rollout in rollouts:
         first = [name for step in rollout.steps[:1] for name in (*step.passage_ids, *step.dropped)]
         for name in (p["id"] for unit in rollout.citations for p in unit["passages"]):
             entity = strip_disambiguation(get_title_line(rollout.passages.get(name, "")))
             new = not {*split_words(entity)} <= {*split_words(rollout.question)}
-            if name not in first and new and _first_step_querying(rollout, entity) is not None:
-                crossed[name] = entity
-    return [
-        sorted(
-            (
-                {
-                    "passage": name,
-                    "entity": entity,
-                    "asked": _first_step_querying(rollout, entity),
-                    "found": next((s.step for s in rollout.steps if name in s.passage_ids), None),
-                }
-                for name, entity in crossed.items()
-            ),
-            key=lambda bridge: len(rollout.steps) if bridge["asked"] is None else bridge["asked"],
+            if name not in first and new and first_query(rollout, entity) is not None:
+                entities[name] = entity
+    found = []
+    for rollout in rollouts:
+        bridges: list[dict[str, Any]] = []
+        for name, entity in entities.items():
+            step = next((s.step for s in rollout.steps if name in s.passage_ids), None)
+            asked = first_query(rollout, entity)
+            bridges.append({"passage": name, "entity": entity, "asked": asked, "found": step})
+        found.append(
+            sorted(bridges, key=lambda b: len(rollout.steps) if b["asked"] is None else b["asked"])
         )
-        for rollout in rollouts
-    ]
-
-
-def _first_step_querying(rollout: Rollout, entity: str) -> int | None:
-    sought = {*split_words(entity)}
-    return next((s.step for s in rollout.steps if s.query and sought <= {*split_words(s.query)}), None)
+    return found
 
 
 def write_page(path: Path, runs: Sequence[TraceRun]) -> None:
-    """Writes the page of one run, or of two side by side, atomically; raises as `build_page_record`
-    does.
-    """
+    """Writes the page of one run, or of two side by side; raises as `build_page_record` does."""
     write_text_atomic(path, render_page(runs))
 
 
@@ -331,7 +306,6 @@ def _read_asset(name: str) -> str:
 
 
 def _csp_digest(text: str) -> str:
-    """As a content security policy names what it lets through."""
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
 
 

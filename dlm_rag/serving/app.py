@@ -14,7 +14,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -29,14 +29,9 @@ from dlm_rag.page.render import render_live_page
 from dlm_rag.questions import Question
 from dlm_rag.serving.async_engine import AsyncEngine, EngineRequest
 from dlm_rag.serving.metrics import render_prometheus_metrics
-from dlm_rag.serving.middleware import (
-    AccessControl,
-    ApiError,
-    read_body,
-    run_unless_disconnected,
-)
+from dlm_rag.serving.middleware import AccessControl, ApiError, read_body, run_unless_disconnected
 from dlm_rag.serving.requests import ParsedRequest, RequestParser
-from dlm_rag.serving.responses import AnswerEvents, ChatResponse, get_request_error
+from dlm_rag.serving.responses import AnswerEvents, ChatResponse, EventSource, get_finished_rollout
 from dlm_rag.serving.search_app import SEARCH_PATH, SearchService
 
 MAX_REQUEST_BYTES = 2**20
@@ -54,29 +49,24 @@ class AnswerService:
         decoder: Decoder,
         model: str,
         limits: ServingConfig,
-        meter: EnergyMeter | None = None,
         access: AccessControl | None = None,
     ) -> None:
         """model: its name for clients. access: without keys, for this machine alone, where None."""
         self.model, self.limits, access = model, limits, access or AccessControl()
-        self._shape, self._layout = decoder.denoiser.config, decoder.evidence_layout
         canvas = limits.max_tokens or decoder.config.max_new_tokens
         assert canvas is not None
-        heads = decoder.denoiser.heads is not None
-        self._parser = RequestParser(decoder.config, self._shape, canvas, heads)
+        self._parser = RequestParser(decoder, canvas)
         self._tokenizer = copy.deepcopy(decoder.tokenizer)  # for this thread: one is not for two
-        self._decoder, self._meter = decoder, meter or EnergyMeter()
-        self._update_events: dict[EngineRequest, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
-        self._created = int(time.time())
+        self._decoder, self.meter = decoder, EnergyMeter()
         self.connections: Callable[[], int] = lambda: 0
-        self.engine = AsyncEngine(decoder, limits, self._notify_updates)
-        page = render_live_page(access.keys is not None)
-        self._page = HTMLResponse(page, headers={"X-Frame-Options": "DENY"})
+        self.engine = AsyncEngine(decoder, limits.max_queue_per_key)
+        page = HTMLResponse(render_live_page(access.keys is not None), headers={"X-Frame-Options": "DENY"})
+        models = JSONResponse({"object": "list", "data": [self._describe_model()]})
         routes = [
-            ("GET", "/", self._show_page, False),
+            ("GET", "/", _reply_with(page), False),
             ("GET", "/health", self._health, False),
             ("GET", "/metrics", self._metrics, False),
-            ("GET", "/v1/models", self._models, True),
+            ("GET", "/v1/models", _reply_with(models), True),
             ("GET", "/v1/models/{name:path}", self._one_model, True),
             ("POST", "/v1/chat/completions", self._chat, True),
             ("POST", "/chat/completions", self._chat, True),
@@ -91,19 +81,13 @@ class AnswerService:
         self.app.router.routes += [r for r in search.app.routes if getattr(r, "path", "") == SEARCH_PATH]
 
     @property
-    def idle(self) -> bool:
-        """Whether nobody waits for an answer, nor for the rest of one."""
-        searching = self._search is not None and not self._search.idle
-        return not (searching or self._update_events or self.engine.num_running or self.engine.num_waiting)
-
-    @property
     def error(self) -> BaseException | None:
         """Why the engine has ended by itself, if it has."""
         return self.engine.error or (self._search.error if self._search else None)
 
     def drain(self) -> None:
         """Takes no more questions."""
-        self.engine.drain()
+        self.engine.draining = True
         if self._search:
             self._search.drain()
 
@@ -113,28 +97,22 @@ class AnswerService:
         if self._search:
             self._search.close()
 
-    async def _show_page(self, request: Request) -> Response:
-        return self._page
-
     async def _health(self, request: Request) -> Response:
         status = "ok" if self.engine.is_healthy else "failing"
-        if self.engine.draining or not self.engine.is_alive:
+        if self.engine.draining or self.engine.error is not None:
             status = "going down"
         return JSONResponse({"status": status, "model": self.model}, 200 if status == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        text = render_prometheus_metrics(self.engine, self._decoder, self._meter, self.connections())
+        text = render_prometheus_metrics(self.engine, self._decoder, self.meter, self.connections())
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
-
-    async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_record()]})
 
     async def _one_model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._model_record())
+        return JSONResponse(self._describe_model())
 
-    def _model_record(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": self._created, "owned_by": "dlm_rag"}
+    def _describe_model(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": int(time.time()), "owned_by": "dlm_rag"}
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
@@ -143,39 +121,25 @@ class AnswerService:
     async def _chat(self, request: Request) -> Response:
         asked = self._parser.parse_chat(await read_body(request))
         self._check_model(asked.model)
-        job, room = self._create_request(asked, request.state.key, asked.stream)
+        job, room = self._create_job(asked, request, asked.stream)
         reply = ChatResponse(asked, job, self.model, self._tokenizer, room)
-        if not asked.stream:
-            return JSONResponse(await run_unless_disconnected(request, self._complete_chat(job, reply)))
-
-        def chunks(done: bool) -> Iterable[str]:
-            yield from (_format_sse_event(chunk) for chunk in reply.new_chunks(done))
-            if done:
-                yield "data: [DONE]\n\n"
-
-        return await self._stream(request, job, chunks)
-
-    async def _complete_chat(self, job: EngineRequest, reply: ChatResponse) -> dict[str, Any]:
-        async for _ in self._follow(job):
-            pass
-        return reply.build_completion()
+        if asked.stream:
+            return await self._stream(request, job, reply)
+        await run_unless_disconnected(request, self._finish(job))
+        return JSONResponse(reply.build_completion())
 
     async def _answers(self, request: Request) -> Response:
         asked = self._parser.parse_answer(await read_body(request))
-        job, _ = self._create_request(asked, request.state.key, watched=True)
+        job, _ = self._create_job(asked, request, watched=True)
         job.record_provisional = True  # which the page shows
-        events = AnswerEvents(job, self._tokenizer)
+        return await self._stream(request, job, AnswerEvents(job, self._tokenizer))
 
-        def lines(done: bool) -> Iterable[str]:
-            yield from (_format_sse_event(data, name) for name, data in events.new_events(done))
-
-        return await self._stream(request, job, lines)
-
-    def _create_request(
-        self, asked: ParsedRequest, key: str, watched: bool
+    def _create_job(
+        self, asked: ParsedRequest, request: Request, watched: bool
     ) -> tuple[EngineRequest, ContextBudget]:
-        """The job of a request, the room of its prompt; raises `ApiError` where it has none."""
-        room = ContextBudget.from_config(self._shape, self._layout, asked.settings.max_new_tokens)
+        """What the engine is asked, the room of its prompt; raises `ApiError` where it has none."""
+        shape, layout = self._decoder.denoiser.config, self._decoder.evidence_layout
+        room = ContextBudget.from_config(shape, layout, asked.settings.max_new_tokens)
         try:
             if len(asked.question) > (most := MAX_QUESTION_CHARS_PER_TOKEN * room.context_length):
                 raise QuestionError(f"the question has more than the {most} characters that are read here")
@@ -184,66 +148,68 @@ class AnswerService:
             raise ApiError(400, str(error), None, "context_length_exceeded") from None
         # A sampling draws by seed and id: the same seed and question give the same text.
         question = Question("q1", asked.question)
-        deadline = time.monotonic() + self.limits.timeout
-        return EngineRequest(question, asked.settings, key, watched, deadline), room
+        return EngineRequest(question, asked.settings, request.state.key, watched), room
 
     async def _follow(self, job: EngineRequest) -> AsyncGenerator[bool]:
         """Submits a job; yields whether it is done at every news of it. Who goes away gives it up."""
-        self._update_events[job] = asyncio.get_running_loop(), (event := asyncio.Event())
+        deadline = asyncio.get_running_loop().time() + self.limits.timeout
         try:
             self.engine.submit(job)
             done = False
             while not done:
-                await event.wait()
-                event.clear()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await job.news.wait()
+                except TimeoutError:
+                    reason = f"the question took longer than {self.limits.timeout:g} seconds"
+                    raise ApiError(504, reason) from None
+                job.news.clear()
                 done = job.done
                 yield done
         finally:
-            del self._update_events[job]
             self.engine.cancel(job)
 
-    def _notify_updates(self, jobs: Sequence[EngineRequest]) -> None:
-        """Called by the engine."""
-        for job in jobs:
-            if (waits := self._update_events.get(job)) is not None:
-                loop, event = waits
-                try:
-                    loop.call_soon_threadsafe(event.set)
-                except RuntimeError:  # the loop has ended
-                    self._update_events.pop(job, None)
+    async def _finish(self, job: EngineRequest) -> None:
+        async for _ in self._follow(job):
+            pass
 
-    async def _stream(
-        self, request: Request, job: EngineRequest, pieces: Callable[[bool], Iterable[str]]
-    ) -> Response:
-        """The pieces of every news, as they come. What fails before the first one has a status of its own.
+    async def _stream(self, request: Request, job: EngineRequest, source: EventSource) -> Response:
+        """The events of every news, as they come. What fails before the first one has a status of its own.
 
         Nothing is kept for who reads slowly but the rollout: what is new is looked up when there is room.
         """
         follow = self._follow(job)
         try:
             done = await run_unless_disconnected(request, anext(follow))
-            if done and (error := get_request_error(job)) is not None:
-                raise error
+            if done:
+                get_finished_rollout(job)
         except BaseException:
             await follow.aclose()
             raise
 
         async def stream() -> AsyncIterator[str]:
             try:
-                for piece in pieces(done):
-                    yield piece
+                for event in source.new_events(done):
+                    yield _format_sse_event(*event)
                 async for last in follow:
-                    for piece in pieces(last):
-                        yield piece
+                    for event in source.new_events(last):
+                        yield _format_sse_event(*event)
             except ApiError as error:
-                yield _format_sse_event(error.body(), "error")
+                yield _format_sse_event("error", error.body())
             finally:
                 await follow.aclose()
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
-def _format_sse_event(data: dict[str, Any], name: str | None = None) -> str:
+def _reply_with(response: Response) -> Callable[[Request], Any]:
+    async def reply(request: Request) -> Response:
+        return response
+
+    return reply
+
+
+def _format_sse_event(name: str | None, data: dict[str, Any] | str) -> str:
     """A server-sent event; JSON has no line break of its own."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n"
+    return f"{head}data: {data if isinstance(data, str) else json.dumps(data, separators=(',', ':'))}\n\n"

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import re
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from ipaddress import ip_address
@@ -28,8 +29,9 @@ from dlm_rag.files.paths import resolve_regular_file
 log = logging.getLogger(__name__)
 
 MAX_BODY_SECONDS = 30.0  # in which a body must have come
-MAX_KEYS_FILE_BYTES = 2**20
 _KEY = re.compile(r"[!-~]{16,512}")
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+EXTRA_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "2"}}  # seconds
 
 Body = TypeVar("Body", bound=BaseModel)
 RequestHandler = Callable[[Request], Awaitable[Response]]
@@ -41,62 +43,52 @@ class ApiError(Exception):
     def __init__(self, status: int, reason: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(reason)
         self.status, self.param, self.code = status, param, code
-        self.retry_after: int | None = None
 
     def body(self) -> dict[str, Any]:
         """The refusal in OpenAI's form."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
+        kind = ERROR_TYPES.get(self.status, kind)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class ApiKeys:
-    """Keys by their digests, so that comparing one takes as long whatever it is."""
+def read_api_keys(path: str) -> dict[bytes, str]:
+    """The keys of a file, one a line, by their digests: comparing one takes as long whatever it is.
 
-    def __init__(self, keys: list[str]) -> None:
-        self._names = {_digest(key.encode()): f"key{number}" for number, key in enumerate(keys, start=1)}
-
-    @classmethod
-    def from_file(cls, path: str) -> "ApiKeys":
-        """The keys of a file, one a line; blank lines and what begins with # are skipped.
-
-        Warns of a file that every user of the machine can read. Raises `ConfigError` naming file and line.
-        """
-        found = resolve_regular_file(path, "keys file", ConfigError)
-        if found.stat().st_mode & stat.S_IROTH:
-            log.warning("%s can be read by every user of this machine: chmod o= %s", path, path)
-        if found.stat().st_size > MAX_KEYS_FILE_BYTES:
-            raise ConfigError(f"{path} is too large for a file of keys: {found.stat().st_size >> 20} MiB")
-        lines = [line.strip() for line in found.read_bytes().decode("ascii", "replace").splitlines()]
-        for number, line in enumerate(lines, start=1):
-            if line and not line.startswith("#") and not _KEY.fullmatch(line):
-                raise ConfigError(
-                    f"{path}, line {number}: a key has 16 to 512 letters, digits and signs, no blank"
-                )
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise ConfigError(f"{path} holds no keys: write one a line, or leave serving.api_keys_file out")
-        return cls(keys)
-
-    def find_key_name(self, authorization: str) -> str | None:
-        """Whose key an `Authorization: Bearer KEY` brings; None for nobody's."""
-        scheme, _, key = authorization.partition(" ")
-        return self._names.get(_digest(key.strip().encode())) if scheme.casefold() == "bearer" else None
+    Blank lines and what begins with # are skipped. Warns of a file that every user of the machine can read.
+    Raises `ConfigError` naming file and line.
+    """
+    found = resolve_regular_file(path, "keys file", ConfigError)
+    if found.stat().st_mode & stat.S_IROTH:
+        log.warning("%s can be read by every user of this machine: chmod o= %s", path, path)
+    keys: dict[bytes, str] = {}
+    for number, line in enumerate(found.read_bytes().decode("ascii", "replace").splitlines(), start=1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        if not _KEY.fullmatch(key):
+            raise ConfigError(
+                f"{path}, line {number}: a key has 16 to 512 letters, digits and signs, no blank"
+            )
+        keys[_digest(key)] = f"key{number}"
+    if not keys:
+        raise ConfigError(f"{path} holds no keys: write one a line, or leave serving.api_keys_file out")
+    return keys
 
 
-def _digest(key: bytes) -> bytes:
-    return sha256(key).digest()
+def _digest(key: str) -> bytes:
+    return sha256(key.encode()).digest()
 
 
+@dataclass(frozen=True)
 class AccessControl:
     """Who may ask.
 
     local: whether the server listens to this machine alone, and is to be called by no other name. keys:
-    a request needs one of them; None: no key is needed.
+    as `read_api_keys` gives them, a request needs one; None: no key is needed.
     """
 
-    def __init__(self, local: bool = True, keys: ApiKeys | None = None) -> None:
-        self.local, self.keys = local, keys
+    local: bool = True
+    keys: Mapping[bytes, str] | None = None
 
     def create_app(
         self, routes: Sequence[tuple[str, str, RequestHandler, bool]], max_bytes: int
@@ -110,11 +102,7 @@ class AccessControl:
                 Route(path, self._guard(handler, keyed), methods=[method], max_body_size=max_bytes)
                 for method, path, handler, keyed in routes
             ],
-            exception_handlers={
-                ApiError: _handle_api_error,
-                HTTPException: _handle_http_error,
-                Exception: _handle_server_error,
-            },
+            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _handle_error),
         )
         app.router.redirect_slashes = False
         return app
@@ -126,19 +114,22 @@ class AccessControl:
             self._check_names(request)
             if {"content-length", "transfer-encoding"} <= {*request.headers}:  # who reads which may differ
                 raise ApiError(400, "the length of a body is given twice")
-            holder: str | None = ""
-            if keyed and self.keys is not None:
-                holder = self.keys.find_key_name(request.headers.get("authorization", ""))
-            if holder is None:
-                reason = "this server needs an API key, as in Authorization: Bearer KEY"
-                raise ApiError(401, reason, code="invalid_api_key")
-            request.state.key = holder
+            request.state.key = self._find_key_name(request) if keyed and self.keys is not None else ""
             try:
                 return await handler(request)
             except ClientDisconnect:
                 return Response(status_code=400)  # which nobody reads
 
         return guarded
+
+    def _find_key_name(self, request: Request) -> str:
+        """Whose key an `Authorization: Bearer KEY` brings; raises `ApiError` for nobody's."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        name = (self.keys or {}).get(_digest(key.strip()))
+        if scheme.casefold() != "bearer" or name is None:
+            reason = "this server needs an API key, as in Authorization: Bearer KEY"
+            raise ApiError(401, reason, code="invalid_api_key")
+        return name
 
     def _check_names(self, request: Request) -> None:
         """Refuses pages of other sites, which a browser would let ask in its reader's name."""
@@ -179,15 +170,13 @@ class RequestBody(BaseModel):
 def parse_body(kind: type[Body], body: bytes) -> Body:
     """The JSON object of a request; raises `ApiError` naming the field."""
     try:
-        asked = parse_json(body, "the request cannot be read", UserError, "body")
+        return kind.model_validate(parse_json(body, "the request cannot be read", UserError, "body"))
     except UserError as error:
         raise ApiError(400, str(error)) from None
-    if not isinstance(asked, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    try:
-        return kind.model_validate(asked)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
+    if not first["loc"]:
+        raise ApiError(400, "the body must be a JSON object")
     field, last = str(first["loc"][0])[:60], str(first["loc"][-1])[:60]
     if first["type"] == "extra_forbidden":
         hint = suggest_nearest(last, kind.model_fields)
@@ -215,26 +204,11 @@ async def run_unless_disconnected(request: Request, work: Awaitable[Any]) -> Any
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _handle_api_error(request: Request, error: Exception) -> Response:
+async def _handle_error(request: Request, error: Exception) -> Response:
     """A refusal; the connection is closed, for what else it brings may have no end."""
-    assert isinstance(error, ApiError)
-    headers = {"Connection": "close"}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(error.retry_after)
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "the request failed: the server's log says why")
+    headers = {"Connection": "close"} | EXTRA_HEADERS.get(error.status, {})
     return JSONResponse(error.body(), error.status, headers)
-
-
-async def _handle_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    reason = {
-        404: f"nothing is here but {', '.join(route.path for route in request.app.routes)}",
-        405: f"this address takes {(error.headers or {}).get('Allow', '')}",
-        413: "the body is too large",
-    }.get(error.status_code, error.detail)
-    return await _handle_api_error(request, ApiError(error.status_code, reason))
-
-
-async def _handle_server_error(request: Request, error: Exception) -> Response:
-    return await _handle_api_error(request, ApiError(500, "the request failed: the server's log says why"))

@@ -7,13 +7,13 @@ what happens anyway.
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, Field, create_model, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, create_model
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import get_rule, replace_settings
+from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
 from dlm_rag.errors import UserError
-from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.serving.middleware import ApiError, RequestBody, parse_body
 
 ENGINE_SETTINGS = ("batch_size", "overlap")  # settings that hold for all rows of the engine
@@ -33,9 +33,6 @@ SINGLE_MESSAGE_ERROR = (
     "without earlier turns and without a system message"
 )
 
-Tokens = Annotated[int, Field(ge=1)] | None
-Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4)]
-
 
 class TextPart(RequestBody):
     """A part of a message."""
@@ -44,17 +41,26 @@ class TextPart(RequestBody):
     text: str
 
 
+def _to_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _to_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+Tokens = Annotated[int, Field(ge=1)] | None
+Parts = Annotated[list[TextPart], BeforeValidator(_to_parts)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[Stop], Field(max_length=4)] | None
+
+
 class Message(RequestBody):
     """A message of a chat."""
 
     role: str
-    content: list[TextPart]
+    content: Parts
     name: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _from_text(cls, content: Any) -> Any:
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class StreamOptions(RequestBody):
@@ -71,12 +77,7 @@ class _OpenAIFields(RequestBody):
     stream_options: StreamOptions | None = None
     max_tokens: Tokens = None
     max_completion_tokens: Tokens = None
-    stop: Stops | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _from_text(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
+    stop: Annotated[Stops, BeforeValidator(_to_list)] = None
 
 
 class _QuestionField(RequestBody):
@@ -94,25 +95,25 @@ AnswerBody = create_model("AnswerBody", __base__=_QuestionField, **_SETTING_FIEL
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, read."""
+    """A request, read. include_usage: whether a stream ends with a chunk of usage alone."""
 
     question: str
     settings: DecodeConfig
     model: str | None = None
     stream: bool = False
-    include_usage: bool = False  # whether a stream ends with a chunk of usage alone
+    include_usage: bool = False
     stops: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
 class RequestParser:
-    """Reads requests for one model. All methods raise `ApiError`."""
+    """Reads requests for one decoder, of whose settings a request changes some; raises `ApiError`.
 
-    def __init__(self, settings: DecodeConfig, shape: DenoiserConfig, most: int, heads: bool) -> None:
-        """settings: the server's, as `with_checkpoint_defaults` leaves them; a request changes some.
-        most: maximum canvas length. heads: whether there are policy heads.
-        """
-        self._settings, self._shape, self._most = settings, shape, most
-        self._heads = heads
+    most: maximum canvas length.
+    """
+
+    decoder: Decoder
+    most: int
 
     def parse_chat(self, body: bytes) -> ParsedRequest:
         """A chat completion in OpenAI's form."""
@@ -144,23 +145,22 @@ class RequestParser:
 
     def _resolve_settings(self, asked: BaseModel, most: int | None = None) -> DecodeConfig:
         """The settings of a request, on top of the server's; most: positions that the client allows."""
+        own, shape = self.decoder.config, self.decoder.denoiser.config
         given = {name: getattr(asked, name) for name in asked.model_fields_set if name in _SETTINGS}
         for name, value in given.items():  # a client must not choose what code the server imports
-            own = getattr(self._settings, name)
-            if get_rule(_SETTINGS[name], "table") and ":" in str(value) and value != own:
+            if get_rule(_SETTINGS[name], "table") and ":" in str(value) and value != getattr(own, name):
                 raise ApiError(400, f"{name}={value!s:.60} is not one of this server's choices", name)
-        given |= {  # null, which OpenAI's clients send, stands for the default
-            name: _SETTINGS[name].default for name, value in given.items() if value is None
-        }
+            if value is None:  # which OpenAI's clients send for the default
+                given[name] = _SETTINGS[name].default
         try:
-            settings = with_checkpoint_defaults(replace_settings(self._settings, **given), self._shape)
-            check_policy_heads(settings, self._heads)
+            settings = with_checkpoint_defaults(replace_settings(own, **given), shape)
+            check_policy_heads(settings, self.decoder.denoiser.heads is not None)
             length = settings.max_new_tokens or 0
-            if length > self._most:
-                reason = f"max_new_tokens={length} is more than the {self._most} of this server"
+            if length > self.most:
+                reason = f"max_new_tokens={length} is more than the {self.most} of this server"
                 raise ApiError(400, reason, "max_new_tokens")
             if most is not None and most < length:
-                if self._shape.block_size:
+                if shape.block_size:
                     raise UserError(f"max_tokens={most} is under the {length} that this model fills")
                 settings = replace_settings(settings, max_new_tokens=most)
         except UserError as error:

@@ -18,13 +18,22 @@ from dlm_rag.decode.trace_file import TraceWriter, build_trace_header
 from dlm_rag.page.render import build_page_record, read_trace_runs
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.serving.app import AnswerService
-from dlm_rag.serving.middleware import AccessControl, ApiKeys
+from dlm_rag.serving.middleware import AccessControl, read_api_keys
+from dlm_rag.serving.search_app import SearchService
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
 SETTINGS = DecodeConfig(max_new_tokens=16, batch_size=4, commit_threshold=0.1)
 
 
+# Of a model that denoises from noise: warm enough that most is taken back once, and of some answers a block
+# ends the text.
+GEMMA_SETTINGS = {
+    "max_new_tokens": 36,
+    "batch_size": 4,
+    "temperature_low": 1e-3,
+    "temperature_high": 0.5,
+}
 ASKED = "Who wrote Emma?"
 
 
@@ -36,15 +45,36 @@ def made_decoder(corpus, settings=SETTINGS):
 
 
 @contextmanager
-def serve_decoder(decoder, keys=None, **limits):
-    access = AccessControl(keys=None if keys is None else ApiKeys.from_file(str(keys)))
-    service = AnswerService(decoder, "tiny", ServingConfig(**limits), access=access)
+def serve_decoder(decoder, keys=None, search=None, **limits):
+    """A service on an event loop of its own thread; `run_in_loop` runs requests there."""
+    access = AccessControl(keys=None if keys is None else read_api_keys(str(keys)))
+    service = AnswerService(decoder, "tiny", ServingConfig(**limits), access)
+    if search is not None:
+        service.offer_search(SearchService(decoder.retriever, search, access=access))
+    with loop_thread() as service.loop:
+        try:
+            yield service
+        finally:
+            if isinstance(decoder.model_runner, Slow):
+                decoder.model_runner.free.set()
+            service.close()
+
+
+@contextmanager
+def loop_thread():
+    """An event loop that runs on a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
     try:
-        yield service
+        yield loop
     finally:
-        if isinstance(decoder.model_runner, Slow):
-            decoder.model_runner.free.set()
-        service.close()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def run_in_loop(loop, coroutine):
+    return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, 120), loop).result()
 
 
 @contextmanager
@@ -73,7 +103,7 @@ def find_free_port():
 
 
 def make_client(service, **headers):
-    transport = httpx.ASGITransport(service.app)
+    transport = httpx.ASGITransport(service.app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers)
 
 
@@ -81,15 +111,15 @@ def chat_body(question=ASKED, **more):
     return {"messages": [{"role": "user", "content": question}]} | more
 
 
-def send_request(service, body, path="/v1/chat/completions", **headers):
+def send_request(service, body=None, path="/v1/chat/completions", method="POST", **headers):
     """One request: the response, read whole."""
 
-    async def asked():
+    async def ask():
         async with make_client(service, **headers) as client:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await asyncio.wait_for(client.post(path, content=content), 60)
+            content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            return await client.request(method, path, content=content)
 
-    return asyncio.run(asked())
+    return run_in_loop(service.loop, ask())
 
 
 def send_requests(service, *bodies):
@@ -100,15 +130,11 @@ def send_requests(service, *bodies):
             asked = [client.post("/v1/chat/completions", json=body) for body in bodies]
             return await asyncio.gather(*asked)
 
-    return asyncio.run(ask_all())
+    return run_in_loop(service.loop, ask_all())
 
 
 def get_page(service, path):
-    async def ask():
-        async with make_client(service) as client:
-            return await client.get(path)
-
-    return asyncio.run(ask())
+    return send_request(service, path=path, method="GET")
 
 
 def parse_events(response):
