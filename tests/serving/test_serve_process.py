@@ -119,29 +119,6 @@ def test_the_same_corpus_is_served_on_and_another_ends_the_process(folder, corpu
         ]
 
 
-BROKEN = """
-from dlm_rag.__main__ import main
-from dlm_rag.decode.engine import Engine
-
-def step(engine):
-    raise RuntimeError("the device is lost")
-
-Engine.step = step
-main()
-"""
-
-
-@pytest.mark.slow
-def test_a_server_of_which_every_step_fails_ends(folder):
-    port = find_free_port()
-    with start_server_process(folder, port, *TINY, *ROWS, program=("-c", BROKEN)) as process:
-        url = f"http://127.0.0.1:{port}"
-        assert httpx.post(f"{url}/v1/chat/completions", json=chat_body()).status_code == 500
-        assert httpx.get(f"{url}/health").status_code == 503
-        assert process.wait(30) == 1
-        assert "the device is lost" in process.stderr.read().splitlines()[-1]
-
-
 def hostile(port):
     """What no client sends: each is answered in a line or dropped, and nothing of the machine is told."""
     for sent in (
@@ -175,37 +152,6 @@ def hostile(port):
     assert b" 503 " in held[-1].recv(2**16)
     for sock in held:
         sock.close()
-
-
-@pytest.mark.slow
-def test_rows_of_many_requests_share_a_batch(folder, corpus):
-    """32 at once: their steps are taken together, and one that goes away is seen while it runs."""
-    port = find_free_port()
-    many = ("decode.max_new_tokens=32", "decode.batch_size=32", "decode.commit_threshold=1.0")
-    questions = [f"Who wrote book {n}?" for n in range(32)]
-    settings = DecodeConfig(max_new_tokens=32, batch_size=32, commit_threshold=1.0)
-    known = {r.question: r.response for r in made_decoder(corpus, settings).decode(questions)}
-
-    async def all_of_them():
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            path = "/v1/chat/completions"
-            asked = [client.post(path, json=chat_body(question)) for question in questions]
-            answers = [response.json() for response in await asyncio.gather(*asked)]
-            with suppress(httpx.TimeoutException):
-                await client.post(path, json=chat_body(), timeout=httpx.Timeout(120, read=0.02))
-            async with asyncio.timeout(300):
-                while True:
-                    found = parse_metrics_text((await client.get("/metrics")).text)
-                    if found['answers_total{outcome="cancelled"}']:
-                        return answers, found
-                    await asyncio.sleep(0.01)
-
-    with start_server_process(folder, port, *TINY, *many):
-        answers, found = asyncio.run(all_of_them())
-    texts = [answer["choices"][0]["message"]["content"] for answer in answers]
-    assert texts == [known[question] for question in questions]
-    assert found["row_steps_total"] / found["steps_total"] > 12, "of 32 rows"
-    assert found['answers_total{outcome="cancelled"}'] == 1 and not found["rows"]
 
 
 @pytest.mark.slow
@@ -263,6 +209,34 @@ def served(service, client):
         port = sock.getsockname()[1]
         http_server.run_server(service, sock, lambda: running.append(asyncio.ensure_future(run(port))))
     return running[0].result()
+
+
+def test_rows_of_many_requests_share_a_batch(corpus):
+    """32 at once: their steps are taken together, and one that goes away is seen while it runs."""
+    questions = [f"Who wrote book {n}?" for n in range(32)]
+    settings = DecodeConfig(max_new_tokens=32, batch_size=32, commit_threshold=1.0)
+    decoder = made_decoder(corpus, settings)
+    known = {r.question: r.response for r in decoder.decode(questions)}
+
+    async def all_of_them(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            path = "/v1/chat/completions"
+            asked = [client.post(path, json=chat_body(question)) for question in questions]
+            answers = [response.json() for response in await asyncio.gather(*asked)]
+            with suppress(httpx.TimeoutException):
+                await client.post(path, json=chat_body(), timeout=httpx.Timeout(120, read=0.02))
+            while True:
+                found = parse_metrics_text((await client.get("/metrics")).text)
+                if found['answers_total{outcome="cancelled"}'] and not found["rows"]:
+                    return answers, found
+                await asyncio.sleep(0.01)
+
+    with serve_decoder(decoder) as service:
+        answers, found = served(service, all_of_them)
+    texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert texts == [known[question] for question in questions]
+    assert found["row_steps_total"] / found["steps_total"] > 12, "of 32 rows"
+    assert found['answers_total{outcome="cancelled"}'] == 1
 
 
 def test_who_is_slow_is_dropped_and_delays_nobody(corpus, monkeypatch):
