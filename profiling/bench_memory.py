@@ -121,7 +121,7 @@ def measure_planned_step(
     held = 0.0
     if count > 1:
         step()
-        held = plan.bytes_per_device()["gradients"]
+        held = plan.device_bytes["gradients"]
     elif config.train.gradient_accumulation_steps > 1:
         held = plan.memory.gradients
     else:
@@ -130,7 +130,7 @@ def measure_planned_step(
     work = count_forward_flops(shape, examples, trainer.task.layout(shape))
     held_all_along = ("weights", "reference", "optimizer", ROLLOUT_EXTRA_KEY)
     return PlanComparison(
-        predicted_bytes=sum(n for name, n in plan.bytes_per_device().items() if name not in held_all_along),
+        predicted_bytes=sum(n for name, n in plan.device_bytes.items() if name not in held_all_along),
         measured_bytes=held + measure_peak_bytes(step),
         predicted_flops=work.flops_with_backward(frozen=False)
         + (work.flops if plan.memory.reference else 0),

@@ -40,7 +40,7 @@ from dlm_rag.model.attention import (
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import InitialModel, allocate_denoiser
-from dlm_rag.training.planning.step_memory import StepMemoryEstimator
+from dlm_rag.training.planning.step_memory import estimate_step_memory
 from dlm_rag.training.supervised_tasks import PretrainTask
 from dlm_rag.training.task import Phase
 from dlm_rag.training.trainer import Trainer, free_memory
@@ -223,9 +223,8 @@ def measure_training(
             activation_checkpointing=denoiser.activation_checkpointing,
             logit_chunk=root.logit_chunk,
         )
-        planned = StepMemoryEstimator(
-            PretrainTask(None, config, changed, origin), shape, changed, trainer.dtype
-        ).estimate(task.items)
+        switched = PretrainTask(None, config, changed, origin)
+        planned = estimate_step_memory(switched, shape, trainer.dtype, task.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
         record.add({
             "switch": f"{switch} {root.logit_chunk}" if switch == "logit_chunk" else switch,

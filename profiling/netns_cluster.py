@@ -256,7 +256,7 @@ def measure_link_speeds(folder: Path, links: list[float], delay: float, words: l
         more = [*words, f"train.parallel={way}", f"train.max_steps={each * len(links)}"]
         config = load_config(None, [*more, "plan.devices=2", "model.device=cpu"])
         (plan,) = plan_phases(config, resolve_shape(config), torch.float32)
-        planned = plan.network_traffic_bytes()
+        planned = plan.network_traffic
         with NetnsLink(links[0], delay) as wire:
             hosts = [start_training(wire, host, 2, here, more) for host in range(2)]
             for number, gbit in enumerate(links):

@@ -6,7 +6,10 @@ without contents (`model/simulated_memory.py`); the rest is counted from shapes.
 row has its longest prompt, every passage its full length.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,7 +29,7 @@ from dlm_rag.model.layers import count_weight_bytes
 from dlm_rag.model.packed_batch import Segment, pack_rows
 from dlm_rag.model.simulated_memory import (
     RESERVED_MEMORY_FRACTION,
-    MemoryTracker,
+    measure_simulated_peak,
     replace_with_empty_weights,
 )
 
@@ -88,60 +91,41 @@ class DecodeMemory:
         cls, shape: DenoiserConfig, dtype: torch.dtype, decode: DecodeConfig, row: LongestRow
     ) -> "DecodeMemory":
         """For a denoiser with weights and arithmetic in `dtype`; nothing is allocated."""
-        kept = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype.itemsize
         token, position = _measure_activation_bytes(shape, dtype, decode)
-        asked, linked = (
-            (0, 0)
-            if decode.copy_penalty is None
-            else estimate_crf_bytes(shape.vocab_size, row.total_tokens)
-        )
-        masked = bool(shape.block_size or shape.attention_patterns)
+        asked = linked = 0
+        if decode.copy_penalty is not None:
+            asked, linked = estimate_crf_bytes(shape.vocab_size, row.total_tokens)
         return cls(
-            row, count_weight_bytes(shape, dtype.itemsize), kept, token, position + asked, linked, masked
-        )
+            row, count_weight_bytes(shape, dtype.itemsize), count_kv_bytes(shape, dtype.itemsize), token,
+            position + asked, linked, bool(shape.block_size or shape.attention_patterns),
+        )  # fmt: skip
 
     def scratch_tokens(self, rows: int) -> int:
         """Tokens of room for segments that run in the same call as the rows."""
-        return min(
-            round_up_to_page(PREFILL_SCRATCH_TOKENS),
-            rows * sum(map(round_up_to_page, self.row.segment_tokens)),
-        )
+        new = rows * sum(map(round_up_to_page, self.row.segment_tokens))
+        return min(round_up_to_page(PREFILL_SCRATCH_TOKENS), new)
 
     def kv_slot_bytes(self, rows: int) -> float:
         """Keys and values of the rows, and of what is being computed for them."""
-        if not self.row.has_kv_slot:
-            return 0.0
-        return self.kv_bytes_per_token * (
-            rows * round_up_to_page(self.row.total_tokens) + self.scratch_tokens(rows)
-        )
+        tokens = rows * round_up_to_page(self.row.total_tokens) + self.scratch_tokens(rows)
+        return self.kv_bytes_per_token * tokens * self.row.has_kv_slot
 
     def step_bytes(self, rows: int) -> float:
         """The most that is alive during a step, in addition to weights, slots and pool."""
-        new = rows * sum(self.row.segment_tokens)
-        call = self.activation_bytes_per_token * (
-            rows * self.row.step_tokens + min(PREFILL_SCRATCH_TOKENS, new)
-        )
+        row, kv, token = self.row, self.kv_bytes_per_token, self.activation_bytes_per_token
+        longest, new = max((*row.segment_tokens, 0)), rows * sum(row.segment_tokens)
+        call = token * (rows * row.step_tokens + min(PREFILL_SCRATCH_TOKENS, new))
         if self.has_mask:  # a byte for each query and key, kept for all layers
-            call += rows * self.row.step_tokens * self.row.total_tokens
-        asked = rows * self.row.canvas_tokens
-        read = (
-            self.logit_bytes_per_position * min(LOGITS_CHUNK_POSITIONS, asked)
-            + self.crf_bytes_per_position * asked
-        )
+            call += rows * row.step_tokens * row.total_tokens
+        asked = rows * row.canvas_tokens
+        read = self.logit_bytes_per_position * min(LOGITS_CHUNK_POSITIONS, asked)
+        read += self.crf_bytes_per_position * asked
         # Too many new segments run by themselves: their keys and values exist twice for a moment.
-        apart = (
-            min(new, max(PREFILL_SCRATCH_TOKENS, *self.row.segment_tokens))
-            if new > PREFILL_SCRATCH_TOKENS
-            else 0
-        )
-        prefill = apart * (
-            self.kv_bytes_per_token + max(self.activation_bytes_per_token, self.kv_bytes_per_token)
-        )
+        apart = min(new, max(PREFILL_SCRATCH_TOKENS, longest)) if new > PREFILL_SCRATCH_TOKENS else 0
+        prefill = apart * (kv + max(token, kv))
         # A slot whose segments change places; what enters the pool before something leaves it.
-        moved = self.kv_bytes_per_token * (self.row.total_tokens if self.row.has_kv_slot else 0)
-        return max(call, read, prefill, moved) + self.kv_bytes_per_token * max(
-            (*self.row.segment_tokens, 0)
-        )
+        moved = kv * row.total_tokens * row.has_kv_slot
+        return max(call, read, prefill, moved) + kv * longest
 
     def bytes_without_pool(self, rows: int) -> float:
         """All but the pool."""
@@ -149,21 +133,21 @@ class DecodeMemory:
 
     def max_batch_size(self, room: float) -> int:
         """The largest batch that fits into so many bytes; 0 where not one row does."""
-        low, high = 0, 2**16
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.bytes_without_pool(middle) <= room else (low, middle - 1)
-        return low
+        return bisect_right(range(1, 2**16 + 1), room, key=self.bytes_without_pool)
 
 
-@dataclass(frozen=True)
-class DecodeBudget:
+class DecodeBudget(NamedTuple):
     """What a decoder may take: bytes of the pool, and the slots that are there from the start."""
 
     pool_bytes: int
     slot_count: int
     slot_tokens: int
     scratch_tokens: int
+
+
+def count_kv_bytes(shape: DenoiserConfig, size: int) -> int:
+    """Bytes of the keys and values of a token in all layers; size: bytes of a number."""
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * size
 
 
 def _measure_activation_bytes(
@@ -179,38 +163,27 @@ def _measure_activation_bytes(
         denoiser = Denoiser(small).to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         denoiser = replace_with_empty_weights(denoiser)
-        peaks = [_peak_of_call(denoiser, length) for length in (128, 256)]
-        logits = [_peak_of_logits(denoiser, decode, count) for count in (64, 128)]
-    (less, more), (few, many) = peaks, logits
-    return (more[1] - less[1]) / (more[0] - less[0]), (many - few) / 64
+        less, more = (measure_simulated_peak(partial(_call_layers, denoiser, n)) for n in (128, 256))
+        few, many = (measure_simulated_peak(partial(_read_logits, denoiser, decode, n)) for n in (64, 128))
+    return (more - less) / (3 * 128), (many - few) / 64
 
 
-def _peak_of_call(denoiser: Denoiser, length: int) -> tuple[int, int]:
-    """Tokens and bytes of a call of rows that are not alike."""
+def _call_layers(denoiser: Denoiser, length: int) -> None:
+    """A call of three rows that are not alike."""
     lengths = [length, length + 1, length + 2]
-    with MemoryTracker() as alive:
-        rows = pack_rows(
-            [Segment((0,) * n, 0) for n in lengths], denoiser.device, [range(n) for n in lengths]
-        )
-        denoiser.encode(rows)
-    return sum(lengths), alive.peak_bytes
+    segments = [Segment((0,) * n, 0) for n in lengths]
+    denoiser.encode(pack_rows(segments, denoiser.device, [range(n) for n in lengths]))
 
 
-def _peak_of_logits(denoiser: Denoiser, decode: DecodeConfig, count: int) -> int:
-    """Bytes of reading so many positions, in the ways that the settings ask for."""
+def _read_logits(denoiser: Denoiser, decode: DecodeConfig, count: int) -> None:
+    """Reads so many positions in the ways that the settings ask for."""
     hidden = torch.empty(count, denoiser.config.hidden_size, dtype=denoiser.dtype)
-    places, none = torch.empty(count, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    drawn = places if decode.temperature else none
-    numbers = torch.empty(len(drawn))
-    by_lot = samples_actions(decode)
-    wanted = SamplingMetadata(
-        torch.zeros(1, dtype=torch.int64), places, drawn, numbers, numbers, places,
-        places if by_lot else None, torch.empty(5, count) if by_lot else None,
-    )  # fmt: skip
-    with MemoryTracker() as alive:
-        alive.track_tensor(hidden)
-        sample_proposals(denoiser.compute_token_logits(hidden).float(), wanted)
-    return alive.peak_bytes
+    places = torch.empty(count, dtype=torch.int64)
+    drawn, numbers = (places, torch.empty(count)) if decode.temperature else (places[:0], torch.empty(0))
+    sampled = (places, torch.empty(5, count)) if samples_actions(decode) else (None, None)
+    mask_id = torch.zeros(1, dtype=torch.int64)
+    wanted = SamplingMetadata(mask_id, places, drawn, numbers, numbers, places, *sampled)
+    sample_proposals(denoiser.compute_token_logits(hidden).float(), wanted)
 
 
 def plan_decode_budget(
@@ -230,11 +203,8 @@ def plan_decode_budget(
             "it, or wait until others have ended"
         )
     room = given * (1 - RESERVED_MEMORY_FRACTION if device.type == "cuda" else 1)
-    need, host = (
-        memory.bytes_without_pool(rows),
-        engine.cpu_offload_gib * GIB if has_unified_memory(device) else 0.0,
-    )
-    left = room - need - host
+    host = engine.cpu_offload_gib * GIB if has_unified_memory(device) else 0.0
+    left = room - memory.bytes_without_pool(rows) - host
     asked = 0 if engine.prefix_cache_gib is None else int(engine.prefix_cache_gib * GIB)
     if left < asked:
         most = memory.max_batch_size(room - host - asked)
@@ -242,10 +212,8 @@ def plan_decode_budget(
         remedy = f"decode.batch_size={most} fits" if most else "not one question fits"
         raise ConfigError(
             f"{budget} is too little for decode.batch_size={rows}: weights take "
-            f"{_gib(memory.weight_bytes)}, keys "
-            f"and values of the batch {_gib(memory.kv_slot_bytes(rows))}, a step "
-            f"{_gib(memory.step_bytes(rows))}{kept}; "
-            f"{remedy}"
+            f"{_gib(memory.weight_bytes)}, keys and values of the batch "
+            f"{_gib(memory.kv_slot_bytes(rows))}, a step {_gib(memory.step_bytes(rows))}{kept}; {remedy}"
         )
     return DecodeBudget(
         int(left) if engine.prefix_cache_gib is None else asked, rows,

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import fsum
 from typing import TYPE_CHECKING, Any
 
@@ -25,65 +26,50 @@ IDLE_SECONDS = 10.0
 MIN_WINDOW_SECONDS = 2.0  # a counter that steps every 0.1 s is 5 % off by then
 READ_SECONDS = 20.0  # between readings of a counter that wraps: one of 65 kJ lasts 131 s at 500 W
 MAX_PLAUSIBLE_VALUE = 1e30  # joules, seconds or tokens
+SUMMED = ("joules", "error", "idle_joules")
 COUNTED = ("joules", "error", "seconds", "answers", "tokens")
 Mark = tuple[float, list[float]]  # a moment, and the joules of each counter until then
 
 
 @dataclass(frozen=True)
-class DeviceEnergy:
-    """One device in a window. error: joules by which both ends are uncertain; idle_joules: with no work."""
-
-    device: str
-    scope: str  # what the sensor counts, in words
-    sensor: str
-    joules: float
-    error: float
-    idle_joules: float | None = None
-
-
-@dataclass(frozen=True)
 class EnergyReading:
-    """The devices of a window. Without them `reason` says why; without either nobody asked.
+    """A window of one device, or of several, its `parts`; with neither sensor nor reason nobody asked.
 
-    `joules`, `error` and `idle_joules` are those of all devices, None if one of them failed: a part of the
-    machine would look like a saving.
+    Joules of several are None if one of them failed: a part of the machine would look like a saving.
     """
 
     seconds: float
-    parts: tuple[DeviceEnergy, ...] = ()
-    reason: str = ""
+    joules: float | None = None
+    error: float | None = None  # joules by which both ends are uncertain
+    idle_joules: float | None = None  # with no work
+    sensor: str = ""
+    scope: str = ""  # what the sensor counts, in words
+    reason: str = ""  # why nothing was measured
+    device: str = ""
+    parts: tuple[EnergyReading, ...] = ()
 
     @property
     def was_requested(self) -> bool:
-        return bool(self.parts or self.reason)
-
-    @property
-    def joules(self) -> float | None:
-        return self._sum("joules")
-
-    @property
-    def error(self) -> float | None:
-        return self._sum("error")
-
-    @property
-    def idle_joules(self) -> float | None:
-        return self._sum("idle_joules")
-
-    @property
-    def sensor(self) -> str:
-        return "; ".join(dict.fromkeys(part.sensor for part in self.parts))
-
-    @property
-    def scope(self) -> str:
-        return "; ".join(part.scope for part in self.parts)
+        return bool(self.sensor or self.reason)
 
     def to_record(self) -> dict[str, Any] | None:
         """For JSON, without names of machines; joules null if not measured, None if nobody asked."""
-        names = ("seconds", "joules", "error", "idle_joules", "sensor", "scope", "reason")
+        names = (*SUMMED, "seconds", "sensor", "scope", "reason")
         return {name: getattr(self, name) for name in names} if self.was_requested else None
 
-    def _sum(self, name: str) -> float | None:
-        return None if self.reason else _sum_or_none([getattr(part, name) for part in self.parts])
+
+def merge_readings(readings: Sequence[EnergyReading]) -> EnergyReading:
+    """Readings of the same time, as of workers; a device counts once, by its longest window."""
+    asked = sorted((reading for reading in readings if reading.was_requested), key=lambda one: one.seconds)
+    parts = {part.device: part for one in asked for part in one.parts or [one] if part.sensor}.values()
+    reason = "; ".join(dict.fromkeys(one.reason for one in asked if one.reason))
+    joules, error, idle = (
+        None if reason else _sum_or_none([getattr(part, name) for part in parts]) for name in SUMMED
+    )
+    sensor = "; ".join(dict.fromkeys(part.sensor for part in parts))
+    longest = max((reading.seconds for reading in readings), default=0.0)
+    scope = "; ".join(part.scope for part in parts)
+    return EnergyReading(longest, joules, error, idle, sensor, scope, reason, parts=tuple(parts))
 
 
 class EnergyMeter:
@@ -114,15 +100,20 @@ class EnergyMeter:
         self.stop()
 
     def start(self) -> None:
-        if self._idle_seconds and self.counters:
-            show_status(f"measuring the idle power for {self._idle_seconds:.0f} s")
-            self._open()
-            time.sleep(self._idle_seconds)
-            idle = self.stop()
+        if self.counters and (seconds := self._idle_seconds):
+            show_status(f"measuring the idle power for {seconds:.0f} s")
+            self._idle_seconds = 0.0
+            with self:
+                time.sleep(seconds)
+            idle = self.reading
             for counter, part in zip(self.counters, idle.parts, strict=False):  # no parts if one failed
-                counter.idle_watts = part.joules / idle.seconds
-        self._idle_seconds = 0.0
-        self._open()
+                counter.idle_watts = (part.joules or 0.0) / idle.seconds
+        self._failure, self._stopped = "", threading.Event()
+        for counter in self.counters:
+            counter.total, counter.last = 0.0, None
+        self._begun = self._lap = self._read_all()
+        if any(counter.wraps_at for counter in self.counters):
+            threading.Thread(target=self._read_often, args=(self._stopped,), daemon=True).start()
 
     def lap(self) -> EnergyReading:
         """The window since the last lap, or the start."""
@@ -140,28 +131,20 @@ class EnergyMeter:
         """Seconds since the last lap, or the start."""
         return time.perf_counter() - self._lap[0]
 
-    def count_joules(self, wrapping_only: bool = False) -> list[float]:
+    def count_joules(self) -> list[float]:
         """Reads the counters; returns the joules of each since the start."""
         with self._lock:
             for counter in self.counters:
-                if not self._failure and (counter.wraps_at or not wrapping_only):
+                if not self._failure:
                     try:
                         counter.advance()
                     except Exception as error:  # of any driver; the run goes on
                         self._failure = f"{counter.scope}: {summarize_error(error)}"
             return [counter.total for counter in self.counters]
 
-    def _open(self) -> None:
-        self._failure, self._stopped = "", threading.Event()
-        for counter in self.counters:
-            counter.total, counter.last = 0.0, None
-        self._begun = self._lap = self._read_all()
-        if any(counter.wraps_at for counter in self.counters):
-            threading.Thread(target=self._read_often, args=(self._stopped,), daemon=True).start()
-
     def _read_often(self, stopped: threading.Event) -> None:
         while not stopped.wait(READ_SECONDS):
-            self.count_joules(wrapping_only=True)
+            self.count_joules()
 
     def _read_all(self) -> Mark:
         try:
@@ -173,22 +156,21 @@ class EnergyMeter:
     def _make_reading(self, before: Mark, after: Mark) -> EnergyReading:
         seconds, reason = after[0] - before[0], self._failure if self.counters else self._reason
         joules = [end - start for start, end in zip(before[1], after[1], strict=True)]
-        if self.counters and not reason:
+        if joules and not reason:
             if seconds < MIN_WINDOW_SECONDS:
                 reason = f"{seconds:.1f} s are too short: {MIN_WINDOW_SECONDS:.0f} s at least"
             elif min(joules) <= 0:
                 reason = f"{self.counters[joules.index(min(joules))].scope}: its counter stands still"
-        if reason:
-            return EnergyReading(seconds, (), reason)
-        parts = [
-            DeviceEnergy(
-                counter.device, counter.scope, counter.sensor, value,
-                error=counter.step_seconds * value / seconds,
-                idle_joules=None if counter.idle_watts is None else counter.idle_watts * seconds,
+        if reason or not joules:
+            return EnergyReading(seconds, reason=reason)
+        return merge_readings([
+            EnergyReading(
+                seconds, value, counter.step_seconds * value / seconds,
+                None if counter.idle_watts is None else counter.idle_watts * seconds,
+                counter.sensor, counter.scope, device=counter.device,
             )
             for counter, value in zip(self.counters, joules, strict=True)
-        ]  # fmt: skip
-        return EnergyReading(seconds, tuple(parts))
+        ])  # fmt: skip
 
 
 def open_meter(choice: str, device: torch.device, host: bool = True) -> EnergyMeter:
@@ -198,26 +180,13 @@ def open_meter(choice: str, device: torch.device, host: bool = True) -> EnergyMe
     """
     if choice == "none" or (device.type == "cpu" and not host):
         return EnergyMeter()
+    import torch
+
     counters, missing = find_counters(device, host)
     if not counters:
         return EnergyMeter(reason=str(missing))
-
-    def synchronize() -> None:
-        if device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(device)
-
-    return EnergyMeter(counters, "", IDLE_SECONDS if choice == "idle" else 0.0, synchronize)
-
-
-def merge_readings(readings: Sequence[EnergyReading]) -> EnergyReading:
-    """Readings of the same time, as of workers; a device counts once, by its longest window."""
-    asked = sorted((reading for reading in readings if reading.was_requested), key=lambda one: one.seconds)
-    parts = {part.device: part for reading in asked for part in reading.parts}
-    reasons = dict.fromkeys(reading.reason for reading in asked if reading.reason)
-    longest = max((reading.seconds for reading in readings), default=0.0)
-    return EnergyReading(longest, tuple(parts.values()), "; ".join(reasons))
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    return EnergyMeter(counters, "", IDLE_SECONDS if choice == "idle" else 0.0, wait)
 
 
 def summarise_energy(entries: Any) -> dict[str, Any] | None:
@@ -236,17 +205,14 @@ def summarise_energy(entries: Any) -> dict[str, Any] | None:
     if not known:
         return None
     found: dict[str, Any] = {name: fsum(entry[name] for entry in known) for name in COUNTED}
+    for name in ("sensor", "scope"):
+        found[name] = "; ".join(dict.fromkeys(str(entry.get(name, "")) for entry in known))
     idle = [entry.get("idle_joules") for entry in known]
-    names = {
-        name: "; ".join(dict.fromkeys(str(entry.get(name, "")) for entry in known))
-        for name in ("sensor", "scope")
-    }
     return found | {
         "idle_joules": _sum_or_none([value if _is_number(value) else None for value in idle]),
         "watts": found["joules"] / found["seconds"],
         "joules_per_answer": found["joules"] / found["answers"] if found["answers"] else None,
         "tokens_per_joule": found["tokens"] / found["joules"],
-        **names,
     }
 
 

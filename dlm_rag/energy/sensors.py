@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 POWERCAP = Path("/sys/class/powercap")
 MAX_WRAP_SECONDS = 60.0  # after so long without a reading a counter may have wrapped twice
+SHARED_SCOPE = " and perhaps its CPU"  # GH200's counter includes it (zeus #172); GB's may
+INSTALL_COMMAND = "pip install 'dlm_rag[energy]'"
 
 
 class SensorError(Exception):
@@ -35,12 +37,11 @@ class EnergyCounter:
     """A counter of joules from any start. wraps_at: joules at which it starts again from 0."""
 
     device: str
-    scope: str
+    scope: str  # what it counts, in words
     sensor: str
     read: Callable[[], float]
     step_seconds: float  # between its own updates
     wraps_at: float | None = None
-    includes_cpu: bool = False  # or may do so
     total: float = 0.0  # joules since the start
     last: tuple[float, float] | None = None  # when it was read, and what it showed
     idle_watts: float | None = None
@@ -66,15 +67,14 @@ def find_counters(
     """
     found: list[EnergyCounter] = []
     try:
-        if device.type not in ("cpu", "cuda"):
-            raise SensorError(f"no sensor of {device.type} is known")
         if device.type == "cuda":
             found.append(_find_gpu_counter(device))
-        if host and not any(counter.includes_cpu for counter in found):
-            found += _find_rapl_counters()
+            host = host and not found[0].scope.endswith(SHARED_SCOPE)
+        elif device.type != "cpu":
+            raise SensorError(f"no sensor of {device.type} is known")
+        return [*found, *(_find_rapl_counters() if host else ())], None
     except SensorError as error:
         return found, error
-    return found, None
 
 
 def describe_sensors(device: torch.device) -> tuple[str, str]:
@@ -122,16 +122,14 @@ def _find_gpu_counter(device: torch.device) -> EnergyCounter:
     try:
         import pynvml as nvml
     except ImportError:
-        remedy = "pip install 'dlm_rag[energy]'"
-        raise SensorError(f"nvidia-ml-py is not installed: {remedy}", remedy) from None
+        raise SensorError(f"nvidia-ml-py is not installed: {INSTALL_COMMAND}", INSTALL_COMMAND) from None
     try:
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        scope = f"GPU {nvml.nvmlDeviceGetIndex(handle)} ({name})"
         read = lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3  # noqa: E731
         read()
+        shared = SHARED_SCOPE if re.search(r"\bG[HB]\d", name) else ""
+        scope = f"GPU {nvml.nvmlDeviceGetIndex(handle)} ({name}){shared}"
     except nvml.NVMLError as error:
         raise SensorError(f"NVML has no energy counter of {name}: {summarize_error(error)}") from None
-    whole = re.search(r"\bG[HB]\d", name) is not None  # GH200's includes it (zeus #172); GB's may
-    scope += " and perhaps its CPU" if whole else ""
-    return EnergyCounter(uuid, scope, "NVML energy counter", read, 0.1, includes_cpu=whole)
+    return EnergyCounter(uuid, scope, "NVML energy counter", read, 0.1)

@@ -37,14 +37,6 @@ class FlopCount:
         """
         return 2 * self.flops + self.attention_flops if frozen else 3 * self.flops
 
-    def __iadd__(self, other: "FlopCount") -> "FlopCount":
-        self.flops += other.flops
-        self.attention_flops += other.attention_flops
-        self.bytes_moved += other.bytes_moved
-        self.calls += other.calls
-        self.tokens += other.tokens
-        return self
-
     def __add__(self, other: "FlopCount") -> "FlopCount":
         return FlopCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
@@ -99,9 +91,7 @@ def _feed_forward(config: DenoiserConfig, tokens: int, sparse: bool) -> tuple[fl
 
 
 def warn_slow_compute(flops: float, what: str, device: str) -> None:
-    """Warns of a step that takes more than `ANNOUNCE_FROM_SECONDS` seconds at an ordinary speed, before it
-    begins.
-    """
+    """Warns, before it begins, of a step that takes long on an ordinary device."""
     seconds = flops / NOMINAL_FLOPS_PER_SECOND.get(device, NOMINAL_FLOPS_PER_SECOND["cpu"])
     if seconds > ANNOUNCE_FROM_SECONDS:
         log.warning(

@@ -5,6 +5,7 @@ kernels allocate internally is not seen.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +72,13 @@ class MemoryTracker(TorchDispatchMode):
         self._wide_now -= wide
 
 
+def measure_simulated_peak(call: Callable[[], object]) -> int:
+    """Peak bytes of what the operators of a call make."""
+    with MemoryTracker() as alive:
+        call()
+    return alive.peak_bytes
+
+
 def replace_with_empty_weights(denoiser: Denoiser) -> Denoiser:
     """A denoiser made on the meta device, its weights replaced by tensors of the mode that is open."""
     denoiser.attention = "sdpa"
@@ -85,8 +93,6 @@ def replace_with_empty_weights(denoiser: Denoiser) -> Denoiser:
 
 
 def even_grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """As `layers.grouped_matmul`, for tensors without contents: all experts get as many of the
-    rows.
-    """
+    """As `layers.grouped_matmul`, for tensors without contents: all experts get as many of the rows."""
     even = pad(x, (0, 0, 0, -len(x) % len(weights))).unflatten(0, (len(weights), -1)).to(weights.dtype)
     return (even @ weights.transpose(1, 2)).flatten(0, 1)[: len(x)]

@@ -201,7 +201,7 @@ class WorkerPool:
             with suppress(Exception):  # of a worker that is gone, in whatever way
                 readings = [slot.actor.read_energy.remote() for slot in self._slots if slot.ready]
                 return merge_readings(ray.get(readings, timeout=ENERGY_TIMEOUT_SECONDS))
-        return EnergyReading(0.0, (), "a worker has died, and its part is not known")
+        return EnergyReading(0.0, reason="a worker has died, and its part is not known")
 
     def describe(self) -> str:
         """The number of workers, and their statistics added up."""

@@ -19,7 +19,6 @@ from dlm_rag.decode.terminal import RunTotals
 from dlm_rag.energy import meter as meters
 from dlm_rag.energy import sensors
 from dlm_rag.energy.meter import (
-    DeviceEnergy,
     EnergyMeter,
     EnergyReading,
     format_energy,
@@ -114,9 +113,9 @@ def cuda(monkeypatch):
     return make
 
 
-def counter(values, wraps_at=None):
+def counter(values, wraps_at=None, device="d"):
     """A counter with these values of joules, one after another."""
-    return EnergyCounter("d", "a thing", "fake", iter(values).__next__, 0.1, wraps_at)
+    return EnergyCounter(device, "a thing", "fake", iter(values).__next__, 0.1, wraps_at)
 
 
 def measure(clock, seconds, *values, **more) -> EnergyReading:
@@ -185,7 +184,7 @@ def test_joules_of_two_packages_are_exact_when_a_counter_wraps(rapl, clock):
     for energy_uj in (65_400_000_000, 200_000_000, 500_000_000):
         clock.now += 20
         first.write_text(str(energy_uj))
-        meter.count_joules(wrapping_only=True)  # as the thread does
+        meter.count_joules()  # as the thread does
     second.write_text("350000000")
     reading = meter.stop()
     assert [part.joules for part in reading.parts] == [pytest.approx(1000), pytest.approx(250)]
@@ -256,7 +255,7 @@ def test_the_cpu_of_a_module_is_not_counted_twice(rapl, cuda, name):
     cuda(name)
     rapl("intel-rapl:0")
     ((found,), missing) = find_counters(CUDA)
-    assert found.includes_cpu and "its CPU" in found.scope and missing is None
+    assert "its CPU" in found.scope and missing is None
 
 
 @pytest.mark.parametrize(
@@ -341,23 +340,26 @@ def test_a_gpu_at_work_draws_more_than_idle_and_less_than_a_kettle():
     assert 5 < reading.idle_joules / reading.seconds < reading.joules / reading.seconds < 2000
 
 
-def part(device="d", joules=100.0, **more):
-    return replace(DeviceEnergy(device, f"scope {device}", "a sensor", joules, 1.0, 40.0), **more)
+def part(device="d", joules=100.0, seconds=10.0, error=1.0):
+    return EnergyReading(seconds, joules, error, 40.0, "a sensor", f"scope {device}", device=device)
+
+
+def lost(reason, seconds=3.0):
+    return EnergyReading(seconds, reason=reason)
 
 
 def test_what_workers_read_at_the_same_time_counts_every_device_once():
     """Both have a GPU of their own and see the same CPU, the second for longer."""
-    one = EnergyReading(5.0, (part("gpu1"), part("cpu", 60.0)))
-    two = EnergyReading(6.0, (part("gpu2", 200.0), part("cpu", 70.0)))
+    one = merge_readings([part("gpu1", seconds=5.0), part("cpu", 60.0, 5.0)])
+    two = merge_readings([part("gpu2", 200.0, 6.0), part("cpu", 70.0, 6.0)])
     whole = merge_readings([two, one, EnergyReading(9.0)])
     assert (whole.joules, whole.error, whole.seconds) == (370.0, 3.0, 9.0)
-    assert merge_readings([one, EnergyReading(6.0, (), "MIG")]).joules is None
+    assert merge_readings([one, lost("MIG")]).joules is None
     assert not merge_readings([EnergyReading(1.0), EnergyReading(2.0)]).was_requested
 
 
 def entry(**more):
-    reading = EnergyReading(10.0, (part(joules=1000.0, error=10.0),))
-    return reading.to_record() | {"answers": 20, "tokens": 500} | more
+    return part(joules=1000.0, error=10.0).to_record() | {"answers": 20, "tokens": 500} | more
 
 
 def test_figures_of_a_run_by_hand():
@@ -375,10 +377,10 @@ def test_figures_of_a_run_by_hand():
 
 
 def test_parts_that_were_not_measured_count_neither_joules_nor_answers():
-    lost = EnergyReading(3.0, (), "MIG").to_record() | {"answers": 70, "tokens": 9}
-    found = summarise_energy([entry(), lost, entry(idle_joules=None)])
+    mig = lost("MIG").to_record() | {"answers": 70, "tokens": 9}
+    found = summarise_energy([entry(), mig, entry(idle_joules=None)])
     assert (found["joules"], found["answers"], found["idle_joules"]) == (2000.0, 40, None)
-    assert summarise_energy([lost]) is None and lost["joules"] is None and lost["reason"] == "MIG"
+    assert summarise_energy([mig]) is None and mig["joules"] is None and mig["reason"] == "MIG"
 
 
 @pytest.mark.parametrize(
@@ -395,9 +397,9 @@ def test_tokens_are_those_before_the_first_end_token():
     assert found == {5: 0, 6: 2, 7: 1, 9: 2} and rollout.tokens_committed == 2
     tally = RunTotals({7})
     tally.add(rollout)
-    line = tally.summary_line(10.0, "cpu", EnergyReading(10.0, (part(joules=50.0),)))
+    line = tally.summary_line(10.0, "cpu", part(joules=50.0))
     assert "0.02 tokens/J" in line and "50 J/answer" in line
-    assert "(why)" in tally.summary_line(1.0, "cpu", EnergyReading(1.0, (), "why"))
+    assert "(why)" in tally.summary_line(1.0, "cpu", lost("why"))
 
 
 def test_every_part_of_a_run_stands_in_the_stamp(tmp_path):
@@ -528,24 +530,14 @@ def test_a_sensor_that_fails_while_training_leaves_null(clock):
     assert "went backwards" in windows.stop_and_describe()
 
 
-class Pair(DistributedContext):
-    """This process beside one like it, that has drawn as much, or has no sensor."""
-
-    other_fails = False
-
-    def all_reduce_sum(self, values):
-        more = [*values[:-3], *([1.0] * 3 if len(values) == 6 and self.other_fails else values[-3:])]
-        return [a + b for a, b in zip(values, more, strict=True)]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_joules_are_those_of_all_processes_or_none(fails, clock, monkeypatch):
-    monkeypatch.setattr(Pair, "other_fails", fails)
-    windows = EnergyWindows(EnergyMeter([counter([0.0, 300.0])]), Pair(0, 2, 0))
+@pytest.mark.parametrize("other", [part("e", 300.0), lost("no RAPL")])
+def test_joules_are_those_of_all_processes_or_none(other, clock, monkeypatch):
+    monkeypatch.setattr(DistributedContext, "all_gather_object", lambda self, own: [own, other])
+    windows = EnergyWindows(EnergyMeter([counter([0.0, 300.0])]), ONE)
     clock.now += 3
     found = windows.add_step(STEP)
-    assert found["joules"] == (None if fails else 600)
-    assert found["joules_of"].endswith("a thing, with the devices of 1 other process")
+    assert found["joules"] == (600 if other.sensor else None)
+    assert found["joules_of"].startswith("fake; a sensor: a thing, with" if other.sensor else "fake: a th")
 
 
 def write_metrics(folder):

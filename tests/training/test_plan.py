@@ -14,6 +14,7 @@ import yaml
 from dlm_rag.config import PlanConfig, load_config
 from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser_config import ExpertsConfig
+from dlm_rag.model.simulated_memory import MemoryTracker
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.initial_weights import add_lora_adapters
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
@@ -26,7 +27,6 @@ from dlm_rag.training.planning.plan import (
     resolve_shape,
 )
 from dlm_rag.training.planning.plan_report import describe_days_claim, describe_required_link
-from dlm_rag.training.planning.step_memory import MemoryTracker
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import CPU, MICRO_SETTINGS, make_trainer
@@ -112,7 +112,6 @@ def test_a_few_layers_and_items_tell_of_all(monkeypatch, way, experts):
     config = load_config(None, [*words, *SMALL, *DEEP[way]])
     shape = tiny_denoiser(num_hidden_layers=9, experts=experts, canvas_length=32).config
     (found,) = plan_phases(config, shape, torch.bfloat16)
-    monkeypatch.setattr("dlm_rag.training.planning.step_memory.TAIL_LAYERS", 10)
     monkeypatch.setattr("dlm_rag.training.planning.step_memory.MIN_LOGIT_CHUNKS", 1000)
     (whole,) = plan_phases(config, shape, torch.bfloat16)
     assert replace(found.memory, bytes_moved=0) == replace(whole.memory, bytes_moved=0)
@@ -144,10 +143,10 @@ def test_sharing_a_sequence_divides_its_activations():
         for more in (["train.batch_tokens=8192"], ["train.context_parallel=8"])
     )
     assert whole.microbatch_items == shared.microbatch_items == 1
-    kept = shared.kv_bytes_per_item / begun.config.num_hidden_layers  # of the layer at work
+    kept = 4 * 2 * begun.config.num_key_value_heads * begun.config.head_dim * 1024  # of the layer at work
     assert shared.memory.activations < whole.memory.activations / 8 + 3 * kept
     assert shared.flops == whole.flops / 8, "of one sequence instead of eight"
-    assert shared.network_traffic_bytes() > whole.network_traffic_bytes()
+    assert shared.network_traffic > whole.network_traffic
 
 
 def test_what_is_sent_is_what_the_collectives_say():
@@ -163,11 +162,11 @@ def test_what_is_sent_is_what_the_collectives_say():
         for more in ([], ["train.parallel=fsdp", "train.gradient_accumulation_steps=1"])
     )
     weights = copies.memory.parameters
-    assert copies.network_traffic_bytes() == 4 * weights
+    assert copies.network_traffic == 4 * weights
     width, vocabulary = shape.hidden_size, shape.vocab_size
     outside = vocabulary * width * (1 if shape.tie_word_embeddings else 2) + width
     gathered = 2 * (4 * (weights - outside) + outside)
-    assert shards.network_traffic_bytes() == gathered / 2 + 4 * weights / 2
+    assert shards.network_traffic == gathered / 2 + 4 * weights / 2
 
 
 def test_a_claim_beyond_the_peak_is_named():
@@ -183,7 +182,7 @@ def test_the_link_at_which_devices_pay_is_the_one_that_takes_as_long():
     """Two devices that compute for 2 s each, one for 4 s: 1 GB to send hides in 2 s, and is worth 4."""
     phase = SimpleNamespace(
         train=SimpleNamespace(max_steps=3),
-        network_traffic_bytes=lambda: 1e9,
+        network_traffic=1e9,
         step_seconds=lambda *_: {"compute": 2.0, "memory": 1.0, "network": 9.0},
     )
     plan = PlanConfig(machine="gb10", devices=2)
@@ -247,9 +246,7 @@ def test_rollouts_count_where_they_take_more_than_the_update():
         assert memory.reference == memory.weights > 0
         always = memory.weights + memory.reference + memory.optimizer
         update = memory.gradients + memory.activations
-        assert sum(plan.bytes_per_device().values()) == pytest.approx(
-            always + max(update, plan.decode_bytes)
-        )
+        assert sum(plan.device_bytes.values()) == pytest.approx(always + max(update, plan.decode_bytes))
         found.append((plan.decode_bytes, update))
     (many, update), (few, same) = found
     assert few < update == same < many

@@ -4,19 +4,15 @@ Peaks are dense (no structured sparsity), of one device. A peak is never reached
 a stated or measured MFU.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-TERA, GIGA = 1e12, 1e9
 
-
-@dataclass(frozen=True)
-class GpuSpec:
-    """One device and how several of them are joined."""
+class GpuSpec(NamedTuple):
+    """One device and how several of them are joined. Its name is part of the one that CUDA gives."""
 
     name: str
-    device_name_part: str  # part of the name that CUDA gives the device
     flops: dict[torch.dtype, float]  # dense FLOP/s
     memory: float  # bytes
     bandwidth: float  # bytes/s of that memory
@@ -25,42 +21,30 @@ class GpuSpec:
     source: str
 
 
-def _peak_flops(bfloat16: float | None, float16: float, float32: float) -> dict[torch.dtype, float]:
-    low = {} if bfloat16 is None else {torch.bfloat16: bfloat16 * TERA}
-    return low | {torch.float16: float16 * TERA, torch.float32: float32 * TERA}
-
-
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+# Name; TFLOP/s by `DTYPES`; GB; GB/s of memory and link; W; source.
+_SPECS: list[tuple[str, tuple[float, float, float], float, float, float, float, str]] = [
+    ("gb300", (2250, 2250, 75), 252, 7100, 100, 1400,
+     "DGX Station: 252 GB, 7.1 TB/s, 800 Gb/s network (crowdbyte.ai, Computex 2026); BF16 2,250 TFLOP/s "
+     "and 1,400 W of a B300 (glennklockwood.com/garden/processors/B300)"),
+    ("gb10", (125, 125, 31), 128, 273, 12, 140,
+     "DGX Spark: 128 GB, 273 GB/s, 140 W (ai-infrastructure.net/dgx-spark); BF16 is an eighth of the "
+     "quoted 1 PFLOP/s of sparse FP4 and was seen at half of that (J. Carmack, 2025); 96 Gb/s as users "
+     "measured between two"),
+    ("h100", (989, 989, 67), 80, 3350, 450, 700,
+     "H100 SXM: NVIDIA's data sheet, half of its figures with sparsity"),
+    ("h200", (989, 989, 67), 141, 4800, 450, 700,
+     "H200 SXM: NVIDIA's data sheet, half of its figures with sparsity"),
+    ("b200", (2250, 2250, 75), 180, 7700, 900, 1000,
+     "B200 SXM: hmc-tech.com/gpus/nvidia-b200-vs-nvidia-b100; 180 GB usable in a DGX"),
+    ("v100", (0, 125, 15.7), 32, 900, 150, 300, "V100 SXM2 32 GB: NVIDIA's data sheet; it has no BF16"),
+]  # fmt: skip
 GPU_SPECS = {
-    machine.name: machine
-    for machine in (
-        GpuSpec(
-            "gb300", "GB300", _peak_flops(2250, 2250, 75), 252 * GIGA, 7.1e12, 100e9, 1400,
-            "DGX Station: 252 GB, 7.1 TB/s, 800 Gb/s network (crowdbyte.ai, Computex 2026); BF16 2,250 "
-            "TFLOP/s and 1,400 W of a B300 (glennklockwood.com/garden/processors/B300)",
-        ),
-        GpuSpec(
-            "gb10", "GB10", _peak_flops(125, 125, 31), 128 * GIGA, 273e9, 12e9, 140,
-            "DGX Spark: 128 GB, 273 GB/s, 140 W (ai-infrastructure.net/dgx-spark); BF16 is an eighth of "
-            "the quoted 1 PFLOP/s of sparse FP4 and was seen at half of that (J. Carmack, 2025); 96 Gb/s "
-            "as users measured between two",
-        ),
-        GpuSpec(
-            "h100", "H100", _peak_flops(989, 989, 67), 80 * GIGA, 3.35e12, 450e9, 700,
-            "H100 SXM: NVIDIA's data sheet, half of its figures with sparsity",
-        ),
-        GpuSpec(
-            "h200", "H200", _peak_flops(989, 989, 67), 141 * GIGA, 4.8e12, 450e9, 700,
-            "H200 SXM: NVIDIA's data sheet, half of its figures with sparsity",
-        ),
-        GpuSpec(
-            "b200", "B200", _peak_flops(2250, 2250, 75), 180 * GIGA, 7.7e12, 900e9, 1000,
-            "B200 SXM: hmc-tech.com/gpus/nvidia-b200-vs-nvidia-b100; 180 GB usable in a DGX",
-        ),
-        GpuSpec(
-            "v100", "V100", _peak_flops(None, 125, 15.7), 32 * GIGA, 900e9, 150e9, 300,
-            "V100 SXM2 32 GB: NVIDIA's data sheet; it has no BF16",
-        ),
+    name: GpuSpec(
+        name, {dtype: 1e12 * peak for dtype, peak in zip(DTYPES, peaks, strict=True) if peak},
+        1e9 * memory, 1e9 * bandwidth, 1e9 * link, watts, source,
     )
+    for name, peaks, memory, bandwidth, link, watts, source in _SPECS
 }  # fmt: skip
 
 
@@ -69,4 +53,4 @@ def find_gpu_spec(device: torch.device) -> GpuSpec | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((machine for machine in GPU_SPECS.values() if machine.device_name_part in name), None)
+    return next((machine for machine in GPU_SPECS.values() if machine.name.upper() in name), None)

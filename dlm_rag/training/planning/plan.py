@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dlm_rag.config import Config, TrainConfig
-from dlm_rag.decode.memory_budget import DecodeMemory, LongestRow
+from dlm_rag.decode.memory_budget import GIB, DecodeMemory, LongestRow, count_kv_bytes
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.evidence.segment_kv_cache import measure_free_bytes
@@ -18,7 +18,6 @@ from dlm_rag.machine import choose_dtype
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES
 from dlm_rag.model.flops import FlopCount, count_encode_flops, count_head_flops
-from dlm_rag.model.packed_batch import Segment
 from dlm_rag.model.simulated_memory import RESERVED_MEMORY_FRACTION
 from dlm_rag.training.data.examples import LONG_QUESTION_TOKENS, Example
 from dlm_rag.training.distributed import check_parallelism
@@ -28,123 +27,113 @@ from dlm_rag.training.planning.gpu_specs import GpuSpec
 from dlm_rag.training.planning.step_memory import (
     FLOAT32_BYTES,
     StepMemory,
-    StepMemoryEstimator,
     count_optimizer_bytes,
+    estimate_step_memory,
 )
 from dlm_rag.training.task import Task
 from dlm_rag.training.tasks import find_task
 
-GB, GIB = 1e9, 2**30
+GB = 1e9
 ROLLOUT_EXTRA_KEY = "rollouts, beyond these"
 MEMORY_REMEDY = (
     "see what fits with --plan (gradient_accumulation_steps, activation_checkpointing, parallel=fsdp, "
     "lora_rank)"
 )
 # The shapes of checkpoints that people begin with, so that a plan needs neither network nor weights.
+_QWEN_7B = {
+    "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+}  # fmt: skip
 KNOWN_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Instruct": {
         "model_type": "llada", "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32,
         "mlp_hidden_size": 12_288, "vocab_size": 126_464, "embedding_size": 126_464, "rms_norm_eps": 1e-5,
         "max_sequence_length": 4096, "rope_theta": 500_000.0, "mask_token_id": 126_336,
     },
-    "Dream-org/Dream-v0-Instruct-7B": {
-        "model_type": "Dream", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131_072, "rope_theta": 1e6, "mask_token_id": 151_666,
+    "Dream-org/Dream-v0-Instruct-7B": _QWEN_7B | {
+        "model_type": "Dream", "max_position_embeddings": 131_072, "mask_token_id": 151_666,
     },
-    "Qwen/Qwen2.5-7B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "intermediate_size": 18_944, "vocab_size": 152_064, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32_768, "rope_theta": 1e6, "mask_token_id": 151_665,
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN_7B | {
+        "model_type": "qwen2", "max_position_embeddings": 32_768, "mask_token_id": 151_665,
     },
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """One phase on `devices` devices of a kind that need not be known."""
+    """A step of a phase on `devices` devices of a kind that need not be known."""
 
     name: str
     train: TrainConfig
-    tokens: float  # of a step, prompts and canvases
-    flops: float  # of a step: forward and backward, nothing computed twice
-    items: int  # of a step
-    microbatch_items: int  # items that a device, or all that share sequences, compute at once
-    memory: StepMemory  # with so many items
-    decode_bytes: float  # bytes of keys, values and a step of those that are decoded together
+    shape: DenoiserConfig
+    size: int  # bytes of a number of the arithmetic
     devices: int
-    number_bytes: int  # bytes of a number of the arithmetic
-    gathered_bytes: (
-        float  # bytes of what shards are gathered into: the layer at work, the next one, and the rest
-    )
-    non_layer_parameters: int  # parameters outside of the layers
+    items: int
+    microbatch_items: int  # items that a device, or all that share sequences, compute at once
+    tokens: float  # prompts and canvases
+    flops: float  # forward and backward, nothing computed twice
     layer_calls: int  # of the layers in a forward: passages run before what sees them
-    kv_bytes_per_item: float  # bytes of keys and values of all layers of an item
+    memory: StepMemory  # of a part
+    decode_bytes: float  # of keys, values and a decoding step of those that are decoded together
 
-    def bytes_per_device(self) -> dict[str, float]:
+    @property
+    def device_bytes(self) -> dict[str, float]:
         """Bytes on each device, by what they are for."""
         memory, shards = self.memory, self.devices if self.train.parallel == "fsdp" else 1
-        found = {
+        layer = (memory.parameters - memory.outside_parameters) / self.shape.num_hidden_layers
+        # What shards are gathered into: the layer at work, the next one, and the rest.
+        gathered = self.size * (2 * layer + memory.outside_parameters * (2 if memory.reference else 1))
+        return {
             "weights": memory.weights / shards,
             "reference": memory.reference / shards,
             "gradients": memory.gradients / shards,
             "optimizer": memory.optimizer / shards,
-            "gathered shards": self.gathered_bytes if shards > 1 else 0.0,
+            "gathered shards": gathered if shards > 1 else 0.0,
             "activations": memory.activations - memory.logits,
             "logits at the peak": memory.logits,
+            # Rollouts come before a step, when there are neither gradients nor activations.
+            ROLLOUT_EXTRA_KEY: max(0.0, self.decode_bytes - memory.gradients / shards - memory.activations),
         }
-        # Rollouts come before a step, when there are neither gradients nor activations.
-        room = found["gradients"] + memory.activations
-        return found | {ROLLOUT_EXTRA_KEY: max(0.0, self.decode_bytes - room)}
 
-    def memory_traffic_bytes(self) -> float:
+    @property
+    def memory_traffic(self) -> float:
         """Bytes that a device's operators read and write in a step, each by itself, as without compile."""
+        moved, held = self.train.gradient_accumulation_steps * self.memory.bytes_moved, self.device_bytes
+        if self.train.is_denoiser_frozen:
+            return moved
         # AdamW reads weight, gradient and its state, and writes all but the gradient.
-        update = (
-            2 * (self.bytes_per_device()["weights"] + self.bytes_per_device()["optimizer"])
-            + self.bytes_per_device()["gradients"]
-        )
-        return self.train.gradient_accumulation_steps * self.memory.bytes_moved + (
-            0 if self.train.is_denoiser_frozen else update
-        )
+        return moved + 2 * (held["weights"] + held["optimizer"]) + held["gradients"]
 
-    def network_traffic_bytes(self) -> float:
+    @property
+    def network_traffic(self) -> float:
         """Bytes that a device sends in a step, in rings: sums of gradients, shards, keys and values."""
-        train, memory = self.train, self.memory
-        others = (self.devices - 1) / self.devices
+        train, memory, others = self.train, self.memory, (self.devices - 1) / self.devices
+        parts, apart = train.gradient_accumulation_steps, train.context_parallel
+        each = 2 * others * memory.gradients
         if train.parallel == "fsdp":
             # A layer is gathered for each call, forward and backward; what is outside of the layers stays
             # gathered. Gradients are summed in float32, in every part.
-            layers = memory.parameters - self.non_layer_parameters
-            passes = 3 if memory.reference else 2  # which has no backward
-            numbers = self.number_bytes * (
-                passes * self.layer_calls * layers + (passes - 1) * self.non_layer_parameters
-            )
-            each = others * (numbers + FLOAT32_BYTES * memory.trained) * train.gradient_accumulation_steps
-        else:
-            each = 2 * others * memory.gradients
-        apart = train.context_parallel
+            outside, passes = memory.outside_parameters, 3 if memory.reference else 2  # has no backward
+            numbers = passes * self.layer_calls * (memory.parameters - outside) + (passes - 1) * outside
+            each = others * (self.size * numbers + FLOAT32_BYTES * memory.trained) * parts
         passes = 3 if train.activation_checkpointing == "full" else 2
-        rows = passes * self.kv_bytes_per_item * self.microbatch_items * train.gradient_accumulation_steps
-        return each + rows * (apart - 1) / apart
+        rows = passes * self.microbatch_items * parts * train.sequence_length
+        return each + rows * count_kv_bytes(self.shape, self.size) * (apart - 1) / apart
 
     def step_seconds(self, machine: GpuSpec, dtype: torch.dtype, mfu: float) -> dict[str, float]:
         """Of a step, were it bound by nothing else: arithmetic at `mfu`, memory, network at their peaks."""
         return {
             "compute": self.flops / (self.devices * machine.flops[dtype] * mfu),
-            "memory": self.memory_traffic_bytes() / machine.bandwidth,
-            "network": self.network_traffic_bytes() / machine.link if self.devices > 1 else 0.0,
+            "memory": self.memory_traffic / machine.bandwidth,
+            "network": self.network_traffic / machine.link if self.devices > 1 else 0.0,
         }
 
     def max_microbatch_items(self, machine: GpuSpec) -> int:
         """Items that fit into one part of a step on a device; 0 where not one does."""
-        need, more = self.bytes_per_device(), self.memory.activations_per_item
-        room = (1 - RESERVED_MEMORY_FRACTION) * machine.memory - sum(need.values())
-        if need.pop(ROLLOUT_EXTRA_KEY) and room < 0:
-            return 0  # however small a part is
-        one = sum(need.values()) - more * (self.microbatch_items - 1)
-        room = (1 - RESERVED_MEMORY_FRACTION) * machine.memory - one
-        if room < 0:
+        have, need = (1 - RESERVED_MEMORY_FRACTION) * machine.memory, sum(self.device_bytes.values())
+        rollouts, more = self.device_bytes[ROLLOUT_EXTRA_KEY], self.memory.activations_per_item
+        room = have - (need - rollouts - more * (self.microbatch_items - 1))
+        if room < 0 or (rollouts and need > have):  # which are as large however small a part is
             return 0
         return 1 + int(room / more) if more else self.items
 
@@ -156,46 +145,26 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
     """
     if shape.noise is not None:
         raise ConfigError("a plan is made for denoisers of masks, and this is a model of uniform noise")
-    found = []
-    denoiser = build_meta_denoiser(shape, 0, torch.float32)
-    in_layers = sum(p.numel() for p in denoiser.layers.parameters())
-    outside = sum(p.numel() for p in denoiser.parameters()) - in_layers
+    found, devices = [], config.plan.devices
     for name, train in config.train.get_phase_configs().items():
-        devices = config.plan.devices
         train = replace(train, dtype=str(dtype).removeprefix("torch."))
         task = make_planned_task(config, train, shape)
         check_parallelism(train, task.items, devices)
-        layout, microbatches = task.layout(shape), devices * train.gradient_accumulation_steps
-        part = math.ceil(task.items * train.context_parallel / microbatches)
-        one, decoded = task.sample_examples(shape, 1), task.sample_decoding(shape)
-        rollout_flops = count_forward_flops(shape, decoded, layout).flops if decoded else 0.0
-        memory = StepMemoryEstimator(task, shape, train, dtype).estimate(part)
-        forward, denoisers = count_forward_flops(shape, one, layout), 2 if memory.reference else 1
-        flops = forward.flops_with_backward(train.is_denoiser_frozen) + (denoisers - 1) * forward.flops
+        parts = devices * train.gradient_accumulation_steps
+        part = math.ceil(task.items * train.context_parallel / parts)
+        memory = estimate_step_memory(task, shape, dtype, part)
+        decoded, layout = task.sample_decoding(shape), task.layout(shape)
+        forward = count_forward_flops(shape, task.sample_examples(shape, 1), layout)
+        flops = forward.flops_with_backward(train.is_denoiser_frozen)
+        flops += forward.flops if memory.reference else 0
+        flops += count_forward_flops(shape, decoded, layout).flops if decoded else 0
+        decode_bytes = estimate_rollout_bytes(config, task, shape, dtype, part)
         found.append(
             PhasePlan(
-                name=name,
-                train=train,
-                tokens=float(task.items * count_layer_tokens(shape, one, layout)),
-                flops=task.items * (flops + rollout_flops),
-                items=task.items,
-                microbatch_items=part,
-                memory=memory,
-                decode_bytes=estimate_rollout_bytes(config, task, shape, dtype, part),
-                devices=devices,
-                number_bytes=dtype.itemsize,
-                gathered_bytes=dtype.itemsize
-                * (2 * in_layers / shape.num_hidden_layers + denoisers * outside),
-                non_layer_parameters=outside,
-                layer_calls=len(_forward_calls(shape, one, layout)),
-                kv_bytes_per_item=2.0
-                * shape.num_hidden_layers
-                * shape.num_key_value_heads
-                * shape.head_dim
-                * train.sequence_length
-                * dtype.itemsize,
+                name, train, shape, dtype.itemsize, devices, task.items, part,
+                float(task.items * forward.tokens), task.items * flops, forward.calls, memory, decode_bytes,
             )
-        )
+        )  # fmt: skip
     return found
 
 
@@ -207,59 +176,40 @@ def make_planned_task(config: Config, train: TrainConfig, shape: DenoiserConfig)
     return find_task(train)(None, here, train, origin)
 
 
-def count_layer_tokens(shape: DenoiserConfig, examples: list[Example], layout: str) -> int:
-    """Tokens that the layers run for these rows: shared passages once where the layout allows it."""
-    return sum(len(run.ids) for runs, *_ in _forward_calls(shape, examples, layout) for run in runs)
-
-
-def _forward_calls(
-    shape: DenoiserConfig, examples: list[Example], layout: str
-) -> list[tuple[list[Segment], list[int], list[int]]]:
-    """Runs, tokens that each sees before its own, and tokens through the last layer, of a batch's calls."""
-    states = [
-        lay_out_prompt(e.prompt, shape, layout).build_row(e.target, e.finished, shape.shifted)
-        for e in examples
-    ]
-    segments = list(dict.fromkeys(segment for state in states for segment in state.context_segments))
-    seen = [sum(len(segment.ids) for segment in state.context_segments) for state in states]
-    canvases = (
-        [state.canvas_segment for state in states],
-        seen,
-        [len(e.supervised_positions) for e in examples],
-    )
-    return [(segments, [0] * len(segments), [0] * len(segments)), canvases] if segments else [canvases]
-
-
 def estimate_rollout_bytes(
     config: Config, task: Task, shape: DenoiserConfig, dtype: torch.dtype, part: int
 ) -> float:
     """Bytes in addition to the weights while `part` items are decoded; pools take what is left."""
-    train = task.train
-    settings = task.rollout_settings(config, train)
+    settings = task.rollout_settings(config, task.train)
     if settings is None:
         return 0.0
-    passages = config.retrieval.top_k, train.passage_length
+    passages = config.retrieval.top_k, task.train.passage_length
     row = LongestRow.from_budget(ContextBudget.from_config(shape), shape, LONG_QUESTION_TOKENS, passages)
-    memory, rows = (
-        DecodeMemory.from_config(shape, dtype, settings, row),
-        min(settings.batch_size, part * task.rows // task.items),
-    )
+    memory = DecodeMemory.from_config(shape, dtype, settings, row)
+    rows = min(settings.batch_size, part * task.rows // task.items)
     return memory.kv_slot_bytes(rows) + memory.step_bytes(rows)
 
 
 def count_forward_flops(shape: DenoiserConfig, examples: list[Example], layout: str) -> FlopCount:
-    """What the layers and the head compute for these rows, once."""
-    work = FlopCount()
-    for runs, seen, through in _forward_calls(shape, examples, layout):
+    """What the layers and the head compute for these rows, once; shared passages run once, before them."""
+    states = [
+        lay_out_prompt(e.prompt, shape, layout).build_row(e.target, e.finished, shape.shifted)
+        for e in examples
+    ]
+    passages = list(dict.fromkeys(segment for state in states for segment in state.context_segments))
+    seen = [sum(len(segment.ids) for segment in state.context_segments) for state in states]
+    canvases, read = [s.canvas_segment for s in states], [len(e.supervised_positions) for e in examples]
+    work, none = count_head_flops(shape, sum(read), 2), [0] * len(passages)
+    # Of each call: what runs, the tokens that each sees before its own, those that pass the last layer.
+    for runs, before, through in ((passages, none, none), (canvases, seen, read)):
         lengths = [len(run.ids) for run in runs]
-        keys = [a + b for a, b in zip(seen, lengths, strict=True)]
-        pairs = sum(
-            before * n + int(run.visible_counts.sum())
-            for before, n, run in zip(seen, lengths, runs, strict=True)
-        )
-        read = sum(n * k for n, k in zip(through, keys, strict=True))
-        work += count_encode_flops(shape, lengths, keys, through, 2, (pairs, read))
-    return work + count_head_flops(shape, sum(len(e.supervised_positions) for e in examples), 2)
+        keys = [a + b for a, b in zip(before, lengths, strict=True)]
+        pairs = sum(n * b for b, n in zip(before, lengths, strict=True))
+        pairs += sum(int(run.visible_counts.sum()) for run in runs)
+        last = sum(n * k for n, k in zip(through, keys, strict=True))
+        if runs:
+            work += count_encode_flops(shape, lengths, keys, through, 2, (pairs, last))
+    return work
 
 
 def check_run_fits(config: Config, count: int, device: torch.device) -> None:
@@ -269,9 +219,8 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
     On a CPU without such a budget, and of a model of uniform noise, only weights, gradients and optimizer
     are looked at; else the whole step is planned, with the pool of the decoders that validate.
     """
-    have = measure_free_bytes(device) / (count if device.type == "cpu" else 1)
+    engine, have = config.engine, measure_free_bytes(device) / (count if device.type == "cpu" else 1)
     limit = f"this {device.type} has"
-    engine, kept = config.engine, config.engine.for_training_rollouts.prefix_cache_gib or 0.0
     if engine.memory_gib is not None:
         given = engine.memory_gib * GIB
         if given > have:
@@ -280,34 +229,31 @@ def check_run_fits(config: Config, count: int, device: torch.device) -> None:
                 f"{limit} {have / GB:.3g} GB free for it: lower it, or wait until others have ended"
             )
         have, limit = given, f"engine.memory_gib={engine.memory_gib:g} is"
+
+    def check(need: float, what: str) -> None:
+        if need > have:
+            raise ConfigError(
+                f"{what} {need / GB:.3g} GB on each device, and {limit} {have / GB:.3g} GB: {MEMORY_REMEDY}"
+            )
+
     shape = resolve_shape(config)
-    denoiser = (
-        open_initial_model(config).build_on_meta(torch.float32)
-        if shape.noise is not None
-        else build_meta_denoiser(shape, 0, torch.float32)
-    )
-    each = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
+    if shape.noise is None:
+        denoiser = build_meta_denoiser(shape, 0, torch.float32)
+    else:
+        denoiser = open_initial_model(config).build_on_meta(torch.float32)
+    weights = FLOAT32_BYTES * sum(p.numel() for p in denoiser.parameters())
     for train in config.train.get_phase_configs().values():
         check_parallelism(train, find_task(train, shape.noise).count_items(train)[0], count)
-        need = each / 2 if train.is_denoiser_frozen else 2 * each + count_optimizer_bytes(denoiser, train)
-        if train.parallel == "fsdp":
-            need /= count
-        if need > have:
-            raise ConfigError(
-                f"weights, gradients and optimizer alone take {need / GB:.3g} GB on each device, and "
-                f"{limit} {have / GB:.3g} GB: {MEMORY_REMEDY}"
-            )
+        frozen, shards = train.is_denoiser_frozen, count if train.parallel == "fsdp" else 1
+        need = weights / 2 if frozen else 2 * weights + count_optimizer_bytes(denoiser, train)
+        check(need / shards, "weights, gradients and optimizer alone take")
     if shape.noise is not None or (device.type == "cpu" and engine.memory_gib is None):
         return
+    pool = GIB * (engine.for_training_rollouts.prefix_cache_gib or 0.0)
     devices = replace(config, plan=replace(config.plan, devices=count))
     for phase in plan_phases(devices, shape, choose_dtype(config.train.dtype, device)):
-        need = sum(phase.bytes_per_device().values()) + kept * GIB
-        if need > have:
-            name = f"the phase {phase.name}" if phase.name else "a step"
-            raise ConfigError(
-                f"{name} takes {need / GB:.3g} GB on each device, and {limit} {have / GB:.3g} GB: "
-                f"{MEMORY_REMEDY}"
-            )
+        name = f"the phase {phase.name}" if phase.name else "a step"
+        check(sum(phase.device_bytes.values()) + pool, f"{name} takes")
 
 
 def resolve_shape(config: Config) -> DenoiserConfig:

@@ -4,7 +4,6 @@ python train.py --config gb300.yaml --plan [plan.machine=gb10 plan.devices=20 pl
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,38 +22,19 @@ BYTES_PER_GBIT = 1e9 / 8  # bytes
 
 def print_plan(config: Config) -> None:
     """The page."""
-    shape = resolve_shape(config)
-    plan = config.plan
+    shape, plan = resolve_shape(config), config.plan
     machines = [GPU_SPECS[plan.machine]] if plan.machine else list(GPU_SPECS.values())
     if plan.network_gbit is not None:
-        machines = [replace(machine, link=plan.network_gbit * BYTES_PER_GBIT) for machine in machines]
+        machines = [machine._replace(link=plan.network_gbit * BYTES_PER_GBIT) for machine in machines]
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(config.train.dtype, torch.bfloat16)
     phases = plan_phases(config, shape, dtype)
-    console = Console(width=100) if not sys.stdout.isatty() else Console()
-    memory = phases[0].memory
-    source = config.model.path or "fresh weights"
+    console, memory = Console(width=None if sys.stdout.isatty() else 100), phases[0].memory
     console.print(
-        f"{source}: {_format_with_prefix(memory.parameters)} parameters, "
+        f"{config.model.path or 'fresh weights'}: {_format_with_prefix(memory.parameters)} parameters, "
         f"{_format_with_prefix(memory.trained)} of them trained, "
         f"{str(dtype).removeprefix('torch.')}, {plan.devices} device(s)\n"
     )
-    table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
-    lines: dict[str, list[str]] = {
-        "steps": [f"{p.train.max_steps:,}" for p in phases],
-        "tokens": [_format_with_prefix(p.tokens) for p in phases],
-        "FLOPs": [f"{p.flops:.2e}" for p in phases],
-        "a device reads and writes": [_format_bytes(p.memory_traffic_bytes()) for p in phases],
-        "it sends": [_format_bytes(p.network_traffic_bytes()) for p in phases],
-        "items a part": [f"{p.microbatch_items:,}" for p in phases],
-    }
-    needed = [phase.bytes_per_device() for phase in phases]
-    for name in needed[0]:
-        if any(need[name] for need in needed):
-            lines[f"on a device: {name}"] = [_format_bytes(need[name]) for need in needed]
-    lines["together"] = [_format_bytes(sum(need.values())) for need in needed]
-    for name, values in lines.items():
-        table.add_row(name, *values)
-    console.print(table)
+    console.print(_make_step_table(phases))
     own = sum(phase.tokens * phase.train.max_steps for phase in phases)
     share = 1.0 if plan.tokens is None else plan.tokens / own
     flops = share * sum(phase.flops * phase.train.max_steps for phase in phases)
@@ -62,7 +42,7 @@ def print_plan(config: Config) -> None:
         f"\n{_format_with_prefix(share * own)} tokens, {flops:.2e} FLOPs. Compute at {plan.mfu:.0%} of "
         "its peak, memory and network at all of theirs; together, if the longest hides the others:\n"
     )
-    console.print(_machine_table(machines, phases, share, dtype, plan))
+    console.print(_make_machine_table(machines, phases, share, dtype, plan))
     console.print(
         f"kWh are computed from the power of a device at full load. {describe_measured_energy(config)}\n"
     )
@@ -74,14 +54,33 @@ def print_plan(config: Config) -> None:
         console.print(f"[dim]{machine.name}: {machine.source}[/dim]", highlight=False)
 
 
-def _machine_table(
+def _make_step_table(phases: list[PhasePlan]) -> Table:
+    table = Table("a step", *(Column(p.name or p.train.objective, justify="right") for p in phases))
+    needed = [phase.device_bytes for phase in phases]
+    rows = {
+        "steps": [f"{p.train.max_steps:,}" for p in phases],
+        "tokens": [_format_with_prefix(p.tokens) for p in phases],
+        "FLOPs": [f"{p.flops:.2e}" for p in phases],
+        "a device reads and writes": [_format_bytes(p.memory_traffic) for p in phases],
+        "it sends": [_format_bytes(p.network_traffic) for p in phases],
+        "items a part": [f"{p.microbatch_items:,}" for p in phases],
+        **{
+            f"on a device: {name}": [_format_bytes(need[name]) for need in needed]
+            for name in needed[0]
+            if any(need[name] for need in needed)
+        },
+        "together": [_format_bytes(sum(need.values())) for need in needed],
+    }
+    for name, values in rows.items():
+        table.add_row(name, *values)
+    return table
+
+
+def _make_machine_table(
     machines: list[GpuSpec], phases: list[PhasePlan], share: float, dtype: torch.dtype, plan: PlanConfig
 ) -> Table:
-    table = Table(
-        Column("machine"), *(Column(h, justify="right") for h in (
-            "TFLOP/s", "GB", "largest part", "compute", "memory", "network", "together", "kWh", "cost",
-        )),
-    )  # fmt: skip
+    headings = ("TFLOP/s", "GB", "largest part", "compute", "memory", "network", "together", "kWh", "cost")
+    table = Table("machine", *(Column(heading, justify="right") for heading in headings))
     for machine in machines:
         largest = " / ".join(str(phase.max_microbatch_items(machine) or "-") for phase in phases)
         size = f"{machine.memory / GB:.0f}"
@@ -99,7 +98,7 @@ def _machine_table(
         table.add_row(
             machine.name, f"{machine.flops[dtype] / 1e12:,.0f}", size, largest,
             *(_format_duration(x) for x in (*times.values(), whole)),
-            f"{energy:,.0f}" if energy > 100 else f"{energy:.3g}", f"${cost:,.2f}",
+            format_three_digits(energy), f"${cost:,.2f}",
         )  # fmt: skip
     return table
 
@@ -124,11 +123,11 @@ def describe_required_link(
     machine: GpuSpec, phases: list[PhasePlan], dtype: torch.dtype, plan: PlanConfig
 ) -> str:
     """How fast the link must be for all devices to be faster than one, and for it to hold up none."""
-    steps = [
-        (phase.train.max_steps, phase, phase.step_seconds(machine, dtype, plan.mfu)) for phase in phases
-    ]
-    sent = sum(n * phase.network_traffic_bytes() for n, phase, _ in steps)
-    apart = sum(n * max(step["compute"], step["memory"]) for n, _, step in steps)
+    sent = apart = 0.0
+    for phase in phases:
+        step = phase.step_seconds(machine, dtype, plan.mfu)
+        sent += phase.train.max_steps * phase.network_traffic
+        apart += phase.train.max_steps * max(step["compute"], step["memory"])
     least, enough = (sent / seconds / BYTES_PER_GBIT for seconds in (plan.devices * apart, apart))
     return (
         f"{plan.devices} x {machine.name} have a link of {machine.link / BYTES_PER_GBIT:.3g} Gb/s: they "
@@ -141,8 +140,7 @@ def describe_days_claim(
     machine: GpuSpec, flops: float, dtype: torch.dtype, devices: int, days: float
 ) -> str:
     """Whether a claim of so many days can be true."""
-    peak = machine.flops.get(dtype)
-    if peak is None:
+    if (peak := machine.flops.get(dtype)) is None:
         return f"{machine.name} has no {dtype}."
     share = flops / (days * SECONDS_PER_DAY * devices * peak)
     if share > 1:
