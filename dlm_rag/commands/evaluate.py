@@ -21,9 +21,9 @@ import os
 import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, plan_answer_job
@@ -59,9 +59,8 @@ EVALUATE_OPTIONS: dict[str, tuple[str | tuple[()], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """What is to be run, as it was told: before what ships takes the place of what is not named."""
+class EvaluationPlan(NamedTuple):
+    """What is to be run, as it was given: before what ships takes the place of what is not named."""
 
     config: "Config"
     settings: "dict[str, Config]"
@@ -79,40 +78,30 @@ def main(argv: list[str]) -> None:
     if words.options["reproduce"] and words.file == READER_CONFIG:  # who answers, the result says
         words = replace(words, file=None)
     wanted = plan_from_result(words) if words.options["reproduce"] else plan_from_command_line(words)
-    said = {"command": shlex.join(["dlm-rag", "evaluate", *argv])} | wanted.report_header
-    run_evaluation(Path(str(out)), wanted, said, words.announce_reader)
+    wanted.report_header["command"] = shlex.join(["dlm-rag", "evaluate", *argv])
+    run_evaluation(Path(str(out)), wanted, words.announce_reader)
 
 
-def run_evaluation(
-    out: Path, wanted: EvaluationPlan, said: dict[str, Any], ready: Callable[[], None] = lambda: None
-) -> None:
-    """Runs what is wanted into a folder, and reports; said: what scores.json begins with.
-
-    ready: called once all has been checked.
-    """
-    config = apply_shipped_defaults(wanted.config, [])
-    if config.questions is None:
-        raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
-    questions = gather_questions(config, [])
+def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] = lambda: None) -> None:
+    """Runs what is wanted into a folder, and reports; ready: called once all has been checked."""
     from dlm_rag.evaluation.compare import group_questions
     from dlm_rag.evaluation.metrics import choose_f1_rule
     from dlm_rag.evaluation.stored_results import SAVED_CONFIG_FILE, make_setting_folder_name
 
-    for question in questions:
-        if not question.golden_answers:
-            raise ConfigError(
-                f"{config.questions} has questions without golden_answers, '{question.id}' for one: they "
-                "cannot be scored"
-            )
-    said |= {
-        "f1_rule": choose_f1_rule(config.f1_rule, config.questions),
-        "chosen": {"limit": config.limit, "quick": config.quick},
-    }
-    groups = group_questions(questions)
+    config, then = apply_shipped_defaults(wanted.config, []), wanted.reproduced_result
+    if config.questions is None:
+        raise ConfigError("evaluation of a model or corpus of your own needs --questions FILE")
+    questions = gather_questions(config, [])
+    if without := next((question for question in questions if not question.golden_answers), None):
+        raise ConfigError(
+            f"{config.questions} has questions without golden_answers, '{without.id}' for one: they "
+            "cannot be scored"
+        )
+    f1_rule, groups = choose_f1_rule(config.f1_rule, config.questions), group_questions(questions)
+    said = wanted.report_header | {"f1_rule": f1_rule}
+    said["chosen"] = {"limit": config.limit, "quick": config.quick}
     check_question_selection(out, said["chosen"])
-    before = wanted.reproduced_result and score_stored_result(
-        wanted.reproduced_result, questions, said["f1_rule"]
-    )
+    before = then and score_stored_result(then, questions, f1_rule)
     folders = {
         name: out if wanted.is_single_setting else out / make_setting_folder_name(name)
         for name in wanted.settings
@@ -124,18 +113,16 @@ def run_evaluation(
         check_writable(str(out / name), "out")
     if dataset := said.get("dataset"):
         questions = compare_with_paper(dataset, jobs, questions, said)
-    for folder, told in {
-        out: wanted.config,
-        **{folders[name]: c for name, c in wanted.settings.items()},
-    }.items():
+    given = {out: wanted.config} | {folders[name]: setting for name, setting in wanted.settings.items()}
+    for folder, setting in given.items():
         with wrap_write_errors(folder / SAVED_CONFIG_FILE) as path:
-            write_text_atomic(path, dump_config(replace(told, out=None, compare=None)))
+            write_text_atomic(path, dump_config(replace(setting, out=None, compare=None)))
     ready()
     run_answer_jobs(jobs, config.workers)
-    scores = {name: score_folder(folder, questions, said["f1_rule"]) for name, folder in folders.items()}
+    scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
     write_evaluation_report(out, groups, scores, folders, said)
-    if wanted.reproduced_result and before:
-        report_reproduction(out, wanted.reproduced_result, before, groups, scores)
+    if then and before:
+        report_reproduction(out, then, before, groups, scores)
 
 
 def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
@@ -149,28 +136,25 @@ def plan_from_command_line(words: CommandLine) -> EvaluationPlan:
         words = replace(words, settings=[*resolve_dataset_files(dataset, words.settings), *words.settings])
         words = replace(words, config=words.config_with([]))
         said["dataset"] = dataset
-    config = words.config
+    config, given = words.config, [word.partition("=")[0] for word in words.settings]
     if words.options["sweep"] == []:
         raise ConfigError("sweep: no key has two values or more: write KEY=VALUE,VALUE")
-    swept = parse_sweep(words.options["sweep"])
-    if both := sorted({*swept} & {word.partition("=")[0] for word in words.settings}):
+    if swept := parse_sweep(words.options["sweep"]):
+        said["swept"] = swept
+    if both := sorted({*swept} & {*given}):
         raise ConfigError(f"sweep: {both[0]} is swept, and set to one value too: leave one out")
     if config.compare is None and not swept:
         load_config(words.file, words.settings, effects=True)
-        return EvaluationPlan(
-            config, {f"{config.decode.query_policy} {config.retrieval.method}": config}, True, said
-        )
-    if swept:
-        said["swept"] = swept
+        name = f"{config.decode.query_policy} {config.retrieval.method}"
+        return EvaluationPlan(config, {name: config}, True, said)
+    compared = parse_compared_settings(config.compare) if config.compare else {"": []}
     settings, variants = {}, []
-    for name, more in expand_sweep(
-        parse_compared_settings(config.compare) if config.compare else {"": []}, swept
-    ).items():
+    for name, more in expand_sweep(compared, swept).items():
         try:
             settings[name] = words.config_with(more)
         except ConfigError as error:
             raise ConfigError(f"'{name}': {error}") from None
-        variants.append((settings[name], [word.partition("=")[0] for word in (*words.settings, *more)]))
+        variants.append((settings[name], [*given, *(word.partition("=")[0] for word in more)]))
     check_effects(variants)
     return EvaluationPlan(config, settings, False, said)
 
@@ -185,22 +169,20 @@ def plan_from_result(words: CommandLine) -> EvaluationPlan:
     if given := [flag for flag, value in named.items() if value]:
         raise ConfigError(f"--reproduce runs the settings of its result: leave {given[0]} out")
     then = read_result(Path(options["reproduce"]))
-    folders = {name: then.find_setting_folder(name) for name in then.settings}
-    for folder in (then.folder, *folders.values()):
+    for folder in (then.folder, *then.folders.values()):
         if not (folder / SAVED_CONFIG_FILE).is_file():
             raise ConfigError(
-                f"{folder} has no {SAVED_CONFIG_FILE}: an older program made it, and did not say its "
-                "settings"
+                f"{folder} has no {SAVED_CONFIG_FILE}: an older program made it, without settings"
             )
     if os.path.realpath(str(config.out)) == os.path.realpath(then.folder):
         raise ConfigError("--reproduce and --out are the same folder: choose another --out")
     config, *settings = (
         load_config(str(folder / SAVED_CONFIG_FILE), words.settings, stored=True)
-        for folder in (then.folder, *folders.values())
+        for folder in (then.folder, *then.folders.values())
     )
     said: dict[str, Any] = {key: then.record[key] for key in ("dataset", "swept") if key in then.record}
-    alone = list(folders.values()) == [then.folder]
-    return EvaluationPlan(config, dict(zip(folders, settings, strict=True)), alone, said, then)
+    alone = [*then.folders.values()] == [then.folder]
+    return EvaluationPlan(config, dict(zip(then.folders, settings, strict=True)), alone, said, then)
 
 
 def plan_answer_jobs(
@@ -226,21 +208,18 @@ def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
     """
     from dlm_rag.commands.executors import open_engines
 
-    models = [job.prepared.config.model for job in jobs.values()]
+    several, prepared = len(jobs) > 1, [job.prepared for job in jobs.values()]
+    models = [each.config.model for each in prepared]
     total = sum(len(job.questions) for job in jobs.values())
     left = sum(len(job.file.remaining(job.questions)) for job in jobs.values())
-    several = report_progress(f"answering under {len(jobs)} settings", total, done=total - left)
-    with (
-        open_engines(workers, [job.prepared for job in jobs.values()]) as engines,
-        several if len(jobs) > 1 else nullcontext(None) as advance,
-    ):
+    progress = report_progress(f"answering under {len(jobs)} settings", total, done=total - left)
+    with open_engines(workers, prepared) as engines, progress if several else nullcontext() as advance:
         for name in sorted(jobs, key=lambda name: models.index(jobs[name].prepared.config.model)):
-            job = jobs[name]
-            if len(jobs) > 1:
+            if several:
                 print_note(f"{name}:")
-            job.run(engines, advance)
-            if job.failed:
-                print_note(f"{name}: {job.failed} failed, counted as wrong; the same command asks again")
+            jobs[name].run(engines, advance)
+            if failed := jobs[name].failed:
+                print_note(f"{name}: {failed} failed, counted as wrong; the same command asks again")
 
 
 def compare_with_paper(
@@ -251,25 +230,19 @@ def compare_with_paper(
     Returns the questions, with the support that the corpus has. Raises `ConfigError` for an index that is
     not of the corpus.
     """
-    from dlm_rag.evaluation.published import (
-        PUBLISHED_DATASETS,
-        check_paper_index,
-        drop_incomplete_support,
-        find_paper_column,
-        list_paper_deviations,
-    )
+    from dlm_rag.evaluation import published
     from dlm_rag.retrieval.corpus import open_corpus
 
     said["columns"], said["departures"] = {}, {}
     retrieval = next(iter(jobs.values())).prepared.config.retrieval
     corpus = open_corpus(str(retrieval.corpus), retrieval.index_dir)
-    common = check_paper_index(corpus)
-    if (published := PUBLISHED_DATASETS[dataset].questions) != len(questions):
-        common.append(f"{len(questions)} questions (paper: {published})")
+    common = published.check_paper_index(corpus)
+    if (count := published.PUBLISHED_DATASETS[dataset].questions) != len(questions):
+        common.append(f"{len(questions)} questions (paper: {count})")
     for name, job in jobs.items():
         config, dtype = job.prepared.config, str(job.prepared.dtype).removeprefix("torch.")
-        said["columns"][name] = find_paper_column(config)
-        said["departures"][name] = list_paper_deviations(config, dtype) + common
+        said["columns"][name] = published.find_paper_column(config)
+        said["departures"][name] = published.list_paper_deviations(config, dtype) + common
         for line in said["departures"][name]:
             print_note(f"warning: {name} is not as published: {line}")
-    return drop_incomplete_support(questions, corpus)
+    return published.drop_incomplete_support(questions, corpus)

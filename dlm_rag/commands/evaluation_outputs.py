@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_rag.errors import ConfigError, RunError, summarize_error
-from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty
+from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.text import replace_control_chars
 
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from dlm_rag.evaluation.stored_results import StoredResult
     from dlm_rag.questions import Question
 
+SettingScores = dict[str, "list[Score]"]  # of each setting, by question
+
 
 def check_question_selection(out: Path, chosen: dict[str, Any]) -> None:
     """Raises `ConfigError` where the folder has scores of other questions of the file, or not of ours."""
     path = out / "scores.json"
     if not path.is_file() or not path.stat().st_size:
         return
-    try:
-        found = parse_json_object(path.read_bytes(), "scores", ConfigError)
-    except ConfigError:
-        found = {}
+    found = read_json_or_empty(path)
     then = found.get("chosen", chosen)  # older programs did not write it down
     if "settings" not in found or not isinstance(then, dict):
         raise ConfigError(f"{path} is there and was not written by evaluate: choose another --out")
@@ -40,7 +39,7 @@ def check_question_selection(out: Path, chosen: dict[str, Any]) -> None:
 
 
 def write_evaluation_report(
-    out: Path, groups: "QuestionGroups", scores: "dict[str, list[Score]]", folders: dict[str, Path],
+    out: Path, groups: "QuestionGroups", scores: SettingScores, folders: dict[str, Path],
     said: dict[str, Any],
 ) -> None:  # fmt: skip
     """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
@@ -51,7 +50,7 @@ def write_evaluation_report(
 
     from dlm_rag.energy.meter import summarise_energy
     from dlm_rag.evaluation import plots, tables
-    from dlm_rag.evaluation.compare import compare_to_first, serialize_summary, summarize_scores
+    from dlm_rag.evaluation.compare import compare_to_first, summarize_scores
     from dlm_rag.evaluation.published import build_paper_table
 
     stamps = {
@@ -63,15 +62,14 @@ def write_evaluation_report(
     record = said | {
         "questions": {group: len(places) for group, places in groups.items()},
         "settings": {
-            name: {"groups": serialize_summary(found), "energy": energy[name], "stamp": stamps[name]}
+            name: {"groups": found, "energy": energy[name], "stamp": stamps[name]}
             for name, found in summaries.items()
         },
-        "first_minus": {name: serialize_summary(found) for name, found in against.items()},
+        "first_minus": against,
     }
-    _write_text(out / "scores.json", json.dumps(record, indent=2) + "\n")
-    overall = {name: found["all"] for name, found in summaries.items()}
-    rule, count = said["f1_rule"], len(groups["all"])
-    first, spent = [], tables.build_energy_table(energy)
+    _write_text(out / "scores.json", json.dumps(record, indent=2, default=vars) + "\n")
+    overall, count = {name: found["all"] for name, found in summaries.items()}, len(groups["all"])
+    first, spent, rule = [], tables.build_energy_table(energy), said["f1_rule"]
     if "swept" in said:
         less = {name: found["all"] for name, found in against.items()}
         first.append(tables.build_overview_table(count, overall, less, said["swept"]))
@@ -83,20 +81,14 @@ def write_evaluation_report(
     tables.print_tables(Console(), [*first, *shown, *spent])
     everything = [*first, *tables.build_comparison_tables(groups, summaries, against, rule), *spent]
     notes = [f"{name}: {line}" for name, lines in said.get("departures", {}).items() for line in lines]
-    stamp = next(iter(stamps.values()))
+    stamp, picture = next(iter(stamps.values())), get_plot_file_name(said)
     _write_text(out / "scores.md", tables.render_markdown_report(everything, stamp, notes))
-    with wrap_write_errors(out / get_plot_file_name(said)) as path:
+    with wrap_write_errors(out / picture) as path:
         if "swept" in said:
             plots.plot_pareto(path, overall, said["swept"])
         else:
             plots.plot_by_hops(path, groups, summaries)
-    names = f"scores.md, scores.json, {get_plot_file_name(said)}"
-    print(f"{names} and all answers are in {replace_control_chars(str(out))}")
-
-
-def _write_text(path: Path, text: str) -> None:
-    with wrap_write_errors(path):
-        write_text_atomic(path, text)
+    print(f"scores.md, scores.json, {picture} and all answers are in {replace_control_chars(str(out))}")
 
 
 def get_plot_file_name(said: dict[str, Any]) -> str:
@@ -106,47 +98,35 @@ def get_plot_file_name(said: dict[str, Any]) -> str:
 
 def score_stored_result(
     then: "StoredResult", questions: "Sequence[Question]", f1_rule: str
-) -> "dict[str, list[Score]]":
+) -> SettingScores:
     """The scores of a stored result. Raises `ConfigError` where it has answered other questions."""
-    found = {}
-    for name in then.settings:
-        folder = then.find_setting_folder(name)
-        asked = {r.id: r.question for r in _read_rollouts(folder)}
-        if asked != {question.id: question.question for question in questions}:
+    for folder in then.folders.values():
+        if {r.id: r.question for r in _read_rollouts(folder)} != {q.id: q.question for q in questions}:
             raise ConfigError(
                 f"{folder} has not answered the {len(questions)} questions of the same run today"
             )
-        found[name] = score_folder(folder, questions, f1_rule)
-    return found
+    return {name: score_folder(folder, questions, f1_rule) for name, folder in then.folders.items()}
 
 
 def report_reproduction(
-    out: Path, then: "StoredResult", before: "dict[str, list[Score]]", groups: "QuestionGroups",
-    scores: "dict[str, list[Score]]",
-) -> None:  # fmt: skip
+    out: Path, then: "StoredResult", before: SettingScores, groups: "QuestionGroups", scores: SettingScores
+) -> None:
     """What has become different, on the screen and in reproduced.md. Raises `RunError`."""
     from rich.console import Console
 
     from dlm_rag.evaluation.stored_results import build_rerun_table, list_stamp_changes, read_result
     from dlm_rag.evaluation.tables import print_tables, render_markdown_report
 
-    now = read_result(out)
-    same = {}
+    now, same, lines = read_result(out), {}, dict[str, None]()
     for name in scores:
-        old, new = (
-            {r.id: r.response for r in _read_rollouts(each.find_setting_folder(name))}
-            for each in (then, now)
-        )
+        old, new = ({r.id: r.response for r in _read_rollouts(each.folders[name])} for each in (then, now))
         same[name] = sum(new[i] == response for i, response in old.items())
-    stamps = {name: (then.settings[name]["stamp"], now.settings[name]["stamp"]) for name in scores}
-    lines = dict.fromkeys(line for pair in stamps.values() for line in list_stamp_changes(*pair))
+        lines |= dict.fromkeys(list_stamp_changes(then.get_stamp(name), now.get_stamp(name)))
     grid = build_rerun_table(before, scores, groups, same)
     print_tables(Console(), [grid])
-    for line in lines:
+    for line in lines or ["code, versions, machine, files and settings are the same"]:
         print(replace_control_chars(line))
-    if not lines:
-        print("code, versions, machine, files and settings are the same")
-    text = render_markdown_report([grid], next(iter(stamps.values()))[1], [*lines])
+    text = render_markdown_report([grid], now.get_stamp(next(iter(scores))), [*lines])
     _write_text(out / "reproduced.md", text)
 
 
@@ -160,6 +140,11 @@ def wrap_write_errors(path: Path) -> Iterator[Path]:
             f"{path} cannot be written ({summarize_error(error)}): the answers are there, and the same "
             "command scores them again"
         ) from None
+
+
+def _write_text(path: Path, text: str) -> None:
+    with wrap_write_errors(path):
+        write_text_atomic(path, text)
 
 
 def score_folder(folder: Path, questions: "Sequence[Question]", f1_rule: str) -> "list[Score]":

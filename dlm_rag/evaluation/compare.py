@@ -6,15 +6,15 @@ makes such names: every combination of the values of some keys, under each setti
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any
 
 from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError, QuestionError, suggest_nearest
 from dlm_rag.evaluation.metrics import (
+    SCORE_METRICS,
+    SHARE_METRICS,
     Estimate,
     Score,
     bootstrap_mean,
@@ -34,10 +34,9 @@ SETTING_PRESETS = {
     "oracle": ("retrieval.oracle=true", "decode.query_policy=question"),
 }
 COMPARED_SECTIONS = ("model.", "retrieval.", "decode.")  # what settings may differ in
-SCORE_METRICS = tuple(field.name for field in fields(Score))
-SHARE_METRICS = ("exact_match", "f1", "recall_first", "recall_last")  # between 0 and 1 for every question
 MAX_SWEEP_SETTINGS = 1000  # of a sweep; more are a slip of the hand
 QuestionGroups = dict[str, list[int]]  # name -> places in the list of questions
+SettingMetrics = Mapping[str, Estimate | None]  # of one setting in one group of questions
 GroupSummary = dict[str, dict[str, Estimate | None]]  # group -> metric -> estimate
 
 
@@ -48,18 +47,16 @@ def parse_compared_settings(compare: str) -> dict[str, list[str]]:
         raise ConfigError("compare: 'all' stands alone; name the settings one by one to add others")
     settings: dict[str, list[str]] = {}
     for name in names:
-        words: list[str] = []
+        if name in settings:
+            raise ConfigError(f"compare: '{name}' is named twice")
+        settings[name] = []
         for part in name.split("+"):
             if not part.startswith(COMPARED_SECTIONS) and part not in SETTING_PRESETS:
                 raise ConfigError(
                     f"compare: '{part}' is neither KEY=VALUE of {', '.join(COMPARED_SECTIONS)} nor one of "
-                    f"{', '.join(SETTING_PRESETS)}, all"
-                    f"{suggest_nearest(part, SETTING_PRESETS)}"
+                    f"{', '.join(SETTING_PRESETS)}, all{suggest_nearest(part, SETTING_PRESETS)}"
                 )
-            words += SETTING_PRESETS.get(part, (part,))
-        if name in settings:
-            raise ConfigError(f"compare: '{name}' is named twice")
-        settings[name] = words
+            settings[name] += SETTING_PRESETS.get(part, (part,))
     return settings
 
 
@@ -70,16 +67,17 @@ def parse_sweep(words: Sequence[str]) -> dict[str, list[str]]:
     for word in words:
         key, equals, said = word.partition("=")
         values = [value.strip() for value in said.split(",")]
+        wrong = ""
         if not equals:
-            raise ConfigError(f"sweep: '{word}' is not KEY=VALUE,VALUE")
-        if key not in keys:
-            raise ConfigError(
-                f"sweep: '{key}' is not a key of {', '.join(COMPARED_SECTIONS)}{suggest_nearest(key, keys)}"
-            )
-        if "" in values:
-            raise ConfigError(f"sweep: a value of {word} is empty: write {key}=VALUE,VALUE")
-        if key in swept or len({*values}) < len(values):
-            raise ConfigError(f"sweep: {key if key in swept else f'a value of {word}'} is named twice")
+            wrong = f"'{word}' is not KEY=VALUE,VALUE"
+        elif key not in keys:
+            wrong = f"'{key}' is not a key of {', '.join(COMPARED_SECTIONS)}{suggest_nearest(key, keys)}"
+        elif "" in values:
+            wrong = f"a value of {word} is empty: write {key}=VALUE,VALUE"
+        elif key in swept or len({*values}) < len(values):
+            wrong = f"{key if key in swept else f'a value of {word}'} is named twice"
+        if wrong:
+            raise ConfigError(f"sweep: {wrong}")
         swept[key] = values
     if (count := prod(map(len, swept.values()))) > MAX_SWEEP_SETTINGS:
         raise ConfigError(f"sweep: {count} settings are more than {MAX_SWEEP_SETTINGS}: take values out")
@@ -109,10 +107,11 @@ def group_questions(questions: Sequence[Question]) -> QuestionGroups:
     Where some questions have labels, those without are `unlabelled`. Raises `QuestionError` for a label
     that is the name of another group.
     """
-    groups: QuestionGroups = {"all": list(range(len(questions)))}
-    for hops in sorted({q.hops for q in questions if q.hops is not None}):
-        groups[format_hops(hops)] = [n for n, q in enumerate(questions) if q.hops == hops]
-    by_hops = {name: places for name, places in groups.items() if name != "all"}
+    by_hops = {
+        format_hops(hops): [n for n, q in enumerate(questions) if q.hops == hops]
+        for hops in sorted({q.hops for q in questions if q.hops is not None})
+    }
+    groups = {"all": list(range(len(questions))), **by_hops}
     labels = [q.labels or ("unlabelled",) for q in questions]
     for label in [*sorted({label for of in labels for label in of} - {"unlabelled"}), "unlabelled"]:
         having = [n for n, of in enumerate(labels) if label in of]
@@ -120,9 +119,8 @@ def group_questions(questions: Sequence[Question]) -> QuestionGroups:
             raise QuestionError(f"the label '{label}' is the name of another group: rename that field")
         if 0 < len(having) < len(questions):
             groups[label] = having
-            for name, places in by_hops.items():
-                if both := sorted(set(places) & set(having)):
-                    groups[f"{name}, {label}"] = both
+            both = {f"{name}, {label}": sorted({*places} & {*having}) for name, places in by_hops.items()}
+            groups |= {name: places for name, places in both.items() if places}
     return groups
 
 
@@ -133,31 +131,30 @@ def format_hops(hops: int) -> str:
 
 def summarize_scores(scores: Sequence[Score], groups: QuestionGroups) -> GroupSummary:
     """Every metric of one setting in every group: means, and tokens per forward as a ratio of sums."""
-
-    def of(places: list[int], metric: str) -> list[Any]:
-        return [getattr(scores[n], metric) for n in places]
-
-    return {
-        group: {
-            metric: (estimate_share if metric in SHARE_METRICS else bootstrap_mean)(of(places, metric))
-            for metric in SCORE_METRICS
+    found: GroupSummary = {}
+    for group, places in groups.items():
+        values = {name: [getattr(scores[n], name) for n in places] for name in SCORE_METRICS}
+        found[group] = {
+            name: (estimate_share if name in SHARE_METRICS else bootstrap_mean)(each)
+            for name, each in values.items()
         }
-        | {"tokens_per_forward": bootstrap_ratio(of(places, "tokens"), of(places, "forwards"))}
-        for group, places in groups.items()
-    }
+        found[group]["tokens_per_forward"] = bootstrap_ratio(values["tokens"], values["forwards"])
+    return found
 
 
 def compute_paired_differences(
     one: Sequence[Score], other: Sequence[Score], groups: QuestionGroups
 ) -> GroupSummary:
     """`one` minus `other`, question by question, in what it achieved and took."""
-
-    def less(places: list[int], metric: str) -> list[float]:
-        return [getattr(one[n], metric) - getattr(other[n], metric) for n in places]
-
+    estimators: dict[str, Callable[[list[float]], Estimate | None]] = {
+        "exact_match": estimate_difference, "f1": estimate_difference,
+        "forwards": bootstrap_mean, "searches": bootstrap_mean,
+    }  # fmt: skip
     return {
-        group: {metric: estimate_difference(less(places, metric)) for metric in ("exact_match", "f1")}
-        | {metric: bootstrap_mean(less(places, metric)) for metric in ("forwards", "searches")}
+        group: {
+            name: estimate([getattr(one[n], name) - getattr(other[n], name) for n in places])
+            for name, estimate in estimators.items()
+        }
         for group, places in groups.items()
     }
 
@@ -168,11 +165,3 @@ def compare_to_first(
     """The first setting minus each of the others."""
     (_, first), *others = scores.items()
     return {name: compute_paired_differences(first, theirs, groups) for name, theirs in others}
-
-
-def serialize_summary(summary: GroupSummary) -> dict[str, dict[str, dict[str, Any] | None]]:
-    """The summary as JSON has it."""
-    return {
-        group: {metric: asdict(e) if e else None for metric, e in metrics.items()}
-        for group, metrics in summary.items()
-    }

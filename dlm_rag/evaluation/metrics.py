@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -89,6 +89,10 @@ class Score:
         return self.tokens / self.forwards if self.forwards else 0.0
 
 
+SCORE_METRICS = tuple(field.name for field in fields(Score))
+SHARE_METRICS = ("exact_match", "f1", "recall_first", "recall_last")  # between 0 and 1 for every question
+
+
 def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") -> Score:
     """Scores a finished rollout, fresh or read back from a trace; one that failed has no answer."""
     return Score(
@@ -107,10 +111,10 @@ def score_rollout(rollout: Rollout, question: Question, f1_rule: str = "squad") 
 
 def compute_mean_score(scores: Sequence[Score]) -> Score:
     """The mean of every field over the scores that have it."""
-    means: dict[str, Any] = {}
-    for name in Score.__dataclass_fields__:
-        values = [value for s in scores if (value := getattr(s, name)) is not None]
-        means[name] = fmean(values) if values else None
+    means: dict[str, Any] = dict.fromkeys(SCORE_METRICS)
+    for name in SCORE_METRICS:
+        if values := [value for s in scores if (value := getattr(s, name)) is not None]:
+            means[name] = fmean(values)
     return Score(**means)
 
 
@@ -164,20 +168,15 @@ def bootstrap_ratio(values: Sequence[float], counts: Sequence[float]) -> Estimat
     """The sum of the values by the sum of the counts, resampled in pairs; None where all counts are 0."""
     from scipy import stats
 
-    pairs = [(value, count) for value, count in zip(values, counts, strict=True) if count]
-    if not pairs:
+    pairs = np.array([pair for pair in zip(values, counts, strict=True) if pair[1]], float)
+    if not len(pairs):
         return None
-    above, below = (np.array(side, float) for side in zip(*pairs, strict=True))
+    above, below = pairs.T
     ratio = float(above.sum() / below.sum())
-    if len({value / count for value, count in pairs}) == 1:
+    if len({*(above / below)}) == 1:
         return Estimate(ratio, ratio, ratio)
-
-    def ratios(above: np.ndarray, below: np.ndarray, axis: int) -> np.ndarray:
-        found: np.ndarray = above.sum(axis) / below.sum(axis)
-        return found
-
     found = stats.bootstrap(
-        (above, below), ratios, n_resamples=BOOTSTRAP_RESAMPLES, batch=200, paired=True, vectorized=True,
-        method="percentile", rng=0,
+        (above, below), lambda above, below, axis: above.sum(axis) / below.sum(axis), paired=True,
+        n_resamples=BOOTSTRAP_RESAMPLES, batch=200, vectorized=True, method="percentile", rng=0,
     ).confidence_interval  # fmt: skip
     return Estimate(ratio, float(found.low), float(found.high))

@@ -6,14 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups, format_hops
+from dlm_rag.evaluation.compare import GroupSummary, QuestionGroups, SettingMetrics, format_hops
 from dlm_rag.evaluation.metrics import Estimate
-from dlm_rag.evaluation.tables import (
-    SettingMetrics,
-    compute_pareto_front,
-    compute_plot_costs,
-    split_setting_name,
-)
+from dlm_rag.evaluation.tables import PLOT_COSTS, compute_pareto_front, get_metric, split_setting_name
 from dlm_rag.files.paths import open_atomic_file
 from dlm_rag.text import replace_control_chars
 
@@ -42,20 +37,18 @@ def plot_pareto(path: Path, summaries: Mapping[str, SettingMetrics], swept: Iter
     colours = {first: palette(0.9 * n / max(1, len(firsts) - 1)) for n, first in enumerate(firsts)}
     markers = {rest: PLOT_MARKERS[n % len(PLOT_MARKERS)] for n, rest in enumerate(rests)}
     with open_two_panels(path, (11, 5)) as (figure, axes):
-        for axis, cost in zip(axes, ("answers/s", "forwards"), strict=True):
-            for name, metrics in summaries.items():
-                match, price = metrics["exact_match"], compute_plot_costs(metrics)[cost]
-                if match is None or price is None:
-                    continue
+        for axis, cost in zip(axes, PLOT_COSTS, strict=True):
+            points = {name: (get_metric(m, cost), m["exact_match"]) for name, m in summaries.items()}
+            known = {name: (price, match) for name, (price, match) in points.items() if price and match}
+            for name, (price, match) in known.items():
                 axis.errorbar(
                     price.mean, 100 * match.mean,
                     xerr=_error_bars([price]), yerr=_error_bars([match], 100),
                     color=colours[halves[name][0]], marker=markers[halves[name][1]], markersize=7,
                     linewidth=0, elinewidth=0.6, alpha=0.9,
                 )  # fmt: skip
-            front = [summaries[name] for name in compute_pareto_front(summaries, cost)]
-            best = [(compute_plot_costs(metrics)[cost], metrics["exact_match"]) for metrics in front]
-            line = [(price.mean, 100 * match.mean) for price, match in best if price and match]
+            front = [known[name] for name in compute_pareto_front(summaries, cost)]
+            line = [(price.mean, 100 * match.mean) for price, match in front]
             axis.plot(*zip(*line, strict=True), color="0.6", linewidth=1.2, zorder=0)
             axis.set_xlabel(f"{cost}, {'more' if cost == 'answers/s' else 'fewer'} is better")
             axis.grid(color="0.92")
@@ -100,18 +93,14 @@ def plot_by_hops(path: Path, groups: QuestionGroups, summaries: Mapping[str, Gro
     with open_two_panels(path, size) as (figure, axes):
         for axis, (metric, title) in zip(axes, panels.items(), strict=True):
             for number, (name, summary) in enumerate(summaries.items()):
-                points = [
-                    (place, e) for place, g in enumerate(shown) if (e := summary[g][metric]) is not None
-                ]
-                if not points:
-                    continue
                 shift = 0.06 * (number - (len(summaries) - 1) / 2)
-                axis.errorbar(
-                    [place + shift for place, _ in points],
-                    [100 * e.mean for _, e in points],
-                    yerr=_error_bars([e for _, e in points], 100),
-                    marker="o", markersize=5, linewidth=1.6, capsize=2, label=replace_control_chars(name),
-                )  # fmt: skip
+                points = [(place + shift, e) for place, g in enumerate(shown) if (e := summary[g][metric])]
+                if points:
+                    places, found = zip(*points, strict=True)
+                    axis.errorbar(
+                        places, [100 * e.mean for e in found], yerr=_error_bars(found, 100), marker="o",
+                        markersize=5, linewidth=1.6, capsize=2, label=replace_control_chars(name),
+                    )  # fmt: skip
             axis.set_title(title, loc="left", fontsize=11)
             axis.set_xticks(range(len(shown)), shown)
             axis.set_ylim(-3, 103)

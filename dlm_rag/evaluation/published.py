@@ -6,14 +6,14 @@ data/2wikimultihopqa/corpus/index_chunked/corpus.jsonl  with a bm25s index; ours
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlm_rag.config import CONFIG_FOLDER, Config, load_config
 from dlm_rag.errors import ConfigError, suggest_nearest
 from dlm_rag.evaluation.metrics import Estimate
-from dlm_rag.evaluation.tables import ResultTable, format_percent
+from dlm_rag.evaluation.tables import ResultTable, format_metric
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.questions import Question
 from dlm_rag.retrieval.corpus import Corpus
@@ -30,8 +30,7 @@ PAPER_INDEX_SETTINGS = {"k1": 1.5, "b": 0.75, "method": "lucene"}
 UNCOMPARED_SETTINGS = {"corpus", "index_dir", "embedding_batch_size", "query_policy", "commit_threshold"}
 
 
-@dataclass(frozen=True)
-class PublishedDataset:
+class PublishedDataset(NamedTuple):
     """A data set: folder in data/, number of questions, exact match in percent by `PAPER_COLUMNS`."""
 
     folder: str
@@ -144,7 +143,9 @@ def build_paper_table(
         if column is not None and match is not None:
             paper = figures[column] / 100
             less = Estimate(match.mean - paper, match.low - paper, match.high - paper)
-            cells = [f"{figures[column]:.1f}", format_percent(less, signed=True)]
-        rows.append([name, column if match and column else "-", format_percent(match), *cells])
+            cells = [f"{figures[column]:.1f}", format_metric("exact_match", less, signed=True)]
+        rows.append(
+            [name, column if match and column else "-", format_metric("exact_match", match), *cells]
+        )
     title = f"{dataset}: exact match % of {count} questions, the paper's of {published.questions}"
     return ResultTable(title, ["setting", "the paper's", "here", "published", "here above it"], rows)

@@ -11,42 +11,20 @@ from typing import Any
 from dlm_rag.cli import CommandParser, run_program
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.errors import ConfigError
-from dlm_rag.evaluation.compare import SCORE_METRICS, QuestionGroups, compute_paired_differences
-from dlm_rag.evaluation.metrics import Estimate, Score
+from dlm_rag.evaluation.compare import QuestionGroups, compute_paired_differences
+from dlm_rag.evaluation.metrics import SCORE_METRICS, Estimate, Score
 from dlm_rag.evaluation.published import PUBLISHED_DATASETS
 from dlm_rag.evaluation.tables import (
     ResultTable,
     build_overview_table,
-    format_estimate,
-    format_percent,
+    format_metrics,
     format_provenance,
     render_markdown_table,
 )
 from dlm_rag.files.checked_json import parse_json_object, validate_json_value
 from dlm_rag.files.paths import resolve_path_inside
 
-SAVED_CONFIG_FILE = (
-    "config.yaml"  # beside the answers: the settings, before the program's own files take their places
-)
-
-
-@dataclass(frozen=True)
-class StoredResult:
-    """What `evaluate` left in a folder; record: its scores.json; scores: what of it is shown again."""
-
-    folder: Path
-    record: dict[str, Any]
-    scores: "StoredScores"
-
-    @property
-    def settings(self) -> dict[str, dict[str, Any]]:
-        """By name: the summaries of its groups of questions and the stamp of its answers."""
-        return self.record["settings"]
-
-    def find_setting_folder(self, name: str) -> Path:
-        """Where the answers of a setting are."""
-        below = make_setting_folder_name(name)
-        return self.folder / below if (self.folder / below).is_dir() else self.folder
+SAVED_CONFIG_FILE = "config.yaml"  # beside the answers: the settings as they were given
 
 
 @dataclass(frozen=True)
@@ -82,6 +60,26 @@ class StoredScores:
     dataset: str | None = None
 
 
+@dataclass(frozen=True)
+class StoredResult:
+    """What `evaluate` left in a folder; record: its scores.json; scores: what of it is shown again."""
+
+    folder: Path
+    record: dict[str, Any]
+    scores: StoredScores
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Where the answers of each setting are: in a folder of its own, or where all is."""
+        below = {name: self.folder / make_setting_folder_name(name) for name in self.scores.settings}
+        return {name: path if path.is_dir() else self.folder for name, path in below.items()}
+
+    def get_stamp(self, name: str) -> dict[str, Any]:
+        """The stamp of a setting's answers."""
+        stamp: dict[str, Any] = self.record["settings"][name]["stamp"]
+        return stamp
+
+
 def make_setting_folder_name(setting: str) -> str:
     """The name of the folder in which a setting's answers are."""
     return setting.replace("/", "_")
@@ -104,17 +102,16 @@ def read_result(path: Path) -> StoredResult:
 
 def render_results_page(results: Sequence[StoredResult]) -> str:
     """Markdown: a heading with the day of the last, then each result, its table, where it is from."""
-    days = [str(s["stamp"].get("date", ""))[:10] for r in results for s in r.settings.values()]
+    days = [str(r.get_stamp(name).get("date", ""))[:10] for r in results for name in r.folders]
     parts = [f"# Results, {max(days) or 'undated'}\n"]
     for result in results:
-        names = result.settings
         scores, none = result.scores, dict.fromkeys(SCORE_METRICS)
         summaries = {name: none | setting.groups.all for name, setting in scores.settings.items()}
         against = {name: groups.all for name, groups in scores.first_minus.items()}
         shown = build_overview_table(scores.questions.all, summaries, against, scores.swept)
-        command = result.record.get("command")
+        command, stamp = result.record.get("command"), result.get_stamp(next(iter(summaries)))
         parts += [f"## {result.folder.name}\n", *([f"    {command}\n"] if command else [])]
-        parts += [render_markdown_table(shown), format_provenance(next(iter(names.values()))["stamp"])]
+        parts += [render_markdown_table(shown), format_provenance(stamp)]
     return "\n".join(parts)
 
 
@@ -141,16 +138,9 @@ def build_rerun_table(
     for name, scores in now.items():
         less = compute_paired_differences(scores, then[name], groups)["all"]
         means = [100 * sum(s.exact_match for s in each) / len(each) for each in (then[name], scores)]
-        rows.append(
-            [
-                name,
-                *(f"{mean:.1f}" for mean in means),
-                format_percent(less["exact_match"], signed=True),
-                format_percent(less["f1"], signed=True),
-                format_estimate(less["forwards"], signed=True),
-                f"{same[name]} of {len(scores)}",
-            ]
-        )
+        differences = format_metrics(less, ("exact_match", "f1", "forwards"), signed=True)
+        same_share = f"{same[name]} of {len(scores)}"
+        rows.append([name, *(f"{mean:.1f}" for mean in means), *differences, same_share])
     headings = ["setting", "exact match % then", "now", "difference", "F1", "forwards", "the same response"]
     return ResultTable("Now minus then, paired", headings, rows)
 

@@ -33,8 +33,8 @@ from dlm_rag.evaluation.metrics import (
 from dlm_rag.evaluation.plots import plot_by_hops
 from dlm_rag.evaluation.tables import (
     build_comparison_tables,
-    compute_answers_per_second,
-    format_percent,
+    format_metric,
+    get_metric,
     render_markdown_report,
 )
 from dlm_rag.questions import Question
@@ -339,9 +339,10 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
 
 
 def test_numbers_as_people_read_them():
-    assert format_percent(Estimate(0.85, 0.801, 0.892)) == "85.0 [80, 89]" and format_percent(None) == "-"
-    assert format_percent(Estimate(-0.05, -0.1, 0.0), signed=True) == "-5.0 [-10, +0]"
-    assert compute_answers_per_second(Estimate(0.5, 0.25, 1.0)) == Estimate(2.0, 1.0, 4.0)
+    assert format_metric("f1", Estimate(0.85, 0.801, 0.892)) == "85.0 [80, 89]"
+    assert format_metric("f1", None) == "-"
+    assert format_metric("f1", Estimate(-0.05, -0.1, 0.0), signed=True) == "-5.0 [-10, +0]"
+    assert get_metric({"seconds": Estimate(0.5, 0.25, 1.0)}, "answers/s") == Estimate(2.0, 1.0, 4.0)
 
 
 def test_labels_of_questions_are_their_true_fields(tmp_path):

@@ -14,12 +14,11 @@ from dlm_rag.commands import evaluate
 from dlm_rag.commands.prepare_decoder import PreparedDecoder
 from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import (
-    SCORE_METRICS,
     expand_sweep,
     parse_compared_settings,
     parse_sweep,
 )
-from dlm_rag.evaluation.metrics import Estimate
+from dlm_rag.evaluation.metrics import SCORE_METRICS, Estimate
 from dlm_rag.evaluation.plots import plot_pareto
 from dlm_rag.evaluation.tables import build_overview_table, compute_pareto_front
 from dlm_rag.model.denoiser import Denoiser
