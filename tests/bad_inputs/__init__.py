@@ -1,9 +1,9 @@
-"""Bad inputs, a line each, and what a program says to them; `test_bad_inputs.py` runs every line.
+"""Bad inputs, a row each, and what a program says to them; `test_bad_inputs.py` runs every row.
 
-To add one, write a `BadInputCase` into the table of its room: a name, the command as it is typed behind
-`dlm-rag`, words that the error must hold, and the files that make the input bad. The working folder
-has `model/` (a tiny checkpoint), `corpus.jsonl` and `questions.jsonl` already. A command may also begin
-with a module (`dlm_rag.training.model_card`) or a program of the checkout (`profiling/nsys.py`).
+To add one, write a row into the table of its command: words that the error must hold, then words to add to the
+command, then the files that make the input bad. The working folder has `model/` (a tiny checkpoint),
+`corpus.jsonl` and `questions.jsonl` already. A command is typed after `dlm-rag`; it may also begin with a module
+(`dlm_rag.training.model_card`) or a program of the checkout (`profiling/nsys.py`).
 """
 
 from collections.abc import Callable
@@ -16,23 +16,28 @@ SAMPLE_COMMAND = "sample 'Who wrote Emma?' --model model --corpus corpus.jsonl d
 SAMPLE_WITH_MODEL = "sample 'Who wrote Emma?' --model model decode.max_new_tokens=8"
 SAMPLE_WITH_CORPUS = "sample 'Who wrote Emma?' --corpus corpus.jsonl decode.max_new_tokens=8"
 SAMPLE_WITHOUT_QUESTION = "sample --model model --corpus corpus.jsonl decode.max_new_tokens=8"
+EVALUATE = (
+    "evaluate --model model --corpus corpus.jsonl --questions questions.jsonl decode.max_new_tokens=8"
+    " retrieval.top_k=1"
+)
+ABSENT = object()  # in a dict of `files`: the key is taken out
 
 
 @dataclass(frozen=True)
 class BadInputCase:
     """One bad input.
 
+    says: words that standard error must hold, in this order (exit 2 or 1), or standard output (exit 0).
     files: what to put into the working folder first, by path: a text or bytes; a dict, whose keys join the
     JSON object that is there; None takes a file away; a function gets the path and does anything else.
-    says: words that standard error must hold, in this order (exit 2 or 1), or standard output (exit 0).
     changes: files that the command may change; all others must be what they were.
     env: variables of the environment, None takes one away. These cases, and programs of the checkout, run
     in a process of their own: mark `slow` what takes more than two seconds in it.
+    loads: whether weights are read before the error, which are out of reach otherwise.
     """
 
-    what: str
     command: str
-    says: str | tuple[str, ...] = ()
+    says: str | tuple[str, ...]
     files: dict[str, str | bytes | dict[str, Any] | Callable[[Path], Any] | None] = field(
         default_factory=dict
     )
@@ -41,8 +46,14 @@ class BadInputCase:
     changes: tuple[str, ...] = ()
     env: dict[str, str | None] = field(default_factory=dict)
     slow: bool = False
+    loads: bool = False
 
-    @property
-    def needs_own_process(self) -> bool:
-        """Whether it needs a process of its own."""
-        return bool(self.env) or self.command.split()[0].endswith(".py")
+
+def table(command: str, *rows: tuple, **options: Any) -> list[BadInputCase]:
+    """The cases of a command; rows: what is said, then words for the command (texts), then files (dicts)."""
+    found = []
+    for says, *given in rows:
+        words = " ".join([command, *(part for part in given if isinstance(part, str))])
+        files = [part for part in given if isinstance(part, dict)]
+        found.append(BadInputCase(words, says, files[0] if files else {}, **options))
+    return found

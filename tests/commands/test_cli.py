@@ -203,111 +203,6 @@ def test_a_run_that_goes_on_with_a_page_records_guesses_from_there(call, questio
     assert [side["ghosts"] for side in sides] == with_them
 
 
-def bad_corpus(line):
-    def make(folder):
-        path = folder / "bad.jsonl"
-        path.write_bytes(b'{"id": "a", "contents": "x"}\n' + line)
-        return ["Who?", "--corpus", path]
-
-    return make
-
-
-def empty_file(flag):
-    def make(folder):
-        (folder / "empty.jsonl").touch()
-        return ["Who?", flag, folder / "empty.jsonl"]
-
-    return make
-
-
-def bad_checkpoint(change):
-    def make(folder):
-        tiny_denoiser().save_pretrained(folder / "m")
-        byte_tokenizer().save_pretrained(folder / "m")
-        change(folder / "m")
-        return ["Who?", "--model", folder / "m"]
-
-    return make
-
-
-def pickled(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def remote_code(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "secret", "auto_map": {"AutoModel": "evil.Model"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "evil.py").write_text("raise SystemExit('executed')")
-
-
-def wrong_shape(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
-
-
-def wrong_blocks(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"block_length": "eight"}))
-
-
-def missing_shard(folder):
-    index = {"weight_map": {"norm.weight": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-BAD = {
-    "corpus line that is not JSON": (bad_corpus(b"{oops\n"), "bad.jsonl, line 2: the line is not JSON"),
-    "corpus line without contents": (bad_corpus(b'{"id": "b"}\n'), "line 2: the passage has no 'contents'"),
-    "corpus with a duplicate id": (bad_corpus(b'{"id": "a", "contents": "y"}\n'), "line 2: the id 'a'"),
-    "corpus with half a character": (bad_corpus(b'{"id": "b", "contents": "\\ud83d"}\n'), "half of a char"),
-    "question that is not UTF-8": (["caf\udce9?"], "question 1 is not UTF-8"),
-    "setting with a dash": (["Who?", "decode.commit-threshold=0.5"], "nearest: 'decode.commit_threshold'"),
-    "index folder that is a file": (["Who?", "retrieval.index_dir=/dev/null"], "no index can be written"),
-    "corpus that is not UTF-8": (bad_corpus(b'{"id": "b", "contents": "\xe9"}\n'), "line 2: .* not UTF-8"),
-    "empty corpus": (empty_file("--corpus"), "holds no passages"),
-    "no corpus file": (["Who?", "--corpus", "nowhere.jsonl"], "corpus 'nowhere.jsonl' was not found"),
-    "blank question": (["  "], "question 1 is blank"),
-    "no question": ([], "no question"),
-    "no questions file": (["--questions", "nowhere.jsonl"], "'nowhere.jsonl' was not found"),
-    "long question": (["why " * 25_000], "question 'q1': the question is .* tokens too long"),
-    "unknown key": (["Who?", "decode.comit_threshold=0.9"], "nearest: 'decode.commit_threshold'"),
-    "unknown flag": (["Who?", "--modle", "x"], "--modle"),
-    "wrong type": (["Who?", "retrieval.top_k=many"], "retrieval.top_k=many"),
-    "block beyond the checkpoint's canvas": (
-        ["Who?", "decode.block_length=101"],
-        "longer than max_new_tokens",
-    ),
-    "out of range": (["Who?", "decode.commit_threshold=1.5"], "commit_threshold=1.5 must be"),
-    "missing config": (["Who?", "--config", "sadri.yaml"], "nearest: 'sardi.yaml'"),
-    "out is a folder": (["Who?", "--out", "."], "out=. cannot be written: Is a directory"),
-    "out in no folder": (["Who?", "--out", "no/such/a.jsonl"], "cannot be written: No such file"),
-    "trace that cannot be written": (["Who?", "--trace", "."], "trace=. cannot be written"),
-    "no such model": (["Who?", "--model", "./nowhere"], "neither a folder nor a hub id"),
-    "no such device": (["Who?", "model.device=cuda:99"], "device=cuda:99 is not available"),
-    "no such device name": (["Who?", "model.device=gpu"], "device=gpu is not available"),
-    "kernel that cannot run": (
-        ["Who?", "model.attn_implementation=flash"],
-        "attention=flash cannot be used here",
-    ),
-    "pickled weights only": (bad_checkpoint(pickled), "pickled"),
-    "remote code only": (bad_checkpoint(remote_code), "code of its own that is never executed"),
-    "wrong shape": (bad_checkpoint(wrong_shape), r"has shape \[64, 32\], its config asks for \[65, 32\]"),
-    "wrong blocks": (bad_checkpoint(wrong_blocks), "block_length='eight' must be a whole number"),
-    "missing shard": (bad_checkpoint(missing_shard), "the shard model-00002-of-00002"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_sentence(call, tmp_path, monkeypatch, name):
-    words, says = BAD[name]
-    monkeypatch.setattr("dlm_rag.model.denoiser.Denoiser.from_pretrained", None)  # must not be reached
-    code, out, err = call(*(words(tmp_path) if callable(words) else words))
-    assert code == 2 and out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("error: ") and re.search(says, line), line
-
-
 def test_a_question_that_fails_is_recorded_and_the_others_are_answered(call, tmp_path):
     out = str(tmp_path / "answers.jsonl")
     words = ("Tacoma?", "why " * 25_000, "--out", out)
@@ -343,20 +238,10 @@ def test_one_command_for_all_programs(monkeypatch, capsys):
     assert code == 0 and "early_stopping: false" in out
 
 
-def test_another_model_needs_a_corpus_of_its_own(call, model):
-    code, _, err = call("Who?", "--model", model, defaults=False)
-    assert code == 2 and err.startswith("error: no corpus: give --corpus")
-
-
 def test_more_passages_wanted_than_there_are_is_a_warning(call, caplog):
     code, out, _ = call("Tacoma?", "retrieval.top_k=50")
     assert code == 0 and "top_k=50, but the corpus has 5 passages: all are used" in caplog.text
     assert len(records(out)[0]["evidence"]) == 5
-
-
-def test_config_can_be_printed(call):
-    code, out, _ = call("--config", "sardi.yaml", "retrieval.top_k=3", "--print-config", defaults=False)
-    assert code == 0 and "top_k: 3" in out and "early_stopping: false" in out
 
 
 def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file, model):
@@ -507,16 +392,6 @@ def test_files_that_are_not_ours_are_left_alone(call, tmp_path, questions_file):
     assert code == 2 and "without a readable answers.jsonl.run.json" in err
 
 
-def test_one_file_cannot_serve_two_purposes(call, questions_file, corpus_file, tmp_path):
-    for words in (
-        ("--questions", questions_file, "--out", questions_file),
-        ("Who?", "--out", corpus_file),
-        ("Who?", "--out", tmp_path / "x", "--trace", tmp_path / "x"),
-    ):
-        code, _, err = call(*words)
-        assert code == 2 and "are the same file" in err
-
-
 def test_a_file_is_written_by_one_process_at_a_time(call, tmp_path):
     from filelock import FileLock
 
@@ -525,12 +400,6 @@ def test_a_file_is_written_by_one_process_at_a_time(call, tmp_path):
         code, _, err = call("Who?", "--out", out)
     assert code == 2 and "is being written by another process" in err
     assert call("Who?", "--out", out)[0] == 0 and not Path(f"{out}.lock").exists()
-
-
-def test_a_typed_question_beside_a_file_needs_an_id_of_its_own(call, tmp_path):
-    path = write_jsonl_file(tmp_path / "q.jsonl", [{"id": "q1", "question": "Dune?"}])
-    code, _, err = call("Emma?", "--questions", path)
-    assert code == 2 and "the id 'q1' of a typed question is taken" in err
 
 
 def test_a_question_may_hold_an_equals_sign(call):
@@ -615,8 +484,6 @@ def test_evaluate_scores_what_it_decoded(call, tmp_path):
     assert groups["1 hop"]["recall_first"]["mean"] == 1.0
     assert groups["2 hops"]["recall_last"]["mean"] == 0.0 and groups["all"]["recall_last"]["mean"] == 0.5
     assert setting["stamp"]["answers_depend_on"]["retrieval.top_k"] == 1
-    code, _, err = call("--questions", path, program=evaluate)
-    assert code == 2 and "--out FOLDER" in err
 
 
 def test_evaluate_names_the_rule_of_f1(call, tmp_path, monkeypatch):
@@ -629,8 +496,6 @@ def test_evaluate_names_the_rule_of_f1(call, tmp_path, monkeypatch):
         assert code == 0 and ("1 of 1 questions are answered already" in err) == (rule == "squad")
         assert f"F1 ({rule}) %" in screen and f"F1 ({rule}) %" in (out / "scores.md").read_text()
         assert json.loads((out / "scores.json").read_text())["f1_rule"] == rule
-    code, _, err = call("--questions", path, "--out", out, "f1_rule=hotpot", program=evaluate)
-    assert code == 2 and "f1_rule=hotpot is not one of auto, squad, hotpotqa (nearest: 'hotpotqa')" in err
 
 
 def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
@@ -650,19 +515,6 @@ def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
     assert evidence[:2] == ["dune", "emma"], "support first, then what the question finds"
     code, _, err = call(*words, program=evaluate)
     assert code == 0 and err.count("1 of 1 questions are answered already") == 3
-
-
-def test_a_bad_setting_is_found_before_the_first_is_decoded(call, tmp_path):
-    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]}
-    path = write_jsonl_file(tmp_path / "q.jsonl", [row])
-    words = ("--questions", path, "--out", tmp_path / "runs", "--compare")
-    for compare, message in {
-        "static,oracle": "question '1' has no supporting_ids",
-        "static,decode.commit_rul=top_k": "nearest: 'decode.commit_rule'",
-        "static,oracle+decode.query_policy=proxy": "needs decode.query_policy=question",
-    }.items():
-        code, _, err = call(*words, compare, program=evaluate)
-        assert code == 2 and message in err and not list((tmp_path / "runs").glob("*/*.jsonl"))
 
 
 ODD = ("[/nope]", "$x_{$", "a|b", "\x1b[31mred", "\u4e2d\u6587", "[bold]")

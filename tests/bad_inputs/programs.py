@@ -1,0 +1,333 @@
+"""What evaluate, train, synthesize, the servers and the programs of the checkout are given."""
+
+import json
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from tests.bad_inputs import EVALUATE, BadInputCase, table
+from tests.bad_inputs.settings import NO_MILVUS, NOBODY
+from tests.support.tiny_diffusion_gemma import write_tiny_gemma
+
+TRAIN = "train --out run"
+RL = "--model model train.objective=rl"
+REPRODUCE, RESULT_PAGE = "evaluate --reproduce old --out run", "dlm_rag.evaluation.stored_results"
+WORLD = "dlm_rag.data.synthetic_world"
+RESULT = json.dumps(
+    {
+        "questions": {"all": 3},
+        "settings": {"a": {"groups": {"all": {"f1": {"mean": 1, "low": 1, "high": 1}}}, "stamp": {}}},
+        "first_minus": {},
+    }
+)
+OLD_RESULT = {"old/scores.json": RESULT}
+DECODED_ROWS = (
+    "synthesize --model model --corpus corpus.jsonl --questions questions.jsonl decode.max_new_tokens=8"
+)
+CORPUS_ROWS = "synthesize synthesis.method=corpus --corpus corpus.jsonl"
+WRITER_ROWS = (
+    "synthesize synthesis.method=writer synthesis.writer_url=http://127.0.0.1:1/v1 synthesis.writer_model=m"
+)
+
+
+def write_paper_question(path: Path) -> None:
+    """A question of the paper's layout."""
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pylist([{"question": "Who?", "answer": "x"}]), path)
+
+
+@cache
+def _make_gemma_once() -> Path:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return write_tiny_gemma(Path(tempfile.mkdtemp()) / "noisy")
+
+
+def copy_gemma(folder: Path) -> None:
+    """A tiny DiffusionGemma."""
+    shutil.copytree(_make_gemma_once(), folder)
+
+
+def copy_gemma_without_generation_config(folder: Path) -> None:
+    copy_gemma(folder)
+    (folder / "generation_config.json").unlink()
+
+
+CASES = [
+    *table(EVALUATE,
+        ("evaluation needs --out FOLDER",),
+        ("evaluation needs --out FOLDER", "--out -"),
+        ("'what' is neither a flag nor KEY=VALUE", "--out run what"),
+        ("run/scores.png cannot be written", "--out run", {"run/scores.png/x": ""}),
+        ("argument --sweep: expected at least one argument", "--out run --sweep"),
+        *(
+            (says, f"--out run --compare {compare}")
+            for compare, says in {
+                "statik": "nearest: 'static'",
+                "''": "compare= is empty",
+                "static,": "'' is neither",
+                "static,static": "'static' is named twice",
+                "all,static": "'all' stands alone",
+                "questions=x": "'questions=x' is neither",
+                "decode.sed=1": "unknown key 'decode.sed'",
+                "decode.seed=x": "decode.seed=",
+                "'[/nope]'": "'[/nope]' is neither",
+                "static,oracle": "question 'n0' has no supporting_ids",
+                "static,oracle+decode.query_policy=proxy": "needs decode.query_policy=question",
+                "decode.seed=1,static+model.path=a/b,static+model.path=a_b": "would share a folder",
+            }.items()
+        ),
+        *(
+            (says, f"--out run --sweep {sweep}")
+            for sweep, says in {
+                "decode.comit_threshold=0.9,0.8": "nearest: 'decode.commit_threshold'",
+                "train.max_steps=1,2": "'train.max_steps' is not a key of model., retrieval., decode.",
+                "0.9,0.8": "'0.9,0.8' is not KEY=VALUE,VALUE",
+                "nonsense": "'nonsense' is neither a flag nor KEY=VALUE",
+                "decode.seed=1": "no key has two values or more: write KEY=VALUE,VALUE",
+                "decode.seed=1,,2": "a value of decode.seed=1,,2 is empty",
+                "decode.seed=1,1": "a value of decode.seed=1,1 is named twice",
+                "decode.seed=1,2 decode.seed=3,4": "decode.seed is named twice",
+                "decode.seed=1,2 decode.seed=3": "decode.seed is swept, and set to one value too",
+                "decode.seed=1,x": "'decode.seed=x': decode.seed=x",
+                "decode.query_policy=committed,question decode.query_threshold=0.5,1":
+                    "query_threshold=0.5 has no effect",
+                "decode.query_policy=question,proxy --compare static":
+                    "'static' sets decode.query_policy, which is swept",
+                " ".join(f"{key}=1,2,3,4,5,6,7,8,9,10" for key in (
+                    "decode.seed", "decode.batch_size", "retrieval.top_k", "decode.query_window"
+                )): "sweep: 10000 settings are more than 1000",
+            }.items()
+        ),
+    ),
+    BadInputCase(f"{EVALUATE} --out run", "run", exit=0, slow=True, env={"TERM": "dumb", "COLUMNS": "1"}),
+    # The paper's table.
+    *table("evaluate --out run --dataset",
+        (("is not one of 2wiki, hotpotqa", "nearest: '2wiki'"), "2wikki"),
+        (("data/2wikimultihopqa/test.parquet is not there", "hf download pauljngr/sardi-data"), "2wiki"),
+        ("data/synthworlds/sm/corpus/index_chunked/corpus.jsonl is not there", "synthworlds",
+         {"data/synthworlds/sm/test.parquet": ""}),
+        (("checkpoints/sardi-dream-7b is not there", "hf download pauljngr/sardi-dream-7b"), "cofca",
+         {"data/cofca/test.parquet": "", "data/cofca/corpus/index_chunked/corpus.jsonl": ""}),
+        ("names questions and corpus: leave retrieval.corpus out", "cofca --corpus corpus.jsonl"),
+        (("params.index.json is of 7 passages", "has 1"), "cofca --model model decode.max_new_tokens=8", {
+            "data/cofca/test.parquet": write_paper_question,
+            "data/cofca/corpus/index_chunked/corpus.jsonl": '{"id": 0, "text": "x"}\n',
+            "data/cofca/corpus/index_chunked/params.index.json": '{"num_docs": 7}',
+        }),
+    ),
+    # A result that is run again, or shown.
+    *table(REPRODUCE,
+        ("old is not a result: name a folder of evaluate's --out",),
+        ("old/scores.json: the line is not JSON", {"old/scores.json": "{"}),
+        ("old is not a result", {"old/scores.json": '{"settings": []}'}),
+        (("old is not a result", "settings.a.groups.all.f1.mean:"),
+         {"old/scores.json": RESULT.replace("mean", "median")}),
+        ("old has no config.yaml: an older program made it", OLD_RESULT),
+        ("leave --compare out", "--compare all", OLD_RESULT),
+        ("leave --sweep out", "--sweep decode.seed=1,2", OLD_RESULT),
+        ("leave --config out", "--config sardi", OLD_RESULT),
+        ("leave --limit out", "--limit 1", OLD_RESULT),
+        ("unknown key 'decode.gone' in old/config.yaml", OLD_RESULT | {"old/config.yaml": "decode: {gone: 1}"}),
+        ("trace 'old/trace.jsonl' was not found", OLD_RESULT | {"old/config.yaml": "questions: questions.jsonl"}),
+    ),
+    BadInputCase("evaluate --reproduce old --out old", "are the same folder: choose another --out",
+                 OLD_RESULT | {"old/config.yaml": ""}),
+    *table(RESULT_PAGE,
+        ("the following arguments are required: RESULT",),
+        ("model is not a result", "model"),
+        *(
+            (("old is not a result", key), "old", {"old/scores.json": json.dumps(json.loads(RESULT) | change)})
+            for key, change in (
+                ("settings.a.groups.all.f1:", {"settings": {"a": {"groups": {"all": {"f1": "0.5"}}, "stamp": {}}}}),
+                ("NaN", {"first_minus": {"b": {"all": {"f1": {"mean": float("nan"), "low": 1, "high": 1}}}}}),
+                ("swept:", {"swept": 5}),
+                ("swept.decode.seed:", {"swept": {"decode.seed": 5}}),
+                ("questions.all:", {"questions": {"all": "many"}}),
+                ("settings.a.stamp:", {"settings": {"a": {"groups": {"all": {}}, "stamp": []}}}),
+                ("scores.json", {"settings": {}}),
+                ("scores.json", {"dataset": "nope"}),
+            )
+        ),
+    ),
+    BadInputCase(f"{RESULT_PAGE} old", "| a | - | - | - | - | - | - | - | - |",
+                 {"old/scores.json": RESULT.replace('"f1"', '"f2"')}, exit=0),
+    # Training.
+    *table(TRAIN,
+        *(
+            (f"{key} has no effect here", word)
+            for key, word in (
+                ("retrieval.url", f"retrieval.url={NOBODY}"), ("limit", "--limit 3"), ("trace", "--trace t.jsonl"),
+                ("questions", "--questions questions.jsonl"), ("retrieval.corpus", "--corpus corpus.jsonl"),
+                ("workers", "workers=2"), ("compare", "--compare all"), ("quick", "quick=true"),
+                ("html", "--html page.html"), ("record_provisional", "record_provisional=true"),
+            )
+        ),
+        ("train.counterfactual_share=0.7 has no effect", "--config corpus.yaml"),
+        ("train.max_hops=1", "data.corpus=corpus.jsonl train.max_hops=1"),
+        ("train.world_passages=1000000000", "train.world_passages=1000000000"),
+        ("data.documents={'a'", "data.documents.a=corpus.jsonl"),
+        ("data.questions=questions.jsonl has no effect",
+         "train.objective=pretrain data.questions=questions.jsonl data.corpus=corpus.jsonl"),
+        ("trainable=lora does not go with lora_rank=0", "train.trainable=lora"),
+        ("trainable=policy_heads does not go with objective=sft", "train.trainable=policy_heads"),
+        ("rl begins with a model that answers: set model.path", "train.objective=rl"),
+        ("decode.copy_penalty", f"{RL} decode.copy_penalty=4"),
+        ("train.kl_coef=1.0 has no effect", f"{RL} train.trainable=policy_heads train.kl_coef=1"),
+        ("min_hops=4 is more", f"{RL} train.min_hops=4 train.max_hops=2"),
+        ("has no 'golden_answers'",
+         f"{RL} train.passage_length=96 data.questions=questions.jsonl data.corpus=corpus.jsonl",
+         {"questions.jsonl": '{"id": "a", "question": "Who?"}\n'}),
+    ),
+    BadInputCase(f"{TRAIN} engine.memory_gib=0.001", "engine.memory_gib=0.001 is 0.00107 GB", changes=("run",)),
+    *(
+        BadInputCase(f"{TRAIN} {words}", says, env=env, slow=True)
+        for words, says, env in (
+            ("", "RANK='x' is not a whole number", {"RANK": "x"}),
+            ("", "RANK=5 and WORLD_SIZE=1 in the environment are not torchrun's", {"RANK": "5"}),
+            ("", "RANK=0 and WORLD_SIZE=2 in the environment", {"WORLD_SIZE": "2", "MASTER_ADDR": None}),
+            ("train.wandb=online train.world_passages=100", "run `wandb login`",
+             {"WANDB_API_KEY": None, "WANDB_MODE": None, "HOME": "."}),
+        )
+    ),
+    *table(f"{TRAIN} train.max_steps=1",
+        ("run holds no run to go on with", "--resume"),
+        ("run holds no run to go on with", "--resume", {"run/notes.txt": "mine"}),
+        ("run/checkpoints is a file and must be", "--resume", {"run/checkpoints": "x"}),
+        ("step-00000001 has format 1", "--resume",
+         {"run/checkpoints/step-00000001/state.json": '{"state": {}}'}),
+        ("holds 'notes.txt'", {"run/notes.txt": "mine"}),
+        ("add --resume to go on", {"run/metrics.jsonl": "{}\n"}),
+        ("cannot be a folder", {"run": "mine"}),
+        ("run/model is a file and must be a folder", {"run/model": "x"}),
+        ("cannot be locked by run/train.lock", {"run/train.lock/x": ""}),
+    ),
+    # Training a model of uniform noise with what it cannot have.
+    *table(f"{TRAIN} --model noisy", *(
+        (says, words, {"noisy": copy_gemma}) for says, words in (
+            ("lora_rank=4 is not supported by noisy", "train.lora_rank=4"),
+            ("objective=rl is not supported by", "--config search_rl.yaml"),
+            ("objective=adapt is not supported by", "train.objective=adapt"),
+            ("objective=pretrain is not supported by",
+             "'train.phases={a: {max_steps: 1}, b: {objective: pretrain, max_steps: 1}}'"),
+            ("evidence_layout=joint is not supported by", "model.evidence_layout=joint"),
+            ("attn_implementation=varlen is not supported by", "model.attn_implementation=varlen"),
+            ("block_size=8 has no effect on", "model.block_size=8"),
+            ("parallel=fsdp is not supported by", "train.parallel=fsdp"),
+            ("set activation_checkpointing=full", "train.activation_checkpointing=selective"),
+            ("compile=true has no effect", "train.compile=true"),
+            ("commit_threshold=0.5 has no effect", "decode.commit_threshold=0.5"),
+            ("a plan is made for denoisers of masks", "--plan"),
+        )
+    )),
+    *table(TRAIN,
+        ("has no generation_config.json", "--model noisy", {"noisy": copy_gemma_without_generation_config}),
+        ("uniform noise, which a fresh denoiser does not: give it as model.path", "train.init_layers_from=noisy",
+         {"noisy": copy_gemma}),
+        ("uniform_loss=nelbo has no effect", "--model model train.uniform_loss=nelbo"),
+    ),
+    # Servers, indexes.
+    *table("serve",
+        ("cannot be listened at", "--host 192.0.2.1"),
+        ("cannot be listened at", "--port 70000"),
+        ("is neither a flag nor KEY=VALUE", "'Who wrote Emma?'"),
+        ("out has no effect here", "--out a.jsonl"),
+        ("retrieval.oracle has no effect here", "retrieval.oracle=true"),
+        ("decode.max_new_tokens", "serving.max_tokens=8"),
+        ("keys file 'a.txt' was not found", "serving.api_keys_file=a.txt"),
+        ("holds no keys", "serving.api_keys_file=a.txt", {"a.txt": "# none\n"}),
+        ("a.txt, line 2: a key has", "serving.api_keys_file=a.txt", {"a.txt": "\nabc"}),
+    ),
+    *table("retrieve-server",
+        ("a corpus is searched",),
+        ("corpus 'nowhere.jsonl' was not found", "--corpus nowhere.jsonl"),
+        ("--port '0' is not a whole number above 0", "--corpus corpus.jsonl --port 0"),
+        ("--port 'http' is not a whole number", "--corpus corpus.jsonl --port http"),
+        ("192.0.2.1:8000 cannot be listened at", "--corpus corpus.jsonl --host 192.0.2.1"),
+        ("model.path has no effect here", "--corpus corpus.jsonl --model model"),
+        ("a corpus is searched", "--corpus corpus.jsonl retrieval.method=none"),
+    ),
+    *table("index",
+        ("a corpus is indexed",),
+        ("model.path has no effect here", "--corpus corpus.jsonl --model model"),
+        ("a corpus is indexed", "--corpus corpus.jsonl retrieval.method=none"),
+        ("cannot be searched: Connection refused", f"--corpus nowhere.jsonl --to {NO_MILVUS}"),
+        ("--to=world", "--corpus corpus.jsonl --to world"),
+        ("--to=http", f"--corpus corpus.jsonl --to {NOBODY}"),
+    ),
+    # Synthesis.
+    *table(DECODED_ROWS,
+        ("synthesis needs --out FOLDER",),
+        ("synthesis needs --out FOLDER", "--out -"),
+        ("trace has no effect here", "--out rows --trace t.jsonl"),
+        ("nearest: 'traces'", "--out rows synthesis.method=trace"),
+        ("'n0' has no golden_answers: set synthesis.filter=evidence", "--out rows",
+         {"questions.jsonl": '{"id": "n0", "question": "Who?"}'}),
+        ("question 'n0' has no hops", "--out rows synthesis.known_hops=true"),
+    ),
+    *table("synthesize --out rows",
+        ("need --questions", "--model model --corpus corpus.jsonl"),
+        ("needs --corpus FILE", "synthesis.method=corpus"),
+        ("synthesis.method=writer needs synthesis.writer_url=URL and synthesis.writer_model=NAME",
+         "synthesis.method=writer synthesis.writer_url=http://x/v1"),
+    ),
+    *table(CORPUS_ROWS,
+        ("model.path has no effect here", "--out rows --model model"),
+        ("synthesis.filter=evidence has no effect", "--out rows synthesis.filter=evidence"),
+        ("reads no questions", "--out rows --questions questions.jsonl"),
+        ("has no titles that stand for one", "--out rows", {"corpus.jsonl": '{"id": "a", "contents": "x"}\n'}),
+        ("mine holds 'thesis.tex', which is of no rows", "--out mine", {"mine/thesis.tex": "x"}),
+        (("out=rows holds rows with", "choose another --out"), "--out rows",
+         {"rows/rows.json": json.dumps({"depends_on": {"synthesis.method": "traces"}})}),
+        ("out=corpus.jsonl cannot be a folder", "--out corpus.jsonl"),
+        ("nope.jsonl", "--out rows synthesis.decontaminate_against=nope.jsonl"),
+        ("bad.jsonl, line 1: there is no 'question'",
+         "--out rows synthesis.decontaminate_against=questions.jsonl,bad.jsonl", {"bad.jsonl": '{"id": "a"}'}),
+    ),
+    *table(f"{WRITER_ROWS} --out rows",
+        ("synthesis.writer_url=localhost", "synthesis.writer_url=localhost"),
+        ("synthesis.writer_url=http://127.0.0.1:1/v1 does not list its models", "--questions questions.jsonl"),
+        ("template=paraphrase needs --questions", "--corpus corpus.jsonl"),
+        ("template=table needs --corpus, and not --questions",
+         "--questions questions.jsonl synthesis.template=table"),
+    ),
+    # Worlds.
+    *table(WORLD,
+        ("arguments are required: --seed", "--out w"),
+        ("--seed 'x' is not a whole number", "--seed x --out w"),
+        ("from 100 to 1000000", "--seed 1 --passages 99 --out w"),
+        ("a world of 100 has no 1000000000 questions of 1 hops",
+         "--seed 1 --passages 100 --per-hop 1000000000 --out w"),
+        ("no such home folder", "--seed 1 --out '~nobody-here/w'"),
+        ("--out needs the name of a folder", "--seed 1 --out -"),
+        ("cannot hold a world", "--seed 1 --out w", {"w": "mine"}),
+        ("corpus.jsonl exists with other content", "--seed 1 --passages 100 --per-hop 1 --out ."),
+        ("corpus.jsonl exists with other content", "--seed 1 --passages 100 --per-hop 1 --out w",
+         {"w/corpus.jsonl": os.mkfifo}),
+    ),
+    # Names of programs; programs of the checkout.
+    *table("",
+        ("nearest: 'sample'", "smaple"),
+        ("nearest: 'retrieve-server'", "retrieve_server"),
+        ("model.path has no effect here", "doctor --model model"),
+        ("nearest: 'model.device'", "doctor model.devise=cpu"),
+        ("is neither a flag nor KEY=VALUE", "doctor 'Who wrote Emma?'"),
+    ),
+    *table("",
+        ("--gbit and --delay want numbers", "profiling/netns_cluster.py --out run --gbit 0,fast"),
+        ("--part cables is neither", "profiling/netns_cluster.py --out run --part cables"),
+        ("'2.5' is not a whole number", "profiling/bench_retrieval.py index 2.5"),
+        ("--kinds: 'bm52' is none of bm25, dense, hybrid (nearest: 'bm25')",
+         "profiling/bench_retrieval.py recall --questions questions.jsonl --corpus corpus.jsonl --kinds bm52"),
+        ("the following arguments are required: program", "profiling/nsys.py"),
+        ("invalid choice: 'smaple'", "profiling/nsys.py smaple"),
+        ("nope.sqlite", "profiling/attribute.py nope.sqlite"),
+        ("holds no joules: name the stamp", "profiling/attribute.py x.sqlite --energy x.json",
+         {"x.json": '{"energy": null}'}),
+    ),
+    BadInputCase("profiling/bench_threads.py 0", "'0' is not a whole number", slow=True),
+]  # fmt: skip
