@@ -22,11 +22,12 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlm_rag.cli import print_note
 from dlm_rag.commands.answer_job import PreparedQuestions
@@ -41,7 +42,12 @@ from dlm_rag.text import replace_control_chars
 if TYPE_CHECKING:
     from dlm_rag.config import Config
     from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.synthesis.shards import RowsFolder, SourceOutcome
+    from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
+    from dlm_rag.synthesis.llm_writer import LlmWriter
+    from dlm_rag.synthesis.shards import RowsFolder
+    from dlm_rag.synthesis.trace_rows import TraceRowGenerator
+
+    RowSource = TraceRowGenerator | CorpusRowGenerator | LlmWriter
 
 SYNTHESIS_SETTINGS = ("synthesis", "-record_provisional")
 # Settings of the section that rows depend on: of all, and of one kind.
@@ -53,20 +59,16 @@ ROW_SETTINGS_BY_KIND = {
 }
 
 
-@dataclass
-class SynthesisWork:
-    """What is to be done: everything but the weights has been checked.
+class SynthesisPlan(NamedTuple):
+    """What is to be done, everything but the weights checked.
 
-    outcomes: of all sources but the given ones. failed: how many failed so far. energy: used so far.
+    depends_on: all that can change a row. model: who makes the rows.
     """
 
-    sources: int
+    source: "RowSource"
     depends_on: dict[str, Any]
     model: str
     columns: dict[str, str]
-    outcomes: "Callable[[set[str]], Generator[SourceOutcome]]"
-    failed: Callable[[], int] = lambda: 0
-    energy: Callable[[], dict[str, Any] | None] = lambda: None
 
 
 def main(argv: list[str]) -> None:
@@ -76,58 +78,56 @@ def main(argv: list[str]) -> None:
         check_read(words.settings, ("retrieval", "questions", "limit", "quick", "out", "synthesis"))
     if config.out in (None, "-"):
         raise ConfigError("synthesis needs --out FOLDER")
-    from dlm_rag.synthesis.dedup import check_datasketch
-    from dlm_rag.synthesis.shards import RowsFolder, check_file_format
+    from dlm_rag.synthesis.shards import RowsFolder, check_packages
 
-    check_file_format(config.synthesis.format)
-    if config.synthesis.dedup_threshold is not None:
-        check_datasketch()
+    check_packages(config.synthesis)
     depends_on = collect_row_settings(config)  # reads evaluation sets: errors in them come before the work
     plans = {"traces": plan_trace_rows, "corpus": plan_corpus_rows, "writer": plan_writer_rows}
-    work = plans[config.synthesis.method](config)
+    plan = plans[config.synthesis.method](config)
     words.announce_reader()
-    folder = RowsFolder(Path(str(config.out)), depends_on | work.depends_on, work.model)
-    failed = run_synthesis(work, folder, config)
-    if failed:
+    folder = RowsFolder(Path(str(config.out)), depends_on | plan.depends_on, plan.model)
+    run_synthesis(plan.source, plan.columns, folder, config)
+    if failed := plan.source.failed:
         print_note(f"{failed} failed; the same command asks again")
         raise SystemExit(1)
 
 
-def run_synthesis(work: SynthesisWork, folder: "RowsFolder", config: "Config") -> int:
-    """Does what is left to do, and writes the files; returns how many sources failed."""
-    name, settings, rows, done = replace_control_chars(str(folder.folder)), config.synthesis, 0, 0
+def run_synthesis(
+    source: "RowSource", columns: dict[str, str], folder: "RowsFolder", config: "Config"
+) -> None:
+    """Does what is left to do, and writes the files."""
+    name, settings, rows, before = replace_control_chars(str(folder.folder)), config.synthesis, 0, 0
     try:
         folder.begin(make_run_stamp())
         if folder.complete:
             print_note(f"{name} is complete")
-            return 0
-        if folder.done:
-            print_note(f"{len(folder.done):,} of {work.sources:,} sources are done already")
-        start = time.perf_counter()
-        bar = report_progress("synthesizing", work.sources, done=len(folder.done))
+            return
+        before, start = len(folder.done), time.perf_counter()
+        if before:
+            print_note(f"{before:,} of {len(source):,} sources are done already")
+        bar = report_progress("synthesizing", len(source), done=before)
         try:
-            with bar as advance, closing(work.outcomes(folder.done)) as outcomes:
+            with bar as advance, closing(source.outcomes(folder.done)) as outcomes:
                 for outcome in outcomes:
                     folder.append_outcome(outcome)
-                    done, rows = done + 1, rows + len(outcome.rows)
+                    rows += len(outcome.rows)
                     advance(1)
         finally:
-            folder.append_energy(work.energy())
+            folder.append_energy(source.energy)
         seconds = time.perf_counter() - start
-        counts = folder.finish(settings, work.columns, complete=not work.failed())
+        counts = folder.finish(settings, columns, complete=not source.failed)
     except KeyboardInterrupt:
-        print_note(f"{len(folder.done):,} of {work.sources:,} sources done; the same command resumes here")
+        print_note(f"{len(folder.done):,} of {len(source):,} sources done; the same command resumes here")
         raise
     finally:
         folder.close()
-    of = f"{done:,} source{'s' * (done != 1)} in {seconds:.1f} s"
-    print_note(f"{rows:,} row{'s' * (rows != 1)} of {of}, {rows / seconds:,.1f} rows/s")
+    done = len(folder.done) - before
+    print_note(f"{rows:,} rows of {done:,} sources in {seconds:.1f} s, {rows / seconds:,.1f} rows/s")
     read, wrote = (counts.get(f"spent: {what}_tokens", 0) for what in ("prompt", "response"))
     if price := (read * settings.prompt_price + wrote * settings.response_price) / 1e6:
         print_note(f"{read:,} tokens read and {wrote:,} written by the writer: ${price:,.2f}")
     kept = sum(n for key, n in counts.items() if key.startswith(("rows: ", "held out: ")))
     print_note(f"{kept:,} row{'s are' if kept != 1 else ' is'} in {name}, README.md says which")
-    return work.failed()
 
 
 def collect_row_settings(config: "Config") -> dict[str, Any]:
@@ -149,7 +149,7 @@ def make_run_stamp() -> dict[str, Any]:
     return {"command": command, "date": now, "commit": get_code_commit()}
 
 
-def plan_trace_rows(config: "Config") -> SynthesisWork:
+def plan_trace_rows(config: "Config") -> SynthesisPlan:
     """Questions to be decoded. Raises `UserError`."""
     config = apply_shipped_defaults(config, [])
     if config.questions is None:
@@ -166,28 +166,20 @@ def plan_trace_rows(config: "Config") -> SynthesisWork:
         from dlm_rag.workers.placement import check_ray_installed
 
         check_ray_installed()
-    asked = PreparedQuestions(config, questions, prepare_decoder(config, questions))
     from dlm_rag.synthesis.shards import QUESTION_COLUMNS
     from dlm_rag.synthesis.trace_rows import TraceRowGenerator
 
+    asked = PreparedQuestions(config, questions, prepare_decoder(config, questions))
     prepared = asked.prepared
-    work, energy = TraceRowGenerator(questions, settings, prepared.tokenizer), dict[str, Any]()
-
-    def outcomes(done: set[str]) -> "Generator[SourceOutcome]":
-        if remaining := work.remaining(done):
-            yield from work.outcomes(decode_rollouts(asked, remaining, energy))
-
+    source = TraceRowGenerator(questions, settings, prepared.tokenizer, partial(decode_rollouts, asked))
     depends_on = prepared.answers_depend_on() | {"questions": digest_questions(questions)}
-    return SynthesisWork(
-        len(work), depends_on, prepared.checkpoint.folder.name, QUESTION_COLUMNS, outcomes,
-        lambda: work.failed, lambda: energy or None,
-    )  # fmt: skip
+    return SynthesisPlan(source, depends_on, prepared.checkpoint.folder.name, QUESTION_COLUMNS)
 
 
 def decode_rollouts(
-    asked: PreparedQuestions, questions: list[Question], energy: dict[str, Any]
+    asked: PreparedQuestions, questions: list[Question], source: "TraceRowGenerator"
 ) -> "Iterator[Rollout]":
-    """Finished rollouts as they come, then a line on their time and energy, which goes to `energy`."""
+    """Finished rollouts as they come, then a line on their time and energy, which `source` gets too."""
     from dlm_rag.commands.executors import open_engines
     from dlm_rag.decode.terminal import RunTotals
 
@@ -201,7 +193,7 @@ def decode_rollouts(
                     tally.add(rollout)
                     yield rollout
         finally:
-            energy.update(tally.energy_record(gauge.reading) or {})
+            source.energy = tally.energy_record(gauge.reading)
             seconds = time.perf_counter() - start
             summary = tally.summary_line(seconds, engine.describe(), gauge.reading)
             print_note(f"{tally.text_tokens / seconds:,.1f} tokens/s · {summary}")
@@ -213,7 +205,7 @@ def digest_questions(questions: list[Question]) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
-def plan_corpus_rows(config: "Config") -> SynthesisWork:
+def plan_corpus_rows(config: "Config") -> SynthesisPlan:
     """A corpus without questions. Raises `UserError`."""
     if config.retrieval.corpus is None:
         raise ConfigError("synthesis.method=corpus needs --corpus FILE")
@@ -225,13 +217,13 @@ def plan_corpus_rows(config: "Config") -> SynthesisWork:
 
     show_status("reading the corpus")
     opened = open_corpus(config.retrieval.corpus, config.retrieval.index_dir)
-    work = CorpusRowGenerator(opened, config.synthesis.max_hops, config.synthesis.held_out)
-    if not work.names.count:
+    source = CorpusRowGenerator(opened, config.synthesis.max_hops, config.synthesis.held_out)
+    if not source.names.count:
         raise CorpusError(f"{config.retrieval.corpus} has no titles that stand for one passage alone")
-    return SynthesisWork(len(work), {"corpus": opened.fingerprint}, "", QUESTION_COLUMNS, work.outcomes)
+    return SynthesisPlan(source, {"corpus": opened.fingerprint}, "", QUESTION_COLUMNS)
 
 
-def plan_writer_rows(config: "Config") -> SynthesisWork:
+def plan_writer_rows(config: "Config") -> SynthesisPlan:
     """Texts by another model: of questions for the template paraphrase, of passages for the others.
 
     Raises `UserError`, also where the writer does not answer.
@@ -256,6 +248,4 @@ def plan_writer_rows(config: "Config") -> SynthesisWork:
         writer, columns = LlmWriter(opened, settings), TEXT_COLUMNS
         depends_on["corpus"] = opened.fingerprint
     writer.client.check_model()
-    return SynthesisWork(
-        len(writer), depends_on, settings.writer_model, columns, writer.outcomes, lambda: writer.failed
-    )
+    return SynthesisPlan(writer, depends_on, settings.writer_model, columns)

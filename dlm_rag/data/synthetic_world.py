@@ -25,23 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from dlm_rag.cli import CommandParser, parse_int
-from dlm_rag.data.templates import (
-    ANSWER_MARKER,
-    ASIDE_TEMPLATES,
-    CODAS,
-    ENTITY_KIND_SHARES,
-    GENRES,
-    HELD_OUT_WORDING_SHARE,
-    NAME_PATTERN_WORDS,
-    NAME_PATTERNS,
-    OCCUPATIONS,
-    ONSETS,
-    OPENING_TEMPLATES,
-    PRODUCTS,
-    RELATION_BY_NAME,
-    RELATIONS,
-    VOWELS,
-)
+from dlm_rag.data import templates
+from dlm_rag.data.templates import ANSWER_MARKER, GENRES, RELATION_BY_NAME, RELATIONS
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.paths import expand_path, write_text_atomic
 from dlm_rag.progress import report_progress, track_progress
@@ -127,7 +112,9 @@ def make_world(seed: int, split: str = "test", passages: int = 2000) -> World:
 
 
 def _make_entities(rng: random.Random, pool: list[str], count: int, split: str) -> list[Entity]:
-    kinds = [k for k, share in ENTITY_KIND_SHARES.items() for _ in range(max(2, round(share * count)))]
+    kinds = [
+        k for k, share in templates.ENTITY_KIND_SHARES.items() for _ in range(max(2, round(share * count)))
+    ]
     rng.shuffle(kinds)
     names: dict[str, Entity] = {}
     for number, kind in enumerate(track_progress(kinds, "inventing names")):
@@ -144,8 +131,8 @@ def _assign_facts(rng: random.Random, by_kind: dict[str, list[Entity]]) -> None:
                 continue
             if relation.object == "literal":
                 subject.facts[relation.name] = {
-                    "occupation": rng.choice(OCCUPATIONS),
-                    "product": rng.choice(PRODUCTS),
+                    "occupation": rng.choice(templates.OCCUPATIONS),
+                    "product": rng.choice(templates.PRODUCTS),
                     "year": str(rng.randrange(1800, 2000)),
                 }[relation.name]
                 continue
@@ -176,14 +163,14 @@ def _describe(rng: random.Random, entity: Entity, by_kind: dict[str, list[Entity
         sentences.append(told.format(s="{s}", o=get_object_text(value)))
     rng.shuffle(sentences)
     if rng.random() < 0.7:
-        aside = rng.choice(ASIDE_TEMPLATES[entity.kind])
+        aside = rng.choice(templates.ASIDE_TEMPLATES[entity.kind])
         work = rng.choice(by_kind[rng.choice(("book", "film", "album"))])
         aside = aside.format(p=rng.choice(by_kind["person"]).name, w=work.name, n=rng.randrange(20, 9000))
         sentences.insert(rng.randrange(len(sentences) + 1), aside)
     # The text opens with the name, as an encyclopedia does; after that a pronoun stands for it.
     pronoun = rng.choice(("He", "She")) if entity.kind == "person" else "It"
     kind = rng.choice(GENRES.get(entity.kind, ("",)))
-    opening = OPENING_TEMPLATES[entity.kind].format(s=entity.name, kind=kind)
+    opening = templates.OPENING_TEMPLATES[entity.kind].format(s=entity.name, kind=kind)
     return " ".join((opening, *(sentence.format(s=pronoun) for sentence in sentences)))
 
 
@@ -206,39 +193,31 @@ def make_world_question(
     phrase = f"the {kind} {subjects[0].name}" if kind in GENRES else subjects[0].name
     wordings = [RELATION_BY_NAME[name].noun_phrases for name in relations[:-1]]
     wordings.append(RELATION_BY_NAME[relations[-1]].question_templates)
-    held_wording = not training and rng.random() < HELD_OUT_WORDING_SHARE
+    held_wording = not training and rng.random() < templates.HELD_OUT_WORDING_SHARE
     held_at = rng.randrange(hops) if held_wording else None
     for hop, known in enumerate(wordings):
         phrase = (known[-1] if hop == held_at else rng.choice(known[:-1])).format(s=phrase)
     objects = [*subjects[1:], subjects[-1].facts[relations[-1]]]
-    return WorldQuestion(
-        phrase,
-        tuple(map(get_object_text, objects)),
-        tuple(subjects),
-        tuple(relations),
-        held_path,
-        held_wording,
-    )
+    texts = tuple(map(get_object_text, objects))
+    return WorldQuestion(phrase, texts, tuple(subjects), tuple(relations), held_path, held_wording)
 
 
 def _sample_path(rng: random.Random, subject: Entity, hops: int) -> tuple[list[Entity], list[str]] | None:
     """A path that visits no entity twice; literals end a path."""
-    subjects, relations = [subject], list[str]()
-    while True:
-        last = len(relations) == hops - 1
-        names = [n for n, v in subject.facts.items() if last or isinstance(v, Entity)]
+    subjects, relations = list[Entity](), list[str]()
+    value: Entity | str = subject
+    for hop in range(hops):
+        assert isinstance(value, Entity)
+        subjects.append(value)
+        last = hop == hops - 1
+        names = [name for name, found in value.facts.items() if last or isinstance(found, Entity)]
         if not names:
             return None
-        name = rng.choice(names)
-        relations.append(name)
-        value = subject.facts[name]
+        relations.append(rng.choice(names))
+        value = value.facts[relations[-1]]
         if isinstance(value, Entity) and value in subjects:
             return None
-        if last:
-            return subjects, relations
-        assert isinstance(value, Entity)
-        subject = value
-        subjects.append(subject)
+    return subjects, relations
 
 
 def make_world_questions(world: World, seed: int, per_hop: int = 100, hops: int = 4) -> list[WorldQuestion]:
@@ -268,16 +247,11 @@ def make_world_questions(world: World, seed: int, per_hop: int = 100, hops: int 
 def build_question_record(number: int, question: WorldQuestion) -> dict[str, Any]:
     """The line of `questions.jsonl`."""
     return {
-        "id": f"q{number}",
-        "question": question.question,
-        "golden_answers": [question.answer],
-        "supporting_ids": [subject.id for subject in question.subjects],
-        "hops": question.hops,
-        "reasoning": question.reasoning,
-        "path": list(question.relations),
-        "held_out_path": question.held_out_path,
-        "held_out_wording": question.held_out_wording,
-    }
+        "id": f"q{number}", "question": question.question, "golden_answers": [question.answer],
+        "supporting_ids": [subject.id for subject in question.subjects], "hops": question.hops,
+        "reasoning": question.reasoning, "path": list(question.relations),
+        "held_out_path": question.held_out_path, "held_out_wording": question.held_out_wording,
+    }  # fmt: skip
 
 
 def build_passage_record(world: World, entity: Entity) -> dict[str, str]:
@@ -326,21 +300,23 @@ def is_held_out_path(relations: Sequence[str]) -> bool:
 def make_word(rng: random.Random, split: str) -> str:
     """A pronounceable word of two syllables that belongs to `split`."""
     while True:
-        parts = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)]
-        word = ("".join(parts) + rng.choice(CODAS)).capitalize()
+        parts = [rng.choice(templates.ONSETS) + rng.choice(templates.VOWELS) for _ in range(2)]
+        word = ("".join(parts) + rng.choice(templates.CODAS)).capitalize()
         if get_word_split(word) == split:
             return word
 
 
 def is_name_in_split(name: str, split: str) -> bool:
     """Whether every invented word of a name belongs to the split ("Mabesland" is a word of its own)."""
-    return all(get_word_split(word) == split for word in name.split() if word not in NAME_PATTERN_WORDS)
+    return all(
+        get_word_split(word) == split for word in name.split() if word not in templates.NAME_PATTERN_WORDS
+    )
 
 
 def make_name(rng: random.Random, kind: str, pool: list[str]) -> str:
     """A name for an entity of this kind."""
     one, two = rng.sample(pool, 2)
-    return rng.choice(NAME_PATTERNS[kind]).format(one, two)
+    return rng.choice(templates.NAME_PATTERNS[kind]).format(one, two)
 
 
 def main(argv: list[str]) -> None:

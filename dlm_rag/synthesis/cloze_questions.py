@@ -62,6 +62,8 @@ class ClozeGap:
 class CorpusRowGenerator:
     """The rows of a corpus, passage by passage; all that it keeps is some three times the texts."""
 
+    failed, energy = 0, None  # nothing fails, and nothing is decoded
+
     def __init__(self, corpus: Iterable[Passage], longest: int = 3, held_out: float = 0.25) -> None:
         """longest: passages of a chain at most. held_out: share of the passages not to be trained on."""
         self.passages = [TitledPassage.from_passage(passage) for passage in corpus]

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_rag.errors import ConfigError
 from dlm_rag.questions import read_questions
 from dlm_rag.text import split_words
 
@@ -26,9 +25,7 @@ class DuplicateFilter:
     """
 
     def __init__(self, near: float | None, against: str | None) -> None:
-        """against: files of questions, by commas. Raises `ConfigError` and `QuestionError`."""
-        if near is not None:
-            check_datasketch()
+        """against: files of questions, by commas. Raises `QuestionError`."""
         self._near = near
         self._evaluated, self._lengths = collect_evaluation_ngrams(against)
         self._seen: set[tuple[str, str]] = set()
@@ -60,7 +57,6 @@ class DuplicateFilter:
             bands = MinHashLSH(num_perm=LSH_BANDS * LSH_BAND_ROWS, params=(LSH_BANDS, LSH_BAND_ROWS))
             self._kept[template] = bands, []
         bands, kept = self._kept[template]
-        assert self._near is not None
         if any(signature.jaccard(kept[other]) >= self._near for other in bands.query(signature)):
             return True
         bands.insert(len(kept), signature)
@@ -76,17 +72,6 @@ class DuplicateFilter:
             for said in spoken
         ]
         return MinHash.bulk(grams, num_perm=LSH_BANDS * LSH_BAND_ROWS)
-
-
-def check_datasketch() -> None:
-    """Raises `ConfigError` where the package is not installed."""
-    try:
-        import datasketch  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "near duplicates need datasketch: install it with `pip install 'dlm_rag[synthesis]'`, or set "
-            "synthesis.dedup_threshold=null"
-        ) from None
 
 
 def collect_evaluation_ngrams(against: str | None) -> tuple[set[tuple[str, ...]], list[int]]:

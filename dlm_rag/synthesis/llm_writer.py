@@ -6,13 +6,13 @@ answer in time, 429, 5xx) is repeated after a pause that doubles; other refusals
 
 import hashlib
 import os
-import queue
 import re
-import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -42,22 +42,20 @@ WRITER_PROMPTS = {
 }
 # Copied from a question to its paraphrases.
 COPIED_QUESTION_FIELDS = ("golden_answers", "supporting_ids", "hops", "response")
+COUNTED = ("prompt", "completion")  # tokens, in the usage that a server reports
+T = TypeVar("T")
 _NUMBER = re.compile(r"\d+")
 REFUSED_TEXT_STATUSES = (400, 413, 422)  # of this text alone
 INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0  # pauses between attempts
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 
-class ChatRejectedError(RuntimeError):
-    """The server refuses this request, and would at every attempt; `status` is the HTTP status."""
+class ChatError(RuntimeError):
+    """A request came to nothing: refused with an HTTP status, or (status None) every attempt failed."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"{status}: {message}")
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(f"{status}: {message}" if status else message)
         self.status = status
-
-
-class RetriesExhaustedError(RuntimeError):
-    """Every attempt at a request failed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class ChatCompletion:
     finish_reason: str
     prompt_tokens: int | None
     response_tokens: int | None
-    requests: int
+    requests: int = 1
 
 
 class ChatClient:
@@ -86,22 +84,20 @@ class ChatClient:
 
     def check_model(self) -> None:
         """Raises `ConfigError` if the server does not answer, or does not have the model."""
+        wanted = self._config.writer_model
         try:
-            names = [str(model["id"]) for model in self._send("/models")["data"]]
-        except (ChatRejectedError, RetryableFailure, TypeError, KeyError) as error:
+            names = self._send("/models", lambda answer: [str(model["id"]) for model in answer["data"]])
+        except (ChatError, RetryableFailure) as error:
             raise ConfigError(
                 f"synthesis.writer_url={self._url} does not list its models ({error}): give the URL of an "
                 "OpenAI-style server, with its /v1"
             ) from None
-        if self._config.writer_model not in names:
-            raise ConfigError(
-                f"synthesis.writer_model={self._config.writer_model} is none of "
-                f"{replace_control_chars(', '.join(names))}"
-                f"{suggest_nearest(self._config.writer_model, names)}"
-            )
+        if wanted not in names:
+            known = replace_control_chars(", ".join(names)) + suggest_nearest(wanted, names)
+            raise ConfigError(f"synthesis.writer_model={wanted} is none of {known}")
 
     def complete(self, prompt: str, seed: int) -> ChatCompletion:
-        """The answer to a prompt. Raises `ChatRejectedError` and `RetriesExhaustedError`."""
+        """The answer to a prompt. Raises `ChatError`."""
         config, failure = self._config, ""
         body = {
             "model": config.writer_model, "messages": [{"role": "user", "content": prompt}], "seed": seed,
@@ -110,69 +106,53 @@ class ChatClient:
         pauses = iterate_backoff_seconds(INITIAL_RETRY_SECONDS, MAX_RETRY_SECONDS)
         for attempt in range(1, config.max_retries + 1):
             try:
-                return _parse_completion(self._send("/chat/completions", body), attempt)
+                return replace(self._send("/chat/completions", _read_completion, body), requests=attempt)
             except RetryableFailure as error:
                 failure = str(error)
-            except (TypeError, LookupError) as error:
-                failure = f"no chat completion: {error}"
             if attempt < config.max_retries:
                 time.sleep(next(pauses))
-        raise RetriesExhaustedError(
-            f"{self._url} failed {config.max_retries} times, at last with {failure}"
-        )
+        raise ChatError(f"{self._url} failed {config.max_retries} times, at last with {failure}")
 
-    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON value of an answer. Raises `ChatRejectedError`, and `RetryableFailure` for the rest."""
+    def _send(self, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
+        """What `read` finds in the JSON of an answer.
+
+        Raises `ChatError` for a refusal, and `RetryableFailure` for the rest.
+        """
         try:
             answer = self._client.request("GET" if body is None else "POST", self._url + path, json=body)
-            if answer.is_success:
-                return answer.json()
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise RetryableFailure(describe_connection_error(error)) from None
-        except ValueError:
-            raise RetryableFailure("an answer that is not JSON") from None
-        try:  # an error body in OpenAI's form
-            message = normalize_whitespace(replace_control_chars(str(answer.json()["error"]["message"])))[
-                :300
-            ]
-        except (ValueError, TypeError, KeyError):
-            message = replace_control_chars(answer.reason_phrase)
+        try:
+            if answer.is_success:
+                return read(answer.json())
+            message = normalize_whitespace(str(answer.json()["error"]["message"]))[:300]
+        except (ValueError, TypeError, LookupError) as error:
+            if answer.is_success:
+                raise RetryableFailure(f"an answer of another form ({error})") from None
+            message = answer.reason_phrase
+        message = replace_control_chars(message)
         if answer.status_code in RETRYABLE_STATUSES:
             raise RetryableFailure(f"{answer.status_code}: {message}")
-        raise ChatRejectedError(answer.status_code, message)
+        raise ChatError(message, answer.status_code)
 
 
-def _parse_completion(answer: dict[str, Any], requests: int) -> ChatCompletion:
+def _read_completion(answer: Any) -> ChatCompletion:
     choice, usage = answer["choices"][0], answer.get("usage")
     text = choice["message"]["content"]
     if not isinstance(text, str):
         raise TypeError("a message without text")
-    names = ("prompt_tokens", "completion_tokens")
-    counts = [usage.get(name) if isinstance(usage, dict) else None for name in names]
+    counts = [usage.get(f"{name}_tokens") if isinstance(usage, dict) else None for name in COUNTED]
     read, written = (count if type(count) is int else None for count in counts)
-    return ChatCompletion(text.strip(), str(choice.get("finish_reason")), read, written, requests)
-
-
-@dataclass(frozen=True)
-class WriterRequest:
-    """One generation request: its source and its index among all requests."""
-
-    index: int
-    key: str
-    source: Question | Passage
-
-    @property
-    def seed(self) -> int:
-        """The same in every run, and another for each text."""
-        return int(hashlib.sha256(self.key.encode()).hexdigest()[:7], 16)
+    return ChatCompletion(text.strip(), str(choice.get("finish_reason")), read, written)
 
 
 class LlmWriter:
     """Rows by another model, some requests at once; `failed` counts those that are to be asked again."""
 
+    energy = None  # not measured
+
     def __init__(self, sources: Sequence[Question | Passage], config: SynthesisConfig) -> None:
-        self.client, self._config = ChatClient(config), config
-        self._sources = sources
+        self.client, self._config, self._sources = ChatClient(config), config, sources
         self.failed = 0
 
     def __len__(self) -> int:
@@ -183,85 +163,56 @@ class LlmWriter:
 
         Raises `RunError` once so many in a row came to nothing that the server must be gone.
         """
-        answered: queue.Queue[Any] = queue.Queue(self._config.concurrency)
-        requests, lock = self._requests({*done}), threading.Lock()  # the caller adds to `done`
+        ask, in_a_row = partial(self._ask, {*done}), 0  # the caller adds to `done`
+        # Its threads are daemons: whoever stops this need not wait for answers that are under way.
+        with ThreadPool(self._config.concurrency) as pool:
+            for found in pool.imap_unordered(ask, range(len(self))):
+                if isinstance(found, SourceOutcome):
+                    in_a_row = 0
+                    yield found
+                elif found is not None:
+                    self.failed, in_a_row = self.failed + 1, in_a_row + 1
+                    if in_a_row > self._config.concurrency:
+                        raise RunError(f"{found}: the same command resumes here")
 
-        def ask() -> None:
-            request: WriterRequest | None = None
-            try:
-                while True:
-                    with lock:
-                        request = next(requests, None)
-                    if request is None:
-                        break
-                    answered.put((request, self._complete(request)))
-            except Exception as error:  # the corpus has changed, say
-                answered.put((request, error))
-            answered.put((None, None))
+    def _ask(self, done: set[str], index: int) -> SourceOutcome | ChatError | None:
+        """What becomes of a request; the error where every attempt failed, None where it is done already.
 
-        # Daemons: whoever stops this need not wait for the answers that are under way.
-        for _ in range(self._config.concurrency):
-            threading.Thread(target=ask, daemon=True).start()
-        working, in_a_row = self._config.concurrency, 0
-        while working:
-            request, reply = answered.get()
-            if isinstance(reply, ChatCompletion):
-                in_a_row = 0
-                yield self._outcome(request, reply)
-            elif isinstance(reply, RetriesExhaustedError):
-                self.failed, in_a_row = self.failed + 1, in_a_row + 1
-                if in_a_row > self._config.concurrency:
-                    raise RunError(f"{reply}: the same command resumes here")
-            elif isinstance(reply, ChatRejectedError) and reply.status in REFUSED_TEXT_STATUSES:
-                yield SourceOutcome(request.index, request.key, [], {"refused by the writer": 1})
-            elif isinstance(reply, ChatRejectedError):
-                raise RunError(f"the writer refuses ({reply}): what is written is kept")
-            elif reply is not None:
-                raise reply
-            else:
-                working -= 1
-
-    def _requests(self, done: set[str]) -> Iterator[WriterRequest]:
-        for place, source in enumerate(self._sources):
-            for number in range(self._config.n):
-                key = f"{source.id}#{self._config.template}{number}"
-                if key not in done:
-                    yield WriterRequest(place * self._config.n + number, key, source)
-
-    def _complete(self, request: WriterRequest) -> ChatCompletion | RuntimeError:
+        Raises `RunError` where the server refuses all requests.
+        """
+        source, number = self._sources[index // self._config.n], index % self._config.n
+        key = f"{source.id}#{self._config.template}{number}"
+        if key in done:
+            return None
+        seed = int(hashlib.sha256(key.encode()).hexdigest()[:7], 16)  # another for each text
         try:
-            prompt = format_writer_prompt(request.source, self._config.template)
-            return self.client.complete(prompt, request.seed)
-        except (ChatRejectedError, RetriesExhaustedError) as error:
-            return error
-
-    def _outcome(self, request: WriterRequest, reply: ChatCompletion) -> SourceOutcome:
+            reply = self.client.complete(format_writer_prompt(source, self._config.template), seed)
+        except ChatError as error:
+            if error.status is None:
+                return error
+            if error.status in REFUSED_TEXT_STATUSES:
+                return SourceOutcome(index, key, [], {"refused by the writer": 1})
+            raise RunError(f"the writer refuses ({error}): what is written is kept") from None
         spent = {
             "requests": reply.requests,
             "prompt_tokens": reply.prompt_tokens or 0,
             "response_tokens": reply.response_tokens or 0,
         }
-        checked = check_written_text(request.source, reply)
-        failing = next((f"not {name}" for name, holds in checked.items() if not holds), "")
-        if failing:
-            return SourceOutcome(request.index, request.key, [], {failing: 1}, spent)
+        checked = check_written_text(source, reply)
+        if failing := next((f"not {name}" for name, holds in checked.items() if not holds), ""):
+            return SourceOutcome(index, key, [], {failing: 1}, spent)
         row = {
-            "id": request.key,
-            "source_ids": [request.source.id],
-            "template": self._config.template,
-            "filters": list(checked),
-            "finish_reason": reply.finish_reason,
-            "prompt_tokens": reply.prompt_tokens,
-            "response_tokens": reply.response_tokens,
-        }
-        if isinstance(request.source, Question):
-            known = asdict(request.source)
-            row |= {key: known[key] for key in COPIED_QUESTION_FIELDS} | {
-                "question": extract_question(reply.text)
-            }
+            "id": key, "source_ids": [source.id], "template": self._config.template,
+            "filters": list(checked), "finish_reason": reply.finish_reason,
+            "prompt_tokens": reply.prompt_tokens, "response_tokens": reply.response_tokens,
+        }  # fmt: skip
+        if isinstance(source, Question):
+            known = asdict(source)
+            row |= {name: known[name] for name in COPIED_QUESTION_FIELDS}
+            row["question"] = extract_question(reply.text)
         else:
-            row |= {"title": request.source.title, "text": reply.text}
-        return SourceOutcome(request.index, request.key, [row], {}, spent)
+            row |= {"title": source.title, "text": reply.text}
+        return SourceOutcome(index, key, [row], {}, spent)
 
 
 def format_writer_prompt(source: Question | Passage, template: str) -> str:

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from dlm_rag.retrieval.corpus import Passage
@@ -101,7 +102,8 @@ class NameMatcher:
     """
 
     def __init__(self, passages: Sequence[TitledPassage]) -> None:
-        words = _lower_words(passages)
+        sentences = (sentence for passage in passages for sentence in passage.sentences)
+        words = {word for sentence in sentences for word in _WORD.findall(sentence) if word.islower()}
         often = Counter(passage.name for passage in passages)
         self._root: dict[str, Any] = {}
         self.count = 0
@@ -143,7 +145,7 @@ class NameMatcher:
             at = ends
 
 
-def _is_name(name: str, parts: list[str], lower_words: frozenset[str]) -> bool:
+def _is_name(name: str, parts: list[str], lower_words: set[str]) -> bool:
     if not parts or not any(part[0].isupper() for part in parts):
         return False
     if not (name[0].isalnum() and len(name) > 1):
@@ -166,15 +168,6 @@ def _is_part_of_longer_name(text: str, start: int, stop: int) -> bool:
     )
 
 
-def _lower_words(passages: Iterable[TitledPassage]) -> frozenset[str]:
-    """The words that occur in lower case in some sentence."""
-    found: set[str] = set()
-    for passage in passages:
-        for sentence in passage.sentences:
-            found.update(word for word in _WORD.findall(sentence) if word.islower())
-    return frozenset(found)
-
-
 class SentenceIndex:
     """All sentences of a corpus, to be asked whether one with a gap could be any other."""
 
@@ -188,23 +181,12 @@ class SentenceIndex:
 
         2 stands for more. Read are the fewer of those with that beginning and those with that end.
         """
-        forward, backward = (
-            _find_prefix_range(self._forward, before),
-            _find_prefix_range(self._backward, after[::-1]),
-        )
-        least, count = len(before) + len(after), 0
-        if len(forward) <= len(backward):
-            fits = (s.endswith(after) and len(s) > least for s in map(self._forward.__getitem__, forward))
-        else:
-            turned = before[::-1]
-            fits = (
-                s.endswith(turned) and len(s) > least for s in map(self._backward.__getitem__, backward)
-            )
-        for fitting in fits:
-            count += fitting
-            if count == 2:
-                break
-        return count
+        ways = [(self._forward, before, after), (self._backward, after[::-1], before[::-1])]
+        found = [(_find_prefix_range(ordered, begin), ordered, end) for ordered, begin, end in ways]
+        places, ordered, end = min(found, key=lambda way: len(way[0]))
+        least = len(before) + len(after)
+        fits = (n for n in places if len(ordered[n]) > least and ordered[n].endswith(end))
+        return len([*islice(fits, 2)])
 
 
 def _find_prefix_range(ordered: list[str], prefix: str) -> range:

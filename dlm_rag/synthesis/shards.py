@@ -13,11 +13,11 @@ are the same bytes whatever was stopped and in whatever order the sources were d
 
 import hashlib
 import json
-import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,6 @@ from dlm_rag.synthesis.dedup import DuplicateFilter
 
 if TYPE_CHECKING:
     from filelock import FileLock
-
-log = logging.getLogger(__name__)
 
 JOURNAL, NOTE, CARD, PARTS, HELD_OUT, LOCK = (
     ".journal.jsonl", "rows.json", "README.md", ".parts", "held_out", "synthesis.lock",
@@ -109,7 +107,7 @@ class RowsFolder:
         self.folder, self._depends_on = folder, depends_on
         digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
         self._common = {"model": model, "settings": digest}
-        self._journal, self._note = folder / JOURNAL, folder / NOTE
+        self._journal, self._note, self._parts = folder / JOURNAL, folder / NOTE, folder / PARTS
         self._lock: FileLock | None = None
         self._file = Journal(self._journal)
         self.done: set[str] = set()
@@ -127,12 +125,11 @@ class RowsFolder:
             raise ConfigError(
                 f"{self.folder} holds '{foreign[0]}', which is of no rows: name a new or empty folder"
             )
-        found = validate_json_value(
-            RowsManifest, {"depends_on": self._depends_on} | note, str(self._note), ConfigError
-        )
-        then = upgrade_settings(found.depends_on)
-        check_same_settings(then, self._depends_on, f"out={self.folder} holds rows")
-        for path in (self._journal, self._note, *(self.folder / name for name in (CARD, PARTS, HELD_OUT))):
+        whole = {"depends_on": self._depends_on} | note
+        found = validate_json_value(RowsManifest, whole, str(self._note), ConfigError)
+        what = f"out={self.folder} holds rows"
+        check_same_settings(upgrade_settings(found.depends_on), self._depends_on, what)
+        for path in (self._journal, self._note, self._parts, self.folder / CARD, self.folder / HELD_OUT):
             if path.is_symlink():
                 raise ConfigError(f"{path} is a link, and what it leads to would be written: take it away")
         self.complete = found.complete
@@ -154,17 +151,27 @@ class RowsFolder:
                 self._clear()
                 return
             if not self._note.exists():
-                self._write_note({"stamp": stamp})
+                self._write_note(stamp=stamp)
             self._journal.touch()
             # before: what is not ours is not cut
-            self.done = {line.source for line in self._read_journal()}
+            self.done = self._read_journal()
             repair_last_line(self._journal)
             self._file.open_existing()
         except BaseException:
             self.close()
             raise
 
-    def _write_note(self, more: dict[str, Any]) -> dict[str, Any]:
+    def _read_journal(self) -> set[str]:
+        """The sources that the journal has decided; every line is checked."""
+        done = set()
+        for place, record in read_json_lines(self._journal, ConfigError):
+            found = validate_json_value(SourceOutcome, record, place, ConfigError)
+            for row in found.rows:
+                validate_json_value(_Row, row, f"{place}: a row", ConfigError)
+            done.add(found.source)
+        return done
+
+    def _write_note(self, **more: Any) -> dict[str, Any]:
         note = read_json_or_empty(self._note) | {"depends_on": self._depends_on} | more
         write_note(self._note, note)
         return note
@@ -190,53 +197,52 @@ class RowsFolder:
         """
         self._file.append()  # it may have been taken away
         counts: Counter[str] = Counter(sources=len(self.done))
-        parts = self.folder / PARTS
-        shutil.rmtree(parts, ignore_errors=True)
-        (parts / HELD_OUT).mkdir(parents=True)
-        shards = {
-            side: ShardWriter(parts / name, config, columns)
-            for side, name in ((False, ""), (True, HELD_OUT))
-        }
-        duplicates = DuplicateFilter(config.dedup_threshold, config.decontaminate_against)
-        with report_progress("writing rows", len(self.done)) as advance:
-            for rows in self._iterate_row_blocks(counts, advance):
-                for row, reason in duplicates.filter_rows(rows):
-                    if reason:
-                        counts[f"left out: {reason}"] += 1
-                        continue
-                    held_out = row.get("held_out", False)
-                    counts[f"{'held out' if held_out else 'rows'}: {row.get('template')}"] += 1
-                    shards[held_out].write_row(self._common | row)
-        files = [path for side in shards.values() for path in side.close()]
-        names = [str(path.relative_to(parts)) for path in files]
-        homes = [self._path(name) for name in names]
-        for stale in self._written - {*homes}:
+        names = self._write_shards(config, columns, counts)
+        homes = {name: self._path(name) for name in names}
+        for stale in self._written - {*homes.values()}:
             stale.unlink(missing_ok=True)
-        for path, home in zip(files, homes, strict=True):
+        for name, home in homes.items():
             home.parent.mkdir(exist_ok=True)
-            path.replace(home)
+            (self._parts / name).replace(home)
         ordered = dict(sorted(counts.items()))
-        note = self._write_note({"counts": ordered, "files": names})
+        note = self._write_note(counts=ordered, files=names)
         write_text_atomic(self.folder / CARD, render_dataset_card(self.folder, ordered, note))
         if complete:
-            self._write_note({"complete": True})
+            self._write_note(complete=True)
             self._clear()
         return ordered
 
-    def _clear(self) -> None:
-        """Takes away what a folder that is complete needs no more."""
-        shutil.rmtree(self.folder / PARTS, ignore_errors=True)
-        for path in self.folder.glob(".part-*"):  # of a note that a kill has cut short
-            path.unlink()
-        self._journal.unlink(missing_ok=True)
+    def _write_shards(
+        self, config: SynthesisConfig, columns: dict[str, str], counts: "Counter[str]"
+    ) -> list[str]:
+        """Writes and counts the rows that are kept, `shard_rows` a file; the names of the files."""
+        shutil.rmtree(self._parts, ignore_errors=True)
+        (self._parts / HELD_OUT).mkdir(parents=True)
+        waiting: dict[str, list[dict[str, Any]]] = {"": [], f"{HELD_OUT}/": []}
+        names: dict[str, list[str]] = {side: [] for side in waiting}
 
-    def _read_journal(self) -> Iterator[SourceOutcome]:
-        """The lines of the journal, checked."""
-        for place, record in read_json_lines(self._journal, ConfigError):
-            found = validate_json_value(SourceOutcome, record, place, ConfigError)
-            for row in found.rows:
-                validate_json_value(_Row, row, f"{place}: a row", ConfigError)
-            yield found
+        def write_waiting(side: str) -> None:
+            names[side].append(f"{side}rows-{len(names[side]):05d}.{config.format}")
+            write_shard(self._parts / names[side][-1], waiting[side], columns)
+            waiting[side].clear()
+
+        duplicates = DuplicateFilter(config.dedup_threshold, config.decontaminate_against)
+        with report_progress("writing rows", len(self.done)) as advance:
+            blocks = self._iterate_row_blocks(counts, advance)
+            for row, reason in (pair for rows in blocks for pair in duplicates.filter_rows(rows)):
+                if reason:
+                    counts[f"left out: {reason}"] += 1
+                    continue
+                held_out = row.get("held_out", False)
+                counts[f"{'held out' if held_out else 'rows'}: {row.get('template')}"] += 1
+                side = f"{HELD_OUT}/" if held_out else ""
+                waiting[side].append({name: (self._common | row).get(name) for name in columns})
+                if len(waiting[side]) == config.shard_rows:
+                    write_waiting(side)
+        for side, rows in waiting.items():
+            if rows:
+                write_waiting(side)
+        return [name for side in names.values() for name in side]
 
     def _iterate_row_blocks(self, counts: "Counter[str]", advance: Any) -> Iterator[list[dict[str, Any]]]:
         """The rows in the order of their sources, some thousand at a time."""
@@ -257,6 +263,13 @@ class RowsFolder:
                 advance(1)
         yield block
 
+    def _clear(self) -> None:
+        """Takes away what a folder that is complete needs no more."""
+        shutil.rmtree(self._parts, ignore_errors=True)
+        for path in self.folder.glob(".part-*"):  # of a note that a kill has cut short
+            path.unlink()
+        self._journal.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Gives the folder back."""
         self._file.close()
@@ -265,52 +278,31 @@ class RowsFolder:
             self._lock = None
 
 
-class ShardWriter:
-    """Files of `shard_rows` rows each, `rows-00000` and so on, all with the same columns."""
+def write_shard(path: Path, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
+    """A file of rows, all with the same columns, in the form that its suffix names."""
+    if path.suffix == ".jsonl":
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        path.write_text("".join(lines), encoding="utf-8")
+        return
+    import pyarrow
+    from pyarrow import parquet
 
-    def __init__(self, folder: Path, config: SynthesisConfig, columns: dict[str, str]) -> None:
-        self._folder, self._columns = folder, columns
-        self._form, self._most = config.format, config.shard_rows
-        self._rows: list[dict[str, Any]] = []
-        self._paths: list[Path] = []
-
-    def write_row(self, row: dict[str, Any]) -> None:
-        """Adds a row; columns that it does not have are empty, other fields are left out."""
-        self._rows.append({name: row.get(name) for name in self._columns})
-        if len(self._rows) == self._most:
-            self._write()
-
-    def close(self) -> list[Path]:
-        """Writes what is left; the files, in order."""
-        if self._rows:
-            self._write()
-        return self._paths
-
-    def _write(self) -> None:
-        path = self._folder / f"rows-{len(self._paths):05d}.{self._form}"
-        if self._form == "jsonl":
-            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
-            path.write_text("".join(lines), encoding="utf-8")
-        else:
-            import pyarrow
-            from pyarrow import parquet
-
-            kinds = {"list": pyarrow.list_(pyarrow.string())}
-            schema = pyarrow.schema(
-                [(name, kinds.get(kind) or kind) for name, kind in self._columns.items()]
-            )
-            parquet.write_table(pyarrow.Table.from_pylist(self._rows, schema), path)
-        self._paths.append(path)
-        self._rows = []
+    kinds = {"list": pyarrow.list_(pyarrow.string())}
+    schema = pyarrow.schema([(name, kinds.get(kind) or kind) for name, kind in columns.items()])
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
 
 
-def check_file_format(form: str) -> None:
-    """Raises `ConfigError` where the package that writes the files is not installed."""
-    if form == "parquet":
+def check_packages(config: SynthesisConfig) -> None:
+    """Raises `ConfigError` where a package that the settings need is not installed."""
+    needs = {
+        "pyarrow": (config.format == "parquet", "synthesis.format=jsonl"),
+        "datasketch": (config.dedup_threshold is not None, "synthesis.dedup_threshold=null"),
+    }
+    for package, (needed, remedy) in needs.items():
         try:
-            import pyarrow  # noqa: F401
+            if needed:
+                import_module(package)
         except ImportError:
             raise ConfigError(
-                "parquet needs pyarrow: install it with `pip install 'dlm_rag[synthesis]'`, or set "
-                "synthesis.format=jsonl"
+                f"{package} is not installed: `pip install 'dlm_rag[synthesis]'`, or set {remedy}"
             ) from None

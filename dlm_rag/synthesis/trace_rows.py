@@ -1,6 +1,6 @@
 """Reasoning traces of questions: decoded by the usual loop, kept where the filters say so."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from dlm_rag.config import SynthesisConfig
@@ -18,25 +18,31 @@ CitationUnits = Sequence[Mapping[str, Any]]  # units of `citations.cite_passages
 class TraceRowGenerator:
     """What becomes of questions; `failed` counts those that had no answer, which are asked again."""
 
-    def __init__(self, questions: list[Question], config: SynthesisConfig, tokenizer: Tokenizer) -> None:
-        self._asked = {question.id: (place, question) for place, question in enumerate(questions)}
-        self._config, self._tokenizer = config, tokenizer
-        self.failed = 0
+    def __init__(
+        self,
+        questions: list[Question],
+        config: SynthesisConfig,
+        tokenizer: Tokenizer,
+        decode: Callable[[list[Question], "TraceRowGenerator"], Iterable[Rollout]],
+    ) -> None:
+        """decode: gives the rollouts of questions as they are finished; it may set `energy`."""
+        self._places = {question.id: place for place, question in enumerate(questions)}
+        self._questions, self._config, self._tokenizer = questions, config, tokenizer
+        self._decode, self.failed = decode, 0
+        self.energy: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._questions)
 
-    def remaining(self, done: set[str]) -> list[Question]:
-        """The questions that are not done."""
-        return [question for name, (_, question) in self._asked.items() if name not in done]
-
-    def outcomes(self, rollouts: Iterator[Rollout]) -> Generator[SourceOutcome]:
-        """What becomes of each question, as its rollout is finished."""
-        for rollout in rollouts:
+    def outcomes(self, done: set[str]) -> Generator[SourceOutcome]:
+        """What becomes of each question that is not done, as its rollout is finished."""
+        remaining = [question for question in self._questions if question.id not in done]
+        for rollout in self._decode(remaining, self) if remaining else ():
             if rollout.error:
                 self.failed += 1
                 continue
-            place, question = self._asked[rollout.id]
+            place = self._places[rollout.id]
+            question = self._questions[place]
             found = check_trace(rollout, question)
             row = self._make_row(rollout, question, found)
             spent = {"response_tokens": row["response_tokens"], "forwards": rollout.forwards}

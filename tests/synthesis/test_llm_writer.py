@@ -18,7 +18,7 @@ from dlm_rag.synthesis import llm_writer
 from dlm_rag.synthesis.llm_writer import (
     ChatClient,
     ChatCompletion,
-    RetriesExhaustedError,
+    ChatError,
     check_written_text,
     format_writer_prompt,
 )
@@ -198,7 +198,7 @@ def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
             ).check_model()
     server.process.kill()
     server.process.wait()
-    with pytest.raises(RetriesExhaustedError, match="failed 2 times, at last with .*refused"):
+    with pytest.raises(ChatError, match="failed 2 times, at last with .*refused"):
         ChatClient(server.settings(max_retries=2)).complete("Who?", 0)
 
 

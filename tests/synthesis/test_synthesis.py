@@ -452,11 +452,18 @@ def test_which_checks_decide():
 def test_a_kept_trace_is_a_row_that_training_takes(tmp_path):
     """What failed is not decided; a row's support is what the trace cites, in order, each passage once."""
     asked = [ASKED, replace(ASKED, id="wrong", golden_answers=("Paris",)), replace(ASKED, id="failed")]
-    work = TraceRowGenerator(asked, SynthesisConfig(filter="answer"), tiny_tokenizer())
     rollouts = [replace(trace(WROTE, BORN), id=question.id) for question in reversed(asked)]
     rollouts[0].error = "the search failed"
-    wrong, right = work.outcomes(iter(rollouts))
-    assert work.failed == 1 and [q.id for q in work.remaining({"q"})] == ["wrong", "failed"]
+    decoded = []
+
+    def decode(questions, source):
+        decoded.append([question.id for question in questions])
+        return [rollout for rollout in rollouts if rollout.id in decoded[-1]]
+
+    work = TraceRowGenerator(asked, SynthesisConfig(filter="answer"), tiny_tokenizer(), decode)
+    wrong, right = work.outcomes(set())
+    assert work.failed == 1 and [each.source for each in work.outcomes({"q"})] == ["wrong"]
+    assert decoded == [["q", "wrong", "failed"], ["wrong", "failed"]]
     assert (wrong.place, wrong.rows, wrong.dropped) == (1, [], {"not answer": 1})
     (row,) = right.rows
     assert (right.place, right.source, right.dropped) == (0, "q", {})
