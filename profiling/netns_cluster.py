@@ -1,17 +1,15 @@
-"""A cluster on a desk, on one machine: what a link costs, and what happens when its cable is pulled out.
+"""A cluster on a desk, on one machine: what happens when the cable of a host is pulled out.
 
-    sudo python profiling/netns_cluster.py --out runs/desk [--gbit 0.1,1,2.5,10] [--delay 2] [KEY=VALUE ...]
-    sudo python profiling/netns_cluster.py --out runs/desk --part unplugged
+    sudo python profiling/netns_cluster.py --out runs/desk
 
 Two hosts with one wire between them train together as two machines would: torchrun, its rendezvous over
-the wire, gloo, a folder that both see. `speeds`: seconds of a step and bytes sent, in
-whole copies and in shards, at each speed, beside the plan. `unplugged`: the cable is pulled out in the
-middle of a run, which goes on on the first host alone and then on both; its steps and losses are held
-against those of a run on one host that nobody disturbed.
+the wire, gloo, a folder that both see. The cable is pulled out in the middle of a run, which goes on on the
+first host alone and then on both; its steps and losses are held against those of a run on one host that
+nobody disturbed. In whole copies, then in shards.
 
-Delay: milliseconds each way. The hosts are network namespaces, which see nothing but each other; files and
-processors are the machine's. The wire is a process that carries packets between two TUN devices (`tc netem`
-is not in all kernels), 10 Gb/s at most. Linux, root, /dev/net/tun and iproute2; nothing else is touched.
+The hosts are network namespaces, which see nothing but each other; files and processors are the machine's.
+The wire is a process that carries packets between two TUN devices (`tc netem` is not in all kernels),
+10 Gb/s at most. Linux, root, /dev/net/tun and iproute2; nothing else is touched.
 """
 
 import ctypes
@@ -29,14 +27,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from bench_tools import ROOT, TableRow, print_table, write_json
+from bench_tools import ROOT, parse_bench_args, write_json
 
-from dlm_rag.cli import print_note, run_program
-from dlm_rag.commands.arguments import parse_command_line
-from dlm_rag.config import load_config
+from dlm_rag.cli import run_program
 from dlm_rag.errors import ConfigError, RunError
 from dlm_rag.training.metrics_logger import read_metrics
 
@@ -46,24 +41,12 @@ HOSTS_FILE = "127.0.0.1 localhost\n" + "".join(  # /etc/hosts; sockets of both k
 )
 MTU_BYTES = 65_000  # bytes; with 1,500 Python would carry a tenth
 MAX_QUEUE_SECONDS = 0.05  # seconds that a packet waits for its turn; later ones are dropped, as by a switch
-OPTIONS: dict[str, tuple[str | int, str]] = {
-    "gbit": ("0.1,1,2.5,10", "speeds of the link"),
-    "delay": ("2", "milliseconds from one end to the other"),
-    "part": ("", "speeds or unplugged alone"),
-}
 TINY_MODEL_SETTINGS = [
     "train.hidden_size=64", "train.num_hidden_layers=2", "train.vocab_size=400", "train.rows_per_set=2",
     "train.passage_sets_per_step=2", "train.world_passages=100", "train.worlds=1",
     "train.eval_steps=1000000", "train.eval_questions=1", "train.optimizer=adamw",
     "train.learning_rate=0.001", "decode.max_new_tokens=32", "retrieval.top_k=2",
 ]  # fmt: skip
-# 13 M parameters and few tokens: a step that is about as long as its sums on a link of 1 Gb/s.
-WIDE_MODEL_SETTINGS = [
-    *TINY_MODEL_SETTINGS, "train.hidden_size=512", "train.num_hidden_layers=4",
-    "train.intermediate_size=1536",
-]  # fmt: skip
-PARALLEL_MODES = {"whole copies": "ddp", "shards": "fsdp"}
-STEPS, WARM_UP = 8, 3  # measured at a speed; left out before
 TIMEOUT_SECONDS = 300  # seconds that anything here may take
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _TUNSETIFF, _TUN_WITHOUT_HEADERS = 0x400454CA, 0x1001
@@ -113,10 +96,6 @@ class NetnsLink:
     def set_link_up(self, up: bool) -> None:
         """Puts the cable of the second host in, or pulls it out."""
         run_ip("-n", self.hosts[1], "link", "set", "wire", "up" if up else "down")
-
-    def set_speed(self, gbit: float) -> None:
-        """Makes it another wire, while it is in use."""
-        print(gbit, file=self._carrier.stdin, flush=True)
 
     def count_sent_bytes(self, host: int) -> int:
         """Bytes that a host has sent, with all headers and what was sent again."""
@@ -174,7 +153,7 @@ def _open_tun_device(host: str, address: str) -> int:
 
 
 def forward_packets(hosts: list[str], gbit: float, delay_ms: float) -> None:
-    """The wire itself, until it is killed; lines of standard input are new speeds."""
+    """The wire itself, until it is killed or whoever made it has ended."""
     ends = [_open_tun_device(host, address) for host, address in zip(hosts, ADDRESSES, strict=True)]
     print("there", flush=True)
     seconds_a_byte, delay = 8e-9 / gbit, delay_ms / 1000
@@ -189,11 +168,8 @@ def forward_packets(hosts: list[str], gbit: float, delay_ms: float) -> None:
         due = min((packets[0][0] for packets in under_way if packets), default=now + 1)
         ready, _, _ = select.select([*ends, 0], [], [], max(0.0, due - now))
         now = time.monotonic()
-        if 0 in ready:
-            line = sys.stdin.readline()
-            if not line:  # who made it is gone
-                return
-            seconds_a_byte = 8e-9 / float(line)
+        if 0 in ready:  # standard input is closed
+            return
         for end in set(ready) & set(ends):
             source, packet = ends.index(end), os.read(end, MTU_BYTES + 100)
             leaves = max(now, free[source]) + seconds_a_byte * len(packet)
@@ -239,49 +215,6 @@ def wait_for_success(*processes: "subprocess.Popen[str]") -> None:
             raise RunError(f"a host failed: {error[-2000:]}")
 
 
-def measure_link_speeds(folder: Path, links: list[float], delay: float, words: list[str]) -> list[TableRow]:
-    """A line for one host alone and for each way and link: seconds of a step, bytes sent by a host."""
-    import torch
-
-    from dlm_rag.training.planning.plan import plan_phases, resolve_shape
-
-    words, each = [*WIDE_MODEL_SETTINGS, *words], STEPS + WARM_UP
-    alone = folder / "alone"
-    wait_for_success(start_training(None, 0, 1, alone, [*words, f"train.max_steps={each}"]))
-    found: list[TableRow] = [
-        {"way": "one host alone", "Gb/s": "", "s a step": _median_step_seconds(alone, 0)}
-    ]
-    for name, way in PARALLEL_MODES.items():
-        here = folder / way
-        more = [*words, f"train.parallel={way}", f"train.max_steps={each * len(links)}"]
-        config = load_config(None, [*more, "plan.devices=2", "model.device=cpu"])
-        (plan,) = plan_phases(config, resolve_shape(config), torch.float32)
-        planned = plan.network_traffic
-        with NetnsLink(links[0], delay) as wire:
-            hosts = [start_training(wire, host, 2, here, more) for host in range(2)]
-            for number, gbit in enumerate(links):
-                wire.set_speed(gbit)
-                wait_for_step(each * number + WARM_UP, here, hosts)
-                before = wire.count_sent_bytes(1)
-                # The last step is left to the end of the run: what is exported is sent, too.
-                wait_for_step(each * (number + 1) - 1, here, hosts)
-                sent = (wire.count_sent_bytes(1) - before) / (STEPS - 1)
-                seconds = _median_step_seconds(here, number)
-                line = {"way": name, "Gb/s": gbit, "s a step": seconds, "MB sent": sent / 1e6}
-                line |= {"planned": planned / 1e6, "s on the link, planned": planned * 8e-9 / gbit}
-                print_note(json.dumps(line))
-                found.append(line)
-            wait_for_success(*hosts)
-    return found
-
-
-def _median_step_seconds(folder: Path, number: int) -> float:
-    """Seconds of a step in the middle of those at a speed, the first ones left out."""
-    first = (STEPS + WARM_UP) * number + WARM_UP
-    lines = read_metrics(folder / "metrics.jsonl")
-    return median(line["seconds"] for line in lines[first : first + STEPS - 1])
-
-
 def measure_unplugged_run(
     folder: Path, steps: int = 36, way: str = "fsdp", words: Sequence[str] = ("train.timeout_minutes=0.2",)
 ) -> dict[str, Any]:
@@ -322,35 +255,16 @@ def main(argv: list[str]) -> None:
     if argv[:1] == ["--wire"]:
         forward_packets(argv[1:3], float(argv[3]), float(argv[4]))
         return
-    words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
-    if words.config.out is None:
-        raise ConfigError("the script needs --out FOLDER")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that no host is left behind
-    part = words.options["part"]
-    if part not in ("", "speeds", "unplugged"):
-        raise ConfigError(f"--part {part} is neither speeds nor unplugged")
-    try:
-        delay, *links = map(float, (words.options["delay"], *words.options["gbit"].split(",")))
-    except ValueError:
-        delay, links = -1.0, []
-    if delay < 0 or not all(0 < link < 1000 for link in links):
-        raise ConfigError("--gbit and --delay want numbers, as in --gbit 0.1,1 --delay 2")
+    _, folder = parse_bench_args(__doc__ or "", argv, {})
     if reason := netns_unavailable_reason():
         raise ConfigError(f"two hosts cannot be made here: {reason}")
-    folder = Path(words.config.out)
-    shutil.rmtree(folder, ignore_errors=True)
-    settings = [word for word in words.settings if not word.startswith("out=")]
-    found: dict[str, Any] = {}
-    if part != "unplugged":
-        found["speeds"] = measure_link_speeds(folder / "speeds", links, delay, settings)
-        print_table(found["speeds"])
-    if part != "speeds":
-        found["unplugged"] = {
-            way: measure_unplugged_run(folder / way, way=way) for way in PARALLEL_MODES.values()
-        }
-        for way, result in found["unplugged"].items():
-            print(way, json.dumps(result, indent=2))
+    found = {}
+    for way in ("ddp", "fsdp"):
+        shutil.rmtree(folder / way, ignore_errors=True)
+        found[way] = measure_unplugged_run(folder / way, way=way)
+        print(way, json.dumps(found[way], indent=2))
     write_json(folder / "desk.json", found)
 
 

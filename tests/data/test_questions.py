@@ -13,17 +13,6 @@ from dlm_rag.questions import QUICK_QUESTION_LIMIT, Question, read_questions, se
 from tests.support.passages import write_jsonl_file
 
 
-def test_all_fields_of_the_contract(tmp_path):
-    path = write_jsonl_file(
-        tmp_path / "q.jsonl",
-        [
-            {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},
-            {"id": "2", "question": "Where?"},
-        ],
-    )
-    assert read_questions(path) == [Question("1", "Who?", ("A", "B"), ("x",), 2), Question("2", "Where?")]
-
-
 def test_a_folder_stands_for_the_files_of_rows_in_it(tmp_path):
     """By name; notes, hidden files and folders below are none of it."""
     pyarrow = pytest.importorskip("pyarrow")
@@ -80,16 +69,16 @@ def test_blank_lines_and_a_byte_order_mark_do_no_harm(tmp_path):
     assert read_questions(tmp_path / "q.jsonl") == [Question("a", "x")]
 
 
-def test_no_file_and_no_questions(tmp_path):
-    with pytest.raises(QuestionError, match="was not found"):
-        read_questions(tmp_path / "q.jsonl")
-    (tmp_path / "q.jsonl").touch()
-    with pytest.raises(QuestionError, match="holds no questions"):
-        read_questions(tmp_path / "q.jsonl")
+@pytest.mark.parametrize(("name", "says"), [("none.jsonl", "was not found"), ("", "holds no questions")])
+def test_no_file_and_no_questions(tmp_path, name, says):
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(QuestionError, match=says):
+        read_questions(tmp_path / (name or "empty.jsonl"))
 
 
-def test_names_that_other_data_sets_give_their_fields(tmp_path):
+def test_all_fields_and_the_names_that_other_data_sets_give_them(tmp_path):
     rows = [
+        {"id": 1, "question": "Who?", "golden_answers": ["A", "B"], "supporting_ids": ["x"], "hops": 2},
         {"_id": "a", "text": "Who?", "metadata": {}},  # BEIR
         {"id": "b", "question": "Who?", "golden_answers": ["x"], "metadata": {}},  # FlashRAG
         {"_id": "c", "question": "Who?", "answer": "yes", "supporting_facts": [["Emma", 0]],
@@ -98,6 +87,7 @@ def test_names_that_other_data_sets_give_their_fields(tmp_path):
         {"id": "e", "question": "Who?", "answer": ["x"], "hops": 2.0},  # NQ; pandas
     ]  # fmt: skip
     assert read_questions(write_jsonl_file(tmp_path / "q.jsonl", rows)) == [
+        Question("1", "Who?", ("A", "B"), ("x",), 2),
         Question("a", "Who?"),
         Question("b", "Who?", ("x",)),
         Question("c", "Who?", ("yes",)),
@@ -111,9 +101,8 @@ def test_quick_draws_evenly_over_hops_and_labels():
     kinds = [(1, ())] * 300 + [(2, ("hard",))] * 300 + [(2, ())] * 10
     asked = [Question(str(n), "?", hops=hops, labels=labels) for n, (hops, labels) in enumerate(kinds)]
     chosen = select_questions(asked, Config(quick=True))
-    assert len(chosen) == QUICK_QUESTION_LIMIT and chosen == sorted(chosen, key=lambda q: int(q.id)), (
-        "the file's order"
-    )
+    assert len(chosen) == QUICK_QUESTION_LIMIT
+    assert chosen == sorted(chosen, key=lambda q: int(q.id)), "the file's order"
     assert Counter((q.hops, q.labels) for q in chosen) == {(1, ()): 100, (2, ("hard",)): 90, (2, ()): 10}
     assert chosen == select_questions(asked, Config(quick=True)), "seeded"
     assert [q.id for q in chosen[:100]] != [str(n) for n in range(100)], "not the first of a kind"
@@ -124,18 +113,16 @@ def test_quick_draws_evenly_over_hops_and_labels():
 def test_a_limit_draws_evenly_over_hops_and_a_larger_one_the_same_and_more():
     """Of a file that begins with its easy questions, as those of invented worlds do."""
     asked = [Question(str(n), "?", hops=1 + n // 100) for n in range(400)]
-    drawn = {
-        count: select_questions(asked, Config(limit=count)) for count in (1, 3, 40, 41, 200, 399, 400, 9999)
-    }
+    counts = (1, 3, 40, 41, 200, 399, 400, 9999)
+    drawn = {count: select_questions(asked, Config(limit=count)) for count in counts}
     assert Counter(q.hops for q in drawn[40]) == dict.fromkeys((1, 2, 3, 4), 10)
     assert [len(questions) for questions in drawn.values()] == [1, 3, 40, 41, 200, 399, 400, 400]
     sets = [{q.id for q in questions} for questions in drawn.values()]
     assert all(fewer <= more for fewer, more in pairwise(sets))
     assert all(q == sorted(q, key=lambda q: int(q.id)) for q in drawn.values()), "the file's order"
     assert drawn[200] == select_questions(asked, Config(quick=True))
-    assert drawn[40] == select_questions(asked, Config(limit=40, decode=DecodeConfig(seed=7))), (
-        "whatever the seed"
-    )
+    other_seed = Config(limit=40, decode=DecodeConfig(seed=7))
+    assert drawn[40] == select_questions(asked, other_seed), "whatever the seed"
 
 
 def test_a_limit_draws_from_all_over_a_file_without_hops():

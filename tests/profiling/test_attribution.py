@@ -1,11 +1,11 @@
 """Attribution of a session: a report made by hand, whose right answer can be worked out on paper."""
 
 import json
-import sqlite3
 import sys
 
 import pytest
 
+from tests.support.nsys_reports import DOMAIN_CREATE, MARK, PUSH_POP, write_nsys_sqlite
 from tests.support.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "profiling"))
@@ -24,70 +24,34 @@ def session_file(tmp_path):
     step 0: 0 to 100, denoise 10 to 60 in it. step 1: 120 to 220, retrieve 120 to 150 with search 130 to
     150, denoise 150 to 210. Beside: retrieve 140 to 170 on the worker.
     """
-    path = tmp_path / "session.sqlite"
-    database = sqlite3.connect(path)
-    database.executescript(
-        """
-        CREATE TABLE StringIds (id INTEGER, value TEXT);
-        CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER,
-                                  domainId INTEGER, globalTid INTEGER);
-        CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER,
-                                                  correlationId INTEGER, nameId INTEGER);
-        CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, globalPid INTEGER,
-                                                 correlationId INTEGER, shortName INTEGER,
-                                                 streamId INTEGER);
-        """
-    )
-    texts = ["dlm_rag", "denoise", "gemm", "flash", "cudaLaunchKernel", "cudaStreamSynchronize"]
-    database.executemany("INSERT INTO StringIds VALUES (?, ?)", enumerate(texts))
+    strings = ["dlm_rag", "denoise", "gemm", "flash", "cudaLaunchKernel", "cudaStreamSynchronize"]
     ranges = [
         (0, 100, "step 0 rows 2", None, MAIN), (10, 60, None, 1, MAIN),
         (120, 220, "step 1 rows 4", None, MAIN), (120, 150, "retrieve", None, MAIN),
         (130, 150, "retrieve/search", None, MAIN), (150, 210, None, 1, MAIN),
         (140, 170, "retrieve", None, WORKER),
     ]  # fmt: skip
-    database.executemany(
-        "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, ?, 1, ?)",
-        [(a * MS, b * MS, text, text_id, tid) for a, b, text, text_id, tid in ranges],
-    )
-    database.executemany(
-        "INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)",
-        [
-            (0, None, 75, None, 0, 1, MAIN),  # the domain dlm_rag of this process
-            (0, 500 * MS, 59, "denoise", None, 0, MAIN),  # the default domain
-            (0, 500 * MS, 59, "denoise", None, 1, OTHER),  # another process, whose domain 1 is another
-            (0, None, 75, None, 0, 2, OTHER),
-            (0, 500 * MS, 59, "denoise", None, 2, OTHER),  # another rank
-            (99 * MS, None, 34, "question q1", None, 1, MAIN),
-            (219 * MS, None, 34, "question q2", None, 1, MAIN),
-            (215 * MS, None, 59, "commit", None, 1, MAIN),  # was open when the session ended
-        ],
-    )
-    calls = [
-        (12, 13, 1, 4, MAIN), (14, 15, 2, 4, MAIN), (160, 161, 3, 4, MAIN), (161, 200, 9, 5, MAIN),
-        (90, 91, 4, 4, MAIN), (211, 212, 5, 4, AUTOGRAD),
-    ]  # fmt: skip
-    database.executemany(
-        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)",
-        [(a * MS, b * MS, thread, correlation, name) for a, b, correlation, name, thread in calls],
-    )
-    kernels = [
-        (20, 40, 1, 2, 7),
-        (30, 55, 2, 3, 8),
-        (165, 195, 3, 2, 7),
-        (92, 130, 4, 3, 7),
-        (212, 216, 5, 2, 7),
+    events = [(a * MS, b * MS, PUSH_POP, text, string, 1, tid) for a, b, text, string, tid in ranges] + [
+        (0, None, DOMAIN_CREATE, None, 0, 1, MAIN),  # the domain dlm_rag of this process
+        (0, 500 * MS, PUSH_POP, "denoise", None, 0, MAIN),  # the default domain
+        (0, 500 * MS, PUSH_POP, "denoise", None, 1, OTHER),  # a process whose domain 1 is another
+        (0, None, DOMAIN_CREATE, None, 0, 2, OTHER),
+        (0, 500 * MS, PUSH_POP, "denoise", None, 2, OTHER),  # another rank
+        (99 * MS, None, MARK, "question q1", None, 1, MAIN),
+        (219 * MS, None, MARK, "question q2", None, 1, MAIN),
+        (215 * MS, None, PUSH_POP, "commit", None, 1, MAIN),  # was open when the session ended
     ]
-    database.executemany(
-        "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?)",
-        [
-            (a * MS, b * MS, MAIN & ~0xFFFFFF, correlation, name, stream)
-            for a, b, correlation, name, stream in kernels
-        ],
-    )
-    database.commit()
-    database.close()
-    return path
+    calls = [
+        (12, 13, MAIN, 1, 4), (14, 15, MAIN, 2, 4), (160, 161, MAIN, 3, 4), (161, 200, MAIN, 9, 5),
+        (90, 91, MAIN, 4, 4), (211, 212, AUTOGRAD, 5, 4),
+    ]  # fmt: skip
+    process = MAIN & ~0xFFFFFF
+    kernels = [(20, 40, 1, 2), (30, 55, 2, 3), (165, 195, 3, 2), (92, 130, 4, 3), (212, 216, 5, 2)]
+    return write_nsys_sqlite(
+        tmp_path / "session.sqlite", strings, events,
+        [(a * MS, b * MS, *call) for a, b, *call in calls],
+        [(a * MS, b * MS, process, correlation, name) for a, b, correlation, name in kernels],
+    )  # fmt: skip
 
 
 def by_stage(found):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.support.nsys_reports import DOMAIN_CREATE, PUSH_POP, write_nsys_sqlite
 from tests.support.paths import ROOT
 from tests.support.training import MICRO_SETTINGS
 
@@ -95,37 +96,15 @@ def test_a_baseline_shows_what_got_slower_first(tmp_path):
 
 def write_session(path, steps, denoise=1000, commit=500):
     """An sqlite export of `steps` steps, two stages and a kernel in each; nanoseconds."""
-    path.unlink(missing_ok=True)
-    database = sqlite3.connect(path)
-    database.execute(
-        "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, "
-        "textId INTEGER, domainId INTEGER, globalTid INTEGER)"
-    )
-    database.execute("INSERT INTO NVTX_EVENTS VALUES (0, NULL, 75, 'dlm_rag', NULL, 1, 7)")
-    for table, times in (("KERNEL", "globalPid"), ("RUNTIME", "globalTid")):
-        name = "shortName" if table == "KERNEL" else "nameId"
-        database.execute(
-            f"CREATE TABLE CUPTI_ACTIVITY_KIND_{table} (start INTEGER, end INTEGER, {times} INTEGER, "
-            f"correlationId INTEGER, {name} INTEGER)"
-        )
-
-    def events():
-        at = 0
-        for step in range(steps):
-            middle, end = at + denoise, at + denoise + commit
-            yield at, end, f"step {step} rows 2"
-            yield at, middle, "denoise"
-            yield middle, end, "commit"
-            at = end + 100
-
-    database.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, NULL, 1, 7)", events())
-    period = denoise + commit + 100
-    launches = [(n * period + 1, n * period + 2, 7, n, None) for n in range(steps)]
-    database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", launches)
-    kernels = [(start + 10, end + denoise // 2, 0, n, None) for start, end, _, n, _ in launches]
-    database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?)", kernels)
-    database.commit()
-    database.close()
+    events, calls, kernels = [(0, None, DOMAIN_CREATE, "dlm_rag", None, 1, 7)], [], []
+    for step in range(steps):
+        at = step * (denoise + commit + 100)
+        middle, end = at + denoise, at + denoise + commit
+        ranges = [(at, end, f"step {step} rows 2"), (at, middle, "denoise"), (middle, end, "commit")]
+        events += [(a, b, PUSH_POP, name, None, 1, 7) for a, b, name in ranges]
+        calls.append((at + 1, at + 2, 7, step, None))
+        kernels.append((at + 11, at + 2 + denoise // 2, 0, step, None))
+    write_nsys_sqlite(path, (), events, calls, kernels)
 
 
 @pytest.mark.slow

@@ -43,9 +43,6 @@ class Server:
         path = self.folder / "requests"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def settings(self, **more):
-        return SynthesisConfig(method="writer", writer_url=self.url, writer_model="tiny-writer", **more)
-
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
@@ -107,10 +104,8 @@ def test_paraphrases_keep_what_is_known_of_a_question(run, server, tmp_path, mon
         "prompt_tokens": len(format_writer_prompt(Question("", "Who wrote Emma?"), "paraphrase").split()),
         "response_tokens": 5,
     }  # fmt: skip
-    assert (
-        counts["spent: requests"] == counts["sources"] == 4
-        and counts["left out: equal to an earlier row"] == 2
-    )
+    assert counts["spent: requests"] == counts["sources"] == 4
+    assert counts["left out: equal to an earlier row"] == 2
     assert counts["spent: response_tokens"] == 2 * 5 + 2 * 7
     sent = server.requests
     assert {line["key"] for line in sent} == {"Bearer secret"} and len({line["seed"] for line in sent}) == 4
@@ -166,40 +161,29 @@ def test_passages_as_tables_and_questions(server, tmp_path):
     )
     found = {}
     for template in ("table", "faq"):
-        out = tmp_path / template
-        words = [
-            f"synthesis.writer_url={server.url}",
-            f"synthesis.template={template}",
-            "--corpus",
-            str(corpus),
-        ]
-        synthesize.main([*TINY, *words, "--out", str(out)])
-        found[template] = [json.loads(line) for line in (out / "rows-00000.jsonl").open()]
+        words = [f"synthesis.writer_url={server.url}", f"synthesis.template={template}"]
+        synthesize.main([*TINY, *words, "--corpus", str(corpus), "--out", str(tmp_path / template)])
+        found[template] = [json.loads(line) for line in (tmp_path / template / "rows-00000.jsonl").open()]
     table, faq = found["table"], found["faq"]
     ids = [name for name, _, _ in PASSAGES]
-    assert [row["source_ids"] for row in table] == [[name] for name in ids], (
-        "a number that is in no passage"
-    )
+    assert [row["source_ids"] for row in table] == [[name] for name in ids], "one had a number of its own"
     assert len(faq) == 6 and faq[0]["text"] == f"Q: What is said?\nA: {PASSAGES[0][2]}"
     assert faq[0]["title"] == "Emma" and "question" not in faq[0]
 
 
 def test_a_server_that_is_none_and_a_model_that_is_not_there(server):
-    with pytest.raises(
-        ConfigError, match=r"writer_model=tiny is none of tiny-writer \(nearest: 'tiny-writer'"
-    ):
-        ChatClient(
-            SynthesisConfig(method="writer", writer_url=server.url, writer_model="tiny")
-        ).check_model()
+    def client(url=server.url, model="tiny-writer", **more):
+        return ChatClient(SynthesisConfig(method="writer", writer_url=url, writer_model=model, **more))
+
+    with pytest.raises(ConfigError, match="writer_model=tiny is none of tiny-writer"):
+        client(model="tiny").check_model()
     for url in (server.url.removesuffix("/v1"), "http://127.0.0.1:1/v1"):
         with pytest.raises(ConfigError, match="does not list its models"):
-            ChatClient(
-                SynthesisConfig(method="writer", writer_url=url, writer_model="tiny-writer")
-            ).check_model()
+            client(url).check_model()
     server.process.kill()
     server.process.wait()
     with pytest.raises(ChatError, match="failed 2 times, at last with .*refused"):
-        ChatClient(server.settings(max_retries=2)).complete("Who?", 0)
+        client(max_retries=2).complete("Who?", 0)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +206,18 @@ def test_what_is_checked_of_a_paraphrase(text, fails):
     assert [name for name, holds in found.items() if not holds] == ([fails] if fails else [])
 
 
-def test_an_answer_that_is_cut_is_not_kept():
-    passage = Passage("p", "Emma", "Emma is of 1815.")
-    assert check_written_text(passage, ChatCompletion("Of 1815.", "length", 1, 1, 1)) == {
-        "finished": False,
-        "numbers_held": True,
-    }
-    assert not check_written_text(passage, ChatCompletion("Of 1816.", "stop", 1, 1, 1))["numbers_held"]
-    assert not check_written_text(passage, ChatCompletion("", "stop", 1, 1, 1))["finished"]
+@pytest.mark.parametrize(
+    ("text", "reason", "fails"),
+    [
+        ("Of 1815.", "length", "finished"),
+        ("Of 1816.", "stop", "numbers_held"),
+        ("", "stop", "finished"),
+        ("Of 1815.", "stop", None),
+    ],
+)
+def test_what_is_checked_of_a_rewritten_passage(text, reason, fails):
+    found = check_written_text(Passage("p", "Emma", "Emma is of 1815."), ChatCompletion(text, reason, 1, 1))
+    assert [name for name, holds in found.items() if not holds] == ([fails] if fails else [])
 
 
 def test_braces_of_a_text_are_text():

@@ -49,123 +49,79 @@ from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
         ["Élan vital is a term. it is not capitalised here."],
         ["Harbin Clinic Ltd. in Rome, Georgia, is a clinic."],
         ["She won vs. Spain 3. at home.", "1914 was another year."],
-        ["An open bracket ( is not", "closed by a line end."],
     ],
 )
 def test_sentences_of_an_encyclopaedia(sentences):
-    glue = "\n" if "An open bracket ( is not" in sentences else "  "
-    assert split_sentences(glue.join(sentences)) == sentences
+    assert split_sentences("  ".join(sentences)) == sentences
+
+
+def test_an_open_bracket_ends_with_its_line_or_after_a_while():
+    assert split_sentences("An open ( is not\nclosed by a line.") == [
+        "An open ( is not",
+        "closed by a line.",
+    ]
+    text = f"It ( opened {'and went on ' * 30}here. Then it ended. It did."
+    assert len(split_sentences(text)) == 3
 
 
 def test_no_word_is_lost_between_sentences():
-    rng = random.Random(0)
-    pieces = [
-        "U.S.",
-        "J.",
-        "K.",
-        "Rowling.",
-        "(",
-        ")",
-        "The",
-        "end.",
-        "Is",
-        "it?",
-        "Dr.",
-        '"So!"',
-        "3.",
-        "a",
-    ]
+    rng, pieces = random.Random(0), 'U.S. J. K. Rowling. ( ) The end. Is it? Dr. "So!" 3. a'.split()
     for _ in range(300):
         text = " ".join(rng.choices(pieces, k=20))
         kept = " ".join(split_sentences(text))
         assert [c for c in kept if c.isalnum()] == [c for c in text if c.isalnum()]
 
 
-def test_a_bracket_that_is_never_closed_ends():
-    text = f"It ( opened {'and went on ' * 30}here. Then it ended. It did."
-    assert len(split_sentences(text)) == 3
-
-
 @pytest.mark.parametrize(
-    ("name", "sentence", "what"),
+    ("name", "sentence", "what", "verb"),
     [
-        ("Kasthuri Raja", "Kasthuri Raja is an Indian film director.", "an Indian film director"),
-        ("Emma", "Emma (a title (of 1815)) was a novel by Jane Austen.", "a novel by Jane Austen"),
-        ("Rivers", "The Rivers are one of the bands that count.", "one of the bands"),
-        ("Jean Betts", "Jean Betts, also Betty, is a writer who left.", "a writer"),
-        (
-            "Ann Lee",
-            "Ann (born 1 May) Marie Lee was an American nun, best known as Sister Lee.",
-            "an American nun",
-        ),
-        ("Jeff Porcaro", "Jeffrey Porcaro was a drummer.", ""),  # does not say it of Jeff
-        ("Emma", "Emma was written by Jane Austen.", ""),
-        ("Emma", "In Emma (1815) there is a ball.", ""),
-        ("Emma", f"Emma is a novel {'very ' * 15}long.", ""),
-        ("Emma", "Emma is a (short) one.", ""),  # one word is no answer
-        ("!!!", "!!! is an American rock band.", ""),
+        ("Kasthuri Raja", "Kasthuri Raja is an Indian film director.", "an Indian film director", "is"),
+        ("Emma", "Emma (a title (of 1815)) was a novel by Jane Austen.", "a novel by Jane Austen", "was"),
+        ("Rivers", "The Rivers are one of the bands that count.", "one of the bands", "are"),
+        ("Jean Betts", "Jean Betts, also Betty, is a writer who left.", "a writer", "is"),
+        ("Ann Lee", "Ann (born 1 May) Marie Lee was an old nun, best known as Lee.", "an old nun", "was"),
+        ("John Sayles", "John Thomas Sayles( born 1950) is a director.", "a director", "is"),
+        ("Veep", "Veep is a series, starring Julia.", "a series, starring Julia", "is"),
+        ("Pupi Avati", "Giuseppe Avati (1938), known as Pupi, is a director.", "a director", "is"),
+        ("Jeff Porcaro", "Jeffrey Porcaro was a drummer.", "", ""),  # does not say it of Jeff
+        ("Emma", "Emma was written by Jane Austen.", "", ""),
+        ("Emma", "In Emma (1815) there is a ball.", "", ""),
+        ("Emma", f"Emma is a novel {'very ' * 15}long.", "", ""),
+        ("Emma", "Emma is a (short) one.", "", ""),  # one word is no answer
+        ("!!!", "!!! is an American rock band.", "", ""),
     ],
 )
-def test_what_a_definition_says(name, sentence, what):
-    assert extract_definition(name, sentence)[0] == what
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence", "says"),
-    [
-        ("John Sayles", "John Thomas Sayles( born 1950) is a director.", " is a director."),
-        ("Jean Betts", "Jean Betts, also Betty, was a writer who left.", " was a writer who left."),
-        ("Veep", "Veep is a series, starring Julia.", " is a series, starring Julia."),
-        ("Pupi Avati", "Giuseppe Avati (1938), known as Pupi, is a director.", " is a director."),
-        ("Emma", "Emma was written by Jane Austen.", None),
-    ],
-)
-def test_a_definition_is_said_under_the_name_that_others_know(name, sentence, says):
-    assert extract_definition(name, sentence)[1] == (name + says if says else "")
+def test_what_a_definition_says_under_the_name_that_others_know(name, sentence, what, verb):
+    says = f"{name} {verb}{sentence.partition(f' {verb}')[2]}" if what else ""
+    assert extract_definition(name, sentence) == (what, says)
 
 
 def titled(*passages):
-    return [
-        TitledPassage.from_passage(Passage(f"p{n}", title, text))
-        for n, (title, text) in enumerate(passages)
-    ]
+    return [TitledPassage.from_passage(Passage(f"p{n}", *each)) for n, each in enumerate(passages)]
 
 
 def test_names_are_found_longest_first_and_words_are_none():
     passages = titled(
-        ("New York", "New York is a city."),
-        ("New York City", "New York City is a city too."),
-        ("Dune", "The dune is high."),
-        ("Chennai", "Chennai is a city."),
-        ("Emma (novel)", "Emma is a novel."),
-        ("Hot Rod (film)", "Hot Rod is a film."),
-        ("Paris", "Paris is a city."),
-        ("Paris", "Paris is another city."),
-        ("film director", "A film director is a person."),
-        ("S. P. L. Sørensen", "He was a chemist."),
-    )
+        ("New York", "New York is a city."), ("New York City", "New York City is a city too."),
+        ("Dune", "The dune is high."), ("Chennai", "Chennai is a city."), ("Emma (novel)", "Emma is one."),
+        ("Hot Rod (film)", "Hot Rod is a film."), ("Paris", "Paris is a city."), ("Paris", "Another city."),
+        ("film director", "A film director is a person."), ("S. P. L. Sørensen", "He was a chemist."),
+    )  # fmt: skip
     names = NameMatcher(passages)
     assert names.count == 5
 
     def found(text):
-        return [(text[start:stop], passages[row].name) for start, stop, row in names.find_names(text)]
+        spans = [(text[start:stop], row) for start, stop, row in names.find_names(text)]
+        assert [passages[row].name for _, row in spans] == [name for name, _ in spans]
+        return [name for name, _ in spans]
 
-    assert found("From New York City, in New York.") == [
-        ("New York City", "New York City"), ("New York", "New York"),
-    ]  # fmt: skip
-    assert found("Dune, Emma and Paris; the film director S. P. L. Sørensen saw Hot Rod.") == [
-        ("S. P. L. Sørensen",) * 2, ("Hot Rod",) * 2,
-    ]  # fmt: skip
+    assert found("From New York City, in New York.") == ["New York City", "New York"]
+    said = "Dune, Emma and Paris; the film director S. P. L. Sørensen saw Hot Rod."
+    assert found(said) == ["S. P. L. Sørensen", "Hot Rod"]
     assert found("SP L Sørensen; S P L Sørensen") == [], "the very string"
-    longer = [
-        "New York Times",
-        "Old Chennai",
-        "Chennai-based",
-        "Chennai's Port",
-        'of "Return to Chennai" he',
-    ]
-    assert [found(text) for text in longer] == [[]] * 5, "parts of longer names"
-    assert found("The Chennai of old") and found('of "Chennai" he') and found("Chennai's port")
+    longer = 'New York Times|Old Chennai|Chennai-based|Chennai\'s Port|of "Return to Chennai" he'
+    assert not any(map(found, longer.split("|"))), "parts of longer names"
+    assert all(map(found, ("The Chennai of old", 'of "Chennai" he', "Chennai's port")))
 
 
 def test_names_agree_with_a_search_string_by_string():
@@ -183,13 +139,11 @@ def test_names_agree_with_a_search_string_by_string():
 def test_how_many_sentences_fit_a_gap():
     rng = random.Random(2)
     every = [" ".join(rng.choices("abc", k=rng.randint(1, 6))) for _ in range(300)]
-    passages = [TitledPassage("p", "P", tuple(every), "", "", False)]
-    sentences = SentenceIndex(passages)
+    sentences = SentenceIndex([TitledPassage("p", "P", tuple(every), "", "", False)])
     for before, after in [("a b", "c"), ("", "b a"), ("c", ""), ("zz", "a"), ("a", "a"), ("", "")]:
-        fits = sum(
-            s.startswith(before) and s.endswith(after) and len(s) > len(before + after) for s in every
-        )
-        assert sentences.count_matches(before, after) == min(fits, 2)
+        least = len(before + after)
+        fits = [s for s in every if s.startswith(before) and s.endswith(after) and len(s) > least]
+        assert sentences.count_matches(before, after) == min(len(fits), 2)
 
 
 BOOKS = [
@@ -201,9 +155,6 @@ BOOKS = [
     ("dune", "Dune Sea", "Dune Sea is a novel of 1965 by Frank Herbert. Frank Herbert was no Jane Austen."),
     ("other", "Other Sea", "Other Sea is a novel of 1965 by Frank Herbert."),
 ]  # fmt: skip
-
-
-SHARE = 0.9  # held out: with it `other` is, and the four that are connected are not
 
 
 @pytest.mark.parametrize(
@@ -231,39 +182,32 @@ def rows_of(passages, **settings):
 
 def test_chains_of_a_corpus_by_hand():
     rows = {row["template"]: row for row in rows_of(BOOKS, held_out=0.0) if row["id"].startswith("emma#")}
-    two, three = rows["chain2"], rows["chain3"]
-    assert two["question"] == (
-        f"What is the thing left out here: 'Emma Woodhouse is a novel of 1815 by {GAP_MARK}.'?"
-    )
-    assert two["response"] == (
-        "Emma Woodhouse is a novel of 1815 by Jane Austen. Jane Austen was an English novelist from Kent "
-        "Hills. ### an English novelist from Kent Hills"
-    )
-    assert two["supporting_ids"] == ["emma", "austen"]
-    assert two["golden_answers"] == ["an English novelist from Kent Hills"]
+    two, three, what = (rows[name] for name in ("chain2", "chain3", "what"))
+    novel = "Emma Woodhouse is a novel of 1815 by"
+    assert two["question"] == f"What is the thing left out here: '{novel} {GAP_MARK}.'?"
+    answer = "an English novelist from Kent Hills"
+    assert two["response"] == f"{novel} Jane Austen. Jane Austen was {answer}. ### {answer}"
+    assert two["supporting_ids"] == ["emma", "austen"] and two["golden_answers"] == [answer]
     assert three["supporting_ids"] == ["emma", "austen", "kent"] and three["hops"] == 3
     assert three["response"].endswith("### a range of low hills in England")
-    assert rows["what"]["question"] == "What is Emma Woodhouse?"
-    assert rows["what"]["response"] == (
-        "Emma Woodhouse is a novel of 1815 by Jane Austen. ### a novel of 1815 by Jane Austen"
-    )
+    assert what["question"] == "What is Emma Woodhouse?"
+    assert what["response"] == f"{novel} Jane Austen. ### a novel of 1815 by Jane Austen"
 
 
 def test_what_would_have_two_answers_is_not_asked():
     """Two novels of 1965 are by Frank Herbert: the one name may not be left out, the other may."""
 
-    def asked(*more):
-        return [row["question"] for row in rows_of([*BOOKS, *more], held_out=0.0)]
+    def asked(said, *more):
+        return any(said in row["question"] for row in rows_of([*BOOKS, *more], held_out=0.0))
 
-    assert not any(f"{GAP_MARK} is a novel of 1965" in question for question in asked())
-    assert any(f"Dune Sea is a novel of 1965 by {GAP_MARK}." in question for question in asked())
-    assert any(f"Emma Woodhouse is a novel of 1815 by {GAP_MARK}." in question for question in asked())
-    twin = ("twin", "Twin Peak", "Emma Woodhouse is a novel of 1815 by Lord Byron.")
-    assert not any(
-        f"Emma Woodhouse is a novel of 1815 by {GAP_MARK}." in question for question in asked(twin)
+    emma = f"Emma Woodhouse is a novel of 1815 by {GAP_MARK}."
+    assert not asked(f"{GAP_MARK} is a novel of 1965") and asked(
+        f"Dune Sea is a novel of 1965 by {GAP_MARK}."
     )
-    assert "What is Kent Hills?" in asked()
-    assert "What is Kent Hills?" not in asked(("maine", "Kent Hills", "Kent Hills is a town in Maine."))
+    twin = ("twin", "Twin Peak", "Emma Woodhouse is a novel of 1815 by Lord Byron.")
+    assert asked(emma) and not asked(emma, twin)
+    other = ("maine", "Kent Hills", "Kent Hills is a town in Maine.")
+    assert asked("What is Kent Hills?") and not asked("What is Kent Hills?", other)
 
 
 def test_every_row_of_a_corpus_is_what_it_says():
@@ -325,13 +269,13 @@ def check_rows(rows, passages):
         ), "a sentence of each passage, or one from its verb on, in the order of the chain"
         if GAP_MARK in row["question"]:
             before, after = row["question"].partition(": '")[2][:-2].split(GAP_MARK)
+            least = len(before + after)
             fitting = [
                 name
                 for name, every in sentences.items()
-                for sentence in every
-                if sentence.startswith(before) and sentence.endswith(after)
-                and len(sentence) > len(before + after)
-            ]  # fmt: skip
+                for one in every
+                if one.startswith(before) and one.endswith(after) and len(one) > least
+            ]
             assert fitting == ids[:1]
 
 
@@ -363,10 +307,10 @@ def test_rows_of_a_corpus_are_trained_on_as_they_are(tmp_path):
     )
     synthesize.main(
         ["synthesis.method=corpus", "--corpus", str(corpus), "--out", str(tmp_path / "rows"),
-         f"synthesis.held_out={SHARE}", "synthesis.shard_rows=5", "synthesis.dedup_threshold=null"]
+         "synthesis.held_out=0.9", "synthesis.shard_rows=5", "synthesis.dedup_threshold=null"]
     )  # fmt: skip
     made, held_out = (read_questions(tmp_path / "rows" / side) for side in ("", "held_out"))
-    every = rows_of(BOOKS, held_out=SHARE)
+    every = rows_of(BOOKS, held_out=0.9)
     assert [q.id for q in made] == [row["id"] for row in every if not row["held_out"]]
     assert [q.id for q in held_out] == [row["id"] for row in every if row["held_out"]]
     assert len(list((tmp_path / "rows").glob("rows-*.parquet"))) == (len(made) + 4) // 5

@@ -21,15 +21,15 @@ from tests.support.paths import ROOT
 from tests.support.shards import SETTINGS, SMALL_SHARDS, make_outcome
 
 
-def make(folder, outcomes, config=SMALL_SHARDS, complete=True):
-    """A run that goes on where the one before was stopped; returns its counts."""
+def make(folder, outcomes, config=SMALL_SHARDS, complete=True, columns=QUESTION_COLUMNS, stop=False):
+    """A run that goes on where the one before was stopped; returns its counts. stop: before the files."""
     rows = RowsFolder(folder, SETTINGS, model="tiny")
     rows.begin({"command": "test"})
     try:
         for each in () if rows.complete else outcomes:
             if each.source not in rows.done:
                 rows.append_outcome(each)
-        return None if rows.complete else rows.finish(config, QUESTION_COLUMNS, complete)
+        return None if rows.complete or stop else rows.finish(config, columns, complete)
     finally:
         rows.close()
 
@@ -62,17 +62,10 @@ def test_files_are_in_the_order_of_the_sources_whatever_order_they_were_done_in(
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
 @pytest.mark.parametrize("columns", [QUESTION_COLUMNS, TEXT_COLUMNS])
 def test_both_forms_hold_the_same_rows_with_all_columns(tmp_path, form, columns):
-    rows = RowsFolder(tmp_path, SETTINGS, model="tiny")
-    rows.begin({})
     full = {"id": "a", "question": "Who?", "text": "It.", "golden_answers": ["A", "B"], "hops": 2,
             "source_ids": [], "template": "what", "held_out": False, "prompt_tokens": 3}  # fmt: skip
-    rows.append_outcome(
-        SourceOutcome(
-            0, "s", [full, {"id": "b", "question": "Where?", "text": "There.", "template": "what"}]
-        )
-    )
-    rows.finish(SynthesisConfig(format=form), columns)
-    rows.close()
+    rows = [full, {"id": "b", "question": "Where?", "text": "There.", "template": "what"}]
+    make(tmp_path, [SourceOutcome(0, "s", rows)], SynthesisConfig(format=form), columns=columns)
     if form == "parquet":
         from pyarrow import parquet
 
@@ -80,10 +73,9 @@ def test_both_forms_hold_the_same_rows_with_all_columns(tmp_path, form, columns)
     else:
         found = [json.loads(line) for line in (tmp_path / "rows-00000.jsonl").open()]
     assert [list(row) for row in found] == [list(columns)] * 2
-    wanted = {"model": "tiny", "settings": found[0]["settings"]} | {
-        k: v for k, v in full.items() if k in columns
-    }
-    assert {k: v for k, v in found[0].items() if v is not None} == wanted
+    known = {"model": "tiny", "settings": found[0]["settings"]}
+    known |= {key: value for key, value in full.items() if key in columns}
+    assert {key: value for key, value in found[0].items() if value is not None} == known
     assert len(found[0]["settings"]) == 16 and found[1]["id"] == "b" and found[1]["prompt_tokens"] is None
 
 
@@ -91,11 +83,7 @@ def test_a_kill_at_any_byte_of_the_journal_loses_and_repeats_nothing(tmp_path):
     every = [make_outcome(place) for place in range(6)]
     make(tmp_path / "whole", every)
     whole = contents(tmp_path / "whole")
-    rows = RowsFolder(tmp_path / "journal", SETTINGS, model="tiny")
-    rows.begin({"command": "test"})
-    for each in every:
-        rows.append_outcome(each)
-    rows.close()
+    make(tmp_path / "journal", every, stop=True)
     journal = (tmp_path / "journal" / JOURNAL).read_bytes()
     note = (tmp_path / "journal" / "rows.json").read_bytes()
     for end in range(0, len(journal), 37):
@@ -112,27 +100,25 @@ def test_a_kill_at_any_byte_of_the_journal_loses_and_repeats_nothing(tmp_path):
 def test_a_journal_that_is_taken_away_meanwhile_is_put_back(tmp_path):
     every = [make_outcome(place) for place in range(6)]
     make(tmp_path / "whole" / "rows", every)
-    rows = RowsFolder(folder := tmp_path / "rows", SETTINGS, model="tiny")
-    rows.begin({"command": "test"})
-    for each in every:
-        rows.append_outcome(each)
-        if each.place in (0, 3, 5):
-            (folder / JOURNAL).unlink()
-    rows.finish(SMALL_SHARDS, QUESTION_COLUMNS)
-    rows.close()
-    check_same(folder, tmp_path / "whole" / "rows", 6)
+
+    def losing():
+        for each in every:
+            yield each
+            if each.place in (0, 3, 5):
+                (tmp_path / "rows" / JOURNAL).unlink()
+
+    make(tmp_path / "rows", losing())
+    check_same(tmp_path / "rows", tmp_path / "whole" / "rows", 6)
 
 
 def test_a_folder_that_is_complete_is_left_alone_and_what_failed_is_asked_again(tmp_path):
     every = [make_outcome(place) for place in range(5)]
-    make(tmp_path / "a", every[:3], complete=False)
-    assert len(read_questions(tmp_path / "a")) == 3 and (tmp_path / "a" / JOURNAL).exists()
-    make(tmp_path / "a", every)
-    assert len(read_questions(tmp_path / "a")) == 5
-    rows = RowsFolder(tmp_path / "a", SETTINGS, model="tiny")
-    rows.begin({})
-    assert rows.complete
-    rows.close()
+    make(tmp_path, every[:3], complete=False)
+    assert len(read_questions(tmp_path)) == 3 and (tmp_path / JOURNAL).exists()
+    make(tmp_path, every)
+    before = contents(tmp_path)
+    assert len(read_questions(tmp_path)) == 5
+    assert make(tmp_path, [make_outcome(9)]) is None and contents(tmp_path) == before
 
 
 def test_a_kill_before_the_first_line_leaves_nothing_in_the_way(tmp_path):
@@ -140,12 +126,8 @@ def test_a_kill_before_the_first_line_leaves_nothing_in_the_way(tmp_path):
     (tmp_path / ".part-1234.json").write_text('{"depends')
     (tmp_path / "synthesis.lock").touch()
     make(tmp_path, [make_outcome(0)])
-    assert sorted(contents(tmp_path)) == [
-        "README.md",
-        "held_out/rows-00000.jsonl",
-        "rows-00000.jsonl",
-        "rows.json",
-    ]
+    names = ["README.md", "held_out/rows-00000.jsonl", "rows-00000.jsonl", "rows.json"]
+    assert sorted(contents(tmp_path)) == names
 
 
 def test_fewer_files_than_before_leave_none_of_before(tmp_path):
@@ -274,22 +256,16 @@ def test_near_duplicates_agree_with_jaccard_itself():
 
 
 def test_what_shares_twelve_words_with_an_evaluation_set_is_left_out(tmp_path):
-    asked = [" ".join(f"w{n}" for n in range(20)), "Who wrote Emma?"]
+    words = [f"w{n}" for n in range(20)]
+    asked = [" ".join(words), "Who wrote Emma?"]
     sets = [
-        write_jsonl_file(tmp_path / f"{n}.jsonl", [{"id": "q", "question": text}])
+        str(write_jsonl_file(tmp_path / f"{n}.jsonl", [{"id": "q", "question": text}]))
         for n, text in enumerate(asked)
     ]
-    rows = questions(
-        [
-            "so " + " ".join(f"w{n}" for n in range(5, 17)),
-            "so " + " ".join(f"w{n}" for n in range(5, 16)),
-            "Tell me: who wrote Emma, please?",
-            "Who wrote Persuasion?",
-        ]
-    )
-    both = ",".join(map(str, sets))
-    assert [bool(reason) for reason in left_out(rows, against=both)] == [True, False, True, False]
-    assert left_out(rows, near=None, against=str(sets[1])) == ["", "", "in an evaluation set", ""]
+    shared = [f"so {' '.join(words[5 : 5 + count])}" for count in (12, 11)]
+    rows = questions([*shared, "Tell me: who wrote Emma, please?", "Who wrote Persuasion?"])
+    assert [bool(reason) for reason in left_out(rows, against=",".join(sets))] == [True, False, True, False]
+    assert left_out(rows, near=None, against=sets[1]) == ["", "", "in an evaluation set", ""]
 
 
 def slowly(folder: Path) -> None:
@@ -341,11 +317,7 @@ def test_kills_of_the_program_itself(tmp_path):
     write_jsonl_file(
         tmp_path / "corpus.jsonl",
         [
-            {
-                "id": f"p{n}",
-                "title": t,
-                "contents": f"{t} is a river of number {n} in {titles[n * 7 % 3000]}.",
-            }
+            {"id": f"p{n}", "title": t, "contents": f"{t} is a river of {n} in {titles[n * 7 % 3000]}."}
             for n, t in enumerate(titles)
         ],
     )

@@ -38,9 +38,8 @@ SHAPE = DenoiserConfig(
 @pytest.fixture
 def web(tmp_path):
     """Eight painters, two of each town; every town in a land of its own."""
-    people = [
-        {"id": f"p{n}", "title": name, "contents": painter_sentence(n)} for n, name in enumerate(PAINTERS)
-    ]
+    named = enumerate(PAINTERS)
+    people = [{"id": f"p{n}", "title": name, "contents": painter_sentence(n)} for n, name in named]
     people[0]["contents"] += f" {FAR}Later Ada Brown moved to Penrose in a year of war with a horse."
     towns = [
         {"id": f"t{n}", "title": name, "contents": f"{name} is a town in the land of king {n}."}
@@ -59,9 +58,8 @@ def test_questions_are_made_from_titles_and_split_by_passages(web):
         person, town = question.supporting_ids
         number = int(person[1:])
         said, answer = question.response.split(" ### ")
-        assert said.startswith(
-            f"{PAINTERS[number]} is painter number {number} and lives in {TOWNS[number % 4]}. "
-        )
+        lives = f"{PAINTERS[number]} is painter number {number} and lives in {TOWNS[number % 4]}. "
+        assert said.startswith(lives)
         assert town == f"t{number % 4}" and (answer,) == question.golden_answers
         assert TOWNS[number % 4] not in question.question and "____" in question.question
     trained = {name for q in (*made.chains, *made.single_passage) for name in q.supporting_ids}
@@ -79,9 +77,7 @@ def test_what_stands_where_a_passage_is_cut_is_not_asked(web):
     whole = ask(web, longer)
     assert not [q for q in (*cut.chains, *cut.single_passage) if "horse" in q.response]
     assert [q.supporting_ids for q in whole.chains if "horse" in q.response] == [("p0", "t3")]
-    with pytest.raises(
-        CorpusError, match=r"none of its 9 chains .* passage_length=16 .*data.questions too"
-    ):
+    with pytest.raises(CorpusError, match=r"none of its 9 chains .* passage_length=16 "):
         ask(web, replace(SHAPE, passage_length=16))
 
 
@@ -112,10 +108,9 @@ def test_a_pointer_names_the_token_that_it_points_at():
         places = [p.position for p in found]
         assert places == sorted(set(places))
         # What has none is in no run of the facts that is long enough to begin there.
-        grams = {
-            tuple(f[n : n + MIN_COPY_TOKENS]) for f in facts for n in range(len(f) - MIN_COPY_TOKENS + 1)
-        }
-        assert all(tuple(ids[n : n + MIN_COPY_TOKENS]) not in grams for n in set(range(30)) - set(places))
+        size = MIN_COPY_TOKENS
+        grams = {tuple(f[n : n + size]) for f in facts for n in range(len(f) - size + 1)}
+        assert all(tuple(ids[n : n + size]) not in grams for n in set(range(30)) - set(places))
 
 
 def test_what_is_needed_stays_in_the_evidence():
@@ -167,9 +162,7 @@ def test_chains_that_the_corpus_does_not_tell(web, held_out):
         assert (question, second) == made.draw_counterfactual(random.Random(seed))
         first = passages[question.supporting_ids[0]]
         own, name = second.id.split("/")
-        said, definition = question.response.removesuffix(f" ### {question.golden_answers[0]}").split(
-            ". ", 1
-        )
+        said, definition = question.response.rpartition(" ### ")[0].split(". ", 1)
         assert f"{said}." in first.contents and f"{said}.".replace(name, "____") in question.question
         assert second.title == name and second.contents.startswith(definition)
         assert definition == f"{name} is {question.golden_answers[0]}."
@@ -188,9 +181,8 @@ def test_a_crossed_set_of_passages_has_one_passage_of_that_name(web):
     rows.add_single_passage_questions(made.single_passage, made.draw_counterfactual)
     whole, missing = 0, 0
     for example in [e for step in range(4) for e in rows.examples(step, range(8), (8, 8))[::2]]:
-        titles = [
-            tokenizer.decode_with_offsets(fact)[0].partition("\n")[0][4:] for fact in example.prompt.facts
-        ]
+        facts = [tokenizer.decode_with_offsets(fact)[0] for fact in example.prompt.facts]
+        titles = [fact.partition("\n")[0][4:] for fact in facts]
         assert len(titles) == len({*titles})
         said = tokenizer.decode_with_offsets(example.target)[0]
         first, name = re.match(r"(.*?\. )(.+?) is a town in the land of king", said).groups()
@@ -217,10 +209,8 @@ def test_a_fresh_denoiser_begins_with_the_layers_of_another(tmp_path, web):
     same = [name for name, value in old.state_dict().items() if made[name].equal(value)]
     assert {name.partition(".")[0] for name in same} >= {"layers", "norm"}
     assert {*old.state_dict()} - {*same} == {"embed_tokens.weight", "lm_head.weight"}
-    assert (
-        origin.tokenizer.decode_with_offsets(origin.tokenizer.encode("Ada of Żory"))[0].strip()
-        == "Ada of Żory"
-    )
+    ids = origin.tokenizer.encode("Ada of Żory")
+    assert origin.tokenizer.decode_with_offsets(ids)[0].strip() == "Ada of Żory"
     for idle in ("lora_rank", "hidden_size"):
         with pytest.raises(ConfigError, match=f"{idle}=64 has no effect"):
             load_config(None, [*words, f"train.{idle}=64"], effects=True)
@@ -233,10 +223,8 @@ def test_the_way_from_a_corpus_to_answers(tmp_path, web):
     words = [
         "--config", "corpus.yaml", "--out", str(tmp_path / "run"), f"data.corpus={web}",
         "data.held_out=0.4", "train.max_steps=4", "train.eval_steps=4", "train.save_steps=4",
-        "train.passage_sets_per_step=2", "train.rows_per_set=2",
-        "train.vocab_size=300", "train.init_layers_from=null", "train.hidden_size=64",
-        "train.num_hidden_layers=2",
-        "energy=none",
+        "train.passage_sets_per_step=2", "train.rows_per_set=2", "train.vocab_size=300", "energy=none",
+        "train.init_layers_from=null", "train.hidden_size=64", "train.num_hidden_layers=2",
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

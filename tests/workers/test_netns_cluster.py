@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -52,8 +53,25 @@ def test_a_wire_delays_counts_and_can_be_pulled_out():
         wire.set_link_up(False)
         assert client.wait(timeout=120) == 0, "nothing comes back, and nobody is told"
         hosts = wire.hosts
-    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert not any(host in left for host in hosts)
+    assert not {*hosts} & list_hosts()
+
+
+def list_hosts():
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+@here
+@pytest.mark.slow
+def test_sigterm_leaves_no_host(tmp_path):
+    command = [sys.executable, str(ROOT / "profiling/netns_cluster.py"), "--out", str(tmp_path)]
+    process = subprocess.Popen(command)
+    hosts = {f"dlm-rag-{process.pid}-{n}" for n in range(2)}
+    while not hosts <= list_hosts():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 1 and not hosts & list_hosts()
 
 
 @here
