@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import bm25s
@@ -14,29 +13,20 @@ import numpy as np
 from bm25s.numba import retrieve_utils
 from bm25s.stopwords import STOPWORDS_EN
 
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import get_cache_folder
-from dlm_rag.machine import read_host_memory
 from dlm_rag.nvtx_ranges import profile_stage
-from dlm_rag.progress import (
-    ANNOUNCE_FROM_SECONDS,
-    format_bytes,
-    format_duration,
-    report_progress,
-    show_status,
-)
+from dlm_rag.progress import show_status, track_progress
 from dlm_rag.retrieval.base import CorpusRetriever, Ranking
 from dlm_rag.retrieval.build_once import build_once, load_array, make_folder_name, make_foreign_file_error
 from dlm_rag.retrieval.corpus import Corpus
+from dlm_rag.retrieval.hybrid import MultiQueryRetriever
 from dlm_rag.retrieval.query import Query
 
 log = logging.getLogger(__name__)
 
-BUILD_ESTIMATE_PASSAGES = 10_000  # passages after which the cost of a build is estimated
-# Peak memory and disk per term of a passage, and the time of a build relative to that of finding the terms,
-# as measured by `profiling/bench_retrieval.py index`.
-BUILD_MEMORY_BYTES_PER_TERM, INDEX_DISK_BYTES_PER_TERM, BUILD_TO_TOKENIZE_RATIO = 45, 8, 2
 VOCABULARY_FILE = "vocab.index.json"
 INDEX_FORM = "columns.json"  # a part of the folder's name; another text makes every index be built again
 # The rule of bm25s: lower case, runs of two or more word characters, English stop words left out.
@@ -49,7 +39,7 @@ def extract_terms(text: str) -> list[str]:
     return [word for word in _find_words(text.lower()) if word not in _STOP_WORDS]
 
 
-def enable_numba_cache(function: Any) -> None:
+def _enable_numba_cache(function: Any) -> None:
     """Lets numba keep the machine code of a jitted function: the next process starts 5 seconds sooner.
 
     numba's own places come first (beside the source, the user's cache folder), then the folder of our
@@ -58,22 +48,16 @@ def enable_numba_cache(function: Any) -> None:
     """
     config: Any = numba.config  # its settings are made when it is imported
     if config.DISABLE_JIT:
-        raise ConfigError(
-            "NUMBA_DISABLE_JIT is set in the environment, and uncompiled search orders equal scores "
-            "differently: unset it"
-        )
+        raise ConfigError("unset NUMBA_DISABLE_JIT: uncompiled search orders equal scores differently")
     for folder in (config.CACHE_DIR, config.CACHE_DIR or str(get_cache_folder() / "numba")):
         config.CACHE_DIR = folder
         with suppress(RuntimeError):  # no place can be written
             function.enable_caching()
             return
-    log.warning(
-        "numba has no folder to keep compiled code in, so every start takes seconds longer: set "
-        "NUMBA_CACHE_DIR to one that can be written"
-    )
+    log.warning("every start takes seconds longer: set NUMBA_CACHE_DIR to a folder that can be written")
 
 
-enable_numba_cache(retrieve_utils._retrieve_internal_jitted_serial)
+_enable_numba_cache(retrieve_utils._retrieve_internal_jitted_serial)
 
 
 class BM25Retriever(CorpusRetriever):
@@ -113,6 +97,12 @@ class BM25Retriever(CorpusRetriever):
         ]
 
 
+def open_bm25_retriever(config: RetrievalConfig, corpus: Corpus) -> CorpusRetriever:
+    """BM25 by whole queries, or by `Query.parts` in turn."""
+    retriever = BM25Retriever(corpus, config.top_k)
+    return MultiQueryRetriever(retriever) if config.bm25_query == "sentences" else retriever
+
+
 def _open_bm25_index(folder: Path, passages: int) -> bm25s.BM25:
     """The index in a folder. Raises `CorpusError` for one that somebody else made, and not of this corpus:
     the compiled search would follow its numbers out of its own memory.
@@ -135,16 +125,10 @@ def _open_bm25_index(folder: Path, passages: int) -> bm25s.BM25:
 
 def _build_bm25_index(corpus: Corpus, scratch: Path) -> None:
     vocabulary: dict[str, int] = {}
-    documents: list[list[int]] = []
-    start = perf_counter()
-    with report_progress("finding terms", len(corpus)) as advance:
-        for passage in corpus:
-            terms = extract_terms(passage.text)
-            documents.append([vocabulary.setdefault(term, len(vocabulary)) for term in terms])
-            advance(1)
-            if len(documents) == BUILD_ESTIMATE_PASSAGES:
-                share = len(corpus) / BUILD_ESTIMATE_PASSAGES
-                _log_build_estimate(share * (perf_counter() - start), share * sum(map(len, documents)))
+    documents = [
+        [vocabulary.setdefault(term, len(vocabulary)) for term in extract_terms(passage.text)]
+        for passage in track_progress(corpus, "finding terms")
+    ]
     show_status("computing the scores of terms")
     if not vocabulary:  # a corpus of stop words alone; bm25s wants a term, which no query has
         vocabulary, documents = {"": 0}, [[0] for _ in documents]
@@ -152,17 +136,3 @@ def _build_bm25_index(corpus: Corpus, scratch: Path) -> None:
     index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
     index.save(scratch, show_progress=False)
     show_status()
-
-
-def _log_build_estimate(tokenizing_seconds: float, terms: float) -> None:
-    """Logs the cost of a long build, of whose passages both are the totals."""
-    seconds = BUILD_TO_TOKENIZE_RATIO * tokenizing_seconds
-    if seconds < ANNOUNCE_FROM_SECONDS:
-        return
-    needed, free = BUILD_MEMORY_BYTES_PER_TERM * terms, read_host_memory().get("available", 0)
-    log.info(
-        "building this BM25 index takes about %s, %s of memory and %s on disk",
-        format_duration(seconds), format_bytes(needed), format_bytes(INDEX_DISK_BYTES_PER_TERM * terms),
-    )  # fmt: skip
-    if 0 < free < needed:
-        log.warning("only %s of memory are free here", format_bytes(free))

@@ -29,20 +29,18 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class TextEncoder:
-    """The sentence-transformers model `model` (a folder or hub id), and what is put before texts.
+    """The sentence-transformers model that a config names (a folder or hub id), and its prompts.
 
     Raises `CheckpointError` when the model cannot be loaded, `RunError` when its vectors are not finite.
     """
 
-    def __init__(
-        self, model: str, *, batch_size: int, query_prompt: str = "", passage_prompt: str = ""
-    ) -> None:
-        self._encoder = load_sentence_transformer(model)
-        self.model, self.batch_size = model, batch_size
-        self._query_prompt, self._passage_prompt = query_prompt, passage_prompt
+    def __init__(self, config: RetrievalConfig) -> None:
+        self.model, self._batch_size = config.embedding_model, config.embedding_batch_size
+        self._encoder = load_sentence_transformer(self.model)
+        self._query_prompt, self._passage_prompt = config.query_prompt, config.passage_prompt
         self.device = self._encoder.device
         self.index_folder_name = make_folder_name(
-            "dense", Path(model).name, _fingerprint_encoder(self._encoder), passage_prompt
+            "dense", Path(self.model).name, _fingerprint_encoder(self._encoder), self._passage_prompt
         )
 
     def encode_queries(self, texts: list[str]) -> Tensor:
@@ -55,7 +53,7 @@ class TextEncoder:
 
     def _embed(self, texts: list[str], prompt: str) -> Tensor:
         found = self._encoder.encode(
-            texts, prompt=prompt or None, batch_size=self.batch_size, convert_to_tensor=True,
+            texts, prompt=prompt or None, batch_size=self._batch_size, convert_to_tensor=True,
             normalize_embeddings=True, show_progress_bar=False,
         ).float()  # fmt: skip
         if not torch.isfinite(found).all():
@@ -63,16 +61,6 @@ class TextEncoder:
                 f"embedding_model '{self.model}' gives vectors that are not finite: its weights are damaged"
             )
         return found
-
-
-def load_text_encoder(config: RetrievalConfig) -> TextEncoder:
-    """The encoder that a config names; raises `CheckpointError` when it cannot be loaded."""
-    return TextEncoder(
-        config.embedding_model,
-        batch_size=config.embedding_batch_size,
-        query_prompt=config.query_prompt,
-        passage_prompt=config.passage_prompt,
-    )
 
 
 def load_sentence_transformer(name: str, device: str | None = None) -> SentenceTransformer:
@@ -87,13 +75,10 @@ def load_sentence_transformer(name: str, device: str | None = None) -> SentenceT
     folder = resolve_hub_folder(name, "embedding_model")
     try:
         _check_encoder_files(folder)
-    except CheckpointError as error:
-        raise CheckpointError(f"embedding_model '{name}' is not loaded: {error}") from None
-    from sentence_transformers import SentenceTransformer  # takes seconds to import
-    from transformers.utils.logging import disable_progress_bar
+        from sentence_transformers import SentenceTransformer  # takes seconds to import
+        from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    try:
+        disable_progress_bar()
         with _require_all_weights():
             encoder = SentenceTransformer(
                 str(folder), device=device, trust_remote_code=False, local_files_only=True,
@@ -112,14 +97,13 @@ def load_sentence_transformer(name: str, device: str | None = None) -> SentenceT
 
 
 def _check_encoder_files(folder: Path) -> None:
+    """Raises `CheckpointError` for pickles, adapters, and names of other folders."""
     if not (folder / "modules.json").is_file() and not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is not a sentence-transformers model: it has no modules.json")
     check_checkpoint_files(folder, [f"**/{pattern}" for pattern in HUB_FILE_PATTERNS])
     for path in sorted(folder.rglob("*")):
-        if path.is_dir():
-            if path.is_symlink():
-                raise CheckpointError(f"{path} leads to another folder: copy it")
-            continue
+        if path.is_dir() and path.is_symlink():
+            raise CheckpointError(f"{path} leads to another folder: copy it")
         if path.name == "adapter_config.json":
             raise CheckpointError(f"{path.parent} holds an adapter: merge it into the weights")
         # Under this name only: next to an index of shards, say, the library opens the pickle.
@@ -128,14 +112,13 @@ def _check_encoder_files(folder: Path) -> None:
                 f"{path.parent} holds pickled weights ({path.name}) and no model.safetensors: they are "
                 "never opened, convert or remove them"
             )
-        if path.name.endswith("config.json"):
+        if path.name.endswith(("config.json", "modules.json")):
             settings = read_any_json(path)  # whatever is wrong is named by file
             if isinstance(settings, dict) and (named := [key for key in _ELSEWHERE if settings.get(key)]):
                 raise CheckpointError(
                     f"{path} has {named[0]}={settings[named[0]]!r:.60}: copy its files here"
                 )
-        elif path.name == "modules.json":
-            for module in read_any_json(path):
+            for module in settings if isinstance(settings, list) else ():
                 if isinstance(module, dict) and module.get("path"):
                     resolve_path_inside(folder, module["path"], str(path), CheckpointError)
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx2
 
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError, CorpusError, UserError, summarize_error
 from dlm_rag.files.checked_json import parse_json
 from dlm_rag.files.record_readers import get_field
@@ -55,13 +56,14 @@ class HttpRetriever:
     it searches other passages than at first, that is a `ConfigError`: no answer of the run can be right.
     """
 
-    def __init__(self, url: str, top_k: int, seconds: float) -> None:
-        """seconds: of a search, all attempts together. A first search, of one attempt, tells what it is.
+    def __init__(self, config: RetrievalConfig) -> None:
+        """A first search, of one attempt, tells what the service at `config.url` is.
 
         Raises `ConfigError` where that fails, or the environment's token or certificates cannot be used.
         """
-        self._url, self._top_k = url, top_k
-        self._breaker, self._token = CircuitBreaker(url, seconds), _read_token()
+        url = self._url = config.url or ""
+        self._top_k, self._token = config.top_k, _read_token()
+        self._breaker = CircuitBreaker(url, config.timeout)
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
             verify=_create_ssl_context() if url.startswith("https:") else False,

@@ -2,9 +2,12 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 
+from dlm_rag.config import RetrievalConfig
 from dlm_rag.errors import ConfigError
 from dlm_rag.questions import Question
+from dlm_rag.retrieval import RETRIEVERS
 from dlm_rag.retrieval.base import CorpusRetriever, MemoizedBatchFunction, Ranking, interleave_rankings
+from dlm_rag.retrieval.corpus import Corpus
 from dlm_rag.retrieval.query import Query
 
 
@@ -38,6 +41,16 @@ class HybridRetriever(CorpusRetriever):
         found = [retriever.rank(queries, self._fusion_depth) for retriever in others]
         found.append(last.rank(queries, max(depth, self._fusion_depth)))
         return [fuse_rankings(rankings, depth, self._fusion_depth) for rankings in zip(*found, strict=True)]
+
+
+def open_hybrid_retriever(config: RetrievalConfig, corpus: Corpus) -> HybridRetriever:
+    """BM25 and dense search, fused."""
+    parts = [RETRIEVERS[method](config, corpus) for method in ("bm25", "dense")]
+    return HybridRetriever(parts, config.top_k, config.fusion_depth)
+
+
+def open_no_retriever(config: RetrievalConfig, corpus: Corpus) -> "NoRetriever":
+    return NoRetriever(corpus, config.top_k)
 
 
 class MultiQueryRetriever(CorpusRetriever):

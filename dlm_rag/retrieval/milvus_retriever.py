@@ -178,9 +178,9 @@ def open_milvus_retriever(config: RetrievalConfig) -> MilvusRetriever:
         raise ConfigError(f"{url} cannot be searched: {reason}") from None
     if config.method == "bm25":
         return MilvusRetriever(collection, config)
-    from dlm_rag.retrieval.encoder import load_text_encoder
+    from dlm_rag.retrieval.encoder import TextEncoder
 
-    encoder = load_text_encoder(config)
+    encoder = TextEncoder(config)
     check_collection_encoder(collection, config.embedding_model, encoder.index_folder_name)
     return MilvusRetriever(collection, config, MemoizedBatchFunction(encoder.encode_queries))
 
@@ -250,9 +250,9 @@ def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: Retrieva
             f"{collection.url} is built with retrieval.method={there.kind}: give that, or another name"
         )
     if "dense" in fields:
-        from dlm_rag.retrieval.encoder import load_text_encoder
+        from dlm_rag.retrieval.encoder import TextEncoder
 
-        encoder = load_text_encoder(config)
+        encoder = TextEncoder(config)
         vectorize["dense"] = lambda texts: encoder.encode_passages(texts).tolist()
         width = len(vectorize["dense"](["width"])[0])
         wanted = replace(

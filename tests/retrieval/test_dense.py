@@ -1,7 +1,6 @@
 """A build of passage vectors that was stopped goes on; of nobody else's."""
 
 import hashlib
-import logging
 import multiprocessing
 import os
 import signal
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.errors import CorpusError, RunError
+from dlm_rag.config import RetrievalConfig
+from dlm_rag.errors import RunError
 from dlm_rag.retrieval import dense
 from dlm_rag.retrieval import encoder as encoder_module
 from dlm_rag.retrieval.corpus import open_corpus
@@ -52,11 +52,11 @@ def corpus(tmp_path):
 @pytest.fixture
 def build(monkeypatch):
     """Opens the index with this encoder; the vectors' file as bytes."""
-    monkeypatch.setattr(dense, "FLUSH_INTERVAL_SECONDS", 0.0)
 
     def opened(corpus, encoder):
         monkeypatch.setattr(encoder_module, "load_sentence_transformer", lambda *_: encoder)
-        dense.open_dense_retriever(corpus, 3, encoder_module.TextEncoder("model", batch_size=1))
+        config = RetrievalConfig(embedding_model="model", embedding_batch_size=1)
+        dense.open_dense_retriever(config, corpus)
         return {path.parent.name: path.read_bytes() for path in corpus.folder.glob("*/vectors.npy")}
 
     return opened
@@ -86,17 +86,6 @@ def test_a_build_that_was_killed_goes_on_and_gives_the_same_bytes(corpus, build)
     assert build(corpus, whole)[name] == resumed and len(whole.embedded) == PASSAGES
 
 
-def test_ctrl_c_keeps_what_is_finished_and_says_so(corpus, build, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(dense, "FLUSH_INTERVAL_SECONDS", 1e9)
-    with pytest.raises(KeyboardInterrupt):
-        build(corpus, Encoder(die=(100, interrupt)))
-    assert "128 passages are embedded: the same command resumes" in caplog.text
-    second = Encoder()
-    build(corpus, second)
-    assert len(second.embedded) == PASSAGES - 2 * BLOCK
-
-
 def test_another_encoder_or_corpus_begins_anew(corpus, build, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         build(corpus, Encoder(die=(100, interrupt)))
@@ -111,53 +100,28 @@ def test_another_encoder_or_corpus_begins_anew(corpus, build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "left"),
+    ("left", "kept"),
     [
-        ("finished", "abc"),
-        ("finished", "-1"),
-        ("finished", "99999"),
-        ("vectors.npy", "x"),
-        ("vectors.npy", None),
+        (lambda data: b"x", 0),
+        (lambda data: b"", 0),
+        (lambda data: data.replace(b"(300, 32)", b"(301, 32)"), 0),
+        (lambda data: data[:-7], 2 * BLOCK - 1),
+        (lambda data: data * 9, 0),
     ],
 )
-def test_what_a_build_left_and_is_damaged_is_begun_anew(corpus, build, name, left):
+def test_what_a_build_left_is_taken_as_far_as_it_is_whole(corpus, build, left, kept):
     with pytest.raises(KeyboardInterrupt):
         build(corpus, Encoder(die=(100, interrupt)))
-    (path,) = corpus.folder.glob(f"*.building/{name}")
-    path.unlink() if left is None else path.write_text(left)
+    (path,) = corpus.folder.glob("*.building/vectors.npy")
+    path.write_bytes(left(path.read_bytes()))
     second = Encoder()
     build(corpus, second)
-    assert len(second.embedded) == PASSAGES
+    assert len(second.embedded) == PASSAGES - kept
+    (path,) = corpus.folder.glob("*/vectors.npy")
+    expected = Encoder().encode([passage.text for passage in corpus]).numpy()
+    assert np.array_equal(np.load(path), expected)
 
 
 def test_vectors_that_are_no_numbers_are_refused(corpus, build):
     with pytest.raises(RunError, match="vectors that are not finite"):
         build(corpus, Encoder(weights=float("nan")))
-
-
-def test_a_long_build_says_what_it_takes_before(corpus, build, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    now = iter(range(0, 100_000, 1000))
-    monkeypatch.setattr(dense, "perf_counter", lambda: next(now))
-    build(corpus, Encoder())
-    (said,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("embedding takes")]
-    # 64 of 300 passages in 1,000 seconds; 300 vectors of 32 numbers.
-    assert "about 61 min, and 38 kB on disk" in said
-
-
-def test_a_full_disk_is_found_before_anything_is_embedded(corpus, build, monkeypatch):
-    def refuse(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    encoder = Encoder()
-    with pytest.raises(CorpusError, match="No space left on device"):
-        build(corpus, encoder)
-    assert not encoder.embedded
-    assert not list(corpus.folder.glob("*/vectors.npy"))
-
-
-def test_the_vectors_are_those_of_the_passages_in_order(corpus, build):
-    build(corpus, encoder := Encoder())
-    (path,) = corpus.folder.glob("*/vectors.npy")
-    assert np.array_equal(np.load(path), encoder.encode([passage.text for passage in corpus]).numpy())

@@ -33,7 +33,7 @@ from dlm_rag.retrieval import load_retriever, milvus_collection, milvus_retrieve
 from dlm_rag.retrieval.base import PartialSearchError, select_top_hits
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.retrieval.dense import DenseRetriever
-from dlm_rag.retrieval.encoder import load_text_encoder
+from dlm_rag.retrieval.encoder import TextEncoder
 from dlm_rag.retrieval.hybrid import HybridRetriever
 from dlm_rag.retrieval.milvus_collection import CollectionInfo, MilvusCollection
 from dlm_rag.retrieval.milvus_retriever import (
@@ -205,7 +205,7 @@ def test_dense_and_hybrid_find_what_they_find_here(server, few, minilm, tmp_path
     path.write_text("\n".join([*lines[:40], *lines[250:270], lines[-1]]))
     settings = {"embedding_model": minilm, "top_k": 5}
     corpus = open_corpus(path)
-    encoder = load_text_encoder(RetrievalConfig(**settings))
+    encoder = TextEncoder(RetrievalConfig(**settings))
     vectors = encoder.encode_passages([passage.text for passage in corpus]).numpy()
     dense = DenseRetriever(corpus, 5, encoder.encode_queries, vectors, encoder.device)
     sparse = LocalBM25Retriever(corpus, 5)

@@ -224,20 +224,6 @@ def test_hybrid_fuses_the_rankings_of_its_parts(corpus_file):
     assert hybrid.key(query) == (query.text, query.parts)
 
 
-def test_a_long_bm25_build_says_what_it_takes(tmp_path, monkeypatch, caplog):
-    lines = [{"id": str(n), "contents": f"word{n} and another"} for n in range(40)]
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.BUILD_ESTIMATE_PASSAGES", 10)
-    now = iter((0.0, 30.0))
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.perf_counter", lambda: next(now))
-    monkeypatch.setattr("dlm_rag.retrieval.bm25.read_host_memory", lambda: {"available": 2000})
-    with caplog.at_level("INFO"):
-        load_retriever(write_jsonl_file(tmp_path / "corpus.jsonl", lines), index_dir=tmp_path / "indexes")
-    said = [record.getMessage() for record in caplog.records]
-    # 40 passages of 2 terms, 10 of them in 30 seconds
-    assert "building this BM25 index takes about 4 min, 4 kB of memory and 1 kB on disk" in said
-    assert "only 2 kB of memory are free here" in said
-
-
 def test_no_corpus_and_no_such_dense_model(corpus_file):
     from dlm_rag.config import RetrievalConfig
 
