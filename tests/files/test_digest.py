@@ -95,14 +95,11 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(file, monkeypatc
 
 
 @pytest.mark.parametrize("record", [b"", b"{", b"[]", b"{}", b"\xff", b'{"digest": 7}', b"null"])
-def test_a_broken_memory_costs_only_time(file, record):
+def test_a_broken_memory_costs_only_time(file, record, monkeypatch):
     first = digest_file(file)
     (kept,) = (file.parent / "cache" / "digests").iterdir()
     whole = kept.read_bytes()
     kept.write_bytes(record)
     assert digest_file(file) == first and kept.read_bytes() == whole
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(file, monkeypatch):
-    monkeypatch.setenv("DLM_RAG_CACHE", str(file / "below"))
-    assert digest_file(file) == blake3(file.read_bytes()).hexdigest()
+    monkeypatch.setenv("DLM_RAG_CACHE", str(file / "below"))  # which cannot be written
+    assert digest_file(file) == first

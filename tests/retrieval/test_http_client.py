@@ -7,7 +7,7 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -188,17 +188,7 @@ def test_localhost_is_whichever_address_answers(host, monkeypatch):
         found_at(f"http://localhost:{port}/retrieve")
 
 
-def test_a_name_that_is_looked_up_for_ever_costs_no_more_than_an_attempt(monkeypatch):
-    over = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60))
-    start = time.monotonic()
-    with pytest.raises(ConfigError, match="no answer within 0.2 s"):
-        load_retriever(url="http://slow.example/retrieve", timeout=0.6)
-    assert time.monotonic() - start < 30
-    over.set()
-
-
-def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew():
+def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_again():
     opened = []
 
     class Closable(Handler):
@@ -214,18 +204,8 @@ def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_anew(
         opened[0].shutdown(socket.SHUT_RDWR)
         assert list_passage_ids(retriever.search([make_query("Who?")])) == [["a"]]
         assert len(opened) == 2
-
-
-def test_many_threads_search_at_once():
-    with running() as service:
-        retriever, found = load_retriever(url=f"http://127.0.0.1:{service.port}/retrieve"), []
-
-        def search():
-            found.extend(list_passage_ids(retriever.search([make_query("Who?")])))
-
-        threads = [threading.Thread(target=search) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [["a"]] * 16
+        with ThreadPoolExecutor(16) as threads:
+            found = threads.map(
+                lambda _: list_passage_ids(retriever.search([make_query("Who?")])), range(16)
+            )
+        assert [*found] == [[["a"]]] * 16
