@@ -318,8 +318,7 @@ CASES = [
         ("is neither a flag nor KEY=VALUE", "doctor 'Who wrote Emma?'"),
     ),
     *table("",
-        ("--gbit and --delay want numbers", "profiling/netns_cluster.py --out run --gbit 0,fast"),
-        ("--part cables is neither", "profiling/netns_cluster.py --out run --part cables"),
+        ("needs --out FOLDER", "profiling/netns_cluster.py"),
         ("'2.5' is not a whole number", "profiling/bench_retrieval.py index 2.5"),
         ("--kinds: 'bm52' is none of bm25, dense, hybrid (nearest: 'bm25')",
          "profiling/bench_retrieval.py recall --questions questions.jsonl --corpus corpus.jsonl --kinds bm52"),
@@ -329,5 +328,5 @@ CASES = [
         ("holds no joules: name the stamp", "profiling/attribute.py x.sqlite --energy x.json",
          {"x.json": '{"energy": null}'}),
     ),
-    BadInputCase("profiling/bench_threads.py 0", "'0' is not a whole number", slow=True),
+    BadInputCase("profiling/bench_retrieval.py index 0", "'0' is not a whole number", slow=True),
 ]  # fmt: skip
