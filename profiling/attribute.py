@@ -34,7 +34,6 @@ from attribution import (
 from bench_tools import (
     TableRow,
     format_markdown_table,
-    make_folder,
     print_table,
     save_figure,
     write_json,
@@ -47,7 +46,7 @@ from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.energy.meter import summarise_energy
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty
-from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.training.metrics_logger import read_metrics
 
 STAGE_COLOURS = {

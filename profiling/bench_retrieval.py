@@ -1,35 +1,28 @@
-"""Retrieval: recall by method, time and memory of a BM25 index by size, what search by URL costs.
+"""Retrieval: recall by method, what search by URL costs.
 
     python profiling/bench_retrieval.py recall --questions questions.jsonl --corpus corpus.jsonl \\
         retrieval.embedding_model=DIR_OR_HUB_ID
-    python profiling/bench_retrieval.py index [2000 5000]    # passages; 10 k, 100 k and 1 M by default
     python profiling/bench_retrieval.py remote [URL ...] [--limit 40] [--rounds 1]
 
 recall: `recall@k / questions with all supporting passages`, in percent, of BM25, dense and hybrid search:
 for the question alone; the question with the best passage found (`feedback`), and both searches taking
 turns (`two_rounds`); the question with every line of `chain` or `sub_questions` that the file has (what a
 perfect response would add), as one long query, and part by part.
-index: passages of 60 words drawn by Zipf's law, each figure from a process of its own. Peak memory counts
-mapped pages; "own" is anonymous memory at the end. Expectation: 8 bytes on disk for each passage and term.
 remote: the shipped model's questions, searched here, over `dlm-rag retrieve-server` on this machine, and at
 each URL, which must serve dlm_rag/shipped/world/corpus.jsonl. `searching` is the share of all stages that
 rows wait for evidence; `equal` counts answers with the queries, passages and tokens of a local search.
 """
 
-import json
-import resource
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from bench_tools import TableRow, print_table, rotate, run_child, run_server, run_subcommand
+from bench_tools import TableRow, print_table, rotate, run_server, run_subcommand
 
 from dlm_rag.cli import CommandParser, parse_int, print_note, run_program
-from dlm_rag.commands.arguments import parse_command_line, parse_int_args
+from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.terminal import RunTotals
@@ -44,16 +37,7 @@ from dlm_rag.retrieval.query import Query, build_query
 from dlm_rag.text import normalize_whitespace
 
 METHODS = ("bm25", "dense", "hybrid")
-PASSAGE_WORDS, VOCABULARY, QUERIES, QUERY_WORDS = 60, 200_000, 200, 20
 CORPUS, TOP_K = SHIPPED_FOLDER / "world" / "corpus.jsonl", 7
-
-
-def main(argv: list[str]) -> None:
-    commands = {"recall": measure_recall, "index": measure_index_sizes, "remote": measure_remote_search}
-    if argv[:1] == ["--child"]:
-        measure_index_open(Path(argv[1]))
-    else:
-        run_subcommand(__doc__ or "", argv, commands)
 
 
 def measure_recall(argv: list[str]) -> None:
@@ -130,52 +114,6 @@ def format_recalls(
     return f"{100 * np.mean(found):.1f} / {100 * np.mean([value == 1 for value in found]):.1f}"
 
 
-def draw_zipf_texts(rng: np.random.Generator, texts: int, words: int) -> list[str]:
-    """Texts of made-up words, the r-th most frequent with probability proportional to 1 / r."""
-    ranks = np.exp(rng.random((texts, words)) * np.log(VOCABULARY)).astype(int).tolist()
-    return [" ".join(f"w{rank}" for rank in row) for row in ranks]
-
-
-def measure_index_sizes(argv: list[str]) -> None:
-    rows = []
-    for passages in parse_int_args(__doc__ or "", argv, "passages", [10_000, 100_000, 1_000_000]):
-        with tempfile.TemporaryDirectory() as folder:
-            path, cache = Path(folder, "corpus.jsonl"), Path(folder, "cache")
-            rng = np.random.default_rng(0)
-            with path.open("w", encoding="utf-8") as file:
-                for number in range(passages):
-                    (text,) = draw_zipf_texts(rng, 1, PASSAGE_WORDS)
-                    file.write(json.dumps({"id": str(number), "contents": text}) + "\n")
-            built, opened = (
-                run_child(__file__, "--child", path, DLM_RAG_CACHE=str(cache)) for _ in range(2)
-            )
-            size = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
-            rows.append({
-                "passages": passages, "corpus, MB": path.stat().st_size / 2**20, "build, s": built["open"],
-                "build peak, MB": built["peak"] / 2**10, "index, MB": size / 2**20,
-                "open, s": opened["open"], "query, ms": 1e3 * opened["query"],
-                "peak, MB": opened["peak"] / 2**10, "own, MB": opened["own"] / 2**10,
-            })  # fmt: skip
-    print_table(rows)
-
-
-def measure_index_open(path: Path) -> None:
-    """In a child process: opens the index (builds it, the first time), queries it, prints JSON."""
-    start = time.perf_counter()
-    retriever = load_retriever(str(path))
-    opened = time.perf_counter() - start
-    texts = draw_zipf_texts(np.random.default_rng(1), QUERIES, QUERY_WORDS)
-    retriever.search([Query(texts[0], ())])
-    start = time.perf_counter()
-    for text in texts:
-        retriever.search([Query(text, ())])
-    seconds = (time.perf_counter() - start) / QUERIES
-    status = Path("/proc/self/status").read_text()
-    own = int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"open": opened, "query": seconds, "peak": peak, "own": own}))
-
-
 def measure_remote_search(argv: list[str]) -> None:
     parser = CommandParser(__doc__ or "")
     parser.add_argument("urls", nargs="*", metavar="URL", help="services that search the shipped world")
@@ -238,6 +176,10 @@ def comparable_answer(rollout: Rollout) -> tuple[Any, ...]:
         for step in rollout.steps
     ]
     return rollout.id, rollout.response, steps, rollout.passages
+
+
+def main(argv: list[str]) -> None:
+    run_subcommand(__doc__ or "", argv, {"recall": measure_recall, "remote": measure_remote_search})
 
 
 if __name__ == "__main__":

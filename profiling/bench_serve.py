@@ -17,10 +17,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 
 import torch
-from bench_tools import run_server
+from bench_tools import TableRow, print_table, run_server
 
 from dlm_rag.cli import run_program
 from dlm_rag.commands.arguments import parse_command_line
@@ -78,53 +78,45 @@ def read_resident_mb(process: int) -> int:
 def main(argv: list[str]) -> None:
     words = parse_command_line(__doc__ or "", argv, typed=False, options=OPTIONS)
     rounds, clients, each = (words.options[name] for name in OPTIONS)
-    given = [word.partition("=")[0] for word in words.settings]
-    config = words.config if "decode.batch_size" in given else words.config_with(["decode.batch_size=32"])
-    config = apply_shipped_defaults(config, [])
+    settings = words.settings
+    if not any(word.startswith("decode.batch_size=") for word in settings):
+        settings = ["decode.batch_size=32", *settings]
+    config = apply_shipped_defaults(words.config_with(settings), [])
     known = gather_questions(config, [])
     asked = [known[n % len(known)] for n in range(clients * each)]
     torch.set_num_threads(1)
     decoder = prepare_decoder(config, known).load()
-    batch = config.decode.batch_size
-    given = [word for word in words.settings if not word.startswith("decode.batch_size=")]
-    with run_server(["serve", f"decode.batch_size={batch}", *given], r"answers at http://") as (
-        address,
-        process,
-    ):
-        speeds, ratios, waits, costs, memory = [], [], [], [], [read_resident_mb(process)]
+    found: list[TableRow] = []
+    waits: list[float] = []
+    with run_server(["serve", *settings], r"answers at http://") as (address, process):
         for number in range(rounds + 1):  # the first one warms both up
             before = read_server_metrics(address)["processor_seconds"]
             began, here = time.perf_counter(), time.process_time()
             texts, seconds = run_client_load(address, clients, [q.question for q in asked])
             served = len(texts) / (time.perf_counter() - began)
-            memory.append(read_resident_mb(process))
-            there = read_server_metrics(address)["processor_seconds"] - before
-            here = time.process_time() - here
-            began, itself = time.perf_counter(), time.process_time()
+            clients_seconds = time.process_time() - here
+            counts = read_server_metrics(address)
+            began, here = time.perf_counter(), time.process_time()
             alone = [rollout.response for rollout in decoder.stream(asked)]
             plain = len(asked) / (time.perf_counter() - began)
-            itself = time.process_time() - itself
+            spent = (counts["processor_seconds"] - before, time.process_time() - here, clients_seconds)
             if sorted(texts) != sorted(alone):
                 raise RunError("the server gave other answers than the decoder")
-            if number:
-                speeds.append(served)
-                ratios.append(served / plain)
-                waits += seconds
-                costs.append([1000 * spent / len(asked) for spent in (there, itself, here)])
-        counts = read_server_metrics(address)
-        shared = f"{counts['row_steps'] / counts['steps']:.1f} of {batch} rows a step"
-    marks = quantiles(waits, n=100)
-    print(f"{get_machine_name(decoder.denoiser.device)}, {clients} clients x {each} questions, {shared}")
-    print(f"served: {median(speeds):.1f} answers/s ({min(speeds):.1f} to {max(speeds):.1f})")
-    print(f"of the decoder's: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    server_ms, decoder_ms, clients_ms = (median(each) for each in zip(*costs, strict=True))
-    print(
-        f"processor time an answer, ms: server {server_ms:.1f}, decoder {decoder_ms:.1f}, "
-        f"clients {clients_ms:.1f}"
+            costs = [1000 * each / len(asked) for each in spent]
+            row: TableRow = {"answers/s": served, "of the decoder's": served / plain}
+            row |= dict(zip(("ms of the server", "of the decoder", "of the clients"), costs, strict=True))
+            found.append(row | {"resident MB": read_resident_mb(process)})
+            waits += seconds if number else []
+    measured = [{key: [row[key] for row in found[1:]] for key in found[0]}]
+    shared = f"{counts['row_steps'] / counts['steps']:.1f} of {config.decode.batch_size} rows a step"
+    machine = get_machine_name(decoder.denoiser.device)
+    print_table(
+        measured, f"{machine}, {clients} clients x {each} questions, {shared}; processor time an answer"
     )
     pool, most = (counts[f"pool_{name}"] / 2**20 for name in ("bytes", "most_bytes"))
-    print(f"resident MB before the rounds and after each: {memory}; pool {pool:.0f} of {most:.0f} MiB")
-    print("an answer took, s: " + ", ".join(f"p{n} {marks[n - 1]:.2f}" for n in (50, 95, 99)))
+    marks = quantiles(waits, n=100)
+    print(f"pool {pool:.0f} of {most:.0f} MiB; an answer took, s: ", end="")
+    print(", ".join(f"p{n} {marks[n - 1]:.2f}" for n in (50, 95, 99)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from dlm_rag.cli import CommandParser
 from dlm_rag.commands.arguments import CommandLine, parse_command_line
 from dlm_rag.errors import ConfigError, RunError
-from dlm_rag.files.paths import open_atomic_file, write_text_atomic
+from dlm_rag.files.paths import make_folder, open_atomic_file, write_text_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -47,25 +47,6 @@ def parse_bench_args(
     if words.config.out is None:
         raise ConfigError("the benchmark needs --out FOLDER")
     return words, make_folder(Path(words.config.out))
-
-
-def make_folder(path: Path) -> Path:
-    """Makes a folder; raises `ConfigError` where it cannot be made."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be a folder: {error.strerror}") from None
-    return path
-
-
-def run_child(script: str, *words: object, **environment: str) -> dict[str, Any]:
-    """Runs a program in a process of its own; the JSON of the last line that it prints."""
-    done = subprocess.run(
-        [sys.executable, script, *map(str, words)],
-        env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @contextmanager

@@ -16,14 +16,14 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_tools import parse_bench_args, print_table, write_json
+from bench_tools import TableRow, parse_bench_args, print_table, rotate, write_json
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -76,21 +76,24 @@ class PaddedDataset(torch.utils.data.Dataset[Any]):
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         rows = self._batches[number]
         lead = len(rows[0].prompt)
-        longest = lead + max(len(row.target) for row in rows)
-        ids = torch.zeros(len(rows), longest, dtype=torch.long)
-        labels = torch.full((len(rows), longest), -100)
-        real = torch.zeros(len(rows), longest, dtype=torch.bool)
-        weights = torch.zeros(len(rows), longest)
-        for place, row in enumerate(rows):
-            stop = lead + len(row.target)
-            target, hidden = torch.tensor(row.target), torch.tensor(row.masked)
-            ids[place, :lead] = torch.tensor(row.prompt.ids)
-            ids[place, lead:stop] = target.where(~hidden, self._mask_id)
-            labels[place, lead:stop] = target.where(hidden, -100)
-            weights[place, lead:stop] = row.weight
-            real[place, :stop] = True
-        divisor = torch.tensor(sum(row.divisor or 0.0 for row in rows))
-        return {"input_ids": ids, "real": real, "labels": labels, "weights": weights, "divisor": divisor}
+
+        def pad(parts: list[Tensor], value: float) -> Tensor:
+            whole = pad_sequence(parts, batch_first=True, padding_value=value)
+            return F.pad(whole, (lead, 0), value=value)
+
+        targets = [torch.tensor(row.target) for row in rows]
+        hidden = [torch.tensor(row.masked) for row in rows]
+        pairs = [*zip(targets, hidden, strict=True)]
+        ids = pad([target.where(~masked, self._mask_id) for target, masked in pairs], 0)
+        ids[:, :lead] = torch.tensor([row.prompt.ids for row in rows])
+        lengths = torch.tensor([lead + len(target) for target in targets])
+        return {
+            "input_ids": ids,
+            "real": torch.arange(ids.shape[1]) < lengths[:, None],
+            "labels": pad([target.where(masked, -100) for target, masked in pairs], -100),
+            "weights": pad([torch.full((len(row.target),), row.weight) for row in rows], 0.0),
+            "divisor": torch.tensor(sum(row.divisor or 0.0 for row in rows)),
+        }
 
 
 class HfBaselineTrainer(Trainer):
@@ -125,9 +128,9 @@ def train_hf_baseline(weights: Path, batches: list[list[Example]]) -> tuple[floa
             args=TrainingArguments(
                 output_dir=folder, max_steps=len(batches), per_device_train_batch_size=1,
                 learning_rate=LEARNING_RATE, lr_scheduler_type="constant", max_grad_norm=1.0,
-                weight_decay=0.0,
-                adam_beta2=0.95, logging_strategy="no", report_to=[], disable_tqdm=True, save_strategy="no",
-                use_cpu=True, dataloader_pin_memory=False, remove_unused_columns=False,
+                weight_decay=0.0, adam_beta2=0.95, use_cpu=True,
+                logging_strategy="no", report_to=[], disable_tqdm=True, save_strategy="no",
+                dataloader_pin_memory=False, remove_unused_columns=False,
             ),
             train_dataset=PaddedDataset(batches, 0),
             data_collator=lambda found: found[0],
@@ -195,58 +198,47 @@ def main(argv: list[str]) -> None:
         max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     logging.disable_progress_bar()
-    found, said, rows = {}, [], []
+    rows: list[TableRow] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         LlamaForCausalLM(config).save_pretrained(folder / "llama")
         for kind in ("short", "long"):
             batches = make_document_batches(steps, folder, joined=kind == "long")
-            one = found[kind] = compare_training_loops(folder / "llama", batches, rounds)
-            for loop, label in (("plain", "Hugging Face Trainer"), ("ours", "ours")):
-                rate = steps * BATCH / median(one["seconds"][loop])
-                peak, loss = one["peak_bytes"][loop], one["losses"][loop][-1]
-                row = {"documents": kind, "loop": label, "tokens/s": rate}
-                rows.append(row | {"peak MB": peak / 1e6, "last loss": loss})
-            low, high = one["speed_up_range"]
-            said.append(
-                f"{kind}: {one['speed_up']:.2f} times as fast [{low:.2f}, {high:.2f}]; losses differ by "
-                f"{one['largest_relative_difference']:.1e} at most; {one['padding_of_plain']:.0%} of the "
-                "plain batches is padding"
-            )
-    record = {
-        "commit": get_code_commit(),
-        "machine": describe_machine(torch.device("cpu"), "sdpa"),
-        "tokens_per_step": BATCH,
-        "documents": found,
-    }
-    write_json(out / "scores.json", record)
-    print_table(rows)
-    print("\n".join(said))
+            found = compare_training_loops(folder / "llama", batches, rounds)
+            rows += [{"documents": kind} | row for row in found]
+    machine = describe_machine(torch.device("cpu"), "sdpa")
+    stamp = {"commit": get_code_commit(), "machine": machine, "tokens_per_step": BATCH}
+    write_json(out / "scores.json", stamp | {"loops": rows})
+    print_table([{key: value for key, value in row.items() if key != "losses"} for row in rows])
 
 
-def compare_training_loops(weights: Path, batches: list[list[Example]], rounds: int) -> dict[str, Any]:
-    """Seconds, losses and peaks of both loops on the same batches, in turns."""
-    seconds: dict[str, list[float]] = {"plain": [], "ours": []}
+def compare_training_loops(weights: Path, batches: list[list[Example]], rounds: int) -> list[TableRow]:
+    """A row for each loop, both on the same batches, in turns."""
+    ways = {"Hugging Face Trainer": train_hf_baseline, "ours": train_packed}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, list[float]] = {}
-    ways = [("plain", train_hf_baseline), ("ours", train_packed)]
     for number in range(rounds):
-        for name, way in ways if number % 2 else reversed(ways):
-            took, losses[name] = way(weights, batches)
+        for name in rotate([*ways], number):
+            took, losses[name] = ways[name](weights, batches)
             seconds[name].append(took)
             print_note(f"round {number + 1}, {name}: {len(batches) * BATCH / took:,.0f} tokens/s")
-    ratios = [a / b for a, b in zip(seconds["plain"], seconds["ours"], strict=True)]
+    plain, ours = (losses[name] for name in ways)
     padded = sum(max(len(row.target) for row in rows) * len(rows) for rows in batches)
-    return {
-        "seconds": seconds,
-        "speed_up": median(ratios),
-        "speed_up_range": [min(ratios), max(ratios)],
-        "padding_of_plain": 1 - len(batches) * BATCH / padded,
-        "peak_bytes": dict(zip(seconds, measure_peak_bytes_of_loops(weights, batches[0]), strict=True)),
-        "losses": losses,
-        "largest_relative_difference": max(
-            abs(a - b) / b for a, b in zip(losses["ours"], losses["plain"], strict=True)
-        ),
-    }
+    peaks = measure_peak_bytes_of_loops(weights, batches[0])
+    shares = (1 - len(batches) * BATCH / padded, 0.0)
+    pairs = [*zip(*seconds.values(), strict=True)]
+    return [
+        {
+            "loop": name,
+            "tokens/s": [len(batches) * BATCH / each for each in seconds[name]],
+            "times the Trainer": [pair[0] / pair[place] for pair in pairs],
+            "peak MB": peaks[place] / 1e6,
+            "padding %": 100 * shares[place],
+            "losses differ by, at most": max(abs(a - b) / b for a, b in zip(ours, plain, strict=True)),
+            "losses": losses[name],
+        }
+        for place, name in enumerate(ways)
+    ]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_tools import format_markdown_table, make_folder, plot_bars, write_json
+from bench_tools import format_markdown_table, plot_bars, write_json
 from first_gpu_parts import (
     PartRecord,
     inspect_machine,
@@ -41,7 +41,7 @@ from first_gpu_parts import (
 
 from dlm_rag.cli import CommandParser, print_note, run_program
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.files.paths import make_folder, write_text_atomic
 
 
 class ReportPart(NamedTuple):

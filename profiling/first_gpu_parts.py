@@ -15,7 +15,7 @@ from attribute import write_attribution_report
 from attribution import attribute_session
 from bench_decode import BenchSetting, Roofline, measure_in_rounds, measure_roofline, summarise_setting
 from bench_diffusion_gemma import make_gemma_runner, make_random_inputs, measure_step_ms
-from bench_tools import TableRow, make_folder, read_and_reset_peak_gib, time_calls
+from bench_tools import TableRow, read_and_reset_peak_gib, time_calls
 from decode_replay import (
     committed_tokens_by_step,
     find_caching_runner,
@@ -29,7 +29,7 @@ from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_ques
 from dlm_rag.config import Config, EngineConfig, load_config
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.evidence.segment_kv_cache import default_pool_bytes, measure_free_bytes
-from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.machine import choose_device
 from dlm_rag.model.attention import (
     ATTENTION_BACKENDS,

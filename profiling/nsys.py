@@ -19,13 +19,13 @@ import sys
 from pathlib import Path
 
 from attribute import main as attribute
-from bench_tools import make_folder
 from profile_readers import find_nsys, import_qdstrm
 
 from dlm_rag import nvtx_ranges
 from dlm_rag.cli import print_note, run_program
 from dlm_rag.commands.arguments import CommandParser
 from dlm_rag.errors import ConfigError
+from dlm_rag.files.paths import make_folder
 from dlm_rag.machine import choose_device, choose_dtype, describe_machine, get_code_commit
 from dlm_rag.nvtx_ranges import NVTX_DOMAIN
 

@@ -38,13 +38,6 @@ SETTING_BY_FLAG = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
 }
 
 
-def parse_int_args(description: str, argv: list[str], what: str, default: list[int]) -> list[int]:
-    """The words of a program that takes whole numbers above 0; `--help` prints and exits."""
-    parser = CommandParser(description)
-    parser.add_argument("numbers", nargs="*", metavar="NUMBER", help=f"{what} ({default})")
-    return [parse_int(word) for word in parser.parse_args(argv).numbers] or default
-
-
 @dataclass(frozen=True)
 class CommandLine:
     """A parsed command line: the resolved config, the typed questions, the switches that are on."""

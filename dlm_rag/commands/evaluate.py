@@ -41,7 +41,7 @@ from dlm_rag.commands.prepare_decoder import ResourceCache, apply_shipped_defaul
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
 from dlm_rag.errors import ConfigError
-from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.progress import report_progress
 
 if TYPE_CHECKING:
@@ -191,10 +191,7 @@ def plan_answer_jobs(
     """A job for each setting, all checked before the first one runs. Raises `UserError`."""
     once, jobs = ResourceCache(), {}
     for name, folder in folders.items():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
+        make_folder(folder, "out=")
         config = apply_shipped_defaults(wanted.settings[name], [])
         config = replace(config, out=str(folder / "answers.jsonl"), trace=str(folder / "trace.jsonl"))
         jobs[name] = plan_answer_job(config, questions, once)

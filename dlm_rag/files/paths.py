@@ -72,6 +72,15 @@ def open_atomic_folder(path: Path) -> Iterator[Path]:
     scratch.rmdir()
 
 
+def make_folder(path: Path, key: str = "") -> Path:
+    """Makes a folder; raises `ConfigError` where it cannot be made. key: what names it, as in `out=`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key}{path} cannot be a folder: {error.strerror}") from None
+    return path
+
+
 def expand_path(path: str | Path, error: type[UserError], key: str = "") -> Path:
     """The path with `~` as the home folder; raises `error` if it cannot be one.
 

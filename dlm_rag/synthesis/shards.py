@@ -38,7 +38,7 @@ from dlm_rag.files.journal import (
     repair_last_line,
     write_note,
 )
-from dlm_rag.files.paths import resolve_path_inside, write_text_atomic
+from dlm_rag.files.paths import make_folder, resolve_path_inside, write_text_atomic
 from dlm_rag.progress import report_progress
 from dlm_rag.synthesis.dataset_card import render_dataset_card
 from dlm_rag.synthesis.dedup import DuplicateFilter
@@ -140,10 +140,7 @@ class RowsFolder:
 
     def begin(self, stamp: dict[str, Any]) -> None:
         """Takes the folder for this process; `done` then names the sources that are decided."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"out={self.folder} cannot be a folder: {error.strerror}") from None
+        make_folder(self.folder, "out=")
         self._lock = acquire_file_lock(self.folder / LOCK, f"out={self.folder}")
         try:
             self._check()

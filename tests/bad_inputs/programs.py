@@ -319,7 +319,7 @@ CASES = [
     ),
     *table("",
         ("needs --out FOLDER", "profiling/netns_cluster.py"),
-        ("'2.5' is not a whole number", "profiling/bench_retrieval.py index 2.5"),
+        ("'2.5' is not a whole number", "profiling/bench_retrieval.py remote --limit 2.5"),
         ("--kinds: 'bm52' is none of bm25, dense, hybrid (nearest: 'bm25')",
          "profiling/bench_retrieval.py recall --questions questions.jsonl --corpus corpus.jsonl --kinds bm52"),
         ("the following arguments are required: program", "profiling/nsys.py"),
@@ -328,5 +328,4 @@ CASES = [
         ("holds no joules: name the stamp", "profiling/attribute.py x.sqlite --energy x.json",
          {"x.json": '{"energy": null}'}),
     ),
-    BadInputCase("profiling/bench_retrieval.py index 0", "'0' is not a whole number", slow=True),
 ]  # fmt: skip
