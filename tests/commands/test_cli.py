@@ -19,12 +19,18 @@ from tests.support.processes import count_lines, wait_until
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 sys.path.insert(0, str(ROOT))
+from dlm_rag import __version__
+from dlm_rag.__main__ import PROGRAMS, main
 from dlm_rag.commands import evaluate, sample, synthesize, train
 from dlm_rag.commands.arguments import READER_CONFIG, parse_command_line
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import Config, load_config
+from dlm_rag.decode.decoder import Decoder
+from dlm_rag.decode.results_file import AnswersFile
 from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header
 from dlm_rag.errors import RunError
+from dlm_rag.machine import get_code_commit
+from dlm_rag.page.render import build_page_record, read_trace_runs
 
 QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(6)]
 
@@ -32,6 +38,12 @@ QUESTIONS = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in
 @pytest.fixture
 def questions_file(tmp_path):
     return write_jsonl_file(tmp_path / "questions.jsonl", QUESTIONS)
+
+
+def write_scored(tmp_path, **more):
+    """A file of one question that can be scored."""
+    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"]} | more
+    return write_jsonl_file(tmp_path / "q.jsonl", [row])
 
 
 def records(text):
@@ -119,8 +131,7 @@ def test_a_corpus_of_ones_own_is_read_by_the_shipped_reader(call, corpus_file, t
 
 
 def test_who_answers_is_said_once_all_has_been_checked(call, corpus_file, tmp_path, monkeypatch):
-    questions = [{"id": "q", "question": "What is Emma?", "golden_answers": ["a novel"]}]
-    asked = ["--questions", write_jsonl_file(tmp_path / "q.jsonl", questions), "decode.max_new_tokens=8"]
+    asked = ["--questions", write_scored(tmp_path), "decode.max_new_tokens=8"]
     told = "the shipped reader answers"
     for program, words in (
         (sample, asked),
@@ -158,19 +169,7 @@ def test_the_last_line_says_where_the_answers_are(call, tmp_path):
         assert err.splitlines()[-1] == f"the answers are in {out}, the traces in {trace}"
 
 
-def test_control_c_on_the_screen_says_how_to_go_on(call, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-        yield
-
-    monkeypatch.setattr("dlm_rag.decode.decoder.Decoder.stream", interrupted)
-    code, _, err = call("Who wrote Emma?")
-    assert code == 130 and "0 of 1 answered; with --out FILE" in err
-
-
-def test_control_c_leaves_the_page_of_what_is_answered(call, tmp_path, monkeypatch):
-    from dlm_rag.decode.decoder import Decoder
-
+def test_control_c_on_the_screen_says_how_to_go_on_and_leaves_the_page_so_far(call, tmp_path, monkeypatch):
     stream = Decoder.stream
 
     def interrupted(*given):
@@ -180,15 +179,12 @@ def test_control_c_leaves_the_page_of_what_is_answered(call, tmp_path, monkeypat
     monkeypatch.setattr(Decoder, "stream", interrupted)
     page = tmp_path / "page.html"
     code, _, err = call("Who wrote Emma?", "Who wrote Dune?", "--html", page)
-    assert code == 130 and f"the page is in {page}" in err
+    assert code == 130 and f"the page is in {page}" in err and "1 of 2 answered; with --out FILE" in err
     assert "Who wrote Emma?" in page.read_text() and "Who wrote Dune?" not in page.read_text()
 
 
 def test_a_run_that_goes_on_with_a_page_records_guesses_from_there(call, questions_file, tmp_path):
     """The answers before have none, and are neither asked again nor refused."""
-    from dlm_rag.decode.trace_file import read_trace
-    from dlm_rag.page.render import build_page_record, read_trace_runs
-
     trace = tmp_path / "t.jsonl"
     command = ["--questions", questions_file, "--out", tmp_path / "a.jsonl", "--trace", trace]
     assert call(*command, "limit=1")[0] == 0
@@ -217,9 +213,6 @@ def test_a_question_that_fails_is_recorded_and_the_others_are_answered(call, tmp
 
 
 def test_one_command_for_all_programs(monkeypatch, capsys):
-    from dlm_rag import __version__
-    from dlm_rag.__main__ import PROGRAMS, main
-
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["/anywhere/dlm-rag", *words])
         with pytest.raises(SystemExit) as stop:
@@ -236,12 +229,6 @@ def test_one_command_for_all_programs(monkeypatch, capsys):
     assert code == 2 and "`dlm-rag train --help` lists the flags" in err
     code, out, _ = call("sample", "--config", "sardi.yaml", "--print-config")
     assert code == 0 and "early_stopping: false" in out
-
-
-def test_more_passages_wanted_than_there_are_is_a_warning(call, caplog):
-    code, out, _ = call("Tacoma?", "retrieval.top_k=50")
-    assert code == 0 and "top_k=50, but the corpus has 5 passages: all are used" in caplog.text
-    assert len(records(out)[0]["evidence"]) == 5
 
 
 def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file, model):
@@ -281,8 +268,6 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
 
 def test_the_same_command_started_twice_answers_once(call, tmp_path, questions_file, monkeypatch):
     """The second is done before the first has the lock: there is nothing left for the first."""
-    from dlm_rag.decode.results_file import AnswersFile
-
     out = tmp_path / "answers.jsonl"
     words = ("--questions", questions_file, "--out", out, "--trace", tmp_path / "trace.jsonl")
     begin = AnswersFile.open_run
@@ -345,8 +330,6 @@ def test_answers_of_other_weights_are_not_mixed_whichever_byte_differs(
 def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_answers(
     call, tmp_path, corpus_file, monkeypatch
 ):
-    from dlm_rag.decode.results_file import AnswersFile
-
     append, out = AnswersFile.append, tmp_path / "answers.jsonl"
 
     def append_and_cut(file, rollout):
@@ -368,48 +351,32 @@ def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_ans
 
 
 def test_files_that_are_not_ours_are_left_alone(call, tmp_path, questions_file):
-    notes = tmp_path / "notes.txt"
+    notes, out, trace = tmp_path / "notes.txt", tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
     notes.write_text("my notes\nno newline")
     code, _, err = call("Who?", "--out", notes)
     assert code == 2 and "without a readable notes.txt.run.json" in err
     assert notes.read_text() == "my notes\nno newline"
 
-    out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
     assert call("--questions", questions_file, "--out", out, "--trace", trace)[0] == 0
     before = trace.read_text()
-    code, _, err = call("--questions", questions_file, "--out", tmp_path / "typo.jsonl", "--trace", trace)
-    assert code == 2 and "does not hold the traces of out=" in err and trace.read_text() == before
-    late = tmp_path / "late.jsonl"
-    code, _, err = call("--questions", questions_file, "--out", out, "--trace", late)
-    assert code == 2 and "does not hold the traces of out=" in err, "a trace cannot be added afterwards"
+    for name, other in (("typo.jsonl", trace), ("answers.jsonl", tmp_path / "late.jsonl")):
+        code, _, err = call("--questions", questions_file, "--out", tmp_path / name, "--trace", other)
+        assert code == 2 and "does not hold the traces of out=" in err
     code, _, err = call("Who?", "--trace", trace)
     assert code == 2 and "holds something already" in err and trace.read_text() == before
     trace.write_text(before.replace('"trace": 2', '"trace": 3'))
     code, _, err = call("--questions", questions_file, "--out", out, "--trace", trace)
-    assert code == 2 and err.startswith("error: ") and "is a trace of version 3" in err
-    Path(f"{out}.run.json").write_text("{")
-    code, _, err = call("--questions", questions_file, "--out", out)
-    assert code == 2 and "without a readable answers.jsonl.run.json" in err
+    assert code == 2 and "is a trace of version 3" in err
 
 
-def test_a_file_is_written_by_one_process_at_a_time(call, tmp_path):
-    from filelock import FileLock
-
-    out = tmp_path / "answers.jsonl"
-    with FileLock(f"{out}.lock"):
-        code, _, err = call("Who?", "--out", out)
-    assert code == 2 and "is being written by another process" in err
-    assert call("Who?", "--out", out)[0] == 0 and not Path(f"{out}.lock").exists()
-
-
-def test_a_question_may_hold_an_equals_sign(call):
-    code, out, _ = call("E=mc^2 was written by whom?")
-    assert code == 0 and records(out)[0]["question"].startswith("E=mc^2")
+def test_typed_questions_are_asked_beside_those_chosen_and_may_hold_an_equals_sign(call, questions_file):
+    code, out, _ = call("E=mc^2 was written by whom?", "--questions", questions_file, "--limit", 2)
+    *chosen, typed = sorted(records(out), key=lambda record: record["id"])
+    assert code == 0 and {record["id"] for record in chosen} < {question["id"] for question in QUESTIONS}
+    assert len(chosen) == 2 and typed["id"] == "q1" and typed["question"].startswith("E=mc^2")
 
 
 def test_without_git_the_stamp_has_no_commit(monkeypatch):
-    from dlm_rag.machine import get_code_commit
-
     monkeypatch.setenv("PATH", "")
     assert get_code_commit() is None
 
@@ -431,11 +398,10 @@ def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corp
     """A real process is interrupted after its first answers; the same command then finishes."""
     questions = [{"id": f"n{n}", "question": f"Who wrote book number {n}?"} for n in range(40)]
     path, out = write_jsonl_file(tmp_path / "q.jsonl", questions), tmp_path / "answers.jsonl"
-    command = [
-        sys.executable, "sample.py", "--questions", str(path), "--out", str(out), "--model", str(model),
-        "--corpus", str(corpus_file), "decode.batch_size=1", "decode.max_new_tokens=12",
-        "decode.early_stopping=false", "decode.commit_rule=top_k",
-    ]  # fmt: skip
+    files = {"--questions": path, "--out": out, "--model": model, "--corpus": corpus_file}
+    command = [sys.executable, "sample.py", *(str(word) for pair in files.items() for word in pair)]
+    command += ["decode.batch_size=1", "decode.max_new_tokens=12", "decode.early_stopping=false"]
+    command += ["decode.commit_rule=top_k"]
     # Shells start background jobs with SIGINT ignored, and children inherit that.
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ,
@@ -456,53 +422,30 @@ def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corp
 
 
 def test_evaluate_scores_what_it_decoded(call, tmp_path):
-    path = write_jsonl_file(
-        tmp_path / "q.jsonl",
-        [
-            {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
-             "supporting_ids": ["emma"], "hops": 1},
-            {"id": "2", "question": "Where was Frank Herbert born?", "golden_answers": ["Tacoma"],
-             "supporting_ids": ["dune", "steventon"], "hops": 2},
-        ],
-    )  # fmt: skip
-    words = (
-        "--questions",
-        path,
-        "--out",
-        tmp_path / "runs",
-        "retrieval.top_k=1",
-        "decode.query_policy=question",
-    )
-    code, out, err = call(*words, program=evaluate)
-    assert code == 0 and "2 hops" in out
-    record = json.loads((tmp_path / "runs" / "scores.json").read_text())
+    rows = [
+        {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
+         "supporting_ids": ["emma"], "hops": 1},
+        {"id": "2", "question": "Where was Frank Herbert born?", "golden_answers": ["Tacoma"],
+         "supporting_ids": ["dune", "steventon"], "hops": 2},
+    ]  # fmt: skip
+    path, out = write_jsonl_file(tmp_path / "q.jsonl", rows), tmp_path / "runs"
+    words = ("--questions", path, "--out", out, "retrieval.top_k=1", "decode.query_policy=question")
+    code, screen, err = call(*words, program=evaluate)
+    assert code == 0 and "2 hops" in screen
+    record = json.loads((out / "scores.json").read_text())
     (setting,) = record["settings"].values()
     said = re.search(r"([\d.]+) tokens/forward", err)[1]
     assert said == f"{setting['groups']['all']['tokens_per_forward']['mean']:.2f}", "one number in both"
-    assert record["f1_rule"] == "squad" and "F1 (squad) %" in (tmp_path / "runs/scores.md").read_text()
+    assert record["f1_rule"] == "squad" and "F1 (squad) %" in (out / "scores.md").read_text()
     groups = setting["groups"]
     assert groups["1 hop"]["recall_first"]["mean"] == 1.0
     assert groups["2 hops"]["recall_last"]["mean"] == 0.0 and groups["all"]["recall_last"]["mean"] == 0.5
     assert setting["stamp"]["answers_depend_on"]["retrieval.top_k"] == 1
 
 
-def test_evaluate_names_the_rule_of_f1(call, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # no heading is folded
-    (tmp_path / "hotpotqa").mkdir()
-    row = {"id": "1", "question": "Emma?", "golden_answers": ["no"]}
-    path, out = write_jsonl_file(tmp_path / "hotpotqa" / "dev.jsonl", [row]), tmp_path / "runs"
-    for words, rule in (((), "hotpotqa"), (("f1_rule=squad",), "squad")):
-        code, screen, err = call("--questions", path, "--out", out, *words, program=evaluate)
-        assert code == 0 and ("1 of 1 questions are answered already" in err) == (rule == "squad")
-        assert f"F1 ({rule}) %" in screen and f"F1 ({rule}) %" in (out / "scores.md").read_text()
-        assert json.loads((out / "scores.json").read_text())["f1_rule"] == rule
-
-
 def test_evaluate_compares_settings_on_the_same_questions(call, tmp_path):
     """None finds nothing, the oracle what it is told; each setting can be gone on with by itself."""
-    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["Jane Austen"],
-           "supporting_ids": ["dune", "emma"]}  # fmt: skip
-    path, runs = write_jsonl_file(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
+    path, runs = write_scored(tmp_path, supporting_ids=["dune", "emma"]), tmp_path / "runs"
     words = ("--questions", path, "--out", runs, "--compare", "none,oracle,static+retrieval.top_k=1")
     code, _, err = call(*words, program=evaluate)
     assert code == 0 and "static+retrieval.top_k=1" in err
@@ -544,9 +487,8 @@ def test_what_goes_wrong_with_the_picture_takes_no_scores(call, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("dlm_rag.evaluation.plots.plot_by_hops", plot)
-    row = {"id": "1", "question": "Who wrote Emma?", "golden_answers": ["x"]}
-    path, out = write_jsonl_file(tmp_path / "q.jsonl", [row]), tmp_path / "runs"
-    code, screen, err = call("--questions", path, "--out", out, program=evaluate)
+    out = tmp_path / "runs"
+    code, screen, err = call("--questions", write_scored(tmp_path), "--out", out, program=evaluate)
     assert code == 1 and "scores.png cannot be written" in err and "Exact match" in screen
     assert json.loads((out / "scores.json").read_text())["questions"] == {"all": 1}
     assert (out / "scores.md").is_file()
@@ -564,13 +506,6 @@ def test_a_folder_keeps_the_scores_of_one_choice_of_questions(call, tmp_path):
         code, _, err = call(*words, *more, program=evaluate)
         assert code == 2 and "holds the scores of questions chosen with limit=3, quick=False" in err
     assert call(*words, "--limit", 3, program=evaluate)[0] == 0
-
-
-def test_typed_questions_are_asked_beside_those_chosen(call, questions_file):
-    code, out, _ = call("Who wrote Emma?", "--questions", questions_file, "--limit", 2)
-    *chosen, typed = sorted(record["id"] for record in records(out))
-    assert code == 0 and {*chosen} < {question["id"] for question in QUESTIONS} and typed == "q1"
-    assert len(chosen) == 2
 
 
 def test_help_names_every_default(call):

@@ -78,39 +78,37 @@ def program(body: str) -> str:
     return shlex.join([sys.executable, "-c", code])
 
 
-def test_log_lines_hold_no_control_characters():
-    done = shell(program("import logging; logging.getLogger('dlm_rag').info('the id %s', '\\x1b[2J')"))
-    assert done.stderr == b"the id  [2J\n" and done.returncode == 0
+LOG = "import logging; logging.getLogger('dlm_rag').info('the id %s', '\\x1b[2J')"
 
 
-def test_a_closed_stream_is_said_before_anything_is_done():
-    done = shell(program("print('never reached', file=open('/dev/stderr', 'w'))") + " >&-")
-    assert done.returncode == 2 and done.stderr.startswith(b"error: standard output is closed")
-    assert done.stderr.count(b"\n") == 1
-    done = shell(program("print('never reached')") + " 2>&-")
-    assert done.returncode == 2 and done.stdout.startswith(b"error: standard error is closed")
+@pytest.mark.parametrize(
+    ("body", "to", "code", "out", "err"),
+    [
+        (LOG, "", 0, b"", b"the id  [2J\n"),
+        (
+            "print('never', file=open('/dev/stderr', 'w'))",
+            ">&-",
+            2,
+            b"",
+            b"error: standard output is closed",
+        ),
+        ("print('never reached')", "2>&-", 2, b"error: standard error is closed", b""),
+        ("print('x')", "> /dev/full", 1, b"", b"error: No space left on device\n"),
+        ("print('x', flush=True)", "> /dev/full", 1, b"", b"error: No space left on device\n"),
+        ("[print(n) for n in range(100000)]", "| head -1", 0, b"0\n", b""),
+    ],
+)
+def test_streams_that_are_not_as_usual(body, to, code, out, err):
+    done = shell(f"set -o pipefail; {program(body)} {to}")
+    assert done.returncode == code and done.stdout.startswith(out) and done.stderr.startswith(err)
+    assert done.stdout.count(b"\n") == bool(out) and done.stderr.count(b"\n") == bool(err)
 
 
 def test_a_working_folder_that_is_gone_is_one_sentence(tmp_path, monkeypatch, capfd):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(SystemExit) as stop:
-        run_program(lambda argv: None)
-    assert stop.value.code == 2 and "the working folder is there no more" in capfd.readouterr().err
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_full_standard_output_is_one_sentence():
-    for body in ("print('x')", "print('x', flush=True)"):
-        done = shell(program(body) + " > /dev/full")
-        assert (done.returncode, done.stderr) == (1, b"error: No space left on device\n")
-
-
-def test_a_reader_that_goes_away_is_no_error():
-    done = shell(f"set -o pipefail; {program('[print(n) for n in range(100000)]')} | head -1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n", b"")
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    code, err = ends(capfd, None)
+    assert code == 2 and "the working folder is there no more" in err
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

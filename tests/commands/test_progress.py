@@ -2,6 +2,7 @@
 
 import io
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -60,6 +61,21 @@ def test_a_bar_comes_after_two_seconds_says_how_far_and_goes(open_terminal, cloc
         assert len(terminal.getvalue()) == drawn, "ten times a second are enough"
     assert terminal.getvalue().rindex(SHOW_CURSOR) > terminal.getvalue().rindex(HIDE_CURSOR)
     assert module._bars is None
+
+
+@pytest.mark.parametrize(
+    ("total", "before", "added", "shown"),
+    [
+        (300, 100, 100, "200 of 300 after 10 s, 10 s left"),  # what was there is no speed
+        (None, 0, 7, "7 after 10 s\r"),
+    ],
+)
+def test_how_far_a_task_is(open_terminal, clock, total, before, added, shown):
+    terminal = open_terminal()
+    with report_progress("embedding passages", total, done=before) as advance:
+        clock[0] += 10
+        advance(added)
+    assert shown in terminal.getvalue()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -124,31 +140,19 @@ def test_without_a_terminal_there_is_a_line_a_minute(clock, caplog, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("RANK", "1")])
-def test_a_dumb_terminal_and_the_second_process_get_no_bar(open_terminal, clock, monkeypatch, name, value):
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("RANK", "1"), ("is a terminal", "0")])
+def test_what_cannot_be_drawn_on_and_the_second_process_get_no_bar(
+    open_terminal, clock, monkeypatch, name, value
+):
     terminal = open_terminal()
     monkeypatch.setenv(name, value)
+    if name == "is a terminal":
+        monkeypatch.setattr(terminal, "isatty", lambda: False)
     show_status("loading")
     with report_progress("answering", 10) as advance:
         clock[0] += 3
         advance(1)
     assert terminal.getvalue() == ""
-
-
-def test_what_is_there_from_before_does_not_count_as_speed(open_terminal, clock):
-    terminal = open_terminal()
-    with report_progress("embedding passages", 300, done=100) as advance:
-        clock[0] += 10
-        advance(100)
-    assert "200 of 300 after 10 s, 10 s left" in terminal.getvalue()
-
-
-def test_a_task_without_an_end_counts(open_terminal, clock):
-    terminal = open_terminal()
-    with report_progress("reading", None) as advance:
-        clock[0] += 10
-        advance(7)
-    assert "7 after 10 s" in terminal.getvalue() and "left" not in terminal.getvalue()
 
 
 def test_a_status_is_replaced_by_the_next_and_by_whatever_is_said(open_terminal):
@@ -163,15 +167,7 @@ def test_a_status_is_replaced_by_the_next_and_by_whatever_is_said(open_terminal)
     assert terminal.getvalue().endswith("loading\r\x1b[2K") and not sys.stderr.getvalue()
 
 
-def test_a_status_is_for_terminals_only(capsys):
-    show_status("loading the model")
-    show_status()
-    assert capsys.readouterr().err == ""
-
-
 def test_rich_is_not_imported_before_a_bar_is_shown():
-    import subprocess
-
     code = (
         "import sys\nfrom dlm_rag.progress import report_progress, show_status\nshow_status('x')\n"
         "with report_progress('short', 3) as advance: advance(3)\nassert 'rich' not in sys.modules"

@@ -5,9 +5,11 @@ count too.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import UnionType
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,7 @@ FLOORS = [  # lowest first; a room knows the floors below it
     "__main__",
 ]
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms.split()}
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 MOST_LINES, MOST_PARAMETERS, MOST_FUNCTION_LINES = 370, 7, 60
 
 
@@ -73,29 +76,16 @@ def imports_of(known: dict[str, Path]) -> dict[str, set[str]]:
     return {name: set(imported(path.read_text(), set(known))) for name, path in known.items()}
 
 
-@pytest.fixture(scope="module")
-def graph() -> dict[str, set[str]]:
-    """The imports of the package."""
-    return imports_of(modules())
-
-
 def climbs(importing: str, other: str) -> bool:
     """Whether an import from the one room of the other does not lead downward."""
     here, there = FLOOR_OF[importing], FLOOR_OF[other]
     return importing != other and (there > here or (there == here and here > 0))
 
 
-def test_every_room_has_its_floor():
-    assert {room_of(name) for name in modules()} == set(FLOOR_OF)
-
-
-def test_imports_run_downward_only(graph):
-    wrong = [
-        f"{name} imports {other}"
-        for name, others in graph.items()
-        for other in sorted(others)
-        if climbs(room_of(name), room_of(other))
-    ]
+def test_imports_run_downward_only():
+    assert {room_of(name) for name in modules()} == set(FLOOR_OF), "every room has its floor"
+    pairs = [(name, other) for name, others in imports_of(modules()).items() for other in sorted(others)]
+    wrong = [f"{a} imports {b}" for a, b in pairs if climbs(room_of(a), room_of(b))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -107,38 +97,20 @@ def test_no_circle_of_imports(found):
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_what_counts_as_an_import():
-    source = """
-from typing import TYPE_CHECKING
-import dlm_rag.text, os
-if TYPE_CHECKING:
-    from dlm_rag.decode import results_file
-def f():
-    from dlm_rag.retrieval import load_retriever
-"""
-    known = {"dlm_rag.text", "dlm_rag.decode", "dlm_rag.decode.results_file", "dlm_rag.retrieval"}
-    assert set(imported(source, known)) == known - {"dlm_rag.decode"}
-    assert climbs("text", "model") and climbs("model", "retrieval") and climbs("data", "tokenizer")
-    assert (
-        not climbs("model", "text") and not climbs("questions", "files") and not climbs("decode", "decode")
-    )
+def functions(paths: Iterable[Path], kinds: type | UnionType) -> Iterator[tuple[str, Any]]:
+    """The functions in files, each with its place."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds):
+                yield f"{path.relative_to(ROOT)}, line {node.lineno}", node
 
 
-def test_files_of_the_package_are_short():
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()
-    }
-    assert not {path: length for path, length in lengths.items() if length > MOST_LINES}
-
-
-def test_functions_of_the_package_are_short():
-    lengths = {
-        f"{path.relative_to(ROOT)}, {node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert not {name: length for name, length in lengths.items() if length > MOST_FUNCTION_LINES}
+def test_files_and_functions_of_the_package_are_short():
+    paths = modules().values()
+    lengths = {str(path): (len(path.read_text().splitlines()), MOST_LINES) for path in paths}
+    for place, node in functions(paths, FUNCTION):
+        lengths[place] = node.end_lineno - node.lineno + 1, MOST_FUNCTION_LINES
+    assert not {place: length for place, (length, most) in lengths.items() if length > most}
 
 
 def parameters(of: ast.arguments) -> int:
@@ -149,12 +121,6 @@ def parameters(of: ast.arguments) -> int:
 
 def test_functions_take_few_parameters():
     """In the whole repository, methods, tests and lambdas included."""
-    wrong = [
-        f"{path.relative_to(ROOT)}, line {node.lineno}: {found} parameters"
-        for path in sorted(ROOT.rglob("*.py"))
-        if not {".venv", "build"} & set(path.relative_to(ROOT).parts)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        and (found := parameters(node.args)) > MOST_PARAMETERS
-    ]
-    assert not wrong, "\n".join(wrong)
+    paths = [p for p in sorted(ROOT.rglob("*.py")) if not {".venv", "build"} & {*p.relative_to(ROOT).parts}]
+    counts = {place: parameters(node.args) for place, node in functions(paths, FUNCTION | ast.Lambda)}
+    assert not {place: count for place, count in counts.items() if count > MOST_PARAMETERS}

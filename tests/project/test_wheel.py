@@ -45,12 +45,8 @@ def source(tmp_path_factory) -> Path:
 
 def build(kind: str, source: Path, into: Path) -> Path:
     """What setuptools makes of the source: an sdist, or the wheel of an editable install."""
-    must(
-        sys.executable,
-        "-c",
-        f"from setuptools import build_meta as b; b.build_{kind}('{into}')",
-        cwd=source,
-    )
+    code = f"from setuptools import build_meta as b; b.build_{kind}('{into}')"
+    must(sys.executable, "-c", code, cwd=source)
     (built,) = into.iterdir()
     return built
 
@@ -89,14 +85,9 @@ def test_archives_hold_the_package_and_no_more(archives):
     archive, wheel = archives
     with tarfile.open(archive) as file:
         packed = {name.partition("/")[2] for name in file.getnames()}
-    data = {
-        "configs/tiny.yaml",
-        "dlm_rag/shipped/model/model.safetensors",
-        "dlm_rag/shipped/world/corpus.jsonl",
-        "dlm_rag/page/page.js",
-        "dlm_rag/page/live.html",
-        "dlm_rag/page/live.js",
-    }
+    shipped = ("shipped/model/model.safetensors", "shipped/world/corpus.jsonl")
+    shipped += ("page/page.js", "page/live.html", "page/live.js")
+    data = {"configs/tiny.yaml", *(f"dlm_rag/{name}" for name in shipped)}
     assert data | {"LICENSE", "README.md", "pyproject.toml"} <= packed
     rooms = {name.partition("/")[0] for name in packed} - {""}
     assert not rooms & {"tests", "examples", "profiling", "requirements", "docs"}
@@ -105,11 +96,6 @@ def test_archives_hold_the_package_and_no_more(archives):
     assert {name.replace("configs/", "dlm_rag/configs/") for name in data} <= unpacked
     assert {name.partition("/")[0].partition("-")[0] for name in unpacked} == {"dlm_rag"}
     assert any(name.endswith("LICENSE") for name in unpacked)
-
-
-def test_the_source_tree_is_not_there(installed, tmp_path):
-    code = "import dlm_rag; print(dlm_rag.__file__)"
-    assert run(installed / "python", "-c", code, cwd=tmp_path).stdout.startswith(str(installed.parent))
 
 
 def test_sample_answers_with_the_shipped_model(installed, tmp_path):
@@ -130,20 +116,20 @@ def test_sample_answers_with_the_shipped_model(installed, tmp_path):
     assert stamp["commit"] is None, "the repository that the environment lies in is not ours"
 
 
-def test_train_finds_the_configs(installed, tmp_path):
-    for way in ([installed / "dlm-rag"], [installed / "python", "-m", "dlm_rag"]):
-        done = run(*way, "train", "--config", "tiny.yaml", "--print-config", cwd=tmp_path)
-        assert done.returncode == 0 and "hops: 2" in done.stdout, done.stderr
-    done = run(installed / "dlm-rag", "train", "--config", "tiny", "--plan", cwd=tmp_path)
-    assert done.returncode == 0 and "FLOPs" in done.stdout, done.stderr
-    done = run(installed / "dlm-rag", "train", "--config", "tinny.yaml", "--plan", cwd=tmp_path)
-    assert done.returncode == 2 and "nearest: 'tiny.yaml'" in done.stderr
+def test_train_finds_the_configs_and_programs_their_flags(installed, tmp_path):
+    code = "import dlm_rag; print(dlm_rag.__file__)"
+    program, python = [installed / "dlm-rag"], [installed / "python"]
+    for words, status, said in (
+        ([*program, "train", "--config", "tiny.yaml", "--print-config"], 0, "hops: 2"),
+        ([*python, "-m", "dlm_rag", "train", "--config", "tiny.yaml", "--print-config"], 0, "hops: 2"),
+        ([*program, "train", "--config", "tiny", "--plan"], 0, "FLOPs"),
+        ([*program, "train", "--config", "tinny.yaml", "--plan"], 2, "nearest: 'tiny.yaml'"),
+        ([*program, "evaluate", "--help"], 0, "usage: dlm-rag evaluate [-h]"),
+        ([*python, "-c", code], 0, str(installed.parent)),  # not of the source tree
+    ):
+        done = run(*words, cwd=tmp_path)
+        assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
     assert not list(tmp_path.iterdir()), "nothing is written by asking"
-
-
-def test_evaluate_tells_its_flags(installed, tmp_path):
-    done = run(installed / "dlm-rag", "evaluate", "--help", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.startswith("usage: dlm-rag evaluate [-h]")
 
 
 def test_an_editable_install_finds_the_configs_of_its_checkout(source, tmp_path):
