@@ -112,6 +112,7 @@ def test_a_few_layers_and_items_tell_of_all(monkeypatch, way, experts):
     config = load_config(None, [*words, *SMALL, *DEEP[way]])
     shape = tiny_denoiser(num_hidden_layers=9, experts=experts, canvas_length=32).config
     (found,) = plan_phases(config, shape, torch.bfloat16)
+    monkeypatch.setattr("dlm_rag.training.planning.step_memory.TAIL_LAYERS", 10)
     monkeypatch.setattr("dlm_rag.training.planning.step_memory.MIN_LOGIT_CHUNKS", 1000)
     (whole,) = plan_phases(config, shape, torch.bfloat16)
     assert replace(found.memory, bytes_moved=0) == replace(whole.memory, bytes_moved=0)

@@ -1,20 +1,20 @@
 """Bytes that a training step holds at its peak, found by running it on tensors without contents.
 
-Not all items are run. The bytes alive at any moment of a step grow evenly with them, so two numbers of
-items tell what they are for others, and the peak is the largest of them, at whichever moment.
+Neither all layers nor all items are run. The bytes alive at any moment of a step grow evenly with both, so
+two depths and two numbers of items tell what they are for others, and the peak is the largest of them, at
+whichever moment.
 
 torch's own MemTracker stops at frozen weights (docs/log.md).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_rag.config import TrainConfig
@@ -29,9 +29,11 @@ from dlm_rag.training.optimizers import make_optimizers
 from dlm_rag.training.task import Task
 
 FLOAT32_BYTES = 4  # bytes: weights under training, their gradients, what an optimizer keeps
+TAIL_LAYERS = 2  # layers: the last is spared what nobody reads, and the one before is as all others
 MIN_LOGIT_CHUNKS = 2  # of logits from which on the loss grows evenly with items
 # Bytes alive, and those of logits among them, at each moment of a step.
-MemoryTimeline = dict[str | tuple[str, int], tuple[float, float]]
+MemoryTimeline = dict[tuple[str | int, ...], tuple[float, float]]
+MOVED_BYTES_KEY = ("moved",)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, 
     Of shared sequences: what one of the processes needs that share them. Of heads: the weights alone,
     for no layer is run.
     """
-    train, root = task.train, _build_objective(task, shape, dtype)
+    train, root = task.train, _build_objective(task, shape, dtype, shape.num_hidden_layers)
     named = list(root.denoiser.named_parameters())
     parameters = [parameter for _, parameter in named]
     trained = [p for p in parameters if p.requires_grad]
@@ -67,7 +69,10 @@ def estimate_step_memory(task: Task, shape: DenoiserConfig, dtype: torch.dtype, 
     peak = logits = moved = per_item = 0.0
     if task.runs_denoiser:
         other = items // 2 or 2
-        ((peak, logits), moved), ((lower, _), _) = _estimate_peaks(task, shape, dtype, (items, other))
+        chunk = root.logit_chunk * train.context_parallel
+        course, less = _estimate_timelines(task, shape, dtype, (items, other), chunk)
+        (moved, _), _ = course.pop(MOVED_BYTES_KEY), less.pop(MOVED_BYTES_KEY)
+        (peak, logits), (lower, _) = max(course.values()), max(less.values())
         per_item = max(0.0, (peak - lower) / (items - other))
     # Gradients are counted by themselves; those of earlier parts are not in the peak, others are.
     activations = peak if _accumulates(train) else max(0.0, peak - gradients)
@@ -92,37 +97,44 @@ def _accumulates(train: TrainConfig) -> bool:
     return train.gradient_accumulation_steps > 1 or train.parallel == "fsdp"
 
 
-def _estimate_peaks(
-    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: Sequence[int]
-) -> list[tuple[tuple[float, float], float]]:
-    """For each number of items: bytes at the peak, those of logits among them; bytes moved."""
-    train, chunk = task.train, _build_objective(task, shape, dtype).logit_chunk
-    terms = task.loss_weights(int(train.attention_anneal_fraction * train.max_steps / 2))
+def _estimate_timelines(
+    task: Task, shape: DenoiserConfig, dtype: torch.dtype, items: Sequence[int], chunk: int
+) -> list[MemoryTimeline]:
+    """The courses of parts of so many items, from runs of as few layers and items as tell of them.
+
+    chunk: positions whose logits are there at a time.
+    """
+    terms = task.loss_weights(int(task.train.attention_anneal_fraction * task.train.max_steps / 2))
     each = task.count_microbatch(task.sample_microbatch(shape, 1), terms)["supervised"]
-    few = math.ceil(MIN_LOGIT_CHUNKS * chunk * train.context_parallel / each)
+    few = math.ceil(MIN_LOGIT_CHUNKS * chunk / each)
     low, high = counts = items if max(items) <= 2 * few else (few, 2 * few)
-    runs = []
-    with report_progress("planning a step", len(counts)) as advance:
-        for number in counts:
-            runs.append(_simulate(task, shape, dtype, task.sample_microbatch(shape, number), terms))
-            advance(1)
-    (a, moved), (b, more) = runs
+    layers, least = shape.num_hidden_layers, _count_uneven_layers(shape) + 1 + TAIL_LAYERS
+    depths = [layers] if layers <= least + 1 else [least, least + 1]
     found = []
-    for number in items:
-        t = (number - low) / (high - low)
-        course = [
-            (alive + t * (b[moment][0] - alive), wide + t * (b[moment][1] - wide))
-            for moment, (alive, wide) in a.items()
-        ]
-        found.append((max(course), moved + t * (more - moved)))
-    return found
+    with report_progress("planning a step", len(counts) * len(depths)) as advance:
+        for number in counts:
+            part, runs = task.sample_microbatch(shape, number), []
+            for depth in depths:
+                runs.append(
+                    _simulate(_build_objective(task, shape, dtype, depth), task, dtype, part, terms)
+                )
+                advance(1)
+            found.append(_interpolate(runs[0], runs[-1], (layers - least) * (len(runs) - 1)))
+    less, more = found
+    return [_interpolate(less, more, (number - low) / (high - low)) for number in items]
 
 
-def _simulate(
-    task: Task, shape: DenoiserConfig, dtype: torch.dtype, part: Any, terms: Any
-) -> tuple[MemoryTimeline, int]:
-    """A part of a step, forward and backward; with the bytes moved."""
-    root, counts = _build_objective(task, shape, dtype), task.count_microbatch(part, terms)
+def _interpolate(a: MemoryTimeline, b: MemoryTimeline, t: float) -> MemoryTimeline:
+    """What a course is at `t` that is `a` at 0 and `b` at 1; moments of b alone lie between others."""
+    return {
+        moment: (alive + t * (b[moment][0] - alive), wide + t * (b[moment][1] - wide))
+        for moment, (alive, wide) in a.items()
+    }
+
+
+def _simulate(root: Any, task: Task, dtype: torch.dtype, part: Any, terms: Any) -> MemoryTimeline:
+    """A part of a step, forward and backward."""
+    counts = task.count_microbatch(part, terms)
     if task.train.parallel == "fsdp":  # as weights are gathered
         for parameter in root.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -138,12 +150,12 @@ def _simulate(
                 loss, _ = root(part, counts, terms)
             alive.enter("backward of the loss")
             loss.backward()
-    return alive.timeline, alive.bytes_moved
+    return alive.timeline | {MOVED_BYTES_KEY: (alive.bytes_moved, 0)}
 
 
-def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype) -> Any:
-    """The task's loss around a denoiser on the meta device, in a run's dtypes."""
-    train = task.train
+def _build_objective(task: Task, shape: DenoiserConfig, dtype: torch.dtype, layers: int) -> Any:
+    """The task's loss around a denoiser of so many layers on the meta device, in a run's dtypes."""
+    train, shape = task.train, replace(shape, num_hidden_layers=layers)
     denoiser = build_meta_denoiser(shape, train.lora_rank, dtype, train.trainable == "policy_heads")
     denoiser.activation_checkpointing = train.activation_checkpointing
     number = train.context_parallel
@@ -161,35 +173,47 @@ def count_optimizer_bytes(denoiser: Denoiser, train: TrainConfig) -> int:
 
 
 class StepMemoryTracker(MemoryTracker):
-    """Bytes alive at each moment of a step, under names that hold for any number of items.
+    """Bytes alive at each moment of a step, under names that hold for any number of layers and items.
 
-    A moment is where the step is (forward or backward, of a call of the layers) and how many storages were
-    made there before. The loss takes more operators the more items there are: it is one moment, at its
-    highest.
+    A moment is where the step is (a layer, forward or backward, of a call) and how many storages were made
+    there before. The loss takes more operators the more items there are: it is one moment, at its highest.
     """
 
     def __init__(self, root: Any) -> None:
         """root: a task's objective, whose denoisers are watched."""
         super().__init__(root.denoiser.config.vocab_size)
         self.timeline: MemoryTimeline = {}
-        self._at, self._made, calls = "before", 0, count()
+        self._at: tuple[str | int, ...] = ("before",)
+        self._made = self._calls = 0
         for denoiser in root.modules():
             if isinstance(denoiser, Denoiser):
-                first, last = denoiser.layers[0], denoiser.layers[-1]
-                first.register_forward_pre_hook(lambda *_: self.enter(f"forward {next(calls)}"))
-                last.register_forward_hook(self._watch_gradient)
                 denoiser.norm.register_forward_pre_hook(lambda *_: self.enter("loss"))
+                even = _count_uneven_layers(denoiser.config)
+                for number, layer in enumerate(denoiser.layers):
+                    name = number if number <= even else number - len(denoiser.layers)
+                    layer.register_forward_pre_hook(partial(self._enter_layer, name))
+                    layer.register_forward_hook(partial(self._watch_gradient, name))
 
-    def enter(self, at: str) -> None:
-        if "backward" in at or "backward" not in self._at:  # else checkpointing computes forward again
+    def enter(self, *at: str | int) -> None:
+        if "backward" in str(at[0]) or "backward" not in str(self._at[0]):  # checkpoints run forward again
             self._at, self._made = at, 0
 
     def track_tensor(self, tensor: Tensor) -> None:
         super().track_tensor(tensor)
         self._made += 1
-        moment = self._at if "loss" in self._at else (self._at, self._made)
+        moment = self._at if "loss" in str(self._at[0]) else (*self._at, self._made)
         self.timeline[moment] = max(self.timeline.get(moment, (0, 0)), (self.live_bytes, self._wide_now))
 
-    def _watch_gradient(self, layer: nn.Module, given: Any, found: tuple[Tensor, ...]) -> None:
+    def _enter_layer(self, name: int, *_: Any) -> None:
+        self._calls += name == 0
+        self.enter("forward", self._calls, name)
+
+    def _watch_gradient(self, name: int, layer: Any, given: Any, found: tuple[Tensor, ...]) -> None:
         if found[0].requires_grad:
-            found[0].register_hook(partial(lambda at, _: self.enter(at), f"backward of {self._at}"))
+            at = ("backward", *self._at[1:2], name)
+            found[0].register_hook(lambda _: self.enter(*at))
+
+
+def _count_uneven_layers(shape: DenoiserConfig) -> int:
+    """How many layers at the beginning are not as those after them: the very first, and dense ones."""
+    return 1 if shape.experts is None else max(1, shape.dense_layers)
