@@ -4,7 +4,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -97,6 +97,17 @@ def parse_typed_questions(texts: list[str]) -> list[Question]:
         if not text.strip():
             raise QuestionError(f"question {number} is blank")
     return questions
+
+
+def as_questions(questions: Sequence[str | Question]) -> list[Question]:
+    """Questions as records; texts get the ids q1, q2, ... by their place."""
+    if isinstance(questions, str):
+        raise QuestionError("questions are a list: put the text into brackets, as in [question]")
+    numbered = parse_typed_questions([q if isinstance(q, str) else q.question for q in questions])
+    asked = [q if isinstance(q, Question) else n for q, n in zip(questions, numbered, strict=True)]
+    if len({question.id for question in asked}) < len(asked):
+        raise QuestionError("two questions have the same id")
+    return asked
 
 
 def select_questions(questions: list[Question], config: Config) -> list[Question]:

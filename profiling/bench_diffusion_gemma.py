@@ -19,7 +19,7 @@ from bench_tools import time_calls
 from torch import nn
 
 from dlm_rag.decode.model_runner import ModelInput
-from dlm_rag.decode.uniform_runner import UniformModelRunner
+from dlm_rag.decode.uniform_noise import UniformModelRunner
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.diffusion_gemma import DiffusionGemma

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from dlm_rag.cli import CommandParser, run_program
 from dlm_rag.commands.arguments import parse_command_line
 from dlm_rag.config import load_config
-from dlm_rag.decode.uniform_runner import PrefixKVCache
+from dlm_rag.decode.uniform_noise import PrefixKVCache
 from dlm_rag.evidence.prompt_segments import order_by_arrival
 from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever

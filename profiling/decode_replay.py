@@ -21,11 +21,12 @@ from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.model_runner import (
     MaskedModelRunner,
     ModelInput,
+    SamplingMetadata,
     collect_crf_inputs,
     collect_sampling_metadata,
+    sample_proposals,
 )
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
 from dlm_rag.errors import ConfigError
@@ -78,7 +79,7 @@ class ReferenceModelRunner:
     """The published algorithm as it is: the whole model over everything, logits at every position."""
 
     def __init__(self, denoiser: Denoiser, mask_id: int) -> None:
-        self.denoiser, self._mask_id = denoiser, np.array([mask_id])
+        self.denoiser, self._mask_id = denoiser, mask_id
 
     @property
     def shape(self) -> DenoiserConfig:
@@ -101,10 +102,11 @@ class ReferenceModelRunner:
             whole = self.denoiser.compute_token_logits(self.denoiser.encode(packed)[0]).float()
             for view, row, every in zip(views, states, whole.split(packed.lengths), strict=True):
                 at = torch.from_numpy(row.canvas_start + view.positions).to(every.device)
-                wanted = to_device(collect_sampling_metadata([view], self._mask_id), every.device)
-                logits = every[at]
-                if copied := collect_crf_inputs([view], int(self._mask_id[0])):
-                    logits = apply_copy_crf(logits, CopyCRF(*to_device(copied[0], every.device)))
+                drawing = view.soft_threshold is not None
+                arrays = collect_sampling_metadata([view], self._mask_id, drawing)
+                wanted, logits = to_device(arrays, every.device), every[at]
+                if copied := collect_crf_inputs([view], self._mask_id):
+                    logits = apply_copy_crf(logits, CopyCRF(*to_device(copied, every.device)))
                 values = sample_proposals(logits, SamplingMetadata(*wanted))
                 rows = values.cpu().numpy().astype(np.float64)
                 found.append(Proposals.from_rows(view.positions, rows))

@@ -194,7 +194,7 @@ def prepare_decoder(
     once = once or ResourceCache()
     find = _open_search_source(config.retrieval, once)
     show_status("checking the model")
-    from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
+    from dlm_rag.decode.settings import check_policies, resolve_settings
     from dlm_rag.evidence.prompt_segments import check_finished_blocks
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
@@ -202,8 +202,8 @@ def prepare_decoder(
     assert config.model.path is not None, "see apply_shipped_defaults"
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
-    decode, shape = with_checkpoint_defaults(config.decode, checkpoint.config), checkpoint.config
-    check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
+    decode, shape = resolve_settings(config.decode, checkpoint.config), checkpoint.config
+    check_policies(decode, read_heads(checkpoint.folder) is not None)
     config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     attention = _choose_attention(config, checkpoint, device, dtype)
@@ -229,7 +229,7 @@ def prepare_decoder(
 def _choose_attention(
     config: Config, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> str:
-    from dlm_rag.decode.uniform_runner import check_uniform_settings
+    from dlm_rag.decode.uniform_noise import check_uniform_settings
     from dlm_rag.model.attention import choose_backend
 
     if checkpoint.config.noise is not None:

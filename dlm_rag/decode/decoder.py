@@ -1,49 +1,45 @@
-"""Answers questions from any iterator: a thin driver of the engine."""
+"""Decoding: questions come and go, and all that are in flight take their denoising steps together.
+
+    step 0     retrieve with the question alone
+    step s     encode the evidence and denoise the canvas       (decode/model_runner.py)
+               commit what the commit rule chooses              (diffusion/commit_rules.py)
+               build the query from what the canvas says now    (retrieval/query.py)
+               retrieve; what was found is the evidence of step s + 1
+
+Rows are packed without padding and share nothing but the call, so a question gets the same tokens alone
+and in a batch; what goes wrong in one row ends that row alone. Every row has decode settings of its own.
+
+    for rollout in Decoder(denoiser, retriever, tokenizer).stream([Question("1", "Who wrote Emma?")]):
+        print(rollout.answer)
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, field
+from heapq import heappop, heappush
+from itertools import count, islice
+from typing import NamedTuple
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.engine import Engine, with_checkpoint_defaults
-from dlm_rag.decode.memory_budget import DecodeBudget
-from dlm_rag.decode.model_runner import MaskedModelRunner
+from dlm_rag.config.fields import replace_settings
+from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelRunner, ModelRunner
+from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.uniform_runner import UniformModelRunner
-from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.evidence.segment_kv_cache import CacheStats
+from dlm_rag.decode.row import Canvas, Row, Ticket
+from dlm_rag.decode.settings import check_policies, resolve_settings
+from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
+from dlm_rag.decode.uniform_noise import UniformModelRunner, UniformNoiseCanvas, uniform_tokens
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.evidence_layouts import EVIDENCE_LAYOUTS
 from dlm_rag.model.policy_heads import copy_heads_to_cpu
-from dlm_rag.questions import Question, parse_typed_questions
+from dlm_rag.nvtx_ranges import StageClock, mark_event, profile_stage, profile_step
+from dlm_rag.questions import Question, as_questions
+from dlm_rag.randomness import make_keyed_generator, sample_uniform
 from dlm_rag.retrieval.base import Retriever
 from dlm_rag.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class DecoderStats:
-    """What a decoder, or many of them, work with, in words; what they have reused and compiled."""
-
-    runtime: str
-    cache_stats: CacheStats
-    compiled_graphs: int | None = None
-
-    def __add__(self, other: "DecoderStats") -> "DecoderStats":
-        """Both together; `used` is the same for decoders of one job."""
-        counts = zip(astuple(self.cache_stats), astuple(other.cache_stats), strict=True)
-        graphs = (
-            None if self.compiled_graphs is None else self.compiled_graphs + (other.compiled_graphs or 0)
-        )
-        return DecoderStats(self.runtime, CacheStats(*(one + more for one, more in counts)), graphs)
-
-    def describe(self) -> str:
-        """In words for a person."""
-        used, reuse = self.runtime, self.cache_stats
-        if reuse.requested_tokens:
-            used += f", {reuse.reused_share:.1%} of it reused"
-        if reuse.evicted_segments:
-            used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
-        return used if self.compiled_graphs is None else f"{used}, {self.compiled_graphs} graphs compiled"
+_tickets = count(1)  # of all engines of the process: a retriever may serve several
 
 
 class Decoder:
@@ -64,22 +60,23 @@ class Decoder:
         engine: EngineConfig | None = None,
     ) -> None:
         self.denoiser, self.retriever, self.tokenizer = denoiser, retriever, tokenizer
-        self.config = with_checkpoint_defaults(config or DecodeConfig(), denoiser.config)
-        self.evidence_layout = evidence_layout or denoiser.config.evidence_layout
-        separate = EVIDENCE_LAYOUTS[self.evidence_layout].separate_passages
-        if separate and tokenizer.template.numbers_facts:
+        self.evidence_layout = layout = evidence_layout or denoiser.config.evidence_layout
+        if layout not in EVIDENCE_LAYOUTS:
+            raise ConfigError(f"evidence_layout={layout} is not one of {', '.join(EVIDENCE_LAYOUTS)}")
+        if EVIDENCE_LAYOUTS[layout].separate_passages and tokenizer.template.numbers_facts:
             raise ConfigError(
-                f"evidence_layout={self.evidence_layout} needs a prompt whose facts have no number: "
-                f"make the tokenizer with Tokenizer.from_pretrained(path, '{self.evidence_layout}')"
+                f"evidence_layout={layout} needs a prompt whose facts have no number: make the tokenizer "
+                f"with Tokenizer.from_pretrained(path, '{layout}')"
             )
+        self.config = config or DecodeConfig()
         self.record_provisional = False  # whether steps record what is guessed at masked positions
         self._engine = engine or EngineConfig()
         if self._engine.memory_gib is not None:
             raise ConfigError(
-                "engine.memory_gib is reckoned before weights are read, as sample and evaluate do it: "
-                "leave it out here, and call `set_memory_budget`"
+                "engine.memory_gib is planned before weights are read, as sample and evaluate do it: leave "
+                "it out here, and call `set_memory_budget`"
             )
-        self.model_runner: MaskedModelRunner | UniformModelRunner
+        self.model_runner: ModelRunner
         if not isinstance(denoiser, Denoiser):
             self.model_runner = UniformModelRunner(denoiser)
             return
@@ -87,23 +84,34 @@ class Decoder:
             denoiser.compile_layers()
         self.model_runner = MaskedModelRunner(denoiser, tokenizer.mask_id, self._engine)
 
+    @property
+    def config(self) -> DecodeConfig:
+        """The settings, with the checkpoint's own for those that are unset."""
+        return self._config
+
+    @config.setter
+    def config(self, config: DecodeConfig) -> None:
+        self._config = self.resolve_settings(config)
+
+    def resolve_settings(self, settings: DecodeConfig) -> DecodeConfig:
+        """`settings` as this decoder takes them; raises `ConfigError` for those it cannot decode by."""
+        resolved, shape = resolve_settings(settings, self.denoiser.config), self.denoiser.config
+        assert resolved.finished_block_context is not None
+        check_finished_blocks(shape, resolved.finished_block_context, self.evidence_layout)
+        check_policies(resolved, self.denoiser.heads is not None)
+        return resolved
+
     def set_memory_budget(self, budget: DecodeBudget) -> None:
         """Drops all keys and values, and takes no more for them than `plan_decode_budget` has found."""
         assert isinstance(self.denoiser, Denoiser), "others refuse a budget"
         self.model_runner = MaskedModelRunner(self.denoiser, self.tokenizer.mask_id, self._engine, budget)
 
-    def reset_cache(self) -> None:
-        """Drops all keys and values; to be called when the denoiser's weights have changed."""
-        self.model_runner.reset_cache()
-
-    def new_engine(self) -> Engine:
+    def new_engine(self) -> "Engine":
         """An engine to be stepped by hand; it shares what is kept with this decoder's others."""
-        parts = self.model_runner, self.retriever, self.tokenizer
-        heads = None if self.denoiser.heads is None else copy_heads_to_cpu(self.denoiser.heads)
-        return Engine(*parts, self.config, self.evidence_layout, heads)
+        return Engine(self)
 
     @property
-    def stats(self) -> "DecoderStats":
+    def stats(self) -> DecoderStats:
         """What this decoder works with, and what came of it until now."""
         denoiser, dtype = self.denoiser, str(self.denoiser.dtype).removeprefix("torch.")
         used = f"{denoiser.device.type} {dtype} {denoiser.backend}, {self.evidence_layout} evidence"
@@ -145,15 +153,203 @@ class Decoder:
                         yield event.rollout
 
 
-def as_questions(questions: Sequence[str | Question]) -> list[Question]:
-    """Questions as records; texts get the ids q1, q2, ... by their place."""
-    if isinstance(questions, str):
-        raise QuestionError("questions are a list: put the text into brackets, as in [question]")
-    numbered = parse_typed_questions([q if isinstance(q, str) else q.question for q in questions])
-    asked = [
-        given if isinstance(given, Question) else record
-        for given, record in zip(questions, numbered, strict=True)
-    ]
-    if len({question.id for question in asked}) < len(asked):
-        raise QuestionError("two questions have the same id")
-    return asked
+class StepEvent(NamedTuple):
+    """A question has taken a step; its rollout grows with the next one unless it is `finished`."""
+
+    ticket: Ticket
+    rollout: Rollout
+
+    @property
+    def finished(self) -> bool:
+        return self.rollout.finished
+
+
+@dataclass
+class RowGroup:
+    """Rows that take their steps together, and their search."""
+
+    rows: list[Row] = field(default_factory=list)
+    search: PendingSearch = NO_SEARCH
+
+    @property
+    def active_rows(self) -> list[Row]:
+        """The rows that take more steps."""
+        return [row for row in self.rows if not (row.rollout.error or row.rollout.finished)]
+
+
+class Engine:
+    """Answers questions for a decoder; everything in flight is its state.
+
+        engine = decoder.new_engine()
+        ticket = engine.submit(Question("1", "Who wrote Emma?"))
+        while engine.busy:
+            for event in engine.step():
+                print(event.ticket, event.rollout.tokens_committed, event.finished)
+
+    The decoder's settings are those of questions submitted without their own; of these `batch_size`, how
+    many questions have a place, and `overlap` hold for all.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.settings, self.tokenizer = decoder, decoder.config, decoder.tokenizer
+        self.model_runner, self.retriever = decoder.model_runner, decoder.retriever
+        heads = None if decoder.denoiser.heads is None else copy_heads_to_cpu(decoder.denoiser.heads)
+        self._denoising = DenoiseStep(self.model_runner, self.tokenizer, heads)
+        self._retrieval = RetrievalStep(
+            self.model_runner, self.retriever, self.tokenizer, decoder.evidence_layout, heads
+        )
+        self._clock = StageClock()
+        places = self.settings.batch_size
+        halves = 2 if self.settings.overlap == "pipeline" and places > 1 else 1
+        self._groups = [RowGroup() for _ in range(halves)]
+        self._free = list(range(places))
+        self._turn = 0
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def capacity(self) -> int:
+        """How many questions may be submitted now."""
+        return len(self._free)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any question is in flight."""
+        return any(group.rows for group in self._groups)
+
+    def submit(
+        self, question: Question, settings: DecodeConfig | None = None, guesses: bool = False
+    ) -> Ticket:
+        """Takes a question in; it takes part in the next step. Raises `RuntimeError` without capacity.
+
+        guesses: whether its steps record what is guessed at masked positions; no token depends on it.
+        """
+        if not self._free:
+            raise RuntimeError("the engine has no free place: submit when its capacity is above 0")
+        own, shape = self.settings, self.model_runner.shape
+        if settings is not None:
+            mine = replace_settings(settings, batch_size=own.batch_size, overlap=own.overlap)
+            own = self.decoder.resolve_settings(mine)
+        length, mask_id, layout = own.max_new_tokens, self.tokenizer.mask_id, self.decoder.evidence_layout
+        assert length is not None
+        generator = make_keyed_generator(own.seed, question.id)
+        if shape.noise is None:
+            canvas = Canvas(length, mask_id, frozen_length=None if own.edit_threshold is None else 0)
+        else:
+            noise = uniform_tokens(sample_uniform(generator, 1, length)[0], shape.vocab_size)
+            canvas = UniformNoiseCanvas(length, mask_id, 0, noise=noise, vocab_size=shape.vocab_size)
+        row = Row(
+            ticket=Ticket(next(_tickets)),
+            question=question,
+            settings=own,
+            slot=heappop(self._free),  # the lowest: memory is kept up to the highest in use
+            canvas=canvas,
+            generator=generator,
+            rollout=Rollout(question.id, question.question, layout, length, settings=asdict(own)),
+            end_ids=self.tokenizer.end_ids,
+            recorder=ProvisionalRecorder(self.tokenizer.token_text) if guesses else None,
+        )
+        min(self._groups, key=lambda group: len(group.rows)).rows.append(row)
+        return row.ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drops a question that is in flight, and all that is kept for it; others do not notice.
+
+        Raises `KeyError` for a ticket that is not in flight.
+        """
+        for group in self._groups:
+            for row in group.rows:
+                if row.ticket == ticket:
+                    row.rollout.error = "cancelled"
+                    self._remove_row(group, row)
+                    return
+        raise KeyError(f"ticket {ticket} is not in flight")
+
+    def close(self) -> None:
+        """Cancels what is in flight and ends the search thread."""
+        for group in self._groups:
+            for row in list(group.rows):
+                self.cancel(row.ticket)
+            self._retrieval.apply_search(group.search)
+        self._retrieval.close()
+
+    def step(self) -> list[StepEvent]:
+        """One step of all rows, or of one half of them in turn with `overlap=pipeline`.
+
+        Returns an event for every question whose step is over, in the order in which they came. A question
+        that failed (it does not fit the context; its search or its logits fail) is finished, with an
+        `error` in its rollout. What the model itself raises (no memory, say) is passed on; the questions
+        that took part are cancelled then.
+        """
+        group = self._groups[self._turn % len(self._groups)]
+        try:
+            with self._clock, profile_step(self._turn, len(group.rows)):
+                closed = self._take_step(group)
+        except BaseException:
+            for row in list(group.rows):  # half a step is no state to go on from
+                self.cancel(row.ticket)
+            raise
+        self._turn += 1
+        for row in closed:
+            if row.rollout.finished:
+                mark_event(f"question {row.question.id}")
+                self._remove_row(group, row)
+        return [StepEvent(row.ticket, row.rollout) for row in closed]
+
+    def _take_step(self, group: RowGroup) -> list[Row]:
+        """Takes a step with the rows of a group; returns those whose step is over."""
+        if self.settings.overlap == "none":
+            self._denoise(group)
+            self._start_search(group)
+            self._apply_search(group)
+            return self._end_step(list(group.rows))
+        # The search is under way while the other group denoises: the same tokens.
+        self._apply_search(group)
+        closed = self._end_step([row for row in group.rows if row.step or row.record.query is not None])
+        self._denoise(group)
+        self._start_search(group, aside=True)
+        return closed
+
+    def _denoise(self, group: RowGroup) -> None:
+        """Of all rows that have evidence, even if it is empty."""
+        rows = [row for row in group.active_rows if row.laid_out_prompt is not None]
+        self._denoising.run(rows)
+        self._split_seconds(rows)
+
+    def _start_search(self, group: RowGroup, aside: bool = False) -> None:
+        rows = group.active_rows
+        group.search = self._retrieval.start_search(rows, aside)
+        self._split_seconds(rows)
+
+    def _apply_search(self, group: RowGroup) -> None:
+        search, group.search = group.search, NO_SEARCH
+        self._retrieval.apply_search(search)
+        self._split_seconds(search.rows)
+
+    def _end_step(self, rows: list[Row]) -> list[Row]:
+        """Ends the step of each row, and the answer where the text is certain; returns the rows."""
+        for row in rows:
+            row.end_step()
+        answered = [row for row in rows if not row.rollout.error and row.is_done]
+        with profile_stage("detokenize"):
+            for row in answered:
+                row.finish(self.tokenizer)
+                row.record = row.rollout.steps[-1]  # to which these seconds belong
+        self._split_seconds(answered)
+        return rows
+
+    def _split_seconds(self, rows: list[Row]) -> None:
+        """Splits the seconds since the last call among the rows that took part."""
+        for name, value in self._clock.pop_seconds().items():
+            for row in rows:
+                row.record.seconds[name] = row.record.seconds.get(name, 0.0) + value / len(rows)
+
+    def _remove_row(self, group: RowGroup, row: Row) -> None:
+        group.rows.remove(row)
+        heappush(self._free, row.slot)
+        self.model_runner.release(row.slot)
+        self.retriever.forget(str(row.ticket))

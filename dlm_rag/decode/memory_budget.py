@@ -9,12 +9,17 @@ row has its longest prompt, every passage its full length.
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.decode.model_runner import (
+    GIB,
+    LOGITS_CHUNK_POSITIONS,
+    DecodeBudget,
+    SamplingMetadata,
+    sample_proposals,
+)
 from dlm_rag.diffusion.commit_rules import samples_actions
 from dlm_rag.diffusion.copy_crf import estimate_crf_bytes
 from dlm_rag.errors import ConfigError
@@ -32,9 +37,6 @@ from dlm_rag.model.simulated_memory import (
     measure_simulated_peak,
     replace_with_empty_weights,
 )
-
-LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -134,15 +136,6 @@ class DecodeMemory:
     def max_batch_size(self, room: float) -> int:
         """The largest batch that fits into so many bytes; 0 where not one row does."""
         return bisect_right(range(1, 2**16 + 1), room, key=self.bytes_without_pool)
-
-
-class DecodeBudget(NamedTuple):
-    """What a decoder may take: bytes of the pool, and the slots that are there from the start."""
-
-    pool_bytes: int
-    slot_count: int
-    slot_tokens: int
-    scratch_tokens: int
 
 
 def count_kv_bytes(shape: DenoiserConfig, size: int) -> int:

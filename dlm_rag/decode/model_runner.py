@@ -1,33 +1,43 @@
-"""What a step asks of a model, and how the denoiser answers.
+"""What a step asks of a model, and how a masked-diffusion denoiser answers: tokens for canvas positions."""
 
-The loop knows a model only as a `ModelRunner`: it shows the rows that are to take a step and gets proposals
-for their positions. Another family (one that denoises from uniform noise, say) stands behind the same
-protocol.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dlm_rag.config import EngineConfig
 from dlm_rag.decode.copy_sources import CopySources, batch_copy_sources
-from dlm_rag.decode.memory_budget import GIB, LOGITS_CHUNK_POSITIONS, DecodeBudget
-from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
-from dlm_rag.diffusion.commit_rules import STATISTICS, Proposals
+from dlm_rag.diffusion.commit_rules import ACTION_STATISTICS, STATISTICS, Proposals
 from dlm_rag.diffusion.copy_crf import CopyCRF, apply_copy_crf
+from dlm_rag.diffusion.policy import SoftThreshold, draw_actions, sample_at_quantile
 from dlm_rag.evidence.batch_kv_cache import CacheRequest, ForwardSpan, KVCacheManager
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.segment_kv_cache import CacheStats, EvidencePool, default_pool_bytes
-from dlm_rag.model.denoiser import Denoiser
+from dlm_rag.model.denoiser import AnyDenoiser, Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
 from dlm_rag.model.packed_batch import pack_rows
 from dlm_rag.nvtx_ranges import profile_stage
+
+GIB = 2**30
+LOGITS_CHUNK_POSITIONS = 1024  # logits that exist at a time: the vocabulary is the memory
+Arrays = list[NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class DecodeBudget:
+    """What a decoder may take: bytes of the pool, and the slots that are there from the start."""
+
+    pool_bytes: int
+    slot_count: int
+    slot_tokens: int
+    scratch_tokens: int
 
 
 @dataclass(frozen=True)
@@ -39,64 +49,92 @@ class ModelInput:
     canvas: NDArray[np.int64]  # (length,) the ids that stand there now, as far as the model is to look
     positions: NDArray[np.int64]  # those to propose for, ascending; (length,) alone: the masked one behind
     temperature: float = 0.0
-    quantiles: NDArray[np.float64] | None = None  # a number for each position, with a temperature
-    needs_entropy: bool = False  # whether entropy and margin are wanted
+    # At which tokens are drawn: (n,) with a temperature; (2, n) of a policy, the second where it is forced.
+    quantiles: NDArray[np.float64] | None = None
     soft_threshold: tuple[float, float, float] | None = None  # of a policy: temperature, threshold, width
-    policy_quantiles: NDArray[np.float64] | None = None  # (2, n) the numbers that it draws tokens at
+    needs_entropy: bool = False  # whether entropy and margin are wanted
     finished_length: int = 0  # positions in front that are whole blocks and change no more
     copy_sources: CopySources | None = None  # what is to be copied where it can be
     copy_penalty: float = 0.0  # nats, of what is not
 
 
-class ModelRunner(Protocol):
-    """What a step asks of a model."""
+@dataclass(frozen=True)
+class DecoderStats:
+    """What a decoder, or many of them, work with, in words; what they have reused and compiled."""
+
+    runtime: str
+    cache_stats: CacheStats
+    compiled_graphs: int | None = None
+
+    def __add__(self, other: "DecoderStats") -> "DecoderStats":
+        """Both together; `runtime` is the same for decoders of one job."""
+        counts = zip(astuple(self.cache_stats), astuple(other.cache_stats), strict=True)
+        graphs = [n for n in (self.compiled_graphs, other.compiled_graphs) if n is not None]
+        return DecoderStats(self.runtime, CacheStats(*map(sum, counts)), sum(graphs) if graphs else None)
+
+    def describe(self) -> str:
+        """In words for a person."""
+        used, reuse = self.runtime, self.cache_stats
+        if reuse.requested_tokens:
+            used += f", {reuse.reused_share:.1%} of it reused"
+        if reuse.evicted_segments:
+            used += f", {reuse.evicted_segments:,} passages left the pool (engine.prefix_cache_gib)"
+        return used if self.compiled_graphs is None else f"{used}, {self.compiled_graphs} graphs compiled"
+
+
+class ModelRunner:
+    """A model as the loop knows it: it is shown the rows that are to take a step, and proposes."""
+
+    denoiser: AnyDenoiser
+    pool: EvidencePool | None = None
 
     @property
     def shape(self) -> DenoiserConfig:
         """Lengths of canvas, blocks, context and passages."""
-        ...
+        return self.denoiser.config
+
+    @property
+    def cache_stats(self) -> CacheStats:
+        """What was reused since the last `reset_cache`."""
+        raise NotImplementedError
+
+    def reset_cache(self) -> None:
+        """Drops all keys and values; to be called when the denoiser's weights have changed."""
+        raise NotImplementedError
 
     def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
         """Proposals for the positions of each row; the same for a row whatever the others are."""
-        ...
+        raise NotImplementedError
 
-    def prefetch(self, arrangement: LaidOutPrompt) -> None:
+    def prefetch(self, laid: LaidOutPrompt) -> None:
         """A row will be shown with this prompt next."""
-        ...
 
     def release(self, slot: int) -> None:
         """The row in this slot takes no more steps."""
-        ...
 
 
-class MaskedModelRunner:
+class MaskedModelRunner(ModelRunner):
     """A masked-diffusion denoiser: one call over all rows, logits at the positions asked for only."""
+
+    denoiser: Denoiser
 
     def __init__(
         self, denoiser: Denoiser, mask_id: int, engine: EngineConfig, budget: DecodeBudget | None = None
     ) -> None:
         """budget: what `plan_decode_budget` has found for `engine.memory_gib`."""
-        self.denoiser, self._engine, self._budget = denoiser, engine, budget
-        self._mask_id = np.array([mask_id])
+        self.denoiser, self._engine, self._budget, self._mask_id = denoiser, engine, budget, mask_id
         self.reset_cache()
 
-    @property
-    def shape(self) -> DenoiserConfig:
-        return self.denoiser.config
-
     def reset_cache(self) -> None:
-        """Drops all keys and values; to be called when the denoiser's weights have changed."""
         device, engine, budget = self.denoiser.device, self._engine, self._budget
         # What was kept is freed first: the pool is a share of what is free.
         self.pool, self._contexts = None, KVCacheManager(self.denoiser, None)
         if budget is not None:
             near = budget.pool_bytes
+        elif engine.prefix_cache_gib is None:
+            near = default_pool_bytes(device)
         else:
-            near = (
-                default_pool_bytes(device)
-                if engine.prefix_cache_gib is None
-                else int(engine.prefix_cache_gib * GIB)
-            )
+            near = int(engine.prefix_cache_gib * GIB)
         if near:
             self.pool = EvidencePool(device, near, int(engine.cpu_offload_gib * GIB))
         self._contexts = KVCacheManager(self.denoiser, self.pool)
@@ -106,11 +144,10 @@ class MaskedModelRunner:
 
     @property
     def cache_stats(self) -> CacheStats:
-        """What was reused since the last `forget`."""
         return self._contexts.cache_stats
 
-    def prefetch(self, arrangement: LaidOutPrompt) -> None:
-        self._contexts.prefetch(arrangement)
+    def prefetch(self, laid: LaidOutPrompt) -> None:
+        self._contexts.prefetch(laid)
 
     def release(self, slot: int) -> None:
         self._contexts.release(slot)
@@ -120,48 +157,43 @@ class MaskedModelRunner:
         if self.denoiser.compute_dtype != self._dtype:
             self.reset_cache()  # an autocast has begun or ended since
         with profile_stage("encode_evidence"):
-            shown = [self._cache_request(view) for view in views]
-            runs, context = self._contexts.prepare_rows(shown)
+            runs, context = self._contexts.prepare_rows([self._cache_request(view) for view in views])
         with profile_stage("denoise"):
-            segments = [run.segment for run in runs]
             read = [[] if run.row is None else self._read_tokens(run, views[run.row]) for run in runs]
-            added, copied = (
-                collect_sampling_metadata(views, self._mask_id),
-                collect_crf_inputs(views, int(self._mask_id[0])),
-            )
-            rows = pack_rows(
-                segments,
-                self.denoiser.device,
-                read,
-                context,
-                add=[*added, *(array for arrays in copied.values() for array in arrays)],
-            )
+            chunks, policy = list(split_logit_chunks(views)), any(view.soft_threshold for view in views)
+            wanted = [
+                (
+                    collect_sampling_metadata(chunk, self._mask_id, policy),
+                    collect_crf_inputs(chunk, self._mask_id),
+                )
+                for chunk in chunks
+            ]
+            segments = [run.segment for run in runs]
+            rows = pack_rows(segments, self.denoiser.device, read, context, add=[*chain(*chain(*wanted))])
             hidden, _ = self.denoiser.encode(rows)
             self._contexts.store_computed()
-            mask_id, *arrays = rows.extra_tensors[: len(added)]
-            sizes = count_chunk_positions(views)
-            of, chains, found = len(arrays) // len(sizes), len(added), []
-            for number, part in enumerate(hidden.split(sizes)):
-                logits = self.denoiser.compute_token_logits(part).float()
-                if number in copied:
-                    logits = apply_copy_crf(
-                        logits, CopyCRF(*rows.extra_tensors[chains : chains + len(copied[number])])
-                    )
-                    chains += len(copied[number])
-                wanted = SamplingMetadata(mask_id, *arrays[number * of : (number + 1) * of])
-                found.append(sample_proposals(logits, wanted))
+            sizes = [sum(len(view.positions) for view in chunk) for chunk in chunks]
+            tensors, found = iter(rows.extra_tensors), []
+            for states, (sampling, copying) in zip(hidden.split(sizes), wanted, strict=True):
+                metadata = SamplingMetadata(*islice(tensors, len(sampling)))
+                logits = self.denoiser.compute_token_logits(states).float()
+                if copying:
+                    logits = apply_copy_crf(logits, CopyCRF(*islice(tensors, len(copying))))
+                found.append(sample_proposals(logits, metadata))
             values = to_host(torch.cat(found, dim=1)).astype(np.float64)
         ends = np.cumsum([len(view.positions) for view in views])
-        parts = np.split(values, ends[:-1], axis=1)
-        return [_proposals(view, part) for view, part in zip(views, parts, strict=True)]
+        return [
+            Proposals.from_rows(view.positions, part[: None if view.soft_threshold else len(STATISTICS)])
+            for view, part in zip(views, np.split(values, ends[:-1], axis=1), strict=True)
+        ]
 
     def _cache_request(self, view: ModelInput) -> CacheRequest:
         """The chain of a row's lead and canvas, and what of it is finished."""
         laid, lead = view.laid_out_prompt, len(view.laid_out_prompt.canvas_prefix.ids)
-        chain = laid.build_canvas_segment(view.canvas.tolist())
-        finished = chain.block_start(lead + view.finished_length)
+        segment = laid.build_canvas_segment(view.canvas.tolist())
+        finished = segment.block_start(lead + view.finished_length)
         first = int(view.positions[0]) if len(view.positions) else view.finished_length
-        return CacheRequest(view.slot, laid, chain, finished, lead + first - self.denoiser.config.shifted)
+        return CacheRequest(view.slot, laid, segment, finished, lead + first - self.denoiser.config.shifted)
 
     def _read_tokens(self, run: ForwardSpan, view: ModelInput) -> list[int]:
         """The tokens of a run whose states predict positions that are asked for."""
@@ -170,85 +202,120 @@ class MaskedModelRunner:
         return at[(at >= 0) & (at < len(run.segment.ids))].tolist()
 
 
-def _proposals(view: ModelInput, found: NDArray[np.float64]) -> Proposals:
-    known = found if view.soft_threshold is not None else found[: len(STATISTICS)]
-    return Proposals.from_rows(view.positions, known)
+def split_logit_chunks(views: Sequence[ModelInput]) -> Iterator[list[ModelInput]]:
+    """The views in chunks of at most `LOGITS_CHUNK_POSITIONS` positions; only longer rows are divided."""
+    most, chunk, room = LOGITS_CHUNK_POSITIONS, list[ModelInput](), LOGITS_CHUNK_POSITIONS
+    for view in views:
+        for start in range(0, len(view.positions), most):
+            part, piece = slice(start, start + most), view
+            if len(view.positions) > most:
+                quantiles = None if view.quantiles is None else view.quantiles[..., part]
+                piece = replace(view, positions=view.positions[part], quantiles=quantiles)
+            if len(piece.positions) > room:
+                yield chunk
+                chunk, room = [], most
+            chunk.append(piece)
+            room -= len(piece.positions)
+    yield chunk
 
 
-def split_logit_chunks(views: Sequence[ModelInput]) -> list[list[tuple[int, slice]]]:
-    """The positions that are read at a time, at most `LOGITS_CHUNK_POSITIONS`: of which rows which.
-
-    Rows are whole in a piece, but for those that are longer.
-    """
-    pieces: list[list[tuple[int, slice]]] = [[]]
-    room = LOGITS_CHUNK_POSITIONS
-    for row, view in enumerate(views):
-        for start in range(0, len(view.positions), LOGITS_CHUNK_POSITIONS):
-            part = slice(start, min(start + LOGITS_CHUNK_POSITIONS, len(view.positions)))
-            if part.stop - start > room:
-                pieces.append([])
-                room = LOGITS_CHUNK_POSITIONS
-            pieces[-1].append((row, part))
-            room -= part.stop - start
-    return pieces
+def collect_crf_inputs(views: Sequence[ModelInput], mask_id: int) -> Arrays:
+    """The fields of `CopyCRF` for these views; empty where none copies."""
+    sources, chains, first, penalties, begin = [], [], [], [], 0
+    for view in views:
+        if view.copy_sources is not None:
+            sources.append(view.copy_sources)
+            chains.append(view.copy_sources.build_chain(view.canvas, view.positions, mask_id))
+            first.append(begin)
+            penalties.append(view.copy_penalty)
+        begin += len(view.positions)
+    if not sources:
+        return []
+    return [*batch_copy_sources(sources, chains, first), np.array(penalties, np.float32)]
 
 
-def count_chunk_positions(views: Sequence[ModelInput]) -> list[int]:
-    """The number of positions in each of `split_logit_chunks`."""
-    return [sum(part.stop - part.start for _, part in piece) for piece in split_logit_chunks(views)]
-
-
-def collect_crf_inputs(views: Sequence[ModelInput], mask_id: int) -> dict[int, list[NDArray[Any]]]:
-    """The fields of `CopyCRF` for each piece, by its number, with rows that copy."""
-    found: dict[int, list[NDArray[Any]]] = {}
-    for number, piece in enumerate(
-        split_logit_chunks(views) if any(view.copy_sources for view in views) else ()
-    ):
-        copyings, chains, first, prices, begin = [], [], [], [], 0
-        for row, part in piece:
-            view = views[row]
-            if view.copy_sources is not None:
-                copyings.append(view.copy_sources)
-                chains.append(view.copy_sources.build_chain(view.canvas, view.positions[part], mask_id))
-                first.append(begin)
-                prices.append(view.copy_penalty)
-            begin += part.stop - part.start
-        if copyings:
-            found[number] = [*batch_copy_sources(copyings, chains, first), np.array(prices, np.float32)]
-    return found
-
-
-def collect_sampling_metadata(
-    views: Sequence[ModelInput], mask_id: NDArray[np.int64]
-) -> list[NDArray[Any]]:
-    """As it goes to the device: the mask, then the rest of `SamplingMetadata` for each of
-    `split_logit_chunks`.
-    """
-    counts = [len(view.positions) for view in views]
-    written = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
+def collect_sampling_metadata(views: Sequence[ModelInput], mask_id: int, policy: bool) -> Arrays:
+    """The fields of `SamplingMetadata` for these views; policy: whether any row of the call has one."""
+    counts, soft = [len(view.positions) for view in views], [view.soft_threshold for view in views]
+    current = np.concatenate([np.append(view.canvas, mask_id)[view.positions] for view in views])
     temperature = np.repeat([view.temperature for view in views], counts)
-    spread = np.repeat([view.needs_entropy for view in views], counts)
-    uniform = np.zeros(len(written))
-    any_soft = any(view.soft_threshold is not None for view in views)
-    lots, soft = np.zeros((5, len(written)), dtype=np.float32), np.zeros(len(written), dtype=bool)
+    drawn, quantiles = np.flatnonzero(temperature), np.zeros((2, len(current)))
     for view, end in zip(views, np.cumsum(counts), strict=True):
-        at = slice(end - len(view.positions), end)
         if view.quantiles is not None:
-            uniform[at] = view.quantiles
-        if view.soft_threshold is not None and view.policy_quantiles is not None:
-            soft[at], lots[:3, at], lots[3:, at] = (
-                True,
-                np.array(view.soft_threshold)[:, None],
-                view.policy_quantiles,
-            )
-    arrays: list[NDArray[Any]] = [mask_id]
-    ends = np.cumsum(count_chunk_positions(views))
-    for start, stop in pairwise([0, *ends.tolist()]):
-        part = slice(start, stop)
-        sampled = np.flatnonzero(temperature[part])
-        drawn = (values[part][sampled].astype(np.float32) for values in (temperature, uniform))
-        arrays += [written[part], sampled, *drawn, np.flatnonzero(spread[part])]
-        if any_soft:
-            drawing = np.flatnonzero(soft[part])
-            arrays += [drawing, lots[:, part][:, drawing]]
+            quantiles[:, end - len(view.positions) : end] = view.quantiles
+    entropy = np.flatnonzero(np.repeat([view.needs_entropy for view in views], counts))
+    sampled = (values[drawn].astype(np.float32) for values in (temperature, quantiles[0]))
+    arrays: Arrays = [np.array([mask_id]), current, drawn, *sampled, entropy]
+    if policy:
+        index = np.flatnonzero(np.repeat([each is not None for each in soft], counts))
+        params = np.repeat([each or (1.0, 0.5, 1.0) for each in soft], counts, axis=0).T
+        arrays += [index, np.concatenate((params, quantiles)).astype(np.float32)[:, index]]
     return arrays
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """What is wanted of n positions; tensors lie on the device of the logits.
+
+    mask_id: (1,), never proposed. current_ids: (n,) the token that stands there now. sampled_index: (m,)
+    which positions take a token at random, at the quantile `quantiles` (m,) of the distribution at
+    `temperature` (m,), above 0; the others take the most probable one. entropy_index: (s,) of which
+    positions entropy and margin are wanted. policy_index: (k,) for which positions a policy draws, None
+    where there is none in the call; policy_params: (5, k) its temperature, threshold and width, and the
+    two quantiles that it draws at.
+    """
+
+    mask_id: Tensor
+    current_ids: Tensor
+    sampled_index: Tensor
+    temperature: Tensor
+    quantiles: Tensor
+    entropy_index: Tensor
+    policy_index: Tensor | None = None
+    policy_params: Tensor | None = None
+
+
+def sample_proposals(logits: Tensor, wanted: SamplingMetadata) -> Tensor:
+    """A row (n,) for each of `STATISTICS`, then, where a policy draws, for each of `ACTION_STATISTICS`.
+
+    logits: (n, V) float32. The mask itself is never proposed. Confidence is a token's probability at
+    temperature 1, whatever it was sampled at; the log-probability is finite where that underflows. Entropy
+    and margin cost a pass over the whole distribution, and are 0 where nobody wants them.
+    """
+    # The largest weight is 1 and confidences near 1 stay apart, which log-sum-exp would round away.
+    highest = logits.amax(-1, keepdim=True)
+    weights = (logits - highest).exp_()
+    total = weights.sum(-1)
+    entropy, margin = torch.zeros_like(total), torch.zeros_like(total)
+    if len(wanted.entropy_index):
+        probability = weights[wanted.entropy_index] / total[wanted.entropy_index, None]
+        best = probability.topk(2, dim=-1).values
+        entropy.index_copy_(0, wanted.entropy_index, torch.special.entr(probability).sum(-1))
+        margin.index_copy_(0, wanted.entropy_index, best[:, 0] - best[:, 1])
+    allowed = logits.index_fill(1, wanted.mask_id, -math.inf)
+    token = allowed.argmax(-1)
+    if len(wanted.sampled_index):
+        above = allowed[wanted.sampled_index]
+        above = above - above.amax(-1, keepdim=True)
+        exact = above if above.device.type == "mps" else above.double()
+        tempered = exact / wanted.temperature[:, None].to(exact.dtype)
+        token = token.index_copy(0, wanted.sampled_index, sample_at_quantile(tempered, wanted.quantiles))
+    log_prob = (allowed.gather(1, token[:, None]) - highest).squeeze(1) - total.log()
+    confidence, current = (
+        weights.gather(1, ids[:, None]).squeeze(1) / total for ids in (token, wanted.current_ids)
+    )
+    # As in `STATISTICS`. Token ids are exact in float32 below 2 ** 24; not every device has float64.
+    found = torch.stack([token.float(), confidence, log_prob, entropy, margin, current])
+    if wanted.policy_index is None or wanted.policy_params is None:
+        return found
+    draws = found.new_zeros(len(ACTION_STATISTICS), len(logits))
+    if len(wanted.policy_index):
+        temperature, threshold, width, uniform, forced = wanted.policy_params
+        draws[:, wanted.policy_index] = draw_actions(
+            logits[wanted.policy_index],
+            wanted.mask_id,
+            SoftThreshold(temperature, threshold, width),
+            uniform,
+            forced,
+        )
+    return torch.cat((found, draws))

@@ -28,8 +28,7 @@ def decide_search(row: Row, query: str, heads: PolicyHeads) -> tuple[bool, Float
     """
     features = compute_search_features(row, query)
     logit = INITIAL_SEARCH_LOGIT + compute_head_logits(heads.search, features[None])
-    draws = row.record.draws
-    opened = open_gates(logit, None if draws is None else draws[4, :1], row.settings.head_threshold)
+    opened = open_gates(logit, None if row.draws is None else row.draws[4, :1], row.settings.head_threshold)
     return bool(opened[0]), features, float(log_sigmoid(np.where(opened, logit, -logit))[0])
 
 

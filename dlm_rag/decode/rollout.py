@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dlm_rag.decode.citations import Citation
 from dlm_rag.decode.provisional_log import ProvisionalDelta, ProvisionalToken, replay_provisional
 from dlm_rag.text import find_answer_span
@@ -47,9 +44,10 @@ class Action:
     search_log_prob: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutStep:
-    """One step: what was committed, then what was asked and which passages are the evidence now.
+    """One step, filled in until it is over: what was committed, then what was asked and which passages are
+    the evidence now.
 
     Step 0 asks with the question alone and commits nothing. The tokens of step s were committed
     with the evidence of step s - 1 in context. `query` is None when no refresh was due; `retrieved`
@@ -76,26 +74,6 @@ class RolloutStep:
     def written_tokens(self) -> tuple[CommittedToken, ...]:
         """What the step put on the canvas."""
         return (*self.committed, *self.edited)
-
-
-@dataclass
-class StepRecord:
-    """What a step has done so far, as in `RolloutStep`; draws: the numbers that a policy samples at."""
-
-    query: str | None = None
-    retrieved: bool = False
-    committed: tuple[CommittedToken, ...] = ()
-    remasked: tuple[int, ...] = ()
-    edited: tuple[CommittedToken, ...] = ()
-    action: Action | None = None
-    guesses: ProvisionalDelta | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    draws: NDArray[np.float64] | None = None  # (5, length)
-
-    def finish(self, step: int, passage_ids: tuple[str, ...], dropped: tuple[str, ...]) -> RolloutStep:
-        """The step as it is kept, with its evidence."""
-        done = {name: value for name, value in vars(self).items() if name != "draws"}
-        return RolloutStep(step, passage_ids=passage_ids, dropped=dropped, **done)
 
 
 @dataclass

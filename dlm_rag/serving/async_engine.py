@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.engine import StepEvent
+from dlm_rag.decode.decoder import Decoder, StepEvent
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Ticket
 from dlm_rag.errors import RunError, UserError, is_failure, summarize_error

@@ -12,7 +12,6 @@ from pydantic import BaseModel, BeforeValidator, Field, create_model
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import get_rule, replace_settings
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.engine import check_policy_heads, with_checkpoint_defaults
 from dlm_rag.errors import UserError
 from dlm_rag.serving.middleware import ApiError, RequestBody, parse_body
 
@@ -153,8 +152,7 @@ class RequestParser:
             if value is None:  # which OpenAI's clients send for the default
                 given[name] = _SETTINGS[name].default
         try:
-            settings = with_checkpoint_defaults(replace_settings(own, **given), shape)
-            check_policy_heads(settings, self.decoder.denoiser.heads is not None)
+            settings = self.decoder.resolve_settings(replace_settings(own, **given))
             length = settings.max_new_tokens or 0
             if length > self.most:
                 reason = f"max_new_tokens={length} is more than the {self.most} of this server"

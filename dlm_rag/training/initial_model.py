@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from dlm_rag.config import Config
 from dlm_rag.config.ineffective_settings import check_checkpoint_effects
 from dlm_rag.data.synthetic_world import make_world, make_world_question
-from dlm_rag.decode.engine import with_checkpoint_defaults
+from dlm_rag.decode.settings import resolve_settings
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.checkpoint import Checkpoint, open_checkpoint
@@ -42,7 +42,7 @@ def check_noise_settings(config: Config, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None and uniform:
             _check_supported(train, SUPPORTED_OF_PHASE, checkpoint)
     if checkpoint is not None and uniform:
-        with_checkpoint_defaults(config.decode, checkpoint.config)  # validation decodes
+        resolve_settings(config.decode, checkpoint.config)  # validation decodes
         _check_supported(config.model, SUPPORTED_OF_MODEL, checkpoint)
 
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dlm_rag.errors import UserError
 
 if TYPE_CHECKING:
-    from dlm_rag.decode.decoder import AnyDenoiser, Decoder, DecoderStats
-    from dlm_rag.decode.engine import Engine
+    from dlm_rag.decode.decoder import AnyDenoiser, Decoder, DecoderStats, Engine
     from dlm_rag.decode.rollout import Rollout
     from dlm_rag.energy.meter import EnergyMeter, EnergyReading
     from dlm_rag.questions import Question

@@ -4,7 +4,7 @@ import pytest
 
 from dlm_rag.config import DecodeConfig, EngineConfig
 from dlm_rag.decode.decoder import Decoder
-from dlm_rag.decode.denoise_step import DenoiseStep
+from dlm_rag.decode.steps import DenoiseStep
 from dlm_rag.decode.trace_file import make_step_examples, read_trace, read_trace_header, rebuild_prompts
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import lay_out_prompt

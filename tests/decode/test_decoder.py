@@ -8,9 +8,8 @@ import torch
 
 from dlm_rag import Decoder, load_retriever
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.engine import with_checkpoint_defaults
-from dlm_rag.decode.model_runner import MaskedModelRunner
-from dlm_rag.decode.sampler import SamplingMetadata, sample_proposals
+from dlm_rag.decode.model_runner import MaskedModelRunner, SamplingMetadata, sample_proposals
+from dlm_rag.decode.settings import resolve_settings
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.errors import QuestionError
 from dlm_rag.questions import Question
@@ -540,5 +539,5 @@ def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise(
         (("max_new_tokens", 4),): (4, 4),
         (("max_new_tokens", 96), ("block_length", 16)): (96, 16),
     }.items():
-        found = with_checkpoint_defaults(DecodeConfig(**dict(given)), own)
+        found = resolve_settings(DecodeConfig(**dict(given)), own)
         assert (found.max_new_tokens, found.block_length) == lengths

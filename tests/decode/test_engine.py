@@ -13,7 +13,6 @@ import torch
 
 from dlm_rag import Decoder
 from dlm_rag.config import DecodeConfig, EngineConfig
-from dlm_rag.decode.engine import Engine
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.questions import Question
@@ -199,7 +198,9 @@ class Careless(CountingRetriever):
 @pytest.mark.slow
 def test_a_hundred_thousand_questions_pass_in_flat_memory(corpus):
     settings = DecodeConfig(max_new_tokens=4, batch_size=64)
-    with Engine(Trivial(), Careless(corpus, 1), tiny_tokenizer(), settings) as engine:
+    decoder = Decoder(tiny_denoiser(), Careless(corpus, 1), tiny_tokenizer(), settings)
+    decoder.model_runner = Trivial()
+    with decoder.new_engine() as engine:
         stream_through(engine, range(20_000))  # until what is kept of texts has its full size
         before = resident()
         assert stream_through(engine, range(20_000, 120_000)) == 100_000

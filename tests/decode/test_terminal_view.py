@@ -72,7 +72,7 @@ def test_figures_line_by_hand():
 def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
     console = Console(width=100, height=40, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
     decoder = make_decoder(corpus_file, batch_size=2)
-    from dlm_rag.decode.decoder import as_questions
+    from dlm_rag.questions import as_questions
 
     with LiveView(console) as view:
         for rollout in decoder.stream(as_questions(QUESTIONS), view.step):

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from dlm_rag.decode.denoise_step import DenoiseStep
+from dlm_rag.decode.steps import DenoiseStep
 from dlm_rag.decode.terminal import render_answer
 from dlm_rag.decode.trace_file import (
     TraceWriter,

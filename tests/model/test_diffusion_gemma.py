@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_rag.decode.canvas import UniformNoiseCanvas, anneal_temperature, has_converged, uniform_tokens
-from dlm_rag.decode.uniform_runner import PrefixKVCache
+from dlm_rag.decode.uniform_noise import (
+    PrefixKVCache,
+    UniformNoiseCanvas,
+    anneal_temperature,
+    has_converged,
+    uniform_tokens,
+)
 from dlm_rag.diffusion.commit_rules import Proposals
 from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.diffusion_gemma import DiffusionGemma, load_diffusion_gemma

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from dlm_rag import Denoiser
 from dlm_rag.config import DecodeConfig, EngineConfig, TrainConfig, load_config
-from dlm_rag.decode.engine import with_checkpoint_defaults
 from dlm_rag.decode.model_runner import MaskedModelRunner
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
+from dlm_rag.decode.settings import resolve_settings
 from dlm_rag.decode.trace_file import TraceWriter, build_trace_header, read_trace
 from dlm_rag.diffusion.commit_rules import base_gate_logit
 from dlm_rag.diffusion.policy import gate_log_prob
@@ -523,7 +523,7 @@ def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path,
     heads, trained = read_heads(tmp_path / "model"), trainer.denoiser.heads
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), trained.parameters(), strict=True))
     assert heads.commit.outer.weight.any(), "something was learned"
-    own = with_checkpoint_defaults(DecodeConfig(), open_checkpoint(tmp_path / "model").config)
+    own = resolve_settings(DecodeConfig(), open_checkpoint(tmp_path / "model").config)
     assert (own.commit_rule, own.retrieval_gate) == ("policy_head", "policy_head"), (
         "by themselves, where nothing else is said"
     )

@@ -8,7 +8,7 @@ from torch import nn
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import look_up
-from dlm_rag.decode.engine import with_checkpoint_defaults
+from dlm_rag.decode.settings import resolve_settings
 from dlm_rag.decode.trace_file import build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
 from dlm_rag.machine import choose_device, choose_dtype
@@ -167,7 +167,7 @@ class RlTask(Task):
         """What the denoiser learns from steps that were taken."""
         assert self._denoiser is not None
         shape = self._denoiser.config
-        settings = with_checkpoint_defaults(make_rollout_settings(self._config, self._train), shape)
+        settings = resolve_settings(make_rollout_settings(self._config, self._train), shape)
         header = build_trace_header(
             shape, self._tokenizer, layout, settings,
             top_k=self._config.retrieval.top_k, model="", corpus="",

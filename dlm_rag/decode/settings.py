@@ -1,0 +1,65 @@
+"""Decode settings for a checkpoint: what is unset is the checkpoint's own, what it rules out is refused."""
+
+from dlm_rag.config import DecodeConfig
+from dlm_rag.config.fields import replace_settings
+from dlm_rag.config.ineffective_settings import check_checkpoint_effects
+from dlm_rag.config.inference import DEFAULT_ENTROPY_BOUND_NATS
+from dlm_rag.diffusion.commit_rules import find_rule
+from dlm_rag.errors import ConfigError
+from dlm_rag.model.denoiser_config import DenoiserConfig
+from dlm_rag.retrieval.query import find_query_policy
+
+
+def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeConfig:
+    """`settings` with the checkpoint's own lengths, rules and noise schedule for what is unset.
+
+    Raises `ConfigError` for settings that the checkpoint cannot be decoded by, or does not read.
+    """
+    noise, block = shape.noise, shape.block_size
+    names = ("finished_block_context", "commit_rule", "retrieval_gate")
+    own = {name: getattr(shape, name) for name in names}
+    facts = {"noise": "mask" if noise is None else "uniform", "attention_blocks": bool(block)}
+    facts |= {f"decode.{name}": own[name] for name in names[1:] if getattr(settings, name) is None}
+    fixed = own | {"block_length": block, "query_window": 0}  # of noise, which has no choice
+    accepted = {names[0]: own[names[0]]} if noise is None else fixed
+    check_checkpoint_effects("decode", settings, facts, accepted)
+
+    defaults = own | {"max_new_tokens": shape.canvas_length, "entropy_bound": DEFAULT_ENTROPY_BOUND_NATS}
+    if noise is not None:
+        defaults |= {
+            "steps_per_block": noise.steps,
+            **{n: v for n, v in vars(noise).items() if n != "steps"},
+        }
+    changes = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    length = settings.max_new_tokens or shape.canvas_length
+    if noise is not None:
+        assert block is not None
+        changes |= fixed | {"max_new_tokens": -(-length // block) * block}  # whole blocks
+    elif settings.block_length is None:
+        # Blocks of attention may be longer than the canvas, and are written whole.
+        longest = length if block is None else 0
+        changes["block_length"] = (
+            commit_block if (commit_block := shape.block_length or 0) <= length else longest
+        )
+    settings = replace_settings(settings, **changes)
+    low, high = settings.temperature_low, settings.temperature_high
+    if low is not None and high is not None and low > high:
+        raise ConfigError(
+            f"temperature_low={low} is above temperature_high={high}: a block of noise cools down"
+        )
+    return settings
+
+
+def check_policies(settings: DecodeConfig, has_heads: bool) -> None:
+    """Raises `ConfigError` for a rule or query policy that cannot be imported, and for settings that need
+    policy heads where the checkpoint has none.
+    """
+    find_query_policy(settings.query_policy)
+    needing = "retrieval_gate" if settings.retrieval_gate == "policy_head" else ""
+    if settings.commit_rule is not None and "head" in find_rule(settings.commit_rule).statistics:
+        needing = "commit_rule"
+    if needing and not has_heads:
+        raise ConfigError(
+            f"{needing}={getattr(settings, needing)} needs policy heads, and this checkpoint has none: "
+            "train them with --config search_rl.yaml train.trainable=policy_heads"
+        )

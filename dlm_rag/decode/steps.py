@@ -1,0 +1,317 @@
+"""The two halves of a step: denoise and commit, then search and lay out the prompt with what was found."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from dlm_rag.decode.citations import find_grounded_tokens
+from dlm_rag.decode.copy_sources import CopySources, SeparatorTokens
+from dlm_rag.decode.model_runner import ModelInput, ModelRunner
+from dlm_rag.decode.policy_sampling import ask_commit_head, decide_search
+from dlm_rag.decode.rollout import Action, CommittedToken
+from dlm_rag.decode.row import Row
+from dlm_rag.diffusion.commit_rules import (
+    Proposals,
+    RuleContext,
+    choose_commits,
+    compute_step_sizes,
+    find_rule,
+    samples_actions,
+)
+from dlm_rag.errors import QuestionError, UserError
+from dlm_rag.evidence.prompt_segments import LaidOutPrompt, lay_out_prompt, order_by_arrival
+from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
+from dlm_rag.model.policy_heads import PolicyHeads
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.retrieval.base import PartialSearchError, Retriever, interleave_rankings
+from dlm_rag.retrieval.corpus import Passage
+from dlm_rag.retrieval.query import (
+    Query,
+    build_query,
+    find_query_policy,
+    is_retrieval_due,
+    resolve_query_threshold,
+)
+from dlm_rag.retrieval.retry import SearchUnavailableError
+from dlm_rag.text import split_words
+from dlm_rag.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SearchResult = list[Passage] | Exception  # of one query
+
+
+class DenoiseStep:
+    """Denoises rows and commits by their rules; heads: of the rule `policy_head`."""
+
+    def __init__(self, model_runner: ModelRunner, tokenizer: Tokenizer, heads: PolicyHeads | None) -> None:
+        self.model_runner, self.tokenizer, self.heads = model_runner, tokenizer, heads
+
+    def run(self, rows: list[Row]) -> None:
+        """One step of these rows, each with evidence; a row whose proposals are wrong fails alone."""
+        if not rows:
+            return
+        views = [build_model_input(row) for row in rows]
+        found = self.model_runner.propose(views)
+        with profile_stage("commit"):
+            for row, view, proposals in zip(rows, views, found, strict=True):
+                if not np.array_equal(proposals.positions, view.positions):
+                    row.fail("the model proposed for other positions than it was asked for")
+                elif not np.isfinite(proposals.confidence).all():
+                    row.fail("the denoiser's output is not a number")
+                else:
+                    self._write(row, proposals)
+
+    def _write(self, row: Row, proposals: Proposals) -> None:
+        canvas, record = row.canvas, row.record
+        # Where one token is asked for alone, the older provisional ones say more: of what comes after it.
+        if row.provisional is None or not row.follows_last_block:
+            masked = canvas.masked[proposals.positions]
+            row.provisional = proposals.most_probable or proposals.subset(masked)
+        change = canvas.write_step(proposals, row.settings, row.current_block, partial(self._choose, row))
+        record.committed, record.edited = self._records(change.committed), self._records(change.edited)
+        record.remasked = change.remasked
+        still = row.provisional.subset(canvas.masked[row.provisional.positions])
+        unseen = 0.0 if canvas.masked.any() else None  # nothing is known of what is after the window
+        row.lowest_confidence = float(still.confidence.min()) if len(still.positions) else unseen
+        if row.recorder is not None:
+            record.guesses = row.recorder.record_step(still)
+
+    def _choose(self, row: Row, candidates: Proposals, span: tuple[int, int] | None) -> Proposals:
+        """What the commit rule of the row commits of at least one candidate."""
+        settings, least = row.settings, 1
+        if settings.steps_per_block is not None and span is not None:
+            sizes = compute_step_sizes(span[1] - span[0], settings.steps_per_block, settings.schedule)
+            least = sizes[min(row.rollout.count_steps_within(*span), len(sizes) - 1)]
+        grounded = partial(self._grounded_mask, row)
+        head = None if self.heads is None else partial(ask_commit_head, row=row, heads=self.heads)
+        context = RuleContext(settings, least, row.draws, grounded, head)
+        chosen, sampled = choose_commits(candidates, context)
+        if sampled is not None:
+            features = () if sampled.features is None else tuple(map(tuple, sampled.features.tolist()))
+            positions = tuple(candidates.positions.tolist())
+            row.record.action = Action(positions, sampled.forced, sampled.log_prob, features)
+        return chosen
+
+    def _records(self, written: Proposals | None) -> tuple[CommittedToken, ...]:
+        if written is None:
+            return ()
+        columns = (written.positions, written.token_ids, written.confidence, written.log_prob)
+        return tuple(
+            CommittedToken(position, token, self.tokenizer.token_text(token), confidence, log_prob)
+            for position, token, confidence, log_prob in zip(*(c.tolist() for c in columns), strict=True)
+        )
+
+    def _grounded_mask(self, row: Row, candidates: Proposals) -> list[bool]:
+        """Whether question or evidence hold the words that each candidate would write."""
+        assert row.provisional is not None
+        if row.known_words is None:
+            texts = (row.question.question, *row.evidence.values())
+            row.known_words = frozenset(split_words("\n".join(texts)))
+        text, spans = self.tokenizer.decode_with_offsets(row.canvas.fill_provisional(row.provisional, 0.0))
+        held = find_grounded_tokens(text, spans, row.known_words)
+        return [held[position] for position in candidates.positions]
+
+
+def build_model_input(row: Row) -> ModelInput:
+    """What the model is shown of a row; draws the numbers that its sampling takes."""
+    assert row.laid_out_prompt is not None and row.settings.commit_rule is not None
+    settings, positions, (begin, end) = row.settings, row.positions_to_predict, row.window
+    statistics = find_rule(settings.commit_rule).statistics
+    draws, temperature = row.canvas.draw_numbers(settings, row.generator)
+    row.draws = draws if samples_actions(settings) else None
+    quantiles, soft = None, None
+    if draws is not None and "actions" in statistics:
+        soft = (settings.temperature or 1.0, settings.commit_threshold, settings.gate_temperature)
+        quantiles, temperature = draws[:2, positions], 0.0
+    elif draws is not None and temperature:
+        quantiles = draws[0, positions]
+    return ModelInput(
+        slot=row.slot,
+        laid_out_prompt=row.laid_out_prompt,
+        canvas=row.canvas.model_ids[:end],
+        positions=positions,
+        finished_length=begin,
+        temperature=temperature,
+        quantiles=quantiles,
+        soft_threshold=soft,
+        needs_entropy="spread" in statistics,
+        copy_sources=row.copy_sources,
+        copy_penalty=settings.copy_penalty or 0.0,
+    )
+
+
+class PendingSearch(NamedTuple):
+    """What was asked for some rows; `results` waits while the search is under way."""
+
+    rows: list[Row]
+    results: Callable[[], list[SearchResult]]
+
+
+NO_SEARCH = PendingSearch([], list)
+
+
+class RetrievalStep:
+    """Searches for rows and lays out their prompts; heads: of `retrieval_gate=policy_head`."""
+
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        retriever: Retriever,
+        tokenizer: Tokenizer,
+        layout: str,
+        heads: PolicyHeads | None,
+    ) -> None:
+        self.model_runner, self.retriever, self.tokenizer = model_runner, retriever, tokenizer
+        self.layout, self.heads = layout, heads
+
+    @cached_property
+    def _separators(self) -> SeparatorTokens:
+        return SeparatorTokens(self.tokenizer)
+
+    @cached_property
+    def _worker(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "search")
+
+    def close(self) -> None:
+        """Ends the search thread."""
+        if "_worker" in vars(self):
+            self._worker.shutdown()
+            del self._worker
+
+    def start_search(self, rows: list[Row], aside: bool = False) -> PendingSearch:
+        """Searches for the rows that are due and whose query has changed; `aside`: on another thread."""
+        asking: list[Row] = []
+        queries: list[Query] = []
+        with profile_stage("detokenize"):
+            for row in rows:
+                if (query := self._build_row_query(row)) is None:
+                    continue
+                row.record.query, key = query.text, self.retriever.key(query)
+                if not row.step or (key != row.query_key and self._should_search(row, query)):
+                    row.query_key, row.record.retrieved = key, True
+                    if row.settings.retrieval_gate == "policy_head":
+                        row.searched_words = frozenset(split_words(query.text))
+                    asking.append(row)
+                    queries.append(query)
+        if not asking:
+            return NO_SEARCH
+        if aside:
+            return PendingSearch(asking, self._worker.submit(self._search, queries).result)
+        found = self._search(queries)
+        return PendingSearch(asking, lambda: found)
+
+    def _build_row_query(self, row: Row) -> Query | None:
+        """What a row asks now; None where no refresh is due."""
+        settings, lowest, response = row.settings, row.lowest_confidence, ""
+        if row.step and not is_retrieval_due(
+            row.step, settings.retrieval_interval, settings.retrieval_threshold, lowest
+        ):
+            return None
+        if row.provisional is not None:
+            least = resolve_query_threshold(settings.query_policy, settings.query_threshold)
+            response = self.tokenizer.query_text(row.canvas.fill_provisional(row.provisional, least))
+        best = row.first_passages[0].text if row.first_passages else ""
+        return build_query(settings.query_policy, row.question.question, response, best, str(row.ticket))
+
+    def _should_search(self, row: Row, query: Query) -> bool:
+        """Whether to refresh the evidence with a query that has changed."""
+        if row.settings.retrieval_gate != "policy_head":
+            return True
+        assert self.heads is not None
+        yes, features, log_prob = decide_search(row, query.text, self.heads)
+        row.record.action = replace(
+            row.record.action or Action(),
+            search_features=tuple(features.tolist()),
+            search_log_prob=log_prob,
+        )
+        return yes
+
+    def _search(self, queries: list[Query]) -> list[SearchResult]:
+        """What each query finds, or the error that it met; a search that fails is not repeated."""
+        with profile_stage("retrieve"):
+            try:
+                found: list[SearchResult] = list(self.retriever.search(queries))
+            except PartialSearchError as error:
+                found = error.results
+            except UserError:  # no answer of this run can be right any more
+                raise
+            except Exception as error:
+                if not isinstance(error, SearchUnavailableError):  # whose sentence says it all
+                    log.warning("a search failed", exc_info=error)
+                return [error] * len(queries)
+        if len(found) != len(queries):
+            return [RuntimeError(f"{len(found)} results for {len(queries)} queries")] * len(queries)
+        return [_check_passages(passages) for passages in found]
+
+    def apply_search(self, search: PendingSearch) -> None:
+        """Takes what was found as the evidence of its rows; only the wait for it counts as time."""
+        with profile_stage("retrieve"):
+            found = search.results()
+        with profile_stage("tokenize"):
+            for row, passages in zip(search.rows, found, strict=True):
+                if row.rollout.error:  # it has left while the search was under way
+                    self.retriever.forget(str(row.ticket))
+                elif isinstance(passages, Exception):  # even of the last: evidence is part of the answer
+                    row.fail(f"the search failed: {type(passages).__name__}: {passages}")
+                else:
+                    try:
+                        self._update_evidence(row, passages)
+                    except QuestionError as error:
+                        row.fail(str(error))
+
+    def _update_evidence(self, row: Row, found: list[Passage]) -> None:
+        """Makes what fits of the passages the evidence of the row, and lays out its prompt."""
+        rollout, passages = row.rollout, self._merge_passages(row, found)
+        if passages == row.retrieved_passages:
+            return
+        # An id stands for one text throughout a question, whatever a search engine says later.
+        texts = {p.id: rollout.passages.setdefault(p.id, p.text) for p in passages}
+        fitted, laid = self._lay_out(row, texts)
+        first = row.laid_out_prompt is None
+        if first and (length := laid.round_up_canvas(row.canvas.length)) > row.canvas.length:
+            row.canvas, rollout.canvas_length = replace(row.canvas, length=length), length
+            fitted, laid = self._lay_out(row, texts)
+        if fitted.truncation.tokens > rollout.cut.get("tokens", 0):
+            rollout.cut = asdict(fitted.truncation)
+        if row.settings.copy_penalty is not None:
+            row.copy_sources = CopySources.from_prompt(fitted.prompt, self._separators)
+        keep_shorter_texts(rollout.evidence_texts, fitted.texts)
+        row.retrieved_passages, row.fitted_prompt, row.laid_out_prompt = passages, fitted, laid
+        row.known_words = None
+        self.model_runner.prefetch(laid)
+
+    def _merge_passages(self, row: Row, found: list[Passage]) -> list[Passage]:
+        """What was found, with what stays of earlier searches, in the order of the prompt."""
+        if not row.step:
+            row.first_passages = found
+        elif find_query_policy(row.settings.query_policy).merges_rounds:
+            most = max(len(row.first_passages), len(found))
+            found = interleave_rankings((row.first_passages, found), most)
+        of_noise = self.model_runner.shape.noise is not None
+        return order_by_arrival(row.retrieved_passages or [], found) if of_noise else found
+
+    def _lay_out(self, row: Row, texts: Mapping[str, str]) -> tuple[FittedPrompt, LaidOutPrompt]:
+        """The prompt with what fits of the evidence next to the canvas; raises `QuestionError`."""
+        shape, settings = self.model_runner.shape, row.settings
+        room = ContextBudget.from_config(shape, self.layout, row.canvas.length, settings.passage_order)
+        fitted = fit_passages(self.tokenizer, row.question.question, texts, room)
+        laid = lay_out_prompt(fitted.prompt, shape, self.layout, settings.finished_block_context)
+        return fitted, laid
+
+
+def _check_passages(found: SearchResult) -> SearchResult:
+    """What a retriever, maybe the user's own, has found, or the error that it is not a list of passages."""
+    if isinstance(found, Exception):
+        return found
+    passages = list(found) if isinstance(found, Iterable) else [found]
+    for passage in passages:
+        fields = (passage.id, passage.title, passage.contents) if isinstance(passage, Passage) else (None,)
+        if not all(isinstance(field, str) for field in fields):
+            return TypeError(f"a search found {passage!r:.60}, which is not a Passage of three texts")
+    return passages

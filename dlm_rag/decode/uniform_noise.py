@@ -1,0 +1,249 @@
+"""Decoding by a model of uniform noise (DiffusionGemma): its canvas, and how it answers a step.
+
+The canvas starts as random tokens: a step proposes for all positions of a block, accepts some and draws the
+others again, also those accepted before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dlm_rag.config import DecodeConfig, EngineConfig, ModelConfig
+from dlm_rag.config.ineffective_settings import check_checkpoint_effects
+from dlm_rag.decode.model_runner import ModelInput, ModelRunner
+from dlm_rag.decode.row import Canvas, CanvasChange, Choose, TokenIds
+from dlm_rag.diffusion.commit_rules import Proposals
+from dlm_rag.diffusion.policy import sample_at_quantile
+from dlm_rag.errors import ConfigError
+from dlm_rag.evidence.segment_kv_cache import CacheStats
+from dlm_rag.model.device_io import to_device, to_host
+from dlm_rag.model.diffusion_gemma import DiffusionGemma, PromptKeysValues, StackedCaches
+from dlm_rag.nvtx_ranges import profile_stage
+from dlm_rag.randomness import sample_uniform
+
+
+@dataclass
+class UniformNoiseCanvas(Canvas):
+    """A canvas of uniform noise, denoised block after block.
+
+    `ids` hold what is accepted now; elsewhere the model sees `noise`. Invariant: what stands before
+    `frozen_length` changes no more; in the block after it every step accepts again.
+    """
+
+    noise: TokenIds = field(kw_only=True)  # (length,)
+    vocab_size: int = field(kw_only=True, default=0)
+    next_noise: TokenIds | None = field(init=False, default=None)
+    block_steps: int = 0  # steps of the current block
+    argmax_history: list[TokenIds] = field(default_factory=list)  # its most probable tokens at these steps
+
+    @property
+    def model_ids(self) -> TokenIds:
+        return np.where(self.masked, self.noise, self.ids)
+
+    @property
+    def open_positions(self) -> NDArray[np.bool_]:
+        """An accepted token was drawn: the most probable one stands for it until the block is finished."""
+        return np.arange(self.length) >= self.first_mutable
+
+    def draw_numbers(
+        self, settings: DecodeConfig, generator: torch.Generator
+    ) -> tuple[NDArray[np.float64], float]:
+        """(2, n), for tokens and the next noise; the temperature falls from step to step of a block."""
+        numbers = sample_uniform(generator, 2, self.length)
+        self.next_noise = uniform_tokens(numbers[1], self.vocab_size)
+        steps, high, low = settings.steps_per_block, settings.temperature_high, settings.temperature_low
+        assert steps is not None and high is not None and low is not None
+        return numbers, anneal_temperature(self.block_steps, steps, high, low)
+
+    def write_step(
+        self, proposals: Proposals, settings: DecodeConfig, block: tuple[int, int], choose: Choose
+    ) -> CanvasChange:
+        """Accepts what the rule chooses; once the block has converged or its steps are taken, the most
+        probable tokens.
+        """
+        best = proposals.most_probable
+        assert best is not None and self.next_noise is not None
+        assert settings.convergence_steps is not None and settings.stop_entropy is not None
+        sure = float(proposals.entropy.mean()) < settings.stop_entropy
+        over = sure and has_converged(self.argmax_history, best.token_ids, settings.convergence_steps)
+        over = over or self.block_steps + 1 == settings.steps_per_block
+        change = self.accept(best if over else choose(proposals, None))
+        self.block_steps, self.noise = self.block_steps + 1, self.next_noise
+        self.argmax_history.append(best.token_ids)
+        if over:
+            self.frozen_length, self.block_steps, self.argmax_history = block[1], 0, []
+        return change
+
+    def accept(self, chosen: Proposals) -> CanvasChange:
+        """Makes `chosen` all that is accepted of the current block."""
+        at, before = chosen.positions, self.masked.copy()
+        new, other = before[at], ~before[at] & (self.ids[at] != chosen.token_ids)
+        self.masked[self.first_mutable :] = True
+        self.masked[at] = False
+        taken_back = np.flatnonzero(self.masked & ~before)
+        self.ids[at], self.ids[taken_back] = chosen.token_ids, self.mask_id
+        return CanvasChange(chosen.subset(new), chosen.subset(other), tuple(taken_back.tolist()))
+
+
+def anneal_temperature(taken: int, steps: int, high: float, low: float) -> float:
+    """Of the step after `taken` of at most `steps` steps: `high` at first, then linear towards `low`.
+
+    In float32, as transformers does it: a model that reads its own logits amplifies the last bit.
+    """
+    share = np.float32(steps - taken) / np.float32(steps)
+    return float(np.float32(low) + np.float32(high - low) * share)
+
+
+def uniform_tokens(numbers: NDArray[np.float64], vocabulary: int) -> TokenIds:
+    """Token ids (n,), all equally likely, from numbers (n,) in [0, 1)."""
+    return np.minimum((numbers * vocabulary).astype(np.int64), vocabulary - 1)
+
+
+def has_converged(before: Sequence[TokenIds], best: TokenIds, convergence_steps: int) -> bool:
+    """Whether the most probable tokens are those of each of the last `convergence_steps` steps.
+
+    before: those of the earlier steps, oldest first.
+    """
+    last = before[max(0, len(before) - convergence_steps) :]
+    return convergence_steps <= len(before) and all(np.array_equal(ids, best) for ids in last)
+
+
+@dataclass
+class PrefixSlot:
+    """What is kept for a row: its text, and the logits that the next step of the same block is shown."""
+
+    ids: tuple[int, ...] = ()
+    keys_values: PromptKeysValues = field(default_factory=list)
+    logits_block_start: int = -1  # where the block begins that `logits` are of
+    previous_logits: Tensor | None = None
+
+
+class PrefixKVCache:
+    """Prompts whose tokens see only what precedes them, in slots: one that changes runs from there on.
+
+    `cache_stats` counts the tokens that rows see, and those that were run.
+    """
+
+    def __init__(self, denoiser: DiffusionGemma) -> None:
+        self._denoiser, self.slots, self.cache_stats = denoiser, dict[int, PrefixSlot](), CacheStats()
+
+    def prefill(self, number: int, ids: Sequence[int]) -> PrefixSlot:
+        """The slot with the keys and values of `ids`, at least one; runs those that are missing."""
+        slot, wanted = self.slots.setdefault(number, PrefixSlot()), tuple(ids)
+        self.cache_stats.requested_tokens += len(wanted)
+        if slot.ids == wanted:
+            return slot
+        pairs = zip(slot.ids, wanted, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        kept = [(keys[:, :, :same], values[:, :, :same]) for keys, values in slot.keys_values if same]
+        if rest := wanted[same:]:  # none where the text has been cut
+            self.cache_stats.encoded_tokens += len(rest)
+            kept = self._denoiser.extend_cache(kept, rest)
+        slot.ids, slot.keys_values = wanted, kept
+        return slot
+
+    def release(self, number: int) -> None:
+        """Drops what is kept under this number."""
+        self.slots.pop(number, None)
+
+
+class UniformModelRunner(ModelRunner):
+    """One call over the open blocks of all rows; of the texts before them, what has changed is run."""
+
+    denoiser: DiffusionGemma
+
+    def __init__(self, denoiser: DiffusionGemma) -> None:
+        self.denoiser = denoiser
+        self.reset_cache()
+
+    @property
+    def cache_stats(self) -> CacheStats:
+        return self._prefixes.cache_stats
+
+    def reset_cache(self) -> None:
+        self._prefixes = PrefixKVCache(self.denoiser)
+        self._stacked: tuple[list[tuple[int, tuple[int, ...]]], StackedCaches] | None = None
+
+    def release(self, slot: int) -> None:
+        self._prefixes.release(slot)
+        self._stacked = None
+
+    @torch.inference_mode()
+    def propose(self, views: Sequence[ModelInput]) -> list[Proposals]:
+        with profile_stage("encode_evidence"):
+            slots = [self._prefixes.prefill(view.slot, _finished_ids(view)) for view in views]
+            texts = self._stack_texts([view.slot for view in views], slots)
+        with profile_stage("denoise"):
+            open_blocks = np.stack([view.canvas[view.finished_length :] for view in views])
+            quantiles = [view.quantiles.astype(np.float32) for view in views if view.quantiles is not None]
+            canvas, *drawn = to_device([open_blocks, *quantiles], self.denoiser.device)
+            before = [
+                slot.previous_logits if slot.logits_block_start == view.finished_length else None
+                for slot, view in zip(slots, views, strict=True)
+            ]
+            found = []
+            for row, logits in enumerate(self.denoiser.compute_canvas_logits(canvas, texts, before)):
+                view, slot = views[row], slots[row]
+                cooled = logits / view.temperature
+                found.append(_read_logits(logits, cooled, canvas[row], drawn[row]))
+                slot.logits_block_start = view.finished_length
+                slot.previous_logits = cooled.to(self.denoiser.dtype)
+            values = to_host(torch.stack(found)).astype(np.float64)
+        return [_make_proposals(view, part) for view, part in zip(views, values, strict=True)]
+
+    def _stack_texts(self, numbers: list[int], slots: list[PrefixSlot]) -> StackedCaches:
+        """The texts of slots; put together again only where one has changed, or a row has come or gone."""
+        key = [(number, slot.ids) for number, slot in zip(numbers, slots, strict=True)]
+        if self._stacked is None or self._stacked[0] != key:
+            self._stacked = None  # freed first
+            block = self.shape.block_size
+            assert block is not None
+            self._stacked = key, self.denoiser.stack_caches([slot.keys_values for slot in slots], block)
+        return self._stacked[1]
+
+
+def _finished_ids(view: ModelInput) -> tuple[int, ...]:
+    """The tokens before the open block: the prompt, and the finished blocks."""
+    return (*view.laid_out_prompt.canvas_prefix.ids, *view.canvas[: view.finished_length].tolist())
+
+
+def _read_logits(logits: Tensor, cooled: Tensor, canvas: Tensor, uniform: Tensor) -> Tensor:
+    """(8, n): of each position token, its probability and log-probability, the entropy, the probability of
+    what stands there, and the most probable token with its own two.
+
+    logits, cooled: (n, V) float32, the second over the temperature, by which tokens are drawn, at the
+    quantiles `uniform` (n,), and which the entropy is of. Probabilities are those of temperature 1.
+    """
+    drawn, best = sample_at_quantile(cooled, uniform), cooled.argmax(-1)
+    entropy = torch.special.entr(cooled.softmax(-1)).sum(-1)
+    log_prob = logits.log_softmax(-1)
+    one, current, most = (log_prob.gather(1, ids[:, None]).squeeze(1) for ids in (drawn, canvas, best))
+    return torch.stack(
+        [drawn.float(), one.exp(), one, entropy, current.exp(), best.float(), most.exp(), most]
+    )
+
+
+def _make_proposals(view: ModelInput, found: np.ndarray) -> Proposals:
+    token, confidence, log_prob, entropy, current, best, likely, log_likely = found
+    at, none = view.positions, np.zeros(len(view.positions))
+    most = Proposals(at, best.astype(np.int64), likely, log_likely, entropy, none, current)
+    ids = token.astype(np.int64)
+    return Proposals(at, ids, confidence, log_prob, entropy, none, current, most_probable=most)
+
+
+def check_uniform_settings(model: ModelConfig, engine: EngineConfig) -> str:
+    """The attention kernel of such a model; raises `ConfigError` for settings that it does not support."""
+    supported = {"attn_implementation": ("auto", "sdpa"), "evidence_layout": (None, "prefix")}
+    for name, values in supported.items():
+        if (value := getattr(model, name)) not in values:
+            raise ConfigError(
+                f"model.{name}={value} is not supported by a model of uniform noise: set "
+                f"model.{name}={values[1]}"
+            )
+    check_checkpoint_effects("engine", engine, {"noise": "uniform"})
+    return DiffusionGemma.backend
