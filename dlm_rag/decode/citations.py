@@ -1,4 +1,4 @@
-"""Which passages stand behind which words: citations, and the words the evidence holds."""
+"""Which passages support which words: citations, and the words that the evidence holds."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -7,6 +7,7 @@ from typing_extensions import TypedDict  # that of Python 3.11 cannot be checked
 from dlm_rag.text import FUNCTION_WORDS, find_answer_span, find_sentence_spans, find_word_spans, split_words
 
 Span = tuple[int, int]
+HeldWord = tuple[str, int, list[str]]  # a word, its last commit step, the passages that hold it, by rank
 
 
 class CitedPassage(TypedDict):
@@ -18,7 +19,7 @@ class CitedPassage(TypedDict):
 
 
 class Citation(TypedDict):
-    """A sentence of the reasoning, or the answer, with what stands behind it; kind says which it is."""
+    """A sentence of the reasoning, or the answer, with what supports it; kind says which it is."""
 
     text: str
     kind: str
@@ -47,12 +48,9 @@ def find_grounded_tokens(
 
     Tokens of function words, punctuation and blanks are always held.
     """
-    held = [True] * len(token_spans)
-    for word, (start, stop) in content_words(text, 0, len(text)):
-        if word not in known_words:
-            for token in overlapping_spans(token_spans, start, stop):
-                held[token] = False
-    return held
+    unknown = [span for word, span in content_words(text, 0, len(text)) if word not in known_words]
+    foreign = {token for span in unknown for token in overlapping_spans(token_spans, *span)}
+    return [token not in foreign for token in range(len(token_spans))]
 
 
 def split_citable_spans(response: str) -> list[tuple[Span, str]]:
@@ -83,47 +81,27 @@ def cite_passages(
     """
     passage_words = {name: frozenset(split_words(text)) for name, text in texts.items()}
     asked = frozenset(split_words(question))
+
+    def find_holders(word: str, span: Span) -> HeldWord:
+        steps = sorted({commit_steps[token] for token in overlapping_spans(token_spans, *span)})
+        always = set.intersection(*(set(evidence_at(step)) for step in steps))
+        ranked = [name for name in evidence_at(steps[-1]) if name in always]
+        return word, steps[-1], [name for name in ranked if word in passage_words[name]]
+
     units: list[Citation] = []
-    for (start, stop), kind in split_citable_spans(response):
-        holders = _holders(response, (start, stop), token_spans, commit_steps, evidence_at, passage_words)
-        unheld = dict.fromkeys(word for word, _, names in holders if not names)
-        units.append(
-            {
-                "text": response[start:stop].strip(),
-                "kind": kind,
-                "passages": _choose_passages(holders, asked),
-                "unsupported": list(unheld),
-            }
-        )
+    for unit, kind in split_citable_spans(response):
+        words = [find_holders(word, span) for word, span in content_words(response, *unit)]
+        unheld = dict.fromkeys(word for word, _, names in words if not names)
+        cited, text = _choose_passages(words, asked), response[slice(*unit)].strip()
+        units.append({"text": text, "kind": kind, "passages": cited, "unsupported": list(unheld)})
     return units
 
 
-def _holders(
-    response: str,
-    unit: Span,
-    token_spans: Sequence[Span],
-    commit_steps: Sequence[int],
-    evidence_at: Callable[[int], Sequence[str]],
-    passage_words: Mapping[str, Collection[str]],
-) -> list[tuple[str, int, list[str]]]:
-    """Each content word of a unit with its last commit step and the passages that hold it, by rank."""
-    found = []
-    for word, (start, stop) in content_words(response, *unit):
-        steps = sorted({commit_steps[token] for token in overlapping_spans(token_spans, start, stop)})
-        always = set.intersection(*(set(evidence_at(step)) for step in steps))
-        ranked = [name for name in evidence_at(steps[-1]) if name in always]
-        found.append((word, steps[-1], [name for name in ranked if word in passage_words[name]]))
-    return found
-
-
-def _choose_passages(
-    holders: list[tuple[str, int, list[str]]], asked: Collection[str]
-) -> list[CitedPassage]:
+def _choose_passages(words: list[HeldWord], asked: Collection[str]) -> list[CitedPassage]:
     passages: list[CitedPassage] = []
-    open_words = list(holders)
-    while open_words:
+    while words:
         gains: dict[str, tuple[int, int]] = {}  # words it holds; of these, words not in the question
-        for word, _, names in open_words:
+        for word, _, names in words:
             for name in names:
                 every, new = gains.get(name, (0, 0))
                 gains[name] = (every + 1, new + (word not in asked))
@@ -132,13 +110,8 @@ def _choose_passages(
         best = max(values, key=values.__getitem__, default=None)
         if best is None or not values[best][0]:
             break
-        taken = [(word, step) for word, step, names in open_words if best in names]
-        passages.append(
-            {
-                "id": best,
-                "step": max(step for _, step in taken),
-                "words": list(dict.fromkeys(word for word, _ in taken)),
-            }
-        )
-        open_words = [item for item in open_words if best not in item[2]]
+        taken = [(word, step) for word, step, names in words if best in names]
+        step = max(step for _, step in taken)
+        passages.append({"id": best, "step": step, "words": list(dict.fromkeys(word for word, _ in taken))})
+        words = [word for word in words if best not in word[2]]
     return passages

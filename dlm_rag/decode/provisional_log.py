@@ -1,6 +1,6 @@
-"""Guesses: what is proposed for positions that stay masked, small enough for every step of a long trace.
+"""Provisional tokens: what is proposed for positions that stay masked, small enough for every step.
 
-Each step has the confidence of every guess, but a token only where it is another than before, and its text
+Each step has the confidence of every one, but a token only where it is another than before, and its text
 only once.
 """
 
@@ -29,7 +29,7 @@ class ProvisionalToken:
 
 @dataclass(frozen=True)
 class ProvisionalDelta:
-    """What is guessed after a step, beside what was guessed before; `replay` puts it together.
+    """What is guessed after a step, as far as it differs; `replay_provisional` puts it together.
 
     confidence: two characters for each canvas position, the hundredths of `ProvisionalToken.confidence`,
     or blanks where nothing is guessed; blanks at the end are left out. changed: in turn a position and the
@@ -52,29 +52,33 @@ class ProvisionalRecorder:
 
     def record_step(self, guesses: Proposals) -> ProvisionalDelta:
         """The record of a step; guesses: for positions that are masked after it."""
-        positions, tokens = guesses.positions.tolist(), guesses.token_ids.tolist()
-        pairs = zip(positions, tokens, strict=True)
-        changed = [(position, token) for position, token in pairs if self._last.get(position) != token]
-        self._last.update(changed)
-        new = list(dict.fromkeys(token for _, token in changed if token not in self._known))
+        tokens = dict(zip(guesses.positions.tolist(), guesses.token_ids.tolist(), strict=True))
+        sure = dict(zip(tokens, guesses.confidence.tolist(), strict=True))
+        changed = {n: token for n, token in tokens.items() if self._last.get(n) != token}
+        new = [token for token in dict.fromkeys(changed.values()) if token not in self._known]
+        self._last |= changed
         self._known.update(new)
-        sure = dict(zip(positions, guesses.confidence.tolist(), strict=True))
         cells = (
             f"{min(99, int(100 * sure[n])):02}" if n in sure else NO_CONFIDENCE
-            for n in range(max(positions, default=-1) + 1)
+            for n in range(max(sure, default=-1) + 1)
         )
         return ProvisionalDelta(
             "".join(cells),
-            tuple(number for pair in changed for number in pair),
+            tuple(number for pair in changed.items() for number in pair),
             tuple((token, self._token_text(token)) for token in new),
         )
 
 
 def replay_provisional(steps: Iterable[ProvisionalDelta | None]) -> Iterator[dict[int, ProvisionalToken]]:
-    """The guesses by position after each step; none where a step has no record of them."""
+    """The guesses by position after each step; none where a step has no record of them.
+
+    Raises `ValueError` or `KeyError` for records, which others may have written, that are not of a decode.
+    """
     tokens, texts = dict[int, int](), dict[int, str]()
     for step in steps:
         step = step or ProvisionalDelta()
+        if not _CONFIDENCES.fullmatch(step.confidence):
+            raise ValueError(f"{step.confidence!r} are no confidences")
         texts |= dict(step.texts)
         tokens |= dict(zip(step.changed[::2], step.changed[1::2], strict=True))
         cells = [step.confidence[n : n + 2] for n in range(0, len(step.confidence), 2)]
@@ -86,22 +90,14 @@ def replay_provisional(steps: Iterable[ProvisionalDelta | None]) -> Iterator[dic
 
 
 def are_deltas_valid(steps: Iterable[ProvisionalDelta | None], length: int) -> bool:
-    """Whether records, which others may have written, are those of one decode with a canvas of `length`."""
-    tokens, texts = dict[int, int](), dict[int, str]()
-    for step in steps:
-        if step is None:
-            continue
-        numbers, places = step.changed, step.changed[::2]
-        if (
-            not _CONFIDENCES.fullmatch(step.confidence)
-            or len(step.confidence) > 2 * length
-            or len(numbers) % 2
-            or not all(0 <= place < length for place in places)
-        ):
-            return False
-        texts |= dict(step.texts)
-        tokens |= dict(zip(places, numbers[1::2], strict=True))
-        guessed = (n for n in range(len(step.confidence) // 2) if step.confidence[2 * n] != " ")
-        if not all(tokens.get(place) in texts for place in guessed):
-            return False
-    return True
+    """Whether records are those of one decode with a canvas of `length`."""
+    deltas = [step for step in steps if step is not None]
+    try:
+        for _ in replay_provisional(deltas):
+            pass
+    except (KeyError, ValueError):
+        return False
+    return all(
+        len(step.confidence) <= 2 * length and all(0 <= place < length for place in step.changed[::2])
+        for step in deltas
+    )

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.rollout import Rollout
-from dlm_rag.decode.trace_file import (
-    AnswerLine,
-    TraceContents,
-    TraceHeader,
-    TraceWriter,
-    scan_trace,
-)
+from dlm_rag.decode.trace_file import AnswerLine, TraceContents, TraceHeader, TraceWriter, scan_trace
 from dlm_rag.errors import ConfigError
 from dlm_rag.files.checked_json import read_json_or_empty, validate_json_value
 from dlm_rag.files.journal import (
@@ -52,6 +46,10 @@ class AnswersFile:
         self._locks: list[FileLock] = []
         self._stamp_path = out.with_name(f"{out.name}.run.json")
         self._read()
+
+    @property
+    def _journals(self) -> list[Journal]:
+        return [self._file] if self._writer is None else [self._file, self._writer.file]
 
     def _read(self) -> None:
         """Takes in what the files hold now; another process may be adding to them."""
@@ -122,9 +120,12 @@ class AnswersFile:
         are taken out: they are asked again. Raises as the constructor does, and for a trace of version 1.
         """
         try:
-            self._locks.append(acquire_file_lock(Path(f"{self._out}.lock"), f"out={self._out}"))
-            if self._trace is not None:  # which a run into another file may have named, too
-                self._locks.append(acquire_file_lock(Path(f"{self._trace}.lock"), f"trace={self._trace}"))
+            for name, path in (
+                ("out", self._out),
+                ("trace", self._trace),
+            ):  # each may be another run's, too
+                if path is not None:
+                    self._locks.append(acquire_file_lock(Path(f"{path}.lock"), f"{name}={path}"))
             self._read()
             self.check_same_settings(stamp["answers_depend_on"])
             if self._trace is not None:
@@ -133,9 +134,8 @@ class AnswersFile:
                 self._writer = TraceWriter(self._trace, header, held)
             with explain_write_errors(self._out):
                 self._remove_unfinished()
-                self._file.open_existing()
-                if self._writer is not None:
-                    self._writer.file.open_existing()
+                for journal in self._journals:
+                    journal.open_existing()
                 (machine,) = stamp["machines"]
                 if self._stamp is None:
                     self._write_stamp(stamp)
@@ -196,9 +196,8 @@ class AnswersFile:
 
     def close(self) -> None:
         """Gives the files back."""
-        self._file.close()
-        if self._writer is not None:
-            self._writer.file.close()
+        for journal in self._journals:
+            journal.close()
         while self._locks:
             release_file_lock(self._locks.pop())
 

@@ -1,14 +1,11 @@
 """What a person sees in a terminal: the canvas filling in, the queries, the evidence, the answer."""
 
-import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import groupby
 from time import perf_counter
 from typing import Any
 
-from rich import box
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
@@ -26,48 +23,21 @@ MAX_TOKEN_REPEATS = 3  # of a token in a row that are written out
 STEP_COLOURS = ("#4fa3ff", "#38c6d9", "#3ddc97", "#a8e05f", "#f2d14b", "#ff9f45", "#ff6b6b")
 MAX_QUERY_LINES = 3
 UNSUPPORTED_STYLE = "underline"  # words that no passage in context holds
-# What a line may end behind: a word, a masked position, a wide character.
-_PIECES = re.compile(r"\s*(?:[·\u2e80-\uffef]|[^\s·\u2e80-\uffef]+)|\s+")
 
 
-class WrappedText:
-    """A text in lines as wide as there is room, at most so many of them."""
+class ClippedText:
+    """A text in at most so many lines, as wide as there is room."""
 
-    def __init__(self, text: Text, most: int | None = None) -> None:
+    def __init__(self, text: Text, most: int) -> None:
         self.text, self.most = text, most
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        lines = self.text.divide(find_line_breaks(self.text.plain, width))
-        shown = list(lines[: self.most])
-        if len(shown) < len(lines):
-            shown[-1].rstrip()
-            shown[-1].truncate(width - 1)
-            shown[-1].append("…")
-        for line in shown:
-            line.rstrip()
-            line.no_wrap = True
-            yield line
-
-
-def find_line_breaks(text: str, width: int) -> list[int]:
-    """Where lines of at most `width` cells begin, but the first; blanks that end a line do not count."""
-    breaks, used = [], 0
-    for found in _PIECES.finditer(text):
-        piece = found.group()
-        begin, cells = found.start(), cell_len(piece)
-        if used + cells > width:
-            begin += len(piece) - len(piece.lstrip())
-            breaks.append(begin)
-            used, cells = 0, cell_len(piece.lstrip())
-        while cells > width:  # a word that no line holds
-            part = text[begin : begin + width]
-            while cell_len(part) > width:
-                part = part[:-1]
-            begin, cells = begin + len(part), cells - cell_len(part)
-            breaks.append(begin)
-        used += cells
-    return [place for place in breaks if 0 < place < len(text)]
+        lines = list(self.text.wrap(console, options.max_width))
+        if len(lines) > self.most:
+            lines = lines[: self.most]
+            lines[-1].truncate(options.max_width - 1)
+            lines[-1].append("…")
+        yield from lines
 
 
 def escape_text(text: str, style: str = "") -> Text:
@@ -94,12 +64,10 @@ def render_canvas(rollout: Rollout) -> Text:
 
     A token that stands many times in a row, as end tokens do, is shown once with its count.
     """
-    canvas: dict[int, str] = {}
-    for state in rollout.replay():
-        canvas = {position: token.token for position, token in state.items()}
+    canvas = {token.position: token.token for step in rollout.steps for token in step.written_tokens}
     when, steps = rollout.commit_steps(), len(rollout.steps) - 1
-    text = Text()
-    for token, run in groupby(range(rollout.canvas_length), canvas.get):
+    text = Text(overflow="fold")
+    for token, run in groupby(range(rollout.canvas_length), lambda n: canvas[n] if n in when else None):
         places = list(run)
         if token is None:
             text.append("·" * len(places), style="dim")
@@ -120,13 +88,11 @@ def render_evidence(rollout: Rollout) -> Table:
     table.add_column(width=1)
     table.add_column(no_wrap=True, max_width=16)
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    for name in now:
-        fresh = name not in before
-        row = ("+" if fresh else " ", escape_text(name), _title(rollout, name))
-        table.add_row(*row, style="green" if fresh else "")
-    for name in before:
-        if name not in now:
-            table.add_row("-", escape_text(name), _title(rollout, name), style="dim strike")
+    marks = [(" ", "") if name in before else ("+", "green") for name in now]
+    gone = [name for name in before if name not in now]
+    marks += [("-", "dim strike")] * len(gone)
+    for (mark, style), name in zip(marks, (*now, *gone), strict=True):
+        table.add_row(mark, escape_text(name), _title(rollout, name), style=style)
     return table
 
 
@@ -136,62 +102,48 @@ def render_progress(rollout: Rollout) -> Panel:
     query = escape_text(f"query  {step.query or '(no refresh was due)'}", "italic")
     searched = "searched" if step.retrieved else "unchanged, not searched"
     tokens = f"{rollout.tokens_committed} of {rollout.canvas_length} tokens"
-    return Panel(
-        Group(
-            WrappedText(render_canvas(rollout)),
-            Text(),
-            WrappedText(query, MAX_QUERY_LINES),
-            render_evidence(rollout),
-        ),
-        title=_heading(rollout),
-        subtitle=f"step {step.step} · {tokens} · {searched}",
-        box=box.ROUNDED,
-        border_style="blue",
-    )
+    parts = (render_canvas(rollout), Text(), ClippedText(query, MAX_QUERY_LINES), render_evidence(rollout))
+    return _panel(rollout, parts, f"step {step.step} · {tokens} · {searched}", "blue")
 
 
 def render_answer(rollout: Rollout) -> Panel:
     """A finished question: what was written and when, the answer, and where each sentence is from."""
     unheld = {unit["kind"]: unit["unsupported"] for unit in rollout.citations}.get("answer", ())
-    answer = (
-        mark_unsupported(rollout.answer, unheld, "bold red" if unheld else "bold")
-        if rollout.answer
-        else escape_text("none was marked", "dim")
-    )
     if rollout.error:
         answer = escape_text(rollout.error, "bold red")
-    parts: list[RenderableType] = [
-        WrappedText(render_canvas(rollout)),
-        Text(),
-        Text("answer  ").append(answer),
-    ]
-    sources = Table(box=None, show_header=False, padding=(0, 1))
-    sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
-    sources.add_column()
-    for unit in rollout.citations:
-        cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in unit["passages"]]
-        said = escape_text("; ".join(cited) or "no passage holds these words")
-        sources.add_row(mark_unsupported(unit["text"], unit["unsupported"]), said)
-    parts += [Text("sources", style="dim"), sources] if rollout.citations else []
+    elif rollout.answer:
+        answer = mark_unsupported(rollout.answer, unheld, "bold red" if unheld else "bold")
+    else:
+        answer = escape_text("none was marked", "dim")
+    parts: list[RenderableType] = [render_canvas(rollout), Text(), Text("answer  ").append(answer)]
+    if rollout.citations:
+        sources = Table(box=None, show_header=False, padding=(0, 1))
+        sources.add_column(no_wrap=True, max_width=46, overflow="ellipsis", style="dim")
+        sources.add_column()
+        for unit in rollout.citations:
+            cited = [f"{p['id']} {_title(rollout, p['id'])} (step {p['step']})" for p in unit["passages"]]
+            said = escape_text("; ".join(cited) or "no passage holds these words")
+            sources.add_row(mark_unsupported(unit["text"], unit["unsupported"]), said)
+        parts += [Text("sources", style="dim"), sources]
     if any(unit["unsupported"] for unit in rollout.citations):
         parts.append(Text.assemble(("underlined", UNSUPPORTED_STYLE), ": no passage in context held it"))
-    if rollout.cut:
-        parts.append(
-            Text(
-                f"cut to fit the context: {rollout.cut['tokens']} tokens of evidence, "
-                f"{rollout.cut['passages_shortened']} passages shortened, "
-                f"{rollout.cut['passages_dropped']} dropped",
-                style="yellow",
-            )
-        )
-    return Panel(
-        Group(*parts),
-        title=_heading(rollout),
-        subtitle=f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens · "
-        f"{rollout.retrievals} retrievals",
-        box=box.ROUNDED,
-        border_style="green",
+    if cut := rollout.cut:
+        lost = f"{cut['passages_shortened']} passages shortened, {cut['passages_dropped']} dropped"
+        parts.append(Text(f"cut to fit the context: {cut['tokens']} tokens of evidence, {lost}", "yellow"))
+    counts = (
+        f"{rollout.forwards} forwards · {rollout.tokens_committed} tokens · {rollout.retrievals} retrievals"
     )
+    return _panel(rollout, parts, counts, "green")
+
+
+def _panel(rollout: Rollout, parts: Iterable[RenderableType], subtitle: str, colour: str) -> Panel:
+    title = escape_text(normalize_whitespace(rollout.question)[:90], "bold")
+    return Panel(Group(*parts), title=title, subtitle=subtitle, border_style=colour)
+
+
+def _title(rollout: Rollout, name: str) -> Text:
+    """The first line of a passage; `Text`, for what stands in square brackets is no markup."""
+    return escape_text(get_title_line(rollout.evidence_texts.get(name, "")))
 
 
 class RunTotals:
@@ -224,18 +176,17 @@ class RunTotals:
         whole = sum(self.seconds.values()) or 1.0
         shares = [(name, value / whole) for name, value in self.seconds.most_common()]
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
-        return " · ".join(
-            [
-                f"{self.answers} question{'s' * (self.answers != 1)} in {wall_seconds:.1f} s"
-                + (f", {self.failed} failed" if self.failed else ""),
-                f"{self.answers / wall_seconds:.2f} answers/s",
-                f"{self.forwards / max(self.answers, 1):.1f} forwards/answer",
-                f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
-                *([f"time: {spent}"] if spent else []),
-                backend,
-                *([format_energy(measured, energy["reason"])] if energy else []),
-            ]
-        )
+        failed = f", {self.failed} failed" if self.failed else ""
+        parts = [
+            f"{self.answers} question{'s' * (self.answers != 1)} in {wall_seconds:.1f} s{failed}",
+            f"{self.answers / wall_seconds:.2f} answers/s",
+            f"{self.forwards / max(self.answers, 1):.1f} forwards/answer",
+            f"{self.tokens / max(self.forwards, 1):.2f} tokens/forward",
+            f"time: {spent}" if spent else "",
+            backend,
+            format_energy(measured, energy["reason"]) if energy else "",
+        ]
+        return " · ".join(part for part in parts if part)
 
 
 class LiveView:
@@ -285,12 +236,3 @@ class LiveView:
                 break
             shown.append(panel)
         return shown
-
-
-def _title(rollout: Rollout, name: str) -> Text:
-    """The first line of a passage; `Text`, for what stands in square brackets is no markup."""
-    return escape_text(get_title_line(rollout.evidence_texts.get(name, "")))
-
-
-def _heading(rollout: Rollout) -> Text:
-    return escape_text(normalize_whitespace(rollout.question)[:90], "bold")

@@ -19,7 +19,7 @@ from dlm_rag.config import DecodeConfig
 from dlm_rag.config.renamed import upgrade_settings
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.errors import TraceError
-from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages, keep_shorter_texts
+from dlm_rag.evidence.truncation import ContextBudget, FittedPrompt, fit_passages
 from dlm_rag.files.checked_json import validate_json_value
 from dlm_rag.files.journal import Journal, read_json_lines
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -52,15 +52,11 @@ class TraceHeader:
     @property
     def shape(self) -> DenoiserConfig:
         """What of the denoiser's shape a prompt is laid out by."""
-        return DenoiserConfig(
-            vocab_size=1,
-            max_position_embeddings=self.context_length,
-            evidence_layout=self.prompt_layout,
-            passage_length=self.passage_length,
-            shifted=self.shifted,
-            block_size=self.block_size,
-            block_grid=self.block_grid,
-        )
+        same = {
+            name: getattr(self, name) for name in ("passage_length", "shifted", "block_size", "block_grid")
+        }
+        length, layout = self.context_length, self.prompt_layout
+        return DenoiserConfig(1, max_position_embeddings=length, evidence_layout=layout, **same)
 
     @property
     def has_uniform_noise(self) -> bool:
@@ -70,10 +66,6 @@ class TraceHeader:
     def tokenizer(self, folder: Path) -> Tokenizer:
         """The tokenizer in a checkpoint's folder, with the prompt of this trace."""
         return Tokenizer(load_tokenizer(folder), self.mask_id, self.template, self.end_ids)
-
-    def to_record(self) -> dict[str, Any]:
-        """The first line of a file."""
-        return {"trace": TRACE_VERSION, **asdict(self)}
 
 
 def build_trace_header(
@@ -131,8 +123,7 @@ class AnswerLine:
 class TraceContents:
     """What a trace file holds, in little memory: texts and answers by their hashes in this process."""
 
-    version: int | None = None  # None for a file without lines
-    header: TraceHeader | None = None
+    header: TraceHeader | None = None  # None for version 1, and for a file without lines
     passages: dict[str, int] = field(default_factory=dict)
     questions: dict[str, int] = field(default_factory=dict)  # `AnswerLine.answer_hash` by id
 
@@ -146,11 +137,11 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: TraceHeader, held: TraceContents | None = None) -> None:
         held = held or scan_trace(path)
-        if held.version == 1:
+        if held.questions and held.header is None:
             raise TraceError(f"{path} is a trace of version 1, which nothing can be added to: name another")
         self.file, self._written = Journal(path), dict(held.passages)
         self._common = (held.header or header).settings
-        self._first = [] if held.header else [header.to_record()]
+        self._first = [] if held.header else [{"trace": TRACE_VERSION, **asdict(header)}]
 
     def write(self, rollout: Rollout) -> None:
         """Adds the header and the texts that the file lacks, then the line of the question."""
@@ -168,19 +159,18 @@ class TraceWriter:
 def read_trace_header(path: Path) -> TraceHeader:
     """What the questions of a trace file have in common; raises `TraceError` for version 1."""
     entry = next((entry for _, entry in _entries(path, AnswerLine)), None)
-    if not isinstance(entry, TraceHeader):
-        raise TraceError(
-            f"{path} is no trace of version {TRACE_VERSION}: settings and passages are not in it, so no "
-            "prompt "
-            "can be made from it"
-        )
-    return entry
+    if isinstance(entry, TraceHeader):
+        return entry
+    raise TraceError(
+        f"{path} is no trace of version {TRACE_VERSION}: settings and passages are not in it, so no prompt "
+        "can be made from it"
+    )
 
 
 def read_trace(path: Path) -> Iterator[Rollout]:
     """The rollouts of a trace file, one after another; only passage texts are held in memory.
 
-    `evidence_texts` are left out (see `restore_evidence_texts`); in version 1 also passages, settings,
+    `evidence_texts` are left out (`rebuild_prompts` has them); in version 1 also passages, settings,
     citations and log-probabilities. A last line that a kill has cut short is left out. Raises
     `TraceError` naming file and line.
     """
@@ -204,7 +194,6 @@ def scan_trace(path: Path) -> TraceContents:
     """What a trace file holds; nothing where there is no file. Raises `TraceError` naming file and line."""
     held = TraceContents()
     for _, entry in _entries(path, AnswerLine) if path.is_file() else ():
-        held.version = held.version or (TRACE_VERSION if isinstance(entry, TraceHeader) else 1)
         if isinstance(entry, TraceHeader):
             held.header = entry
         elif isinstance(entry, PassageText):
@@ -232,14 +221,6 @@ def rebuild_prompts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer)
             made[names] = fit_passages(tokenizer, rollout.question, found, room)
         prompts.append(made[names])
     return prompts
-
-
-def restore_evidence_texts(rollout: Rollout, header: TraceHeader, tokenizer: Tokenizer) -> Rollout:
-    """The rollout with what of each passage was in the prompt, as the decoder leaves it."""
-    texts: dict[str, str] = {}
-    for prompt in rebuild_prompts(rollout, header, tokenizer):
-        keep_shorter_texts(texts, prompt.texts)
-    return replace(rollout, evidence_texts=texts)
 
 
 @dataclass(frozen=True)
@@ -292,8 +273,7 @@ def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | 
         if not number and record.get("trace", TRACE_VERSION) != TRACE_VERSION:
             raise TraceError(
                 f"{path} is a trace of version {record['trace']!r}, known are 1 and {TRACE_VERSION}: read "
-                "it "
-                "with the program that wrote it"
+                "it with the program that wrote it"
             )
         none = f"{place}: this is no line of a trace"
         if not number and "trace" in record:
@@ -308,21 +288,15 @@ def _entries(path: Path, kind: type[Line]) -> Iterator[tuple[str, TraceHeader | 
 
 def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, Any]:
     """The line of a question; of its settings those that differ from the `common` ones of the header."""
+    always = ("id", "question", "prompt_layout", "canvas_length", "steps", "response")
+    record = {name: getattr(rollout, name) for name in always}
+    record["steps"] = [
+        {k: v for k, v in asdict(step).items() if v or k not in OPTIONAL_STEP_KEYS}
+        for step in rollout.steps
+    ]
     own = {k: v for k, v in rollout.settings.items() if k not in common or common[k] != v}
-    optional = {
-        "settings": own, "citations": rollout.citations, "cut": rollout.cut, "error": rollout.error,
-    }  # fmt: skip
-    return {
-        "id": rollout.id,
-        "question": rollout.question,
-        "prompt_layout": rollout.prompt_layout,
-        "canvas_length": rollout.canvas_length,
-        "steps": [
-            {k: v for k, v in asdict(step).items() if v or k not in OPTIONAL_STEP_KEYS}
-            for step in rollout.steps
-        ],
-        "response": rollout.response,
-    } | {key: value for key, value in optional.items() if value}
+    optional = {"settings": own} | {k: getattr(rollout, k) for k in ("citations", "cut", "error")}
+    return record | {key: value for key, value in optional.items() if value}
 
 
 def _passage_ids(steps: Iterable[RolloutStep]) -> list[str]:

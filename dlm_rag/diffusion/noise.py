@@ -14,7 +14,6 @@ positions alone (the minimum of `uniform_nelbo`). By Bayes the first gives the t
 1 + V alpha / (1 - alpha) times the odds that the second gives it.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,22 +88,6 @@ def nelbo(losses: Tensor, t: Tensor, schedule: NoiseSchedule) -> Tensor:
     each row was masked. Its mean over t uniform and masks is the bound on -log p(x), never below it.
     """
     return schedule.weight(t) * losses.sum(dim=-1)
-
-
-def exact_nelbo(ids: Tensor, mask_id: int, log_probs: Callable[[Tensor], Tensor]) -> float:
-    """The NELBO in nats of one short sequence ids (n,), summed over all 2^n - 1 mask patterns.
-
-    The same under every schedule with alpha from 1 to 0. With k of n tokens masked the integral over
-    time of weight * (1 - alpha)^k alpha^(n - k) is the Beta function B(k, n - k + 1), by substitution
-    of alpha for t. log_probs: ids (patterns, n) -> log-probabilities (patterns, n, V).
-    """
-    n = len(ids)
-    patterns = torch.tensor(list(itertools.product((False, True), repeat=n))[1:])
-    masked = torch.where(patterns, mask_id, ids)
-    found = log_probs(masked).gather(-1, ids.expand_as(masked)[..., None]).squeeze(-1)
-    counts = patterns.sum(-1).double()
-    beta = (torch.lgamma(counts) + torch.lgamma(n - counts + 1) - torch.lgamma(torch.tensor(n + 1.0))).exp()
-    return float(-(beta[:, None] * found.double() * patterns).sum())
 
 
 def leave_one_out_logits(logits: Tensor, noisy: Tensor, t: Tensor, schedule: NoiseSchedule) -> Tensor:

@@ -2,20 +2,16 @@
 
 import io
 import re
-from itertools import pairwise
 
-import pytest
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from dlm_rag.decode.rollout import CommittedToken, Rollout, RolloutStep
 from dlm_rag.decode.terminal import (
+    ClippedText,
     LiveView,
     RunTotals,
-    WrappedText,
     choose_step_colour,
-    find_line_breaks,
     render_answer,
     render_canvas,
     render_progress,
@@ -107,31 +103,9 @@ def test_a_question_that_fails_at_once_is_shown_beside_the_others(corpus_file):
     assert "tokens too long" in shown and "Who wrote Emma?" in shown
 
 
-def split(text, width):
-    places = [0, *find_line_breaks(text, width), len(text)]
-    return [text[a:b] for a, b in pairwise(places)]
-
-
-def test_lines_end_behind_words_dots_and_wide_characters():
-    assert split("one two three", 7) == ["one two ", "three"]
-    assert split("van" + "·" * 6, 5) == ["van··", "····"], "dots go on where the words end"
-    assert split("ab 源氏物語", 6) == ["ab 源", "氏物語"]
-    assert split("abcdefgh", 3) == ["abc", "def", "gh"]
-
-
-@pytest.mark.parametrize("width", range(2, 12))
-def test_no_line_is_wider_than_there_is_room_and_nothing_is_lost(width):
-    text = "Who wrote 源氏物語, the Tale of Genji? ·········· unbelievably long   blanks"
-    lines = split(text, width)
-    assert "".join(lines) == text
-    assert all(cell_len(line.rstrip()) <= width for line in lines), lines
-
-
 def test_what_is_more_than_its_lines_is_cut_with_dots():
-    assert render_to_text(WrappedText(Text("one two three four five six"), 2), width=10).splitlines() == [
-        "one two",
-        "three fou…",
-    ]
+    shown = render_to_text(ClippedText(Text("one two three four five six"), 2), width=10)
+    assert [line.rstrip() for line in shown.splitlines()] == ["one two", "three fou…"]
 
 
 def test_words_that_no_passage_holds_are_marked_in_the_answer_and_in_its_sentence():

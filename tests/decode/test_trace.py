@@ -15,12 +15,11 @@ from dlm_rag.decode.trace_file import (
     read_trace,
     read_trace_header,
     rebuild_prompts,
-    restore_evidence_texts,
 )
 from dlm_rag.errors import TraceError, UserError
 from dlm_rag.evaluation.metrics import score_rollout
 from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.evidence.truncation import ContextBudget, fit_passages
+from dlm_rag.evidence.truncation import ContextBudget, fit_passages, keep_shorter_texts
 from dlm_rag.questions import Question
 from dlm_rag.tokenizer import PromptTemplate
 from tests.support.rollouts import render_to_text
@@ -36,6 +35,14 @@ from tests.support.traces import (
 )
 
 LAYOUTS = ["joint", "prefix", "independent"]
+
+
+def restore_evidence_texts(rollout, header, tokenizer):
+    """The rollout with what of each passage was in the prompt, as the decoder leaves it."""
+    texts = {}
+    for prompt in rebuild_prompts(rollout, header, tokenizer):
+        keep_shorter_texts(texts, prompt.texts)
+    return replace(rollout, evidence_texts=texts)
 
 
 def decode_and_spy(decoder):

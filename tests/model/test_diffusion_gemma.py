@@ -356,7 +356,7 @@ def test_what_is_accepted_may_be_taken_back_and_is_final_once_the_block_is_close
     assert canvas.model_ids.tolist() == [5, 3, 7, 8]
     accepted({0: 1, 1: END})
     assert not canvas.is_finished({END})  # it might be taken back
-    canvas.finish_block(2)
+    canvas.frozen_length = 2
     assert canvas.is_finished({END}) and accepted({2: 4}).remasked == ()
     assert canvas.model_ids.tolist() == [1, END, 4, 8]
 
