@@ -194,7 +194,7 @@ def prepare_decoder(
     once = once or ResourceCache()
     find = _open_search_source(config.retrieval, once)
     show_status("checking the model")
-    from dlm_rag.decode.settings import check_policies, resolve_settings
+    from dlm_rag.decode.settings import check_policy_heads, resolve_settings
     from dlm_rag.evidence.prompt_segments import check_finished_blocks
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads
@@ -203,7 +203,7 @@ def prepare_decoder(
     weights = config.model.path, config.model.block_size
     checkpoint = once(lambda: open_checkpoint(*weights), "checkpoint", *weights)
     decode, shape = resolve_settings(config.decode, checkpoint.config), checkpoint.config
-    check_policies(decode, read_heads(checkpoint.folder) is not None)
+    check_policy_heads(decode, read_heads(checkpoint.folder) is not None)
     config, device = replace(config, decode=decode), choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
     attention = _choose_attention(config, checkpoint, device, dtype)

@@ -25,7 +25,7 @@ from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelR
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Canvas, Row, Ticket
-from dlm_rag.decode.settings import check_policies, resolve_settings
+from dlm_rag.decode.settings import check_policy_heads, resolve_settings
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
 from dlm_rag.decode.uniform_noise import UniformModelRunner, UniformNoiseCanvas, uniform_tokens
 from dlm_rag.errors import ConfigError
@@ -91,15 +91,17 @@ class Decoder:
 
     @config.setter
     def config(self, config: DecodeConfig) -> None:
-        self._config = self.resolve_settings(config)
+        self._config = resolve_settings(config, self.denoiser.config)
 
     def resolve_settings(self, settings: DecodeConfig) -> DecodeConfig:
         """`settings` as this decoder takes them; raises `ConfigError` for those it cannot decode by."""
-        resolved, shape = resolve_settings(settings, self.denoiser.config), self.denoiser.config
-        assert resolved.finished_block_context is not None
-        check_finished_blocks(shape, resolved.finished_block_context, self.evidence_layout)
-        check_policies(resolved, self.denoiser.heads is not None)
-        return resolved
+        return self._check(resolve_settings(settings, self.denoiser.config))
+
+    def _check(self, settings: DecodeConfig) -> DecodeConfig:
+        assert settings.finished_block_context is not None
+        check_finished_blocks(self.denoiser.config, settings.finished_block_context, self.evidence_layout)
+        check_policy_heads(settings, self.denoiser.heads is not None)
+        return settings
 
     def set_memory_budget(self, budget: DecodeBudget) -> None:
         """Drops all keys and values, and takes no more for them than `plan_decode_budget` has found."""
@@ -108,6 +110,7 @@ class Decoder:
 
     def new_engine(self) -> "Engine":
         """An engine to be stepped by hand; it shares what is kept with this decoder's others."""
+        self._check(self.config)
         return Engine(self)
 
     @property

@@ -13,7 +13,8 @@ from dlm_rag.retrieval.query import find_query_policy
 def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeConfig:
     """`settings` with the checkpoint's own lengths, rules and noise schedule for what is unset.
 
-    Raises `ConfigError` for settings that the checkpoint cannot be decoded by, or does not read.
+    Raises `ConfigError` for settings that the checkpoint cannot be decoded by or does not read, and for a
+    rule or query policy that cannot be imported.
     """
     noise, block = shape.noise, shape.block_size
     names = ("finished_block_context", "commit_rule", "retrieval_gate")
@@ -47,14 +48,14 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
         raise ConfigError(
             f"temperature_low={low} is above temperature_high={high}: a block of noise cools down"
         )
+    for find, name in ((find_rule, settings.commit_rule), (find_query_policy, settings.query_policy)):
+        assert name is not None
+        find(name)
     return settings
 
 
-def check_policies(settings: DecodeConfig, has_heads: bool) -> None:
-    """Raises `ConfigError` for a rule or query policy that cannot be imported, and for settings that need
-    policy heads where the checkpoint has none.
-    """
-    find_query_policy(settings.query_policy)
+def check_policy_heads(settings: DecodeConfig, has_heads: bool) -> None:
+    """Raises `ConfigError` for settings that need policy heads where the checkpoint has none."""
     needing = "retrieval_gate" if settings.retrieval_gate == "policy_head" else ""
     if settings.commit_rule is not None and "head" in find_rule(settings.commit_rule).statistics:
         needing = "commit_rule"

@@ -39,7 +39,7 @@ CASES = [
         (("engine.memory_gib", "decode.batch_size=1"), "engine.memory_gib=1e-5"),
         ("pools 2 GiB", "engine.memory_gib=1 engine.prefix_cache_gib=2"),
         ("must be between 0 and 1", "decode.commit_rule=sampled decode.commit_threshold=1"),
-        ("commit_rule=policy_head needs heads beside the model", "decode.commit_rule=policy_head"),
+        ("commit_rule=policy_head needs policy heads", "decode.commit_rule=policy_head"),
         ("is not a safetensors file", "decode.commit_rule=policy_head", {"model/heads.safetensors": "x"}),
         ("data.documents.a=", "data.documents.a.b=3"),
         ("attention=flash cannot be used here", "model.attn_implementation=flash"),

@@ -88,10 +88,10 @@ def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout
 @pytest.mark.parametrize("grid", ["canvas", "prompt"])
 def test_and_where_attention_has_blocks(corpus_file, finished_block_context, grid):
     decoder = make_decoder(corpus_file, "independent", **SAMPLED)
-    decoder.config = replace(decoder.config, finished_block_context=finished_block_context)
     decoder.denoiser = tiny_denoiser(
         finished_block_context=finished_block_context, block_grid=grid, **BLOCKS
     )
+    decoder.config = replace(decoder.config, finished_block_context=finished_block_context)
     decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig())
     check_recorded(decoder, finished_block_context)
 
@@ -218,7 +218,7 @@ def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
 
 def test_settings_that_need_heads_say_so(corpus_file):
     for settings in ({"commit_rule": "policy_head"}, {"retrieval_gate": "policy_head"}):
-        with pytest.raises(ConfigError, match="needs heads beside the model"):
+        with pytest.raises(ConfigError, match="needs policy heads"):
             make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])
 
 
