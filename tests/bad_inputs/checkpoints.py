@@ -77,11 +77,8 @@ CASES = [
         (says, {CONFIG: content}) for says, content in (
             ("'secret' model", {"model_type": "secret"}),
             ("code of its own that is never executed", {"model_type": "secret", "auto_map": {"AutoModel": "evil.M"}}),
-            ("is a '['llama']' model", {"model_type": ["llama"]}),
             ("nearest: 'llada'", {"model_type": "LLaDA"}),
             ("config.json: the key 'model_type' is missing", {"model_type": ABSENT}),
-            ("the key 'vocab_size' is missing", {"vocab_size": ABSENT}),
-            ("the file is not JSON", "9" * 5000),
             ("config.json: the file is not JSON", "[" * 100_000),
             ("the key 'a' occurs a second time", '{"a": 1, "a": 2}'),
             ("config.json: the file is not UTF-8", b"\xff\xfe{}"),
@@ -89,7 +86,6 @@ CASES = [
             ("config.json is larger than", make_hole),
             ("for the 10000000 layers", {"num_hidden_layers": 10**7}),
             ("num_attention_heads='4' must be a whole", LLAMA | {"num_attention_heads": "4"}),
-            ("hidden_size=True must be", {"hidden_size": True}),
             ("has shape [64, 32], its config asks for [65, 32]", {"intermediate_size": 65}),
             ("mask_token_id=-1 must be", {"mask_token_id": -1}),
             ("mask_token_id=257 is a token that ends", {"mask_token_id": 257}),
@@ -103,15 +99,11 @@ CASES = [
                 )
             ),
             ("num_key_value_heads=3 must divide num_attention_heads=4", {"num_key_value_heads": 3}),
-            ("head_dim=7 must be even", {"head_dim": 7}),
             ("rope_scaling='yarn' must be", LLAMA | {"rope_scaling": "yarn"}),
             ("type 'dynamic' is not supported", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
-            ("factor=None must be", {"rope_scaling": {"rope_type": "yarn"}}),
             ("low_freq_factor=None must be", LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
             ("must be a number above 0", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 10**400}}),
             ("gives no rotary positions", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}),
-            ("rope_parameters='x' must be", LLAMA | {"rope_parameters": "x"}),
-            ("partial_rotary_factor=0.5", LLAMA | {"partial_rotary_factor": 0.5}),
             ("layer_types may be", LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}),
             ("tie_word_embeddings='no' must be true", {"tie_word_embeddings": "no"}),
             ("tie_word_embeddings='no' must be true", LLAMA | {"tie_word_embeddings": "no"}),
@@ -119,7 +111,6 @@ CASES = [
             ("must hold texts", {"prompt": {"head": 3}}),
             ("block_length='eight' must be a whole number", {"block_length": "eight"}),
             ("block_grid='middle' must be one of prompt, canvas", {"block_grid": "middle"}),
-            ("experts='many' must be", {"experts": "many"}),
             ("the key 'num_experts_per_tok' of experts", {"experts": {"num_experts": 8}}),
             ("experts has no key 'number' (nearest: 'num_experts')", {"experts": {"number": 8}}),
             # Attention in blocks.
@@ -209,7 +200,6 @@ CASES = [
         ),
         # Tokenizers and chat templates.
         ("tokenizer.json is not a regular file", {TOKENIZER: make_pipe}),
-        ("tokenizer in model cannot be read", {TOKENIZER: b"\x00garbage"}),
         ("tokenizer in model cannot be read", {TOKENIZER: "{}"}),
         ("makes no tokens of the question", {TOKENIZER: {"model": {"vocab": {f"unused{n}": n for n in range(256)}}}}),
         ("gives the id 9087, but the model has 258", {TOKENIZER: change_text('"W": 87', '"W": 9087')}),
@@ -225,7 +215,6 @@ CASES = [
             for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
             for text in ("[]", "{")
         ),
-        ("is not a regular file", {"model/chat_template.jinja": make_pipe}),
         ("chat template must show", {"model/chat_template.jinja": "hello"}),
         *(
             (f"chat template{says}", {TOKENIZER_CONFIG: {"chat_template": template}})

@@ -32,7 +32,6 @@ CASES = [
         ("no such home folder", "--out '~nobody-here/a'"),
         ("File name too long", f"--out {'a' * 250}"),
         ("it is no regular file", "--out /dev/full"),
-        ("no regular file", "--out pipe", {"pipe": os.mkfifo}),
         ("leave --out out for answers on standard output", "--out -"),
         ("all else needs a file", "--trace -"),
         (("html=no/page.html cannot be written", "make its folder"), "--html no/page.html"),
@@ -80,11 +79,8 @@ CASES = [
                 ("Infinity", "0.5", "1e999"),
                 ("steps.0.committed.0.position:", '"position": 0', '"position": true'),
                 ("steps.0.step:", '"step": 0', '"step": "x"'),
-                ("citations.0:", '"steps"', '"citations": [5], "steps"'),
                 ("citations.0.passages.0.words:", '"steps"', f'"citations": [{CITATION}], "steps"'),
                 ("steps:", '"steps"', '"stops"'),
-                ("settings:", '"steps"', '"settings": [], "steps"'),
-                ("steps.0.guesses:", '"seconds"', '"guesses": 5, "seconds"'),
             )
         ),
         *(
@@ -92,7 +88,6 @@ CASES = [
             for old, new in (
                 ('"position": 0', '"position": 9'),
                 ('"canvas_length": 2', '"canvas_length": 1000000000'),
-                ('"canvas_length": 2', '"canvas_length": -2'),
                 ('"step": 0', '"step": 7'),
             )
         ),

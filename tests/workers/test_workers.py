@@ -97,28 +97,6 @@ def test_few_questions_are_shared_evenly_and_each_worker_gets_no_more_than_it_ho
     assert [len(shares.assign(0, 8, 3)), len(shares.assign(0, 8, 3))] == [8, 0]
 
 
-def test_cores_are_those_of_the_affinity_and_of_every_control_group_around(tmp_path, monkeypatch):
-    groups, own = tmp_path / "sys/fs/cgroup", tmp_path / "proc/self/cgroup"
-    (groups / "a/b").mkdir(parents=True)
-    own.parent.mkdir(parents=True)
-    assert machine._read_cgroup_cpu_quota(tmp_path) == float("inf")
-    (groups / "cpu.max").write_text("max 100000\n")
-    own.write_text("0::/a/b\n")
-    assert machine._read_cgroup_cpu_quota(tmp_path) == float("inf")
-    (groups / "a/cpu.max").write_text("350000 100000\n")
-    (groups / "a/b/cpu.max").write_text("800000 100000\n")
-    assert machine._read_cgroup_cpu_quota(tmp_path) == 3.5
-    own.write_text("")  # version 1
-    (groups / "cpu").mkdir()
-    (groups / "cpu/cpu.cfs_quota_us").write_text("150000\n")
-    (groups / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert machine._read_cgroup_cpu_quota(tmp_path) == 1.5
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
-    for quota, cores in ((float("inf"), 8), (3.5, 3), (0.2, 1)):
-        monkeypatch.setattr(machine, "_read_cgroup_cpu_quota", lambda quota=quota: quota)
-        assert machine.count_usable_cores() == cores
-
-
 @pytest.mark.parametrize(("system", "counted"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
 def test_peak_memory_is_in_bytes_whatever_the_system_counts(monkeypatch, system, counted):
     monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=counted))
