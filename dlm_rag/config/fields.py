@@ -129,7 +129,7 @@ def explain_validation_error(error: ValidationError) -> tuple[str, str, str]:
     key, cause = ".".join(map(str, first["loc"])), first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # of several fields together
         return key, str(cause), first["type"]
-    reason = str(cause or first["msg"]).replace("Input should be", "must be")
+    reason = str(cause or first["msg"]).replace("Input should", "must").replace("String should", "must")
     return key, f"{key}={shorten_value(first['input'])} {reason}", first["type"]
 
 

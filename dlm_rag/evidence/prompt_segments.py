@@ -5,7 +5,7 @@ every segment. Keys and values of a segment depend on nothing but the segment, w
 between steps and questions.
 
 Where attention runs in blocks, finished blocks of the canvas are computed once, too, in the order in which
-things stand: each sees what is before it. So the order says what finished blocks see (`FINISHED_BLOCKS`):
+things stand: each sees what is before it. So the order says what finished blocks see:
 `recompute` has passages, question, finished blocks, window; finished blocks run again when the evidence
 changes. `no_evidence` has question, finished blocks, passages, window; nothing runs again.
 """

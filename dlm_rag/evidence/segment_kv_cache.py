@@ -52,7 +52,7 @@ def measure_free_bytes(device: torch.device) -> float:
     found = re.search(r"MemAvailable:\s+(\d+) kB", listed.read_text()) if listed.is_file() else None
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = int(found[1]) * 1024 if found else physical // 2
-    return unused + min(free, *(_cgroup_bytes_left(group) for group in CGROUP_MEMORY_FILES))
+    return unused + min(free, *map(_count_container_bytes_left, CGROUP_MEMORY_FILES))
 
 
 def has_unified_memory(device: torch.device) -> bool:
@@ -62,8 +62,7 @@ def has_unified_memory(device: torch.device) -> bool:
     return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
 
 
-def _cgroup_bytes_left(group: tuple[Path, Path]) -> float:
-    """Bytes that a container may still take, from the files of its limit and its usage."""
+def _count_container_bytes_left(group: tuple[Path, Path]) -> float:
     try:
         limit, used = (int(path.read_text()) for path in group)
     except (OSError, ValueError):  # no such file; "max"
@@ -81,7 +80,7 @@ class EvidencePool:
 
     The first tier lies on the denoiser's device; what leaves it goes to a second one in host memory,
     pinned for CUDA. No tier ever holds more than its budget in bytes. Copies between the tiers run on a
-    stream of their own, beside the denoiser.
+    stream of their own, while the denoiser runs.
     """
 
     def __init__(self, device: torch.device, device_bytes: int, host_bytes: int = 0) -> None:
@@ -104,8 +103,7 @@ class EvidencePool:
     def prefetch(self, segments: Iterable[Segment]) -> None:
         """Starts the copies of what lies in host memory, so that `get` need not wait for them."""
         for segment in segments:
-            if segment in self._far.kept:
-                self._onload(segment)
+            self._onload(segment)
 
     def get(self, segment: Segment) -> Tensor | None:
         """The keys and values of a segment on the device, or None."""
@@ -124,10 +122,13 @@ class EvidencePool:
         """Keeps a segment's keys and values, at the cost of what was used longest ago."""
         for old, tensor in self._near.add(segment, kept):
             self.cache_stats.evicted_segments += 1
-            if self._far.cost(tensor) <= self._far.budget:
-                self._offload(old, tensor)
-            else:
+            if self._far.cost(tensor) > self._far.budget:
                 self._done.pop(old, None)
+                continue
+            aside = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._copy(old, tensor, aside)
+            for lost, _ in self._far.add(old, aside):
+                self._done.pop(lost, None)
 
     def _onload(self, segment: Segment) -> Tensor | None:
         """A segment from host memory to the device, or None where it is not there."""
@@ -138,12 +139,6 @@ class EvidencePool:
         found = self._copy(segment, aside, torch.empty_like(aside, device=self._device))
         self.add(segment, found)
         return found
-
-    def _offload(self, segment: Segment, tensor: Tensor) -> None:
-        aside = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self._copy(segment, tensor, aside)
-        for lost, _ in self._far.add(segment, aside):
-            self._done.pop(lost, None)
 
     def _copy(self, segment: Segment, source: Tensor, target: Tensor) -> Tensor:
         """Copies between the tiers, after all that the denoiser has been asked until now.
@@ -181,14 +176,12 @@ class _Tier:
         self.bytes += self.cost(tensor)
         gone = []
         while self.bytes > self.budget:
-            old, lost = self.kept.popitem(last=False)
-            self.bytes -= self.cost(lost)
-            gone.append((old, lost))
+            gone.append(self.kept.popitem(last=False))
+            self.bytes -= self.cost(gone[-1][1])
         return gone
 
     def drop(self, segment: Segment) -> Tensor | None:
         """Takes a tensor out, where it is here."""
-        found = self.kept.pop(segment, None)
-        if found is not None:
+        if (found := self.kept.pop(segment, None)) is not None:
             self.bytes -= self.cost(found)
         return found

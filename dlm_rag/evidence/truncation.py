@@ -11,16 +11,13 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 
 @dataclass(frozen=True)
 class ContextBudget:
-    """How evidence is laid out and what must hold it next to the canvas; lengths in tokens.
-
-    passage_order: as `decode.passage_order`.
-    """
+    """How evidence is laid out and what must hold it next to the canvas; lengths in tokens."""
 
     layout: str
     context_length: int
     canvas_length: int
     passage_length: int
-    passage_order: str = "best_first"
+    passage_order: str = "best_first"  # as `decode.passage_order`
 
     @classmethod
     def from_config(
@@ -53,26 +50,22 @@ def truncate_evidence(prompt: Prompt, room: ContextBudget) -> tuple[Prompt, Trun
     shortened, later ones are dropped. Where they are separate, each is shortened to `passage_length`. What
     is dropped leaves an empty fact. Raises `QuestionError` when the question alone does not fit.
     """
-    fixed = len(prompt.head) + len(prompt.tail) + room.canvas_length
+    left = room.context_length - len(prompt.head) - len(prompt.tail) - room.canvas_length
     if EVIDENCE_LAYOUTS[room.layout].separate_passages:
-        left = room.context_length - room.passage_length - fixed
-        limits = [room.passage_length] * len(prompt.facts)
+        left -= room.passage_length
+        facts = [fact[: room.passage_length] for fact in prompt.facts]
     else:
-        left, limits = room.context_length - fixed, []
+        facts = []
         for fact in prompt.facts:
-            limits.append(max(0, min(len(fact), left - sum(limits))))
+            facts.append(fact[: max(0, left - sum(map(len, facts)))])
     if left < 0:
         raise QuestionError(
             f"the question is {-left} tokens too long: the context of {room.context_length} must hold it "
-            f"beside the canvas of {room.canvas_length}"
+            f"and the canvas of {room.canvas_length}"
         )
-    facts = [fact[:limit] for fact, limit in zip(prompt.facts, limits, strict=True)]
     lost = [len(fact) - len(kept) for fact, kept in zip(prompt.facts, facts, strict=True)]
-    cut = Truncation(
-        tokens=sum(lost),
-        passages_shortened=sum(1 for kept, n in zip(facts, lost, strict=True) if n and kept),
-        passages_dropped=sum(1 for kept in facts if not kept),
-    )
+    shortened = sum(1 for kept, n in zip(facts, lost, strict=True) if n and kept)
+    cut = Truncation(sum(lost), shortened, sum(1 for kept in facts if not kept))
     return Prompt(prompt.head, tuple(facts), prompt.tail), cut
 
 
@@ -82,7 +75,7 @@ class FittedPrompt:
 
     prompt: Prompt
     texts: dict[str, str]  # by id, in rank order: what of each passage is in the prompt
-    dropped: tuple[str, ...]  # ids of the passages without a place, which rank behind all others
+    dropped: tuple[str, ...]  # ids of the passages without a place, which rank after all others
     truncation: Truncation
 
 
@@ -99,17 +92,13 @@ def fit_passages(
     prompt = tokenizer.build_prompt(question, list(passages.values())[::step])
     ranked = Prompt(prompt.head, prompt.facts[::step], prompt.tail)
     fitted, cut = truncate_evidence(ranked, room)
-    kept = dict(zip(passages, zip(ranked.facts, fitted.facts, strict=True), strict=True))
-    return FittedPrompt(
-        prompt=Prompt(fitted.head, fitted.facts[::step], fitted.tail),
-        texts={
-            name: passages[name] if fact == all_of_it else tokenizer.decode_with_offsets(list(fact))[0]
-            for name, (all_of_it, fact) in kept.items()
-            if fact
-        },
-        dropped=tuple(name for name, (_, fact) in kept.items() if not fact),
-        truncation=cut,
-    )
+    texts = {
+        name: text if kept == fact else tokenizer.decode_with_offsets(list(kept))[0]
+        for (name, text), fact, kept in zip(passages.items(), ranked.facts, fitted.facts, strict=True)
+        if kept
+    }
+    placed = Prompt(fitted.head, fitted.facts[::step], fitted.tail)
+    return FittedPrompt(placed, texts, tuple(name for name in passages if name not in texts), cut)
 
 
 def keep_shorter_texts(texts: dict[str, str], more: Mapping[str, str]) -> None:

@@ -9,24 +9,33 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dlm_rag.config.fields import explain_validation_error
 from dlm_rag.config.renamed import upgrade_checkpoint
 from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.digest import digest_file
 from dlm_rag.files.hub import HUB_FILE_PATTERNS, check_checkpoint_files, read_json, resolve_hub_folder
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families import FAMILIES, get_family_name
-from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, TensorSource, find_mask_token_id
-from dlm_rag.model.headers import WEIGHTS_FILE, TensorSources, match_tensors, match_tensors_by_name
+from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, find_mask_token_id
+from dlm_rag.model.headers import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    TensorSources,
+    match_tensors,
+    match_tensors_by_name,
+)
 from dlm_rag.model.layers import compute_rope_frequencies, count_weight_bytes, list_tensor_shapes
 from dlm_rag.model.policy_heads import HEADS_FILE, HEADS_PREFIX, save_heads
 from dlm_rag.progress import report_progress
@@ -56,39 +65,37 @@ class Checkpoint:
 
     def iterate_tensors(self, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by our name, on the device; one at a time is in flight. Raises `CheckpointError`."""
-        by_file: dict[Path, list[tuple[str, TensorSource]]] = {}
-        for ours, parts in self.tensor_sources.items():
-            for path, part in parts:
-                by_file.setdefault(path, []).append((ours, part))
-        size = sum(path.stat().st_size for path in by_file)
-        begun: dict[str, Tensor] = {}  # those with parts still to come
-        missing = {ours: len(parts) for ours, parts in self.tensor_sources.items()}
-        with report_progress("reading weights", size, "bytes") as advance:
-            for path, names in by_file.items():
-                with safe_open(path, framework="pt", device=str(device)) as file:
-                    for ours, part in names:
-                        value = part.read(file)
-                        advance(value.nbytes)
-                        value = value.to(device, dtype)  # no second copy is held
-                        _check_values(path, part.name, value, ours)
-                        missing[ours] -= 1
-                        if part.target_index:
-                            if ours not in begun:
-                                begun[ours] = torch.empty(self._shapes[ours], device=device, dtype=dtype)
-                            begun[ours][part.target_index] = value
-                            if missing[ours]:
-                                continue
-                            value = begun.pop(ours)
-                        yield ours, value
+        paths = {path for parts in self.tensor_sources.values() for path, _ in parts}
+        size = sum(path.stat().st_size for path in paths)
+        with report_progress("reading weights", size, "bytes") as advance, ExitStack() as opened:
+            at: Path | None = None
+            for ours, parts in self.tensor_sources.items():
+                whole = None
+                for path, part in parts:
+                    if path != at:
+                        opened.close()  # no more of a file than is read stays in memory
+                        file = opened.enter_context(safe_open(path, framework="pt", device=str(device)))
+                        at = path
+                    value = part.read(file)
+                    advance(value.nbytes)
+                    value = value.to(device, dtype)  # no second copy is held
+                    _check_values(path, part.name, value, ours)
+                    if not part.target_index:
+                        whole = value
+                        continue
+                    if whole is None:
+                        whole = torch.empty(self._shapes[ours], device=device, dtype=dtype)
+                    whole[part.target_index] = value
+                assert whole is not None
+                yield ours, whole
 
     def read_tensor_rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of the tensor with our `name`, as the file has them; nothing else is read."""
         (path, part), *_ = parts = self.tensor_sources[name]
         if not part.target_index:
+            first = part.first_source_row
             with safe_open(path, framework="pt") as file:
-                found: Tensor = file.get_slice(part.name)[
-                    part.first_source_row + rows.start : part.first_source_row + rows.stop
-                ]
+                found: Tensor = file.get_slice(part.name)[first + rows.start : first + rows.stop]
             return found
         found = torch.empty(rows.stop - rows.start, *self._shapes[name][1:])
         for path, part in parts:
@@ -129,16 +136,13 @@ class Checkpoint:
 
         Raises `CheckpointError` for ids outside the vocabulary.
         """
-        path, found = self.folder / "generation_config.json", None
-        if path.exists():
-            found = read_json(path).get("eos_token_id")
+        path, last = self.folder / "generation_config.json", self.config.vocab_size - 1
+        found = read_json(path).get("eos_token_id") if path.exists() else None
         if found is None:
             path, found = self.folder / "config.json", self.raw_config.get("eos_token_id")
         ids = [] if found is None else found if isinstance(found, list) else [found]
-        for token in ids:
-            if type(token) is not int or not 0 <= token < self.config.vocab_size:
-                last = self.config.vocab_size - 1
-                raise CheckpointError(f"{path}: eos_token_id={found!r:.60} must be ids from 0 to {last}")
+        if not all(type(token) is int and 0 <= token <= last for token in ids):
+            raise CheckpointError(f"{path}: eos_token_id={found!r:.60} must be ids from 0 to {last}")
         return tuple(ids)
 
 
@@ -153,15 +157,16 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
     check_checkpoint_files(folder, [*HUB_FILE_PATTERNS, "additional_chat_templates/*.jinja"])
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(f"{folder} is an adapter: merge it into the weights of its model")
-    if not (folder / "config.json").exists():
+    place = folder / "config.json"
+    if not place.exists():
         inner = sorted(
-            path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json")
+            path.parent for path in (*folder.glob("*/config.json"), *folder.glob("*/*/config.json"))
         )
         hint = f": did you mean {inner[0]}?" if inner else ""
         raise CheckpointError(f"{folder} has no config.json{hint}")
-    raw = upgrade_checkpoint(read_json(folder / "config.json"))
+    raw = upgrade_checkpoint(read_json(place))
     if raw.get("model_type") is None:
-        raise CheckpointError(f"{folder / 'config.json'}: the key 'model_type' is missing")
+        raise CheckpointError(f"{place}: the key 'model_type' is missing")
     kind = get_family_name(raw)
     if kind not in FAMILIES:
         own_code = ", which needs code of its own that is never executed" if "auto_map" in raw else ""
@@ -173,26 +178,37 @@ def open_checkpoint(path_or_hub_id: str | Path, block_size: int | None = None) -
             raise CheckpointError(f"block_size={block_size} has no effect on {folder}: leave it out")
         raw[BLOCK_SIZE_KEY] = block_size
     try:
-        own = {name: raw[key] for key, name in DLM_RAG_FIELDS.items() if raw.get(key) is not None}
-        if own.get("block_size") == 0:
-            own["block_size"] = None
-        config = replace(family.read_config(raw), **own)
-        if config.block_length is None:  # tokens that see each other are written together
-            config = replace(config, block_length=config.block_size)
-        if config.mask_token_id is None and family.mask_token is not None:
-            config = replace(config, mask_token_id=find_mask_token_id(folder, family.mask_token))
+        config = _read_config(folder, raw, family)
+    except ValidationError as error:
+        raise CheckpointError(f"{place}: {explain_validation_error(error)[1]}") from None
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+        raise CheckpointError(f"{place}: {error}") from None
     if family.complete_config is not None:
         config = family.complete_config(folder, config)
     if family.list_named_shapes is not None:
-        homes = match_tensors_by_name(folder, family.list_named_shapes(raw, folder / "config.json"))
+        homes = match_tensors_by_name(folder, family.list_named_shapes(raw, place))
     else:
         homes = match_tensors(folder, config, family)
-    found = Checkpoint(folder, family, raw, config, homes)
     if config.rope_scaling is not None:
-        _check_rope(found)
-    return found
+        problem = f"{place}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
+        with translate_failures(CheckpointError, problem):
+            frequencies, gain = compute_rope_frequencies(config)
+            finite = math.isfinite(float(frequencies.sum()) + gain)
+            if not finite or frequencies.shape != (config.head_dim // 2,):
+                raise CheckpointError(problem)
+    return Checkpoint(folder, family, raw, config, homes)
+
+
+def _read_config(folder: Path, raw: dict[str, Any], family: Family) -> DenoiserConfig:
+    own = {name: raw[key] for key, name in DLM_RAG_FIELDS.items() if raw.get(key) is not None}
+    if own.get("block_size") == 0:
+        own["block_size"] = None
+    config = replace(family.read_config(raw), **own)
+    if config.block_length is None:  # tokens that see each other are written together
+        config = replace(config, block_length=config.block_size)
+    if config.mask_token_id is None and family.mask_token is not None:
+        config = replace(config, mask_token_id=find_mask_token_id(folder, family.mask_token))
+    return config
 
 
 def save_tensors(
@@ -215,14 +231,15 @@ def save_tensors(
     raw: dict[str, Any] = {"model_type": "dlm_rag", "architectures": ["Denoiser"], **asdict(config)}
     raw[BLOCK_SIZE_KEY] = raw.pop("block_size")
     del raw["attention_patterns"]  # which the file of a family gives
+    dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
     if origin is not None and origin.config.noise is not None:  # names and config stay as they were
-        raw = {**origin.raw_config, "dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
+        raw = {**origin.raw_config, "dtype": dtype}
     elif origin is not None and origin.raw_config["model_type"] != "dlm_rag":
         named = _to_family_tensors(named, config, origin.family)
         raw = _update_raw_config(origin.raw_config, config)
-    raw |= {**extra, "torch_dtype": str(next(iter(named.values())).dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    for stale in (WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json"):  # of a model that was here before
+    text = json.dumps({**raw, **extra, "torch_dtype": dtype}, indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    for stale in (WEIGHTS_FILE, INDEX_FILE):  # of a model that was here before
         (folder / stale).unlink(missing_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
     for name, value in named.items():
@@ -233,14 +250,12 @@ def save_tensors(
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS_FILE
         save_file(shard, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod((folder / "config.json").stat().st_mode)  # else it is for its owner alone
         homes |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(value.nbytes for value in named.values())
-        index = {"metadata": {"total_size": total}, "weight_map": homes}
-        text = json.dumps(index, indent=2) + "\n"
-        (folder / f"{WEIGHTS_FILE}.index.json").write_text(text, encoding="utf-8")
-    for path in folder.glob("*.safetensors"):  # which safetensors makes for their owner alone
-        path.chmod((folder / "config.json").stat().st_mode)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=2) + "\n"
+        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 def _to_family_tensors(
@@ -273,17 +288,6 @@ def _update_raw_config(raw: dict[str, Any], config: DenoiserConfig) -> dict[str,
     else:
         found["rope_theta"] = config.rope_theta
     return found
-
-
-def _check_rope(checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointError` for scaled rotary positions without finite frequencies."""
-    config, path = checkpoint.config, checkpoint.folder / "config.json"
-    problem = f"{path}: rope_scaling={config.rope_scaling!r:.200} gives no rotary positions"
-    with translate_failures(CheckpointError, problem):
-        frequencies, gain = compute_rope_frequencies(config)
-        finite = math.isfinite(float(frequencies.sum()) + gain)
-        if not finite or frequencies.shape != (config.head_dim // 2,):
-            raise CheckpointError(problem)
 
 
 def _check_values(path: Path, theirs: str, value: Tensor, ours: str) -> None:

@@ -11,10 +11,10 @@ The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dty
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,6 @@ from dlm_rag.model.kv_store import KeysValues
 from dlm_rag.model.layers import (
     AttentionProbe,
     ForwardContext,
-    MixtureOfExperts,
-    TransformerLayer,
     TransformerWeights,
     compute_rope_frequencies,
     get_compute_dtype,
@@ -148,14 +146,15 @@ class Denoiser(TransformerWeights):
 
         The first calls take half a minute; results change only by rounding. `compilations` counts.
         """
-        if self._compiled_before is None:
-            self._compiled_before = _count_compiled_graphs()
-            for block in self.layers:
-                assert isinstance(block, TransformerLayer)
-                if isinstance(block.mlp, MixtureOfExperts):  # of its products torch traces bfloat16 alone
-                    block.mlp.forward = torch.compiler.disable(block.mlp.forward)  # type: ignore[method-assign]
-                block.project_qkv = torch.compile(block.project_qkv, dynamic=True)  # type: ignore[method-assign]
-                block.apply_attention_output = torch.compile(block.apply_attention_output, dynamic=True)  # type: ignore[method-assign]
+        if self._compiled_before is not None:
+            return
+        self._compiled_before = _count_compiled_graphs()
+        for block in self.layers:
+            mlp: Any = block.mlp
+            if hasattr(mlp, "experts"):  # of whose products torch traces bfloat16 alone
+                mlp.forward = torch.compiler.disable(mlp.forward)
+            for name in ("project_qkv", "apply_attention_output"):
+                setattr(block, name, torch.compile(getattr(block, name), dynamic=True))
 
     @property
     def compilations(self) -> int | None:
@@ -186,7 +185,11 @@ class Denoiser(TransformerWeights):
         `kv_store.SharedContext`, else an empty list. `probe` is filled with the queries and keys of its
         layer.
         """
-        self._count(rows)
+        sight, last, size = rows.attention_metadata, rows.last_layer_metadata, self.compute_dtype.itemsize
+        self.flop_count += count_encode_flops(
+            self.config, rows.lengths, sight.key_lengths, last.query_lengths, size,
+            (sight.num_attention_pairs, last.num_attention_pairs),
+        )  # fmt: skip
         call = ForwardContext(rows, self.backend, probe, self.config.attention_patterns)
         angles = rows.positions.float()[:, None, None] * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
@@ -200,30 +203,20 @@ class Denoiser(TransformerWeights):
             x, k, v = self._run_layer(block, x, rope, call, layer, layer == top)
             if keep:
                 kept.append((k, v))
-        if rows.output_indices is not None and rows.last_layer_metadata is rows.attention_metadata:
+        if rows.output_indices is not None and last is sight:
             x = x[rows.output_indices]
         return x, kept
 
-    def _count(self, rows: PackedRows) -> None:
-        sight, last, size = rows.attention_metadata, rows.last_layer_metadata, self.compute_dtype.itemsize
-        pairs = sight.num_attention_pairs, last.num_attention_pairs
-        self.flop_count += count_encode_flops(
-            self.config, rows.lengths, sight.key_lengths, last.query_lengths, size, pairs
-        )
-
-    def _run_layer(self, block: nn.Module, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """One layer; with `checkpointing`, backward computes its activations again."""
-        found: tuple[Tensor, Tensor, Tensor]
+    def _run_layer(self, block: nn.Module, *inputs: Any) -> Any:
+        """One layer; with `activation_checkpointing`, backward computes its activations again."""
         if self.activation_checkpointing == "none" or not torch.is_grad_enabled():
-            found = block(*inputs)
-            return found
+            return block(*inputs)
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
         options: dict[str, Any] = {}
         if self.activation_checkpointing == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _list_saved_ops())
-        found = checkpoint(block, *inputs, use_reentrant=False, **options)
-        return found
+        return checkpoint(block, *inputs, use_reentrant=False, **options)
 
     def compute_token_logits(self, hidden: Tensor) -> Tensor:
         """Logits (n, V) from hidden states (n, hidden), through norm and head.
@@ -246,27 +239,19 @@ def load_denoiser(
 @cache
 def _list_saved_ops() -> list[Any]:
     """What selective checkpointing keeps: the results of matrix products and of attention."""
+    for module in ("torch.nn.attention.varlen", FLASH_MODULE):  # only then are its operators known
+        with suppress(ModuleNotFoundError):
+            import_module(module)
     aten = torch.ops.aten
     attention = [
         getattr(aten, name).default
         for name in dir(aten)
         if name.startswith("_scaled_dot_product_") and not name.endswith("_backward")
     ]
-    for module, space, name in (
-        ("torch.nn.attention.varlen", "torch_attn", "_varlen_attn"),
-        (FLASH_MODULE, "flash_attn", "_flash_attn_varlen_forward"),
-    ):
-        if _imported(module) and hasattr(getattr(torch.ops, space), name):
+    for space, name in (("torch_attn", "_varlen_attn"), ("flash_attn", "_flash_attn_varlen_forward")):
+        if hasattr(getattr(torch.ops, space), name):
             attention.append(getattr(getattr(torch.ops, space), name).default)
     return [aten.mm.default, aten.addmm.default, *attention]
-
-
-def _imported(module: str) -> bool:
-    """Imports a module where there is one: only then are its operators known."""
-    try:
-        return find_spec(module) is not None and bool(import_module(module))
-    except ModuleNotFoundError:
-        return False
 
 
 def _count_compiled_graphs() -> int:

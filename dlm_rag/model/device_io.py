@@ -23,10 +23,18 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
         return tensors
     sizes = [-(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for tensor in tensors]
     starts = list(accumulate(sizes, initial=0))
+
+    def view_parts(packed: Tensor) -> list[Tensor]:
+        return [
+            packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=False)
+        ]
+
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    _write(tensors, starts, packed)
+    for view, tensor in zip(view_parts(packed), tensors, strict=True):
+        view.copy_(tensor)
     # Pinned memory is kept until it has been read; on MPS nothing does that (pytorch #189690).
-    return _views(tensors, starts, packed.to(device, non_blocking=device.type != "mps"))
+    return view_parts(packed.to(device, non_blocking=device.type != "mps"))
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
@@ -39,16 +47,3 @@ def to_host(tensor: Tensor) -> NDArray[Any]:
     # An event, so that `torch.cuda.set_sync_debug_mode` finds the waits that nobody meant.
     torch.cuda.current_stream(tensor.device).record_event().synchronize()
     return found.numpy()
-
-
-def _write(tensors: Sequence[Tensor], starts: Sequence[int], packed: Tensor) -> None:
-    for view, tensor in zip(_views(tensors, starts, packed), tensors, strict=True):
-        view.copy_(tensor)
-
-
-def _views(like: Sequence[Tensor], starts: Sequence[int], packed: Tensor) -> list[Tensor]:
-    """Of the bytes `packed`, from each start, a tensor of the dtype and shape of each in `like`."""
-    return [
-        packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, like, strict=False)
-    ]

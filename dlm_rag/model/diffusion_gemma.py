@@ -39,16 +39,11 @@ def load_diffusion_gemma(checkpoint: Checkpoint, device: torch.device, dtype: to
     straight = device.type != "cpu" and find_spec("accelerate") is not None
     with translate_failures(CheckpointError, f"{folder} cannot be loaded"):
         model, report = kind.from_pretrained(
-            folder,
-            config=build_gemma_config(checkpoint.raw_config, folder / "config.json"),
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            attn_implementation="sdpa",
-            output_loading_info=True,
+            folder, config=build_gemma_config(checkpoint.raw_config, folder / "config.json"), dtype=dtype,
+            use_safetensors=True, local_files_only=True, trust_remote_code=False,
+            attn_implementation="sdpa", output_loading_info=True,
             device_map={"": device} if straight else None,
-        )
+        )  # fmt: skip
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(VISION_PREFIXES))
     if missing:
         raise CheckpointError(f"{folder}: the tensor {missing[0]} is missing")
@@ -141,8 +136,7 @@ class DiffusionGemma(nn.Module):
         lengths = [text[0][0].shape[2] for text in texts]
         for layer, kind in enumerate(self._kinds):
             seen = [min(n, self._window - 1) if kind == "sliding_attention" else n for n in lengths]
-            longest = max(seen)
-            pairs = [text[layer] for text in texts]
+            longest, pairs = max(seen), [text[layer] for text in texts]
             keys, values = (
                 torch.cat(
                     [_pad_last_tokens(pair[part], n, longest) for pair, n in zip(pairs, seen, strict=True)]
@@ -150,18 +144,15 @@ class DiffusionGemma(nn.Module):
                 for part in (0, 1)
             )
             cache.update(keys, values, layer)
-            if kind not in masks:
-                masks[kind] = self._mask(seen, longest, canvas)
+            if kind not in masks:  # (rows, 1, canvas, longest + canvas): which keys are seen; None: all
+                masks[kind] = None
+                if min(seen) < longest:
+                    there = np.arange(longest + canvas)
+                    hidden = (there >= np.array(seen)[:, None]) & (there < longest)
+                    (visible,) = to_device([~hidden], self.device)
+                    masks[kind] = visible[:, None, None, :].expand(-1, -1, canvas, -1)
         (positions,) = to_device([np.array(lengths)[:, None] + np.arange(canvas)], self.device)
         return StackedCaches(cache, masks, positions)
-
-    def _mask(self, seen: Sequence[int], longest: int, canvas: int) -> Tensor | None:
-        """Which keys a canvas sees, (rows, 1, canvas, longest + canvas); None: all."""
-        if min(seen) == longest:
-            return None
-        there = np.arange(longest + canvas)
-        (visible,) = to_device([(there < np.array(seen)[:, None]) | (there >= longest)], self.device)
-        return visible[:, None, None, :].expand(-1, -1, canvas, -1)
 
     def compute_canvas_logits(
         self, canvas: Tensor, texts: "StackedCaches", before: Sequence[Tensor | None]
@@ -176,14 +167,16 @@ class DiffusionGemma(nn.Module):
             none = torch.zeros_like(given[0])
             conditioning = torch.stack([none if logits is None else logits for logits in before])
             (mask,) = to_device([np.array([logits is not None for logits in before])], self.device)
+        return self._denoise(canvas, texts, conditioning, mask)
+
+    def _denoise(
+        self, canvas: Tensor, texts: "StackedCaches", conditioning: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         found: Tensor = self.model(
-            decoder_input_ids=canvas,
-            past_key_values=texts.cache,
-            self_conditioning_logits=conditioning,
-            self_conditioning_mask=mask,
-            decoder_attention_mask=texts.masks,
+            decoder_input_ids=canvas, past_key_values=texts.cache, self_conditioning_logits=conditioning,
+            self_conditioning_mask=mask, decoder_attention_mask=texts.masks,
             decoder_position_ids=texts.positions,
-        ).logits
+        ).logits  # fmt: skip
         return found
 
     def forward(
@@ -202,33 +195,21 @@ class DiffusionGemma(nn.Module):
         ids, lengths, shown = to_device(arrays, canvases.device)
         # Padding comes first: layers with a sliding window keep the last tokens.
         there = torch.arange(longest, device=canvases.device) >= longest - lengths
-        places = torch.arange(n, device=canvases.device) + lengths
-        encoder = self.model.model.encoder
-        kept = encoder(
+        kept = self.model.model.encoder(
             input_ids=ids, attention_mask=there.long(), position_ids=(there.cumsum(-1) - 1).clamp(min=0)
         ).past_key_values
         seen = torch.cat([there, there.new_ones(rows, n)], dim=1)[:, None, None].expand(-1, -1, n, -1)
         # Whole masks: of a row of flags transformers asks whether anything is hidden, and waits.
         window = min(longest, self._window - 1)
         masks = {"full_attention": seen, "sliding_attention": seen[..., longest - window :]}
-
-        def denoise(before: Tensor | None) -> Tensor:
-            found: Tensor = self.model(
-                past_key_values=kept,
-                decoder_input_ids=canvases,
-                decoder_attention_mask=masks,
-                decoder_position_ids=places,
-                self_conditioning_logits=before,
-                self_conditioning_mask=None if before is None else shown,
-            ).logits
-            return found
-
+        positions = torch.arange(n, device=canvases.device) + lengths
+        texts = StackedCaches(kept, dict[str, Tensor | None](masks), positions)
         before, twice = None, any(conditioned)
         if twice:
             with torch.no_grad():
-                before = denoise(None)
+                before = self._denoise(canvases, texts, None, None)
         self._count_flops([len(p) for p in prompts], n, twice)
-        return denoise(before)
+        return self._denoise(canvases, texts, before, None if before is None else shown)
 
     def _count_flops(self, lengths: Sequence[int], n: int, twice: bool) -> None:
         """Adds the FLOPs of a call without logits; a first pass, which has no backward, counts a third."""

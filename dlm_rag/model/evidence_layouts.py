@@ -9,47 +9,32 @@ In all of them the canvas sees the whole prompt.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
 
 PlacedTokens = tuple[Sequence[int], int]  # ids, and the position of the first
 
 
-class PromptTokens(Protocol):
-    """The parts of a prompt, as `tokenizer.Prompt` has them."""
-
-    @property
-    def head(self) -> tuple[int, ...]: ...
-    @property
-    def facts(self) -> tuple[tuple[int, ...], ...]: ...
-    @property
-    def tail(self) -> tuple[int, ...]: ...
-    @property
-    def ids(self) -> list[int]: ...
-
-
-@dataclass(frozen=True)
-class EvidenceLayout:
+class EvidenceLayout(NamedTuple):
     """A layout of evidence.
 
-    place: a prompt and `passage_length` to the segments that see themselves alone, in the order in which
-    the canvas sees them; empty ones are left out, the last one holds the question. runs_with_canvas:
-    whether the last one runs at every step, with the canvas, and sees it. separate_passages: whether the
-    segment of a passage depends on that alone: it stays valid when others change, is cut to
-    `passage_length`, and its fact has no number.
+    place: a `tokenizer.Prompt` and `passage_length` to the segments that see themselves alone, in the order
+    in which the canvas sees them; empty ones are left out, the last one holds the question.
+    runs_with_canvas: whether the last one runs at every step, with the canvas, and sees it.
+    separate_passages: whether the segment of a passage depends on that alone: it stays valid when others
+    change, is cut to `passage_length`, and its fact has no number.
     """
 
-    place: Callable[[PromptTokens, int], Sequence[PlacedTokens]]
+    place: Callable[[Any, int], Sequence[PlacedTokens]]
     runs_with_canvas: bool = False
     separate_passages: bool = False
 
 
-def place_whole_prompt(prompt: PromptTokens, passage_length: int) -> list[PlacedTokens]:
+def place_whole_prompt(prompt: Any, passage_length: int) -> list[PlacedTokens]:
     """The prompt as one segment."""
     return [(prompt.ids, 0)]
 
 
-def place_passages_apart(prompt: PromptTokens, passage_length: int) -> list[PlacedTokens]:
+def place_passages_apart(prompt: Any, passage_length: int) -> list[PlacedTokens]:
     """Each passage from position 0, then the question after the longest of them."""
     return [*((fact, 0) for fact in prompt.facts), (prompt.head + prompt.tail, passage_length)]
 

@@ -1,12 +1,11 @@
 """The tensors that a checkpoint's files hold, compared with those that its config asks for."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from dlm_rag.errors import CheckpointError, suggest_nearest, summarize_error
+from dlm_rag.errors import CheckpointError, suggest_nearest, translate_failures
 from dlm_rag.files.hub import read_json
 from dlm_rag.files.paths import resolve_path_inside
 from dlm_rag.model.denoiser_config import DenoiserConfig
@@ -14,12 +13,12 @@ from dlm_rag.model.families.base import Family, NamedShapes, TensorSource
 from dlm_rag.model.layers import list_tensor_shapes
 
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 TensorSources = dict[str, list[tuple[Path, TensorSource]]]  # by our name
 
 
-@dataclass(frozen=True)
-class _Header:
+class _Header(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     dtype: str
@@ -34,21 +33,20 @@ def match_tensors(folder: Path, config: DenoiserConfig, family: Family) -> Tenso
             raise CheckpointError(
                 f"{folder} has {len(found)} tensors, too few for the {number} {what} of its config"
             )
-    try:
+    with translate_failures(CheckpointError, str(folder / "config.json")):  # sizes that overflow
         wanted = list_tensor_shapes(config)
-    except RuntimeError as error:  # sizes that overflow
-        raise CheckpointError(f"{folder / 'config.json'}: {summarize_error(error)}") from None
     if config.tie_word_embeddings:  # some folders store the tied head a second time
         found.pop(family.rename_tensor("lm_head.weight"), None)
     sources = {ours: family.list_sources(ours, config) for ours in wanted}
     asked: dict[str, tuple[int, ...]] = {}
     for ours, parts in sources.items():
         for part in parts:
-            shape = _shape_at(wanted[ours], part.target_index)
+            cut = [at.stop - at.start for at in part.target_index if isinstance(at, slice)]
+            shape = (*cut, *wanted[ours][len(part.target_index) :])
             if part.source_rows is not None:  # its other rows are those of other tensors
                 shape = (max(part.source_rows.stop, *asked.get(part.name, ())[:1], 0), *shape[1:])
             asked[part.name] = shape
-    paths = {name: _take_header(folder, found, (name,), shape).path for name, shape in asked.items()}
+    paths = {name: _take_header(folder, found, (name,), shape) for name, shape in asked.items()}
     # Old Llama folders store the rotary frequencies, which follow from the config.
     if extra := sorted(name for name in found if not name.endswith("rotary_emb.inv_freq")):
         raise CheckpointError(f"{folder} has the tensor {extra[0]}, which does not belong to its config")
@@ -69,46 +67,40 @@ def match_tensors_by_name(folder: Path, wanted: NamedShapes) -> TensorSources:
 
 def _take_header(
     folder: Path, found: dict[str, _Header], names: tuple[str, ...], shape: tuple[int, ...]
-) -> _Header:
-    """Takes the first of these names out of `found`, with the shape and a type that can be read."""
+) -> Path:
+    """The file of the first of these names, taken out of `found`, with the shape and a type that fits."""
     name = next((name for name in names if name in found), None)
     if name is None:
+        nearest = suggest_nearest(names[0], found)
+        raise CheckpointError(f"{folder}: the tensor {names[0]} is missing{nearest}")
+    path, given, dtype = found.pop(name)
+    place = f"{path.name} in {folder}: {name}"
+    if given != shape:
+        raise CheckpointError(f"{place} has shape {list(given)}, its config asks for {list(shape)}")
+    if dtype not in FLOAT_DTYPES:
+        known = ", ".join(FLOAT_DTYPES)
         raise CheckpointError(
-            f"{folder}: the tensor {names[0]} is missing{suggest_nearest(names[0], found)}"
+            f"{place} has the type {dtype}: only {known} are supported, no quantised weights"
         )
-    header = found.pop(name)
-    place = f"{header.path.name} in {folder}: {name}"
-    if header.shape != shape:
-        raise CheckpointError(f"{place} has shape {list(header.shape)}, its config asks for {list(shape)}")
-    if header.dtype not in FLOAT_DTYPES:
-        raise CheckpointError(
-            f"{place} has the type {header.dtype}: only {', '.join(FLOAT_DTYPES)} are supported, no "
-            "quantised weights"
-        )
-    return header
+    return path
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
     """What the files of a folder say about their tensors, by name."""
     headers: dict[str, _Header] = {}
     for path in _list_shards(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    if name in headers:
-                        raise CheckpointError(f"{folder} has the tensor {name} twice, also in {path.name}")
-                    part = file.get_slice(name)
-                    headers[name] = _Header(path, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError, OverflowError, MemoryError) as error:
-            raise CheckpointError(
-                f"{path} is not a complete safetensors file, fetch or write it again: "
-                f"{summarize_error(error)}"
-            ) from None
+        broken = f"{path} is not a complete safetensors file, fetch or write it again"
+        with translate_failures(CheckpointError, broken), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if name in headers:
+                    raise CheckpointError(f"{folder} has the tensor {name} twice, also in {path.name}")
+                part: Any = file.get_slice(name)
+                headers[name] = _Header(path, tuple(part.get_shape()), part.get_dtype())
     return headers
 
 
 def _list_shards(folder: Path) -> list[Path]:
-    weights, index = folder / WEIGHTS_FILE, folder / f"{WEIGHTS_FILE}.index.json"
+    weights, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -119,7 +111,7 @@ def _list_shards(folder: Path) -> list[Path]:
         if missing := [path for path in paths if path not in here]:
             raise CheckpointError(f"{folder}: the shard {missing[0].name:.60} of its index is missing")
         if weights.exists() and weights not in paths:
-            raise CheckpointError(f"{folder} has {WEIGHTS_FILE} and {index.name}: remove the older one")
+            raise CheckpointError(f"{folder} has {WEIGHTS_FILE} and {INDEX_FILE}: remove the older one")
         return paths
     if weights.is_file():
         return [weights]
@@ -128,11 +120,5 @@ def _list_shards(folder: Path) -> list[Path]:
         if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             hint = f"; pickled ones ({path.name}) are never opened: convert them to safetensors"
         elif path.suffix in (".safetensors", ".gguf"):
-            hint = f"; there is {path.name}" + f", fetch {index.name} too" * ("-of-" in path.name)
+            hint = f"; there is {path.name}" + f", fetch {INDEX_FILE} too" * ("-of-" in path.name)
     raise CheckpointError(f"{folder} has no weights: {WEIGHTS_FILE} is missing{hint}")
-
-
-def _shape_at(shape: tuple[int, ...], place: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape of what is at a place in a tensor of that shape."""
-    cut = [at.stop - at.start for at in place if isinstance(at, slice)]
-    return (*cut, *shape[len(place) :])

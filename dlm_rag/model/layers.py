@@ -64,12 +64,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: DenoiserConfig) -> None:
         super().__init__()
-        c = config
-        self.head_dim = c.head_dim
-        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim, c.qkv_bias)
-        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, c.qkv_bias)
-        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, c.qkv_bias)
-        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        c, self.head_dim = config, config.head_dim
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, queries, c.qkv_bias)
+        self.k_proj = Linear(c.hidden_size, keys, c.qkv_bias)
+        self.v_proj = Linear(c.hidden_size, keys, c.qkv_bias)
+        self.o_proj = Linear(queries, c.hidden_size, bias=False)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
@@ -195,12 +195,12 @@ class AttentionProbe:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of one call share."""
+    """What all layers of one call share; patterns: one a layer, or none at all."""
 
     rows: PackedRows
     backend: str
     probe: AttentionProbe | None = None
-    patterns: tuple[AttentionPattern | None, ...] = ()  # one a layer, or none at all
+    patterns: tuple[AttentionPattern | None, ...] = ()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: AttentionMetadata) -> Tensor:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
@@ -231,12 +231,9 @@ class TransformerLayer(nn.Module):
         """x (T, W) -> the same tokens one layer on, in the `last` layer those that are read (n, W); and the
         keys and values of all of them, each (T, Hk, D).
         """
-        rows = call.rows
-        sight, read = (
-            (rows.last_layer_metadata, rows.output_indices)
-            if last and rows.last_layer_metadata is not rows.attention_metadata
-            else (rows.attention_metadata, None)
-        )
+        rows, sight, read = call.rows, call.rows.attention_metadata, None
+        if last and rows.last_layer_metadata is not sight:
+            sight, read = rows.last_layer_metadata, rows.output_indices
         x, q, k, v = self.project_qkv(x, rope, read)
         if not len(x) and rows.context_parallel is None:
             if not torch.is_grad_enabled():

@@ -79,16 +79,15 @@ def save_heads(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def read_heads(folder: Path) -> PolicyHeads | None:
     """The heads in a checkpoint's folder, on the CPU, or None; raises `CheckpointError` for other ones."""
-    path = folder / HEADS_FILE
+    path, heads = folder / HEADS_FILE, PolicyHeads()
     if not path.is_file():
         return None
-    heads = PolicyHeads()
     with translate_failures(CheckpointError, f"{path} is not a safetensors file"):
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            features = {key: (file.metadata() or {}).get(key) for key in _FEATURE_NAMES}
         found = load_file(path)
-    shapes = [{name: x.shape for name, x in some.items()} for some in (found, heads.state_dict())]
-    if shapes[0] != shapes[1] or any(metadata.get(key) != names for key, names in _FEATURE_NAMES.items()):
+    shapes, wanted = ({n: x.shape for n, x in some.items()} for some in (found, heads.state_dict()))
+    if shapes != wanted or features != _FEATURE_NAMES:
         raise CheckpointError(f"{path} is of another version: train the heads again, or remove the file")
     if not all(bool(value.isfinite().all()) for value in found.values()):
         raise CheckpointError(f"{path} has values that are not finite")

@@ -106,10 +106,8 @@ class Tokenizer:
         end_ids: tuple[int, ...] = (),
         vocabulary: int | None = None,
     ) -> None:
-        self.inner = inner
-        self.mask_id = mask_id
+        self.inner, self.mask_id, self._vocabulary = inner, mask_id, vocabulary
         self.template = template or PromptTemplate()
-        self._vocabulary = vocabulary
         backend = inner.backend_tokenizer
         if backend.id_to_token(mask_id) is None:
             raise CheckpointError(f"mask_token_id={mask_id} is not a token of the tokenizer")
@@ -117,15 +115,14 @@ class Tokenizer:
             raise CheckpointError("the tokenizer drops merges at random: set its dropout to null")
         prefix, suffix = render_chat_affixes(inner)
         try:
-            self._prefix = self._encode_checked(partial(inner.encode, prefix, add_special_tokens=False))
-            tail = suffix + self.template.tail
-            self._suffix = self._encode_checked(partial(inner.encode, tail, add_special_tokens=False))
+            encode = partial(inner.encode, add_special_tokens=False)
+            self._prefix = self._encode_checked(encode, prefix)
+            self._suffix = self._encode_checked(encode, suffix + self.template.tail)
         except QuestionError as error:
             raise CheckpointError(f"around the user's message: {error}") from None
         added = backend.get_added_tokens_decoder().items()
         special = {token for token, item in added if item.special}
-        declared = {token for token in inner.all_special_ids if token is not None}
-        self.special_ids = frozenset({*declared, *special, mask_id})
+        self.special_ids = frozenset({*inner.all_special_ids, *special, mask_id} - {None})
         # The first token after the user's turn ends turns; it ends the response's turn as well.
         turn_end = self._suffix[:1] if self.special_ids.intersection(self._suffix[:1]) - {mask_id} else ()
         eos = () if inner.eos_token_id is None else (inner.eos_token_id,)
@@ -144,7 +141,8 @@ class Tokenizer:
         self._special_texts = [text for text in texts if text]
         self.encode = lru_cache(maxsize=TEXT_CACHE_SIZE)(self.encode_uncached)
         self._head = lru_cache(maxsize=QUESTION_CACHE_SIZE)(self.encode_uncached)
-        self.token_text = lru_cache(maxsize=65536)(self._token_text)
+        # Bytes that are no whole character show as U+FFFD.
+        self.token_text = lru_cache(maxsize=65536)(lambda token: self._decode([token]))
 
     @classmethod
     def from_pretrained(
@@ -179,11 +177,11 @@ class Tokenizer:
         Raises `QuestionError` for a text that the tokenizer fails at, or makes ids of that the denoiser
         does not have.
         """
-        return self._encode_checked(partial(self._plain.encode, text))
+        return self._encode_checked(self._plain.encode, text)
 
-    def _encode_checked(self, encode: Callable[[], list[int]]) -> tuple[int, ...]:
+    def _encode_checked(self, encode: Callable[[str], list[int]], text: str) -> tuple[int, ...]:
         with translate_failures(QuestionError, "the tokenizer fails"):
-            ids = tuple(encode())
+            ids = tuple(encode(text))
         if self._vocabulary is not None and ids and max(ids) >= self._vocabulary:
             raise QuestionError(
                 f"the tokenizer gives the id {max(ids)}, but the model has {self._vocabulary}: it "
@@ -197,21 +195,17 @@ class Tokenizer:
         A line break stands between numbered facts. Facts without a number all end with one, the
         last too, so that the ids of a passage do not depend on its rank. Raises `QuestionError`.
         """
-        head = self._head(self.template.head.replace("{question}", question))
+        template = self.template
+        head = self._head(template.head.replace("{question}", question))
         if not head:
             raise QuestionError("the tokenizer makes no tokens of the question")
         facts = [
-            self.template.fact.replace("{number}", str(number)).replace("{passage}", passage.strip())
+            template.fact.replace("{number}", str(number)).replace("{passage}", passage.strip()) + "\n"
             for number, passage in enumerate(passages, start=1)
         ]
-        return Prompt(
-            head=self._prefix + head,
-            facts=tuple(
-                self.encode(fact if number == len(facts) and self.template.numbers_facts else f"{fact}\n")
-                for number, fact in enumerate(facts, start=1)
-            ),
-            tail=self._suffix,
-        )
+        if facts and template.numbers_facts:
+            facts[-1] = facts[-1].removesuffix("\n")
+        return Prompt(self._prefix + head, tuple(map(self.encode, facts)), self._suffix)
 
     def query_text(self, ids: list[int]) -> str:
         """Text of ids with each special token, masks included, as a blank (SARDI's proxy response)."""
@@ -234,10 +228,6 @@ class Tokenizer:
             prefixes = [[t for t in ids[: n + 1] if t not in self.special_ids] for n in range(len(ids))]
             ends = [len(self._decode(prefix).rstrip("\ufffd")) for prefix in prefixes]
         return text, list(pairwise([0, *ends]))
-
-    def _token_text(self, token: int) -> str:
-        """The text of one token; bytes that are no whole character show as U+FFFD."""
-        return self._decode([token])
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -22,7 +22,7 @@ MAX_GROWTH_FACTOR = 1000  # of a text in a normalizer or decoder, of which every
 
 
 class PlainTextEncoder:
-    """Makes of a text the ids that a tokenizer makes of it, but never one of those in `forbidden_ids`.
+    """Makes of a text the ids that a tokenizer makes of it, but never one of those in `meaning`.
 
     These are the ids in `control` (mask, ends) and `marks` (of a chat template) and all added tokens:
     special or not, but for white space and single characters, which are text, and for what unknown
@@ -35,30 +35,30 @@ class PlainTextEncoder:
     ) -> None:
         from tokenizers import Tokenizer
 
+        self._plain = Tokenizer(full.model)
         for part in ("normalizer", "decoder"):
             if _max_growth_factor(getattr(full, part)) > MAX_GROWTH_FACTOR:
                 raise CheckpointError(
                     f"the tokenizer's {part} makes texts more than {MAX_GROWTH_FACTOR} times as long: "
                     "mend it"
                 )
-        self._plain = Tokenizer(full.model)
-        if full.normalizer is not None:
-            self._plain.normalizer = full.normalizer
-        if full.pre_tokenizer is not None:
-            self._plain.pre_tokenizer = full.pre_tokenizer
+        for part in ("normalizer", "pre_tokenizer"):
+            if getattr(full, part) is not None:
+                setattr(self._plain, part, getattr(full, part))
         added = {
             token
             for token, item in full.get_added_tokens_decoder().items()
             if item.special or not (item.content.isspace() or len(item.content) == 1)
         }
-        unknown = self._unknown()
+        unknown = self._find_unknown_id()
         self.meaning = (control | marks | added) - {unknown}
         for token in control:
             piece = self._plain.id_to_token(token)
             if piece is not None and (token == unknown or len(piece) == 1):
+                made_of = "unknown characters" if token == unknown else "a single character"
                 raise CheckpointError(
                     f"the token '{piece}' is the model's mask or an end, and what the tokenizer makes of "
-                    f"{'unknown characters' if token == unknown else 'a single character'}: no text is safe"
+                    f"{made_of}: no text is safe"
                 )
 
     def encode(self, text: str) -> list[int]:
@@ -77,7 +77,7 @@ class PlainTextEncoder:
         everything["model"] = _drop_pieces(everything["model"], pieces)
         return Tokenizer.from_str(json.dumps(everything))
 
-    def _unknown(self) -> int | None:
+    def _find_unknown_id(self) -> int | None:
         model = self._plain.model
         if type(model).__name__ == "Unigram":  # which does not say
             return json.loads(self._plain.to_str())["model"].get("unk_id")
@@ -87,17 +87,13 @@ class PlainTextEncoder:
 
 def _max_growth_factor(rule: Any) -> float:
     """How many times as long a text may become by the replacements of a normalizer or decoder."""
-    growth = 1.0
-    for part in _parts(json.loads(rule.__getstate__()) if rule else {}):
+    growth, parts = 1.0, [json.loads(rule.__getstate__()) if rule else {}]
+    for part in parts:  # those of a sequence are parts, too
+        parts += part.get("normalizers", part.get("decoders", []))
         written = len(part.get("content") or part.get("prepend") or "")
         read = len((part.get("pattern") or {}).get("String", ""))  # an expression may match nothing
         growth *= max(1.0, written / read if read else 1 + written)
     return growth
-
-
-def _parts(rule: dict[str, Any]) -> list[dict[str, Any]]:
-    inner = rule.get("normalizers", rule.get("decoders"))
-    return [rule] if inner is None else [part for one in inner for part in _parts(one)]
 
 
 def _drop_pieces(model: dict[str, Any], pieces: set[str | None]) -> dict[str, Any]:
@@ -105,18 +101,13 @@ def _drop_pieces(model: dict[str, Any], pieces: set[str | None]) -> dict[str, An
     vocabulary = model["vocab"]
     if isinstance(vocabulary, list):  # Unigram: the place in the list is the id
         hidden = secrets.token_hex(16)  # a name that nobody can type
-        renamed = [
-            [f"{hidden}{place}" if piece in pieces else piece, score]
-            for place, (piece, score) in enumerate(vocabulary)
-        ]
-        return model | {"vocab": renamed}
-    kept = {piece: token for piece, token in vocabulary.items() if piece not in pieces}
-    if "merges" not in model:
-        return model | {"vocab": kept}
-    start = len(model.get("continuing_subword_prefix") or "")
-    merges = [
-        (left, right)
-        for left, right in model["merges"]
-        if pieces.isdisjoint({left, right, left + right[start:]})
-    ]
-    return model | {"vocab": kept, "merges": merges}
+        names = [f"{hidden}{n}" if piece in pieces else piece for n, (piece, _) in enumerate(vocabulary)]
+        return model | {
+            "vocab": [[name, score] for name, (_, score) in zip(names, vocabulary, strict=True)]
+        }
+    model = model | {"vocab": {piece: n for piece, n in vocabulary.items() if piece not in pieces}}
+    if "merges" in model:
+        start = len(model.get("continuing_subword_prefix") or "")
+        merges = model["merges"]
+        model["merges"] = [(a, b) for a, b in merges if pieces.isdisjoint({a, b, a + b[start:]})]
+    return model

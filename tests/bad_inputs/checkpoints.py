@@ -93,8 +93,8 @@ CASES = [
             *(
                 (f"{key}={shown}", f'{{"model_type": "dlm_rag", "vocab_size": 258, "{key}": {value}}}')
                 for key, value, shown in (
-                    ("rms_norm_eps", "NaN", "nan must be a number"), ("rope_theta", "1e999", "inf must be a number"),
-                    ("rope_theta", '"x"', "'x' must be a number"), ("rope_theta", "-1", "-1 must be a number"),
+                    ("rms_norm_eps", "NaN", "nan must be"), ("rope_theta", "1e999", "inf must be"),
+                    ("rope_theta", '"x"', "x must be"), ("rope_theta", "-1", "-1 must be"),
                     ("rms_norm_eps", "1e300", "1e+300"), ("rope_theta", "1" + "0" * 400, "1000"),
                 )
             ),
@@ -105,18 +105,18 @@ CASES = [
             ("must be a number above 0", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 10**400}}),
             ("gives no rotary positions", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}),
             ("layer_types may be", LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}),
-            ("tie_word_embeddings='no' must be true", {"tie_word_embeddings": "no"}),
-            ("tie_word_embeddings='no' must be true", LLAMA | {"tie_word_embeddings": "no"}),
+            ("tie_word_embeddings=no must be", {"tie_word_embeddings": "no"}),
+            ("tie_word_embeddings=no must be", LLAMA | {"tie_word_embeddings": "no"}),
             ("canvas_length=0.5 must be", {"canvas_length": 0.5}),
             ("must hold texts", {"prompt": {"head": 3}}),
-            ("block_length='eight' must be a whole number", {"block_length": "eight"}),
-            ("block_grid='middle' must be one of prompt, canvas", {"block_grid": "middle"}),
-            ("the key 'num_experts_per_tok' of experts", {"experts": {"num_experts": 8}}),
-            ("experts has no key 'number' (nearest: 'num_experts')", {"experts": {"number": 8}}),
+            ("block_length=eight must be", {"block_length": "eight"}),
+            ("block_grid=middle must match", {"block_grid": "middle"}),
+            ("experts.num_experts_per_tok", {"experts": {"num_experts": 8}}),
+            ("experts.number=8 Unexpected", {"experts": {"number": 8}}),
             # Attention in blocks.
             ("'block_size' is missing: set model.block_size", SDAR | {"block_size": None}),
             ("the key 'bd_size' is missing", LLAMA | {"model_type": "Fast_dLLM_Qwen"}),
-            *((f"block_size={value!r} must be", SDAR | {"block_size": value}) for value in (-4, "4", True, 2.5)),
+            *((f"block_size={value} must be", SDAR | {"block_size": value}) for value in (-4, "4", True, 2.5)),
             ("attention_bias=True is not supported", SDAR | {"attention_bias": True}),
             ("use_regular_causal=True is not supported", SDAR | {"use_regular_causal": True}),
             ("the key 'attention_bias' is missing", SDAR | {"model_type": "wedlm"}),
@@ -145,7 +145,7 @@ CASES = [
             *(
                 (says, LLADA2 | {key: value})
                 for key, value, says in (
-                    ("num_experts", "8", "num_experts='8' must be"),
+                    ("num_experts", "8", "num_experts=8 must be"),
                     ("num_experts", 9, "n_group=4 must divide num_experts=9"),
                     ("num_experts", 4, "n_group=4 leaves groups of less than 2 experts"),
                     ("num_experts", 10**9, "too few for the 1000000000 experts"),

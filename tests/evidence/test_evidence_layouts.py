@@ -21,6 +21,7 @@ from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 PROMPT = Prompt(head=(1, 2, 3), facts=((10, 11), (20, 21, 22)), tail=(4, 5))
 CANVAS = (256, 7, 256)
 SPAN = 6
+LAYOUTS = ["joint", "prefix", "independent"]
 
 
 def split_hidden(denoiser, layout, prompt=PROMPT):
@@ -50,34 +51,23 @@ def masked_hidden(denoiser, layout):
     return run_with_mask(denoiser, ids, positions, allowed)[-len(CANVAS) :]
 
 
-@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_equals_its_definition_as_a_mask(layout):
     denoiser = tiny_denoiser()
     with torch.no_grad():
         torch.testing.assert_close(split_hidden(denoiser, layout), masked_hidden(denoiser, layout))
 
 
-def test_the_three_layouts_differ():
-    denoiser = tiny_denoiser()
+def test_the_three_layouts_differ_and_independent_does_not_depend_on_rank():
+    denoiser, turned = tiny_denoiser(), Prompt(PROMPT.head, PROMPT.facts[::-1], PROMPT.tail)
     with torch.no_grad():
-        joint, prefix, independent = (
-            split_hidden(denoiser, layout) for layout in ("joint", "prefix", "independent")
-        )
+        joint, prefix, independent = (split_hidden(denoiser, layout) for layout in LAYOUTS)
+        torch.testing.assert_close(split_hidden(denoiser, "independent", turned), independent)
+        assert not torch.allclose(split_hidden(denoiser, "joint", turned), joint)
     assert not torch.allclose(joint, prefix) and not torch.allclose(prefix, independent)
 
 
-def test_independent_does_not_depend_on_rank():
-    denoiser = tiny_denoiser()
-    turned = Prompt(PROMPT.head, PROMPT.facts[::-1], PROMPT.tail)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            split_hidden(denoiser, "independent"), split_hidden(denoiser, "independent", turned)
-        )
-        joint, other = split_hidden(denoiser, "joint"), split_hidden(denoiser, "joint", turned)
-        assert not torch.allclose(joint, other)
-
-
-@pytest.mark.parametrize("layout", ["joint", "prefix", "independent"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shifted", [False, True])
 def test_segments_and_lead_hold_the_prompt_once_and_the_canvas_follows(layout, shifted):
     laid = lay_out_prompt(PROMPT, DenoiserConfig(300, shifted=shifted, passage_length=SPAN), layout)
@@ -115,11 +105,8 @@ def test_independent_shortens_each_passage_by_itself():
     assert cut == Truncation(tokens=4, passages_shortened=1)
 
 
-def test_what_fits_is_not_touched():
+def test_what_fits_is_not_touched_and_a_question_that_does_not_fit_says_by_how_much():
     assert truncate_evidence(PROMPT, ContextBudget("joint", 100, 10, 50)) == (PROMPT, Truncation())
-
-
-def test_a_question_that_does_not_fit_says_by_how_much():
     with pytest.raises(QuestionError, match="2 tokens too long: the context of 10"):
         truncate_evidence(Prompt((1,) * 6, (), ()), ContextBudget("joint", 10, 6, 0))
 

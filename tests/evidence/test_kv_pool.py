@@ -43,6 +43,7 @@ def test_what_was_used_longest_ago_leaves_first():
     assert pool.get(segment(1)) is not None
     pool.add(segment(4), kept())
     assert names(pool) == [3, 1, 4] and pool.get(segment(2)) is None
+    assert pool.cache_stats.evicted_segments == 1
 
 
 def test_what_leaves_the_device_comes_back_from_the_host():
@@ -139,18 +140,14 @@ def test_a_segment_is_encoded_once_for_all_rows_and_steps():
     assert contexts.cache_stats.requested_tokens == 2 * (9 + 9 + 6)
 
 
-def test_without_a_pool_every_step_encodes_everything():
+def test_without_a_pool_every_step_encodes_everything_and_without_context_there_is_no_store():
     contexts = KVCacheManager(tiny_denoiser(), None)
-    laid = [laid_out("independent", (A, B), False)]
     with torch.inference_mode():
         for _ in range(3):
-            contexts.prepare_rows(shown_of((0,), laid))
+            contexts.prepare_rows(shown_of((0,), [laid_out("independent", (A, B), False)]))
     assert contexts.cache_stats.reused_share == 0
-
-
-def test_an_arrangement_without_context_needs_no_store():
     laid = [LaidOutPrompt((), Segment((1, 2), 0))]
-    runs, stored = KVCacheManager(tiny_denoiser(), None).prepare_rows(shown_of((0,), laid))
+    runs, stored = contexts.prepare_rows(shown_of((0,), laid))
     assert stored is None and [run.segment for run in runs] == [laid[0].build_canvas_segment(CANVASES[0])]
 
 
@@ -159,17 +156,6 @@ def test_pinned_blocks_count_what_the_allocator_takes_for_them():
     tier = _Tier(5000, pinned=True)
     gone = [tier.add(segment(name), kept()) for name in (1, 2, 3)]
     assert tier.bytes == 4096 and [[s.ids[0] for s, _ in lost] for lost in gone] == [[], [], [1]]
-
-
-def test_a_pool_whose_size_nobody_named_takes_a_share_of_what_is_free():
-    assert 0 < default_pool_bytes(CPU) < measure_free_bytes(CPU) < 2**50
-
-
-def test_what_makes_room_is_counted():
-    pool = EvidencePool(CPU, 10 * PASSAGE_TOKENS)
-    for name in (1, 2, 3):
-        pool.add(segment(name), kept())
-    assert pool.cache_stats.evicted_segments == 2
 
 
 def test_under_autocast_contexts_are_kept_in_its_dtype():
@@ -245,6 +231,6 @@ def test_what_is_free_is_what_the_container_may_take(tmp_path, monkeypatch):
         (tmp_path / name).write_text(f"{value}\n")
     group = (tmp_path / "max", tmp_path / "current")
     monkeypatch.setattr("dlm_rag.evidence.segment_kv_cache.CGROUP_MEMORY_FILES", (group,))
-    assert measure_free_bytes(CPU) == 2_000_000
+    assert measure_free_bytes(CPU) == 2_000_000 and default_pool_bytes(CPU) == 500_000
     (tmp_path / "max").write_text("max\n")
     assert measure_free_bytes(CPU) > 2_000_000

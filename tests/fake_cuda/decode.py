@@ -72,18 +72,11 @@ def test_copies_and_waits_are_noted(broken, said, inference):
     assert set(seen) == {(said, "the test")}
 
 
-FINE = [
-    lambda x: x + torch.zeros(()),
-    lambda x: x.new_zeros(3),
-    lambda x: x[1:, 0].sum(),
-    lambda x: x.half(),
-]
-
-
-@pytest.mark.parametrize("fine", FINE)
-def test_what_stays_on_the_device_is_no_traffic(fine):
+def test_what_stays_on_the_device_is_no_traffic():
     with fake_cuda() as seen:
-        assert fine(torch.zeros(4, 3, device=CUDA)).device == CUDA
+        x = torch.zeros(4, 3, device=CUDA)
+        for fine in (x + torch.zeros(()), x.new_zeros(3), x[1:, 0].sum(), x.half()):
+            assert fine.device == CUDA
     assert not seen
 
 
@@ -364,24 +357,11 @@ def test_a_model_of_uniform_noise_answers(tmp_path, corpus_file, canvas_length):
 # Faults that are planted.
 
 
-def source_location(error: BaseException, test: str = __file__) -> tuple[str, str]:
-    """The file and the line of the package, or of a test, in which it came up."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if frame.filename.startswith((PACKAGE, test))]
-    return Path(ours[-1].filename).name, ours[-1].line
+def move_frequencies(monkeypatch, denoiser):
+    denoiser.inverse_frequencies = torch.zeros(4)
 
 
-def test_a_tensor_that_was_left_on_the_host_is_found():
-    with fake_cuda():
-        denoiser = denoiser_on_gpu()
-        denoiser.inverse_frequencies = torch.zeros(4)
-        with pytest.raises(RuntimeError, match="two devices, c") as found:
-            next(steps(denoiser, "independent", EngineConfig()))
-    file, line = source_location(found.value)
-    assert file == "denoiser.py" and "self.inverse_frequencies" in line
-
-
-def test_a_value_that_the_host_waits_for_is_found(monkeypatch):
+def wait_for_a_value(monkeypatch, denoiser):
     read_out = Denoiser.compute_token_logits
 
     def waits(self, hidden):
@@ -389,16 +369,26 @@ def test_a_value_that_the_host_waits_for_is_found(monkeypatch):
         return read_out(self, hidden)
 
     monkeypatch.setattr(Denoiser, "compute_token_logits", waits)
-    with fake_cuda(), pytest.raises(RuntimeError, match="_local_scalar_dense.default waits") as found:
-        next(steps(denoiser_on_gpu(), "independent", EngineConfig()))
-    assert source_location(found.value) == ("decode.py", "assert hidden.sum().item() == 0")
 
 
-def test_weights_of_another_dtype_are_found():
+def widen_the_head(monkeypatch, denoiser):
+    denoiser.lm_head.to(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("plant", "says", "file", "line"),
+    [
+        (move_frequencies, "two devices, c", "denoiser.py", "self.inverse_frequencies"),
+        (wait_for_a_value, "_local_scalar_dense.default waits", "decode.py", "hidden.sum().item()"),
+        (widen_the_head, "aten.mm.default got numbers of", "denoiser.py", "self.lm_head"),
+    ],
+)
+def test_a_fault_is_found_where_it_is(monkeypatch, plant, says, file, line):
     with fake_cuda():
         denoiser = denoiser_on_gpu()
-        denoiser.lm_head.to(torch.float32)
-        with pytest.raises(RuntimeError, match="aten.mm.default got numbers of") as found:
+        plant(monkeypatch, denoiser)
+        with pytest.raises(RuntimeError, match=says) as found:
             next(steps(denoiser, "independent", EngineConfig()))
-    file, line = source_location(found.value)
-    assert file == "denoiser.py" and "self.lm_head" in line
+    frames = traceback.extract_tb(found.value.__traceback__)
+    last = [frame for frame in frames if frame.filename.startswith((PACKAGE, __file__))][-1]
+    assert Path(last.filename).name == file and line in last.line

@@ -91,6 +91,11 @@ def last_of(count):
             dist.destroy_process_group()
 
 
+def shard_words(items):
+    sizes = f"train.passage_sets_per_step={items}", f"train.prompts_per_step={items}"
+    return ["model.device=cuda", "train.parallel=fsdp", *sizes]
+
+
 def check_shards(trainer, count):
     """Of every tensor a process has no more rows than its share."""
     for name, value in trainer.denoiser.named_parameters():
@@ -107,27 +112,15 @@ SHARDED = [
 @pytest.mark.parametrize("way", SHARDED)
 def test_a_step_in_shards_waits_for_the_device_once(tmp_path, monkeypatch, folder, way):
     force_mixed_rewards(monkeypatch)
-    words = [
-        "model.device=cuda",
-        "train.parallel=fsdp",
-        "train.passage_sets_per_step=4",
-        "train.prompts_per_step=4",
-    ]
     with last_of(2) as processes, fake_cuda() as seen, checked_kernels():
-        trainer, _ = make_setup_trainer(tmp_path, folder, way, *words, processes=processes)
+        trainer, _ = make_setup_trainer(tmp_path, folder, way, *shard_words(4), processes=processes)
         assert record_step_traffic(trainer, seen) == {IN: WAITS_BY_SETUP[way], OUT: 1, WAIT: 1}
         check_shards(trainer, 2)
 
 
 def test_muon_on_more_processes_than_a_matrix_has_rows_is_refused(tmp_path, folder):
-    words = [
-        "model.device=cuda",
-        "train.parallel=fsdp",
-        f"train.passage_sets_per_step={MANY}",
-        f"train.prompts_per_step={MANY}",
-    ]
     with last_of(MANY) as processes, fake_cuda(), pytest.raises(ConfigError, match="train.optimizer=adamw"):
-        make_setup_trainer(tmp_path, folder, "sft", *words, processes=processes)
+        make_setup_trainer(tmp_path, folder, "sft", *shard_words(MANY), processes=processes)
 
 
 # The configs, at a toy size.

@@ -38,18 +38,7 @@ def test_on_a_device_that_is_not_there(guard, group):
     environment = os.environ | {
         "FAKE_CUDA_GUARD": str(guard), "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"
     }  # fmt: skip
-    words = [
-        "-p",
-        "tests.fake_cuda.load",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--tb=short",
-        "-m",
-        "slow or not slow",
-    ]
-    command = [sys.executable, "-m", "pytest", *words, str(HERE / f"{group}.py")]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
-    )  # fmt: skip
+    words = "-p tests.fake_cuda.load -p no:cacheprovider -q --tb=short -m".split()
+    command = [sys.executable, "-m", "pytest", *words, "slow or not slow", str(HERE / f"{group}.py")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]

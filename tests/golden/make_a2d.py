@@ -5,24 +5,22 @@
 Nothing is changed; only the modules that are needed are imported, and the model is listened to.
 """
 
-import sys
-import tempfile
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tiny_checkpoints import END, MASK, PAD, TURN, write_checkpoint
+from tiny_checkpoints import END, MASK, PAD, TURN
 from torch import Tensor
 from trace_recorder import (
     StepRecorder,
     TraceOrigin,
-    load_public_module,
+    load_tiny_model,
     make_logit_input_ids,
-    make_prompt_bytes,
     parse_arguments,
+    record_trace,
+    stub_packages,
     write_logits,
-    write_trace,
 )
 
 FAMILY = "a2d-qwen3"
@@ -72,48 +70,32 @@ class Watched:
 
 def main() -> None:
     given = parse_arguments(__doc__)
-    public_package = given.reference / "dllm"
-    for name in ("dllm", "dllm.core"):
-        holder = ModuleType(name)
-        holder.__path__ = [str(public_package.joinpath(*name.split(".")[1:]))]
-        sys.modules[name] = holder
-    samplers = __import__("dllm.core.samplers", fromlist=["MDLMSampler", "BD3LMSampler"])
-    preparing = __import__("dllm.core.samplers.bd3lm", fromlist=["_prepare_for_sampling"])
-    folder_of_model = public_package / "pipelines/a2d/models/qwen3"
-    modelling = load_public_module("dllm_qwen3", folder_of_model, "modeling_qwen3")
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(FAMILY, Path(folder))
-        model = modelling.A2DQwen3LMHeadModel.from_pretrained(folder).eval()
+    models = "dllm_qwen3=dllm/pipelines/a2d/models/qwen3"
+    stub_packages(given.reference, "dllm", "dllm.core", models)
+    samplers = import_module("dllm.core.samplers")
+    preparing = import_module("dllm.core.samplers.bd3lm")
+    model = load_tiny_model(import_module("dllm_qwen3.modeling_qwen3").A2DQwen3LMHeadModel, FAMILY)
     for name, (settings, prompts) in TRACES.items():
         kind = "BD3LMSampler" if "bd3lm" in name else "MDLMSampler"
         path = f"dllm/core/samplers/{'bd3lm' if 'bd3lm' in name else 'mdlm'}.py, {kind}.sample"
-        answers = []
-        for length, seed in prompts:
-            recorder = StepRecorder()
-            watched = Watched(model, recorder, length, settings["block_size"])
-            ids = make_prompt_bytes(length, seed)
+
+        def answer(recorder: StepRecorder, ids: list[int], kind=kind, settings=settings) -> list[int]:
+            block, length = settings["block_size"], len(ids)
+            watched = Watched(model, recorder, length, block)
             found = getattr(samplers, kind)(watched, TOKENIZER).sample([ids], **COMMON, **settings)[0]
-            behind = (
-                length
-                if kind == "MDLMSampler"
-                else -(-length // settings["block_size"]) * settings["block_size"]
-            )
-            case = recorder.case(ids, found[behind:].tolist())
-            assert PAD not in case["tokens"], (
-                "what the sampler takes for padding is said: take other prompts"
-            )
-            answers.append((recorder, case))
-        write_trace(
-            given.out / f"{name}.json", TraceOrigin(SOURCE, path, FAMILY), COMMON | settings, answers
-        )
+            tokens = found[length if kind == "MDLMSampler" else -(-length // block) * block :].tolist()
+            assert PAD not in tokens, "what the sampler takes for padding is said: take other prompts"
+            return tokens
+
+        origin = TraceOrigin(SOURCE, path, FAMILY)
+        record_trace(given.out / f"{name}.json", origin, COMMON | settings, prompts, answer)
     ids = make_logit_input_ids()
     # Blocks of 32 that end with the text: 16 of padding, 16 tokens, 32 tokens.
     padded = torch.cat([torch.full((2, 16), PAD), ids], 1)
     sight, places = preparing._prepare_for_sampling(padded, 32, PAD)
     blocks = model(padded, attention_mask=sight, position_ids=places).logits[:, 16:]
-    origin = TraceOrigin(SOURCE, "A2DQwen3LMHeadModel", FAMILY)
     write_logits(
-        given.out / f"{FAMILY}.safetensors", origin, "i",
+        given.out / f"{FAMILY}.safetensors", TraceOrigin(SOURCE, "A2DQwen3LMHeadModel", FAMILY), "i",
         input_ids=ids, logits=model(ids).logits, logits_blocks_of_32_from_the_end=blocks,
     )  # fmt: skip
 

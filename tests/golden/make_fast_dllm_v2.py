@@ -8,23 +8,22 @@ in two public copies that agree but for arguments added by their owners, and lef
 approximate. Nothing is changed; the model's forward is listened to.
 """
 
-import tempfile
-from pathlib import Path
+from importlib import import_module
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-from tiny_checkpoints import END, MASK, PAD, write_checkpoint
+from tiny_checkpoints import END, MASK, PAD
 from torch import Tensor
 from trace_recorder import (
     StepRecorder,
     TraceOrigin,
-    load_public_module,
+    load_tiny_model,
     make_logit_input_ids,
-    make_prompt_bytes,
     parse_arguments,
+    record_trace,
+    stub_packages,
     write_logits,
-    write_trace,
 )
 
 COPY = "Satgoy152/DualDiffusion@189fa7a74a83119647dad36b24363cc4e89370ab"
@@ -76,24 +75,22 @@ def answer(model: Any, name: str, ids: list[int], settings: dict[str, Any]) -> l
 
 def main() -> None:
     given = parse_arguments(__doc__)
-    modelling = load_public_module("fast_dllm_card", given.reference, "modeling")
-    sampling = load_public_module("fast_dllm_v2", given.reference / "v2", "generation_functions")
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(FAMILY, Path(folder))
-        model = modelling.Fast_dLLM_QwenForCausalLM.from_pretrained(folder).eval()
-    model.batch_sample = MethodType(sampling.Fast_dLLM_QwenForCausalLM.batch_sample, model)
+    stub_packages(given.reference, "fast_dllm_card=.", "fast_dllm_v2=v2")
+    model = load_tiny_model(import_module("fast_dllm_card.modeling").Fast_dLLM_QwenForCausalLM, FAMILY)
+    sampling = import_module("fast_dllm_v2.generation_functions").Fast_dLLM_QwenForCausalLM
+    model.batch_sample = MethodType(sampling.batch_sample, model)
     card = TraceOrigin(CARD, "modeling.py, Fast_dLLM_QwenForCausalLM.generate", FAMILY)
     batch = TraceOrigin(REPOSITORY, "v2/generation_functions.py, batch_sample", FAMILY)
     for name, (settings, prompts) in TRACES.items():
-        answers = []
-        for length, seed in prompts:
-            recorder = StepRecorder(settings["threshold"])
-            listen(model, recorder, length, settings)
-            ids = make_prompt_bytes(length, seed)
-            answers.append((recorder, recorder.case(ids, answer(model, name, ids, settings))))
-        write_trace(
-            given.out / f"{name}.json", batch if "batch" in name else card, COMMON | settings, answers
-        )
+
+        def run(recorder: StepRecorder, ids: list[int], name=name, settings=settings) -> list[int]:
+            listen(model, recorder, len(ids), settings)
+            return answer(model, name, ids, settings)
+
+        record_trace(
+            given.out / f"{name}.json", batch if "batch" in name else card, COMMON | settings, prompts, run,
+            threshold=settings["threshold"],
+        )  # fmt: skip
     del model.forward
     ids = make_logit_input_ids()
     logits: Tensor = model(input_ids=ids, block_size=32).logits

@@ -6,23 +6,23 @@ What is changed to run them on a CPU: the packages' own __init__, which import t
 the samplers' masks, which are in bfloat16, are given to the attention in float32.
 """
 
-import sys
-import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tiny_checkpoints import MASK, PAD, write_checkpoint
+from tiny_checkpoints import MASK, PAD
 from torch import Tensor
 from trace_recorder import (
     StepRecorder,
     TraceOrigin,
+    load_tiny_model,
     make_logit_input_ids,
     make_prompt_bytes,
     parse_arguments,
+    stub_packages,
     write_logits,
     write_trace,
 )
@@ -92,12 +92,7 @@ LLADAMOE_CASES: Cases = [
 
 def load(family: str, module: str, name: str) -> Any:
     """The public class with our weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(family, Path(folder))
-        kind = getattr(import_module(f"dllm.pipelines.{module}"), name)
-        model, found = kind.from_pretrained(folder, output_loading_info=True)
-    assert not any(found.values()), found
-    return model.eval()
+    return load_tiny_model(getattr(import_module(f"dllm.pipelines.{module}"), name), family)
 
 
 class Family:
@@ -155,43 +150,36 @@ class Family:
 
 def main() -> None:
     given = parse_arguments(__doc__)
-    for name in PACKAGES:
-        package = sys.modules[name] = ModuleType(name)
-        package.__path__ = [str(given.reference / name.replace(".", "/"))]
+    stub_packages(given.reference, *PACKAGES)
 
     def sampler(module: str, name: str, model: Any) -> Callable[..., Tensor]:
         made = getattr(import_module(f"dllm.{module}"), name)(model=model, tokenizer=TOKENIZER)
         return lambda ids, **settings: made.sample([ids[0]], **settings)
 
-    model = load("llada2", "llada2.models.modeling_llada2_moe", "LLaDA2MoeModelLM")
-    origin = TraceOrigin(REPOSITORY, "dllm/pipelines/llada2/sampler.py, LLaDA2Sampler.sample", "llada2")
-    family = Family(origin, model, given.out)
-    family.trace(
-        "llada2", sampler("pipelines.llada2.sampler", "LLaDA2Sampler", model), LLADA2, LLADA2_CASES
-    )
-    family.logits(8)
-    own = "dllm/pipelines/llada2/models/modeling_llada2_moe.py, LLaDA2MoeModelLM.generate"
-    family.origin = TraceOrigin(REPOSITORY, own, "llada2")
-    family.trace(
-        "llada2-generate",
-        lambda ids, **settings: model.generate(ids, eos_id=PAD, mask_id=MASK, **settings),
-        GENERATE,
-        GENERATE_CASES,
-    )
+    def origin(path: str, family: str = "llada2") -> TraceOrigin:
+        return TraceOrigin(REPOSITORY, f"dllm/{path}", family)
 
-    model = load("llada2", "llada21.models.modeling_llada21_moe", "LLaDA2MoeModelLM")
-    origin = TraceOrigin(REPOSITORY, "dllm/pipelines/llada21/sampler.py, LLaDA21Sampler.sample", "llada2")
-    family = Family(origin, model, given.out)
-    run = sampler("pipelines.llada21.sampler", "LLaDA21Sampler", model)
+    model = load("llada2", "llada2.models.modeling_llada2_moe", "LLaDA2MoeModelLM")
+    family = Family(origin("pipelines/llada2/sampler.py, LLaDA2Sampler.sample"), model, given.out)
+    run = sampler("pipelines.llada2.sampler", "LLaDA2Sampler", model)
+    family.trace("llada2", run, LLADA2, LLADA2_CASES)
+    family.logits(8)
+    family.origin = origin("pipelines/llada2/models/modeling_llada2_moe.py, LLaDA2MoeModelLM.generate")
+
+    def generate(ids: Tensor, **settings: Any) -> Tensor:
+        return model.generate(ids, eos_id=PAD, mask_id=MASK, **settings)
+
+    family.trace("llada2-generate", generate, GENERATE, GENERATE_CASES)
+
+    edited = load("llada2", "llada21.models.modeling_llada21_moe", "LLaDA2MoeModelLM")
+    family = Family(origin("pipelines/llada21/sampler.py, LLaDA21Sampler.sample"), edited, given.out)
+    run = sampler("pipelines.llada21.sampler", "LLaDA21Sampler", edited)
     family.trace("llada21", run, LLADA21, LLADA21_CASES)
 
-    model = load("lladamoe", "llada.models.modeling_lladamoe", "LLaDAMoEModelLM")
-    family = Family(
-        TraceOrigin(REPOSITORY, "dllm/core/samplers/mdlm.py, MDLMSampler.sample", "lladamoe"),
-        model,
-        given.out,
-    )
-    family.trace("lladamoe", sampler("core.samplers.mdlm", "MDLMSampler", model), LLADAMOE, LLADAMOE_CASES)
+    whole = load("lladamoe", "llada.models.modeling_lladamoe", "LLaDAMoEModelLM")
+    family = Family(origin("core/samplers/mdlm.py, MDLMSampler.sample", "lladamoe"), whole, given.out)
+    run = sampler("core.samplers.mdlm", "MDLMSampler", whole)
+    family.trace("lladamoe", run, LLADAMOE, LLADAMOE_CASES)
     family.logits(None)
 
 

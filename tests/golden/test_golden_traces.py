@@ -19,44 +19,32 @@ def test_a_trace_was_made_on_these_weights(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_trace_commits_each_token_once(name):
-    """And has steps of one token and of several, but where the rule says one."""
+def test_a_trace_follows_its_rule(name):
+    """Each token is committed once, by a threshold or as the least; what is edited was another token, and
+    what is returned is what the steps lead to, masks included.
+    """
     sizes = set()
     for case in TRACES[name]["cases"]:
-        places = [place for step in case["steps"] for place in step["pos"]]
-        assert len(places) == len(set(places))
+        settings, canvas = TRACES[name]["settings"] | case.get("settings", {}), dict[int, int]()
         assert case["forwards"]["denoise"] == sum("store" not in step for step in case["steps"])
-        sizes |= {len(step["pos"]) for step in case["steps"]}
-    assert max(sizes) > 1 or name == "sdar-sequential"
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_a_trace_edits_what_is_written(name):
-    """With a threshold of its own, and what is returned is what the steps lead to, masks included."""
-    for case in TRACES[name]["cases"]:
-        settings = TRACES[name]["settings"] | case.get("settings", {})
-        canvas: dict[int, int] = {}
         for step in case["steps"]:
+            assert canvas.keys().isdisjoint(step["pos"]) and len(set(step["pos"])) == len(step["pos"])
+            sizes.add(len(step["pos"]))
+            if name.startswith("llada2"):
+                block = settings.get("block_size") or settings["block_length"]
+                steps = settings.get("steps_per_block") or settings.get("steps")
+                least = -(-block // steps) if steps else settings["num_to_transfer"]
+                clear = all(confidence > settings["threshold"] for confidence in step["conf"])
+                assert clear or len(step["pos"]) <= least
             edited = step.get("edited", {"pos": [], "tok": [], "conf": []})
             for place, token in zip(edited["pos"], edited["tok"], strict=True):
                 assert canvas[place] != token
             assert all(confidence > settings["editing_threshold"] for confidence in edited["conf"])
             for part in (step, edited):
                 canvas |= zip(part["pos"], part["tok"], strict=True)
-        if name.startswith("llada"):  # others cut or pad behind the end
+        if name.startswith("llada"):  # others cut or pad after the end
             assert case["tokens"] == [canvas.get(place, MASK) for place in range(len(case["tokens"]))]
-
-
-@pytest.mark.parametrize("name", [name for name in OURS if name.startswith("llada2")])
-def test_what_is_filled_clears_the_threshold_or_is_the_least(name):
-    for case in TRACES[name]["cases"]:
-        settings = TRACES[name]["settings"] | case.get("settings", {})
-        block = settings.get("block_size") or settings["block_length"]
-        steps = settings.get("steps_per_block") or settings.get("steps")
-        least = -(-block // steps) if steps else settings["num_to_transfer"]
-        for step in case["steps"]:
-            clear = all(confidence > settings["threshold"] for confidence in step["conf"])
-            assert clear or len(step["pos"]) <= least
+    assert max(sizes) > 1 or name == "sdar-sequential"
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -55,71 +55,51 @@ def digest_checkpoint(family: str) -> str:
     return found.hexdigest()
 
 
+# Of Qwen2 and Qwen3, by the end of a name: the spread of values, for gains what they are around. They make
+# some confidences clear a threshold and some not.
+SPREADS = {
+    "embed_tokens.weight": 1.0, "_norm.weight": 1.5, "layernorm.weight": 1.0, "_proj.bias": 0.5,
+    "gate_proj.weight": 0.15, "up_proj.weight": 0.15, "down_proj.weight": 0.15, "_proj.weight": 0.2,
+    "lm_head.weight": 1.3,
+}  # fmt: skip
+
+
 def _weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Names of Qwen2 or Qwen3 with weights that make some confidences clear a threshold and some not.
+    """Names of Qwen2, Qwen3, Qwen3-MoE or LLaDA2, whose queries, keys and values are one matrix.
 
-    The mask's embedding is small: what is guessed at a mask comes from its place and its context.
+    The mask's embedding is small: what is guessed at a mask comes from its place and its context; no mask
+    is ever proposed, an end now and then.
     """
-    if "num_experts" in config:
-        yield from _weights_of_experts(config)
-        return
-    draw = np.random.RandomState(0)
-    queries, keys = HEADS * HEAD_DIM, KEY_HEADS * HEAD_DIM
-
-    def normal(std: float, *shape: int) -> np.ndarray:
-        return (std * draw.standard_normal(shape)).astype(np.float32)
-
-    def gains(around: float, width: int) -> np.ndarray:
-        return (around * (1 + 0.1 * draw.standard_normal(width))).astype(np.float32)
-
-    tied = config["tie_word_embeddings"]
-    embedding = normal(1.0, VOCABULARY, WIDTH)
-    embedding[MASK] *= 0.1
-    yield "model.embed_tokens.weight", embedding
-    for n in range(LAYERS):
-        layer = f"model.layers.{n}"
-        yield f"{layer}.input_layernorm.weight", gains(1.0, WIDTH)
-        for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            yield f"{layer}.self_attn.{name}.weight", normal(0.2, width, WIDTH)
-            if "attention_bias" not in config:  # Qwen2 always has these, Qwen3 has norms
-                yield f"{layer}.self_attn.{name}.bias", normal(0.5, width)
-        yield f"{layer}.self_attn.o_proj.weight", normal(0.2, WIDTH, queries)
-        if "attention_bias" in config:
-            yield f"{layer}.self_attn.q_norm.weight", gains(1.5, HEAD_DIM)
-            yield f"{layer}.self_attn.k_norm.weight", gains(1.5, HEAD_DIM)
-        yield f"{layer}.post_attention_layernorm.weight", gains(1.0, WIDTH)
-        yield f"{layer}.mlp.gate_proj.weight", normal(0.15, INNER, WIDTH)
-        yield f"{layer}.mlp.up_proj.weight", normal(0.15, INNER, WIDTH)
-        yield f"{layer}.mlp.down_proj.weight", normal(0.15, WIDTH, INNER)
-    yield "model.norm.weight", gains(0.7 if tied else 1.0, WIDTH)
-    if not tied:
-        head = normal(1.3, VOCABULARY, WIDTH)
-        head[MASK] *= 0.1  # no mask is ever proposed,
-        head[END] *= 1.7  # an end now and then
-        yield "lm_head.weight", head
-
-
-def _weights_of_experts(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Names of Qwen3-MoE, or of LLaDA2: queries, keys and values in one matrix, and shared experts."""
-    draw = np.random.RandomState(1)
-    for name, shape in _shapes_of_experts(config):
-        values = draw.standard_normal(shape)
-        if name.endswith("norm.weight"):
-            values = 1 + 0.1 * values
-        elif name.endswith("expert_bias"):
-            values *= 0.1  # enough to change who is chosen
-        elif name.startswith("model.layers"):
-            values *= 2 / shape[1] ** 0.5
+    experts, tied = "num_experts" in config, config["tie_word_embeddings"]
+    draw = np.random.RandomState(1 if experts else 0)
+    for name, shape in _list_shapes(config):
+        if name == "lm_head.weight" and tied:
+            continue
+        values, is_gain = draw.standard_normal(shape), name.endswith("norm.weight")
+        if experts:
+            if is_gain:
+                values = 1 + 0.1 * values
+            elif name.endswith("expert_bias"):
+                values *= 0.1  # enough to change who is chosen
+            elif name.startswith("model.layers"):
+                values *= 2 / shape[1] ** 0.5
+            if name == "lm_head.weight":
+                values[MASK] *= 0.1
+            yield name, values.astype(np.float32)
+            continue
+        spread = next((size for end, size in SPREADS.items() if name.endswith(end)), 0.7 if tied else 1.0)
+        values = (spread * (1 + 0.1 * values) if is_gain else spread * values).astype(np.float32)
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            values[MASK] *= 0.1
         if name == "lm_head.weight":
-            values[MASK] *= 0.1  # no mask is ever proposed
-        yield name, values.astype(np.float32)
+            values[END] *= 1.7
+        yield name, values
 
 
-def _shapes_of_experts(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    head_dim = config.get("head_dim", HEAD_DIM)
+def _list_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    head_dim, experts = config.get("head_dim", HEAD_DIM), config.get("num_experts", 0)
     queries, keys = HEADS * head_dim, KEY_HEADS * head_dim
-    experts, inner = config["num_experts"], config.get("moe_intermediate_size", 32)
-    llada2 = "num_shared_experts" in config
+    inner, llada2 = config.get("moe_intermediate_size", 32), "num_shared_experts" in config
 
     def mlp(prefix: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.gate_proj.weight", (width, WIDTH)
@@ -136,13 +116,16 @@ def _shapes_of_experts(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int,
             yield f"{layer}.attention.query_layernorm.weight", (head_dim,)
             yield f"{layer}.attention.key_layernorm.weight", (head_dim,)
         else:
+            qwen2 = not experts and "attention_bias" not in config  # it has biases, the others have norms
             for name, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
                 yield f"{layer}.self_attn.{name}.weight", (width, WIDTH)
+                if qwen2:
+                    yield f"{layer}.self_attn.{name}.bias", (width,)
             yield f"{layer}.self_attn.o_proj.weight", (WIDTH, queries)
-            yield f"{layer}.self_attn.q_norm.weight", (head_dim,)
-            yield f"{layer}.self_attn.k_norm.weight", (head_dim,)
+            for name in () if qwen2 else ("q_norm", "k_norm"):
+                yield f"{layer}.self_attn.{name}.weight", (head_dim,)
         yield f"{layer}.post_attention_layernorm.weight", (WIDTH,)
-        if n < config.get("first_k_dense_replace", 0):
+        if n < config.get("first_k_dense_replace", 0 if experts else LAYERS):
             yield from mlp(f"{layer}.mlp", INNER)
             continue
         yield f"{layer}.mlp.gate.weight", (experts, WIDTH)

@@ -5,9 +5,10 @@ written shows in them at its next call.
 """
 
 import argparse
-import importlib
 import json
 import sys
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,28 +17,39 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tiny_checkpoints import MASK, PAD, digest_checkpoint
+from tiny_checkpoints import MASK, PAD, digest_checkpoint, write_checkpoint
 from torch import Tensor
 
 MIN_DECISION_MARGIN = 1e-4  # that a decision may be to the other one: a closer one could be rounding's
 
 
-def parse_arguments(description: str) -> argparse.Namespace:
-    """`--reference` and `--out`; from here on torch computes without gradients, with one thread."""
+def parse_arguments(description: str | None, *flags: str) -> argparse.Namespace:
+    """`--reference`, `--out` and flags; from here on torch computes without gradients, with one thread."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--reference", type=Path, required=True, help="a checkout of the public code")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     return parser.parse_args()
 
 
-def load_public_module(package: str, folder: Path, module: str) -> ModuleType:
-    """`package.module` out of a folder of public code; the folder's own __init__ is not run."""
-    holder = ModuleType(package)
-    holder.__path__ = [str(folder)]
-    sys.modules[package] = holder
-    return importlib.import_module(f"{package}.{module}")
+def stub_packages(root: Path, *names: str) -> None:
+    """Packages whose own __init__ is not run, folders below `root`; "a=b/c": package a is folder b/c."""
+    for name in names:
+        package, _, folder = name.partition("=")
+        holder = sys.modules[package] = ModuleType(package)
+        holder.__path__ = [str(root / (folder or package.replace(".", "/")))]
+
+
+def load_tiny_model(kind: Any, family: str) -> Any:
+    """A public class with the weights of a family's tiny checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(family, Path(folder))
+        model, found = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model.eval()
 
 
 def make_prompt_bytes(length: int, seed: int) -> list[int]:
@@ -144,6 +156,22 @@ class TraceOrigin:
     source: str  # owner/repository@commit
     sampler: str  # path and function
     family: str  # of `tiny.CONFIGS`
+
+
+def record_trace(
+    path: Path,
+    origin: TraceOrigin,
+    settings: dict[str, Any],
+    prompts: list[tuple[int, int]],
+    answer: Callable[[StepRecorder, list[int]], list[int]],
+    **rule: Any,
+) -> None:
+    """The trace of a sampler's answers to prompts, each (length, seed); rule: that of `StepRecorder`."""
+    answers = []
+    for length, seed in prompts:
+        recorder, ids = StepRecorder(**rule), make_prompt_bytes(length, seed)
+        answers.append((recorder, recorder.case(ids, answer(recorder, ids))))
+    write_trace(path, origin, settings, answers)
 
 
 def write_trace(path: Path, origin: TraceOrigin, settings: dict[str, Any], answers: list[Any]) -> None:

@@ -30,21 +30,16 @@ def limits_of(length, block):
 
 
 @pytest.mark.parametrize("block", [None, 1, 3])
-@pytest.mark.parametrize("lengths", [(5, 5, 5), (3, 7, 1)], ids=["even", "ragged"])
-def test_each_row_attends_to_itself_alone(lengths, block):
-    q, k, v = random_rows(lengths, lengths)
-    out = compute_attention(q, k, v, sight_of(lengths, lengths, block), "sdpa")
-    rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    expected = torch.cat([by_the_book(*row, limits_of(len(row[0]), block)) for row in rows])
-    torch.testing.assert_close(out, expected)
-
-
-def test_rows_may_see_more_keys_than_they_have_queries():
-    queries, keys = (2, 3), (6, 4)
+@pytest.mark.parametrize("queries", [(5, 5, 5), (3, 7, 1)], ids=["even", "ragged"])
+@pytest.mark.parametrize("more", [0, 4], ids=["its own keys", "more keys"])
+def test_each_row_attends_to_what_it_sees_alone(queries, block, more):
+    keys = tuple(n + more for n in queries)
     q, k, v = random_rows(queries, keys)
-    out = compute_attention(q, k, v, sight_of(queries, keys), "sdpa")
+    out = compute_attention(q, k, v, sight_of(queries, keys, None if more else block), "sdpa")
     rows = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    torch.testing.assert_close(out, torch.cat([by_the_book(*row) for row in rows]))
+    limits = None if more else block
+    expected = torch.cat([by_the_book(*row, limits_of(len(row[0]), limits)) for row in rows])
+    torch.testing.assert_close(out, expected)
 
 
 def varlen_reference(q, k, v, cumulative, longest, causal):
@@ -132,24 +127,16 @@ def gpu_kernel(request, monkeypatch):
     get_paged_attention_support.cache_clear()
 
 
-def test_rows_without_queries_beside_rows_with_one(gpu_kernel):
-    """As where one row's hidden tokens are few and another has none."""
-    queries, keys = (0, 1, 1), (5, 3, 7)
+@pytest.mark.parametrize(
+    ("queries", "keys", "block"),
+    [((0, 1, 1), (5, 3, 7), None), *(((3, 7, 1), (3, 7, 1), block) for block in (None, 1, 3))],
+)
+def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, queries, keys, block):
+    """Also where one row's hidden tokens are few and another has none."""
     q, k, v = random_rows(queries, keys)
-    sight = sight_of(queries, keys)
-    torch.testing.assert_close(
-        compute_attention(q, k, v, sight, gpu_kernel), compute_attention(q, k, v, sight, "sdpa")
-    )
-
-
-@pytest.mark.parametrize("block", [None, 1, 3])
-def test_gpu_kernels_get_the_same_rows_as_sdpa(gpu_kernel, block):
-    lengths = (3, 7, 1)
-    q, k, v = random_rows(lengths, lengths)
-    sight = sight_of(lengths, lengths, block)
-    torch.testing.assert_close(
-        compute_attention(q, k, v, sight, gpu_kernel), compute_attention(q, k, v, sight, "sdpa")
-    )
+    sight = sight_of(queries, keys, block)
+    expected = compute_attention(q, k, v, sight, "sdpa")
+    torch.testing.assert_close(compute_attention(q, k, v, sight, gpu_kernel), expected)
 
 
 def test_every_kernel_reads_the_slots_of_a_store(gpu_kernel):

@@ -18,34 +18,28 @@ def check(device):
     tensors = to_device(ARRAYS, device)
     for tensor, array in zip(tensors, ARRAYS, strict=True):
         assert tensor.device.type == device.type and tensor.shape == array.shape
-        back = to_host(tensor)
-        assert back.dtype == array.dtype and np.array_equal(back, array)
-    return tensors
+        assert tensor.dtype == torch.from_numpy(array).dtype
+        if device.type != "meta":
+            assert np.array_equal(to_host(tensor), array)
+        if device.type != "cpu":
+            assert tensor.storage_offset() * tensor.element_size() % ALIGNMENT_BYTES == 0
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def test_arrays_come_back_as_they_went():
+def test_arrays_come_back_as_they_went_or_lie_in_one_buffer():
     check(torch.device("cpu"))
     assert to_device([], torch.device("cuda")) == []
-
-
-def test_one_buffer_holds_them_all_and_each_begins_where_wide_numbers_may():
-    tensors = to_device(ARRAYS, torch.device("meta"))
-    for tensor, array in zip(tensors, ARRAYS, strict=True):
-        assert tensor.shape == array.shape and tensor.dtype == torch.from_numpy(array).dtype
-        assert tensor.storage_offset() * tensor.element_size() % ALIGNMENT_BYTES == 0
-    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1
+    assert len(check(torch.device("meta"))) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_nothing_but_the_marked_wait_waits():
-    device = torch.device("cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tensors = check(device)
+        assert len(check(torch.device("cuda"))) == 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 
 def test_what_comes_out_is_waited_for_on_its_own_device(monkeypatch):

@@ -174,23 +174,21 @@ def token(text, number):
     return {"id": number, "content": text, "special": True}
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"content": "<|MASK|>"}}}},
-        {"added_tokens.json": {"<|x|>": 6, "<|MASK|>": 7}},
-        {"tokenizer.json": {"added_tokens": [token("<|x|>", 6), token("<|MASK|>", 7)]}},
-        {
-            "tokenizer_config.json": {"mask_token": "<hole>"},
-            "added_tokens.json": {"<|MASK|>": 6, "<hole>": 7},
-        },
-        {
-            "special_tokens_map.json": {"mask_token": {"content": "<hole>", "lstrip": False}},
-            "tokenizer.json": {"added_tokens": [token("<|MASK|>", 6), token("<hole>", 7)]},
-        },
-    ],
-    ids=["settings", "list", "tokenizer", "declared", "declared as an object"],
-)
+MASK_FILES = {
+    "settings": {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"content": "<|MASK|>"}}}},
+    "list": {"added_tokens.json": {"<|x|>": 6, "<|MASK|>": 7}},
+    "tokenizer": {"tokenizer.json": {"added_tokens": [token("<|x|>", 6), token("<|MASK|>", 7)]}},
+    "declared": {
+        "tokenizer_config.json": {"mask_token": "<hole>"}, "added_tokens.json": {"<|MASK|>": 6, "<hole>": 7}
+    },
+    "declared as an object": {
+        "special_tokens_map.json": {"mask_token": {"content": "<hole>", "lstrip": False}},
+        "tokenizer.json": {"added_tokens": [token("<|MASK|>", 6), token("<hole>", 7)]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("files", MASK_FILES.values(), ids=MASK_FILES)
 def test_the_mask_is_the_tokenizers_where_the_config_does_not_say_it(tmp_path, files):
     write_public(tmp_path, "sdar")
     assert open_checkpoint(tmp_path).config.mask_token_id == MASK

@@ -22,11 +22,13 @@ NAME = "GSAI-ML/LLaDA-8B-Instruct"
 SIZE = 16.03e9  # bytes of its tensors in bfloat16
 
 
-def room(folder: Path) -> dict[str, float]:
-    """Bytes of memory that nobody holds, and of the disk of a folder."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable"))
-    return {"memory": 1024 * float(available), "disk": float(shutil.disk_usage(folder).free)}
+def read_sizes(path: str, start: str) -> list[float]:
+    """Bytes on the lines of a file of /proc that begin so; none where the file has gone."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return []
+    return [1024 * float(line.split()[1]) for line in lines if line.startswith(start)]
 
 
 def write_checkpoint(folder: Path) -> float:
@@ -64,24 +66,16 @@ def write_checkpoint(folder: Path) -> float:
 @pytest.fixture
 def checkpoint(tmp_path):
     """Is gone after the test, whatever becomes of it: pytest keeps the folders of three runs."""
-    least = {"memory": 22e9, "disk": 20e9}
-    if short := [f"{n / 1e9:.1f} GB of {what}" for what, n in room(tmp_path).items() if n < least[what]]:
-        pytest.skip(f"needs 22 GB of memory and 20 GB of disk, and there are {' and '.join(short)}")
+    memory, disk = read_sizes("/proc/meminfo", "MemAvailable")[0], shutil.disk_usage(tmp_path).free
+    if memory < 22e9 or disk < 20e9:
+        there = f"{memory / 1e9:.1f} and {disk / 1e9:.1f} GB"
+        pytest.skip(f"needs 22 GB of memory and 20 GB of disk, and there are {there}")
     folder = tmp_path / "checkpoint"
     try:
         assert write_checkpoint(folder) == pytest.approx(SIZE, rel=1e-3)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def anonymous(process: int) -> float:
-    """Bytes of memory of a process that are in no file; 0 when it has ended."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return sum(1024 * float(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.mark.slow
@@ -102,7 +96,7 @@ def test_a_question_is_answered_with_one_copy_of_the_weights(checkpoint, tmp_pat
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     highest, deadline = 0.0, time.monotonic() + 400
     while running.poll() is None:
-        highest = max(highest, anonymous(running.pid))
+        highest = max(highest, sum(read_sizes(f"/proc/{running.pid}/status", "RssAnon")))
         if time.monotonic() > deadline:
             running.kill()
         time.sleep(0.02)

@@ -69,35 +69,31 @@ def changed(good, tmp_path):
     return shutil.copytree(good, folder)
 
 
-CONFIG_KEYS = (
-    "model_type vocab_size hidden_size num_hidden_layers num_attention_heads head_dim num_key_value_heads "
-    "intermediate_size max_position_embeddings rms_norm_eps rope_theta rope_scaling qk_norm qkv_bias "
-    "tie_word_embeddings mask_token_id shifted evidence_layout passage_length canvas_length block_length "
-    "eos_token_id prompt rope_parameters auto_map experts partial_rotary_factor block_size block_grid"
-).split()
-TOKENIZER_KEYS = (
-    "chat_template eos_token mask_token bos_token added_tokens_decoder extra_special_tokens "
-    "additional_special_tokens model_max_length tokenizer_class init_inputs split_special_tokens "
-    "add_prefix_space backend padding_side"
-).split()
+KEYS_OF = {
+    "config.json": (
+        "model_type vocab_size hidden_size num_hidden_layers num_attention_heads head_dim "
+        "num_key_value_heads intermediate_size max_position_embeddings rms_norm_eps rope_theta "
+        "rope_scaling qk_norm qkv_bias tie_word_embeddings mask_token_id shifted evidence_layout "
+        "passage_length canvas_length block_length eos_token_id prompt rope_parameters auto_map experts "
+        "partial_rotary_factor block_size block_grid"
+    ),
+    "tokenizer_config.json": (
+        "chat_template eos_token mask_token bos_token added_tokens_decoder extra_special_tokens "
+        "additional_special_tokens model_max_length tokenizer_class init_inputs split_special_tokens "
+        "add_prefix_space backend padding_side"
+    ),
+}
 
 
-@given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), VALUES, min_size=1, max_size=3))
+@pytest.mark.parametrize("name", KEYS_OF)
+@given(data=st.data())
 @RANDOM
-def test_any_value_at_any_key_of_the_config(good, tmp_path, changes):
-    folder = changed(good, tmp_path)
-    path = folder / "config.json"
+def test_any_value_at_any_key_of_the_settings(good, tmp_path, name, data):
+    keys = st.sampled_from(KEYS_OF[name].split())
+    path = changed(good, tmp_path) / name
+    changes = data.draw(st.dictionaries(keys, VALUES, min_size=1, max_size=3))
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    loads(folder)
-
-
-@given(changes=st.dictionaries(st.sampled_from(TOKENIZER_KEYS), VALUES, min_size=1, max_size=2))
-@RANDOM
-def test_any_value_at_any_key_of_the_tokenizers_settings(good, tmp_path, changes):
-    folder = changed(good, tmp_path)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    loads(folder)
+    loads(path.parent)
 
 
 @given(

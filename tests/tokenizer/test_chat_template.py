@@ -71,14 +71,6 @@ def test_affixes_are_those_of_transformers_on_one_date(on_the_day_of_templates, 
     assert "Who <wrote> “Emma”?".join(render_chat_affixes(inner)) == whole
 
 
-@pytest.mark.parametrize("name", ["tiny-dream", "tiny-llada"])
-def test_affixes_of_the_golden_checkpoints(golden, name):
-    inner = Tokenizer.from_pretrained(golden / "checkpoints" / name).inner
-    messages = [{"role": "user", "content": "Who?"}]
-    whole = inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert "Who?".join(render_chat_affixes(inner)) == whole
-
-
 @pytest.mark.parametrize("name", ["ChatML", "headers", "instruct"])
 def test_the_users_message_stands_between_prefix_and_suffix(name):
     inner = with_template(TEMPLATES[name])

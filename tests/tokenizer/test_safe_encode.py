@@ -59,22 +59,15 @@ BACKENDS = {
 }
 ADDED = {
     "in the vocabulary alone": [],
-    "special": [
-        AddedToken(MASK, special=True),
-        AddedToken(END, special=True),
-        AddedToken("<|im_end|>", special=True),
-    ],
+    "special": [AddedToken(name, special=True) for name in (MASK, END, "<|im_end|>")],
     "not special": [
-        AddedToken(MASK),
-        AddedToken(END, normalized=True),
-        AddedToken("<tool>", normalized=True),
+        AddedToken(MASK), AddedToken(END, normalized=True), AddedToken("<tool>", normalized=True)
     ],
     "stripping": [
-        AddedToken(MASK, lstrip=True, rstrip=True, special=True),
-        AddedToken(END, lstrip=True),
+        AddedToken(MASK, lstrip=True, rstrip=True, special=True), AddedToken(END, lstrip=True),
         AddedToken("ask>", single_word=True),
     ],
-}
+}  # fmt: skip
 TOKENIZERS = [(kind, added) for kind in BACKENDS for added in ADDED]
 
 
@@ -142,25 +135,20 @@ def test_white_space_and_characters_that_were_added_stay_text():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "mask", "says"),
     [
-        ({"unk_token": MASK}, "what the tokenizer makes of unknown characters"),
-        ({"dropout": 0.5}, "drops merges at random"),
+        ({"unk_token": MASK}, 260, "what the tokenizer makes of unknown characters"),
+        ({"dropout": 0.5}, 260, "drops merges at random"),
+        ({}, ord("a"), "'a' is the model's mask .* a single character"),
+        ({}, 999, "mask_token_id=999 is not a token"),
     ],
 )
-def test_a_tokenizer_that_no_text_is_safe_with_is_refused(change, says):
+def test_a_tokenizer_that_no_text_is_safe_with_is_refused(change, mask, says):
     raw = json.loads(byte_level().to_str())
     raw["model"] |= change
     inner = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(json.dumps(raw)))
     with pytest.raises(CheckpointError, match=says):
-        Tokenizer(inner, 260)
-
-
-def test_a_mask_that_is_one_character_is_refused():
-    with pytest.raises(CheckpointError, match="'a' is the model's mask .* a single character"):
-        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level()), ord("a"))
-    with pytest.raises(CheckpointError, match="mask_token_id=999 is not a token"):
-        Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level()), 999)
+        Tokenizer(inner, mask)
 
 
 def test_special_tokens_that_nobody_declares_are_left_out_of_answers():
@@ -241,23 +229,19 @@ def test_what_marks_a_turn_is_no_text_though_nobody_declares_it(kind):
 
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</tool_call>")
+LLAMA = ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>")
+ROLES = ("<|endoftext|>", "<role>", "</role>", "<|role_end|>")
 SPECIAL = {  # of the public tokenizers: the mask, what ends texts, what else has a meaning
     "dlm_rag": ("<mask>", "<end>"),
     "llada": ("<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>", "<|start_header_id|>", "[gMASK]"),
     "Dream": ("<|mask|>", *QWEN, "<|beginoftext|>"),
-    "qwen2": ("<|mask|>", *QWEN),
-    "qwen3": ("<|mask|>", *QWEN),
-    "llama": ("<|mask|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>"),
     "sdar": ("<|MASK|>", *QWEN, "<|fim_middle|>"),
-    "Fast_dLLM_Qwen": ("|<MASK>|", *QWEN),
-    "a2d-qwen2": ("<|mask|>", *QWEN),
-    "a2d-qwen3": ("<|mask|>", *QWEN),
-    "a2d-llama": ("<|mask|>", "<|eot_id|>", "<|begin_of_text|>"),
-    "wedlm": ("<|mask|>", *QWEN),
     "sdar_moe": ("<|MASK|>", *QWEN),
-    "llada2_moe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
+    "Fast_dLLM_Qwen": ("|<MASK>|", *QWEN),
     "diffusion_gemma": ("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image|>"),
-    "lladamoe": ("<|mask|>", "<|endoftext|>", "<role>", "</role>", "<|role_end|>"),
+    **dict.fromkeys(("qwen2", "qwen3", "a2d-qwen2", "a2d-qwen3", "wedlm"), ("<|mask|>", *QWEN)),
+    **dict.fromkeys(("llama", "a2d-llama"), ("<|mask|>", *LLAMA)),
+    **dict.fromkeys(("llada2_moe", "lladamoe"), ("<|mask|>", *ROLES)),
 }
 
 

@@ -1,10 +1,9 @@
 """Public architectures: how their configs and tensor names read in our words."""
 
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any
 
-from dlm_rag.errors import CheckpointError, suggest_nearest
-from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
+from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, require_key
 from dlm_rag.model.families.dense import DENSE_FAMILIES
 from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY
@@ -12,25 +11,12 @@ from dlm_rag.model.families.moe import MOE_FAMILIES
 
 
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
-    known = {item.name for item in fields(DenoiserConfig)}
     require_key(raw, "vocab_size")
+    known = {item.name for item in fields(DenoiserConfig)} - {"attention_patterns"}
     found = {key: value for key, value in raw.items() if key in known}
     if raw.get(BLOCK_SIZE_KEY):  # 0: whole
         found["block_size"] = raw[BLOCK_SIZE_KEY]
-    if found.get("experts") is not None:
-        found["experts"] = _read_experts_config(found["experts"])
     return DenoiserConfig(**found)
-
-
-def _read_experts_config(raw: Any) -> ExpertsConfig:
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"experts={raw!r:.60} must be an object or null")
-    items = {item.name: item for item in fields(ExpertsConfig)}
-    if unknown := sorted(raw.keys() - items):
-        raise CheckpointError(f"experts has no key '{unknown[0]:.60}'{suggest_nearest(unknown[0], items)}")
-    if lacking := [name for name, item in items.items() if item.default is MISSING and name not in raw]:
-        raise CheckpointError(f"the key '{lacking[0]}' of experts is missing")
-    return ExpertsConfig(**raw)
 
 
 FAMILIES = {

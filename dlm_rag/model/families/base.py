@@ -30,11 +30,8 @@ class TensorSource:
 
     def read(self, file: Any) -> Tensor:
         """From an open file of safetensors."""
-        found: Tensor = (
-            file.get_tensor(self.name)
-            if self.source_rows is None
-            else file.get_slice(self.name)[self.source_rows]
-        )
+        rows, name = self.source_rows, self.name
+        found: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return found
 
 
@@ -60,8 +57,7 @@ class Family:
         path, _, last = ours.rpartition(".")
         if self.separate_experts and config.experts is not None and path.endswith(".experts"):
             inner = config.experts.moe_intermediate_size
-            whole: tuple[slice, ...] = ()
-            pieces = {"down_proj": whole}
+            pieces: dict[str, tuple[slice, ...]] = {"down_proj": ()}
             if last == "gate_up_proj":
                 pieces = {"gate_proj": (slice(0, inner),), "up_proj": (slice(inner, 2 * inner),)}
             return [
@@ -69,25 +65,19 @@ class Family:
                 for n in range(config.experts.num_experts)
                 for name, rows in pieces.items()
             ]
+        rows = None
         if self.fused_qkv and path.endswith(("q_proj", "k_proj", "v_proj")):
-            queries, keys = (
-                heads * config.head_dim
-                for heads in (config.num_attention_heads, config.num_key_value_heads)
-            )
+            queries = config.num_attention_heads * config.head_dim
+            keys = config.num_key_value_heads * config.head_dim
             start = {"q": 0, "k": queries, "v": queries + keys}[path[-6]]
-            return [
-                TensorSource(self.rename_tensor(ours), slice(start, start + (keys if start else queries)))
-            ]
-        return [TensorSource(self.rename_tensor(ours))]
+            rows = slice(start, start + (keys if start else queries))
+        return [TensorSource(self.rename_tensor(ours), rows)]
 
 
 def read_transformers_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
     """Fields that most families share; autoregressive ancestry shifts the output."""
     require_supported_values(raw, hidden_act="silu", use_sliding_window=False, mlp_bias=False)
-    heads, width = (
-        require_positive_int(raw, "num_attention_heads"),
-        require_positive_int(raw, "hidden_size"),
-    )
+    heads, width = (require_positive_int(raw, key) for key in ("num_attention_heads", "hidden_size"))
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = raw.get(key) or {}
     if not isinstance(rope, dict):
@@ -97,28 +87,22 @@ def read_transformers_config(raw: dict[str, Any], **differences: Any) -> Denoise
             require_supported_values(said, partial_rotary_factor=1.0)
     if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
         raise CheckpointError("layer_types may be full_attention only")
-    shared = {
-        "vocab_size": require_key(raw, "vocab_size"),
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    same = (
+        "vocab_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "rms_norm_eps",
+    )  # fmt: skip
+    shared = {name: require_key(raw, name) for name in same} | {
         "hidden_size": width,
-        "num_hidden_layers": require_key(raw, "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or width // heads,
-        "intermediate_size": require_key(raw, "intermediate_size"),
-        "max_position_embeddings": require_key(raw, "max_position_embeddings"),
-        "rms_norm_eps": require_key(raw, "rms_norm_eps"),
         "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
-        "rope_scaling": _rope_scaling(rope),
-        "tie_word_embeddings": read_tie_flag(raw, "tie_word_embeddings"),
+        "rope_scaling": None if kind == "default" else {**rope, "rope_type": kind},
+        "tie_word_embeddings": raw.get("tie_word_embeddings") or False,
         "mask_token_id": raw.get("mask_token_id"),
         "shifted": True,
     }
     return DenoiserConfig(**(shared | differences))
-
-
-def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return None if kind == "default" else {**rope, "rope_type": kind}
 
 
 def to_transformers_name(ours: str) -> str:
@@ -138,11 +122,6 @@ def require_positive_int(raw: dict[str, Any], key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{key}={value!r:.60} must be a whole number of at least 1")
     return value
-
-
-def read_tie_flag(raw: dict[str, Any], key: str) -> Any:
-    value = raw.get(key)
-    return False if value is None else value  # checked by `DenoiserConfig`
 
 
 def require_supported_values(raw: dict[str, Any], **supported: Any) -> None:
@@ -167,15 +146,16 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
 
     Raises `CheckpointError` where the files know neither.
     """
-    files = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
-    declared, ids = None, dict[str, Any]()
-    for name in files:  # the last is long, and needed only where the others do not say it
+    declared, ids = None, dict[Any, Any]()
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json"):
         if name == "tokenizer.json" and (declared or usual) in ids:
-            break
-        path = folder / name
-        raw = read_json(path) if path.exists() else {}
-        declared = declared or _content(raw.get("mask_token"))
-        ids |= _read_added_tokens(name, raw)
+            break  # it is long, and needed only where the others do not say it
+        raw = read_json(folder / name) if (folder / name).exists() else {}
+        declared = declared or _get_content(raw.get("mask_token"))
+        added = [(token, token.get("id")) for token in raw.get("added_tokens") or []]
+        added += [(token, int(n)) for n, token in (raw.get("added_tokens_decoder") or {}).items()]
+        added += raw.items() if name == "added_tokens.json" else ()
+        ids |= {_get_content(token): number for token, number in added}
     found = ids.get(declared or usual)
     if type(found) is not int:
         raise CheckpointError(
@@ -185,21 +165,6 @@ def find_mask_token_id(folder: Path, usual: str) -> int:
     return found
 
 
-def _read_added_tokens(name: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """Text -> id of the tokens that a file adds to the vocabulary."""
-    if name == "added_tokens.json":
-        return raw
-    listed = raw.get("added_tokens")
-    if isinstance(listed, list):
-        pairs = [(item, item.get("id")) for item in listed if isinstance(item, dict)]
-    else:
-        known = raw.get("added_tokens_decoder")
-        known = known if isinstance(known, dict) else {}
-        pairs = [(item, int(token)) for token, item in known.items() if token.isdecimal()]
-    return {text: token for item, token in pairs if (text := _content(item)) is not None}
-
-
-def _content(token: Any) -> str | None:
+def _get_content(token: Any) -> Any:
     """The text of a token, which these files give as it is or with its settings."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+    return token.get("content") if isinstance(token, dict) else token

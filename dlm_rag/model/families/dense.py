@@ -7,7 +7,6 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.families.base import (
     BLOCK_SIZE_KEY,
     Family,
-    read_tie_flag,
     read_transformers_config,
     require_key,
     require_positive_int,
@@ -15,19 +14,15 @@ from dlm_rag.model.families.base import (
     to_transformers_name,
 )
 
-
-def _qwen2(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
-    return read_transformers_config(raw, qkv_bias=True, **differences)
-
-
-def _qwen3(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
-    require_supported_values(raw, attention_bias=False)
-    return read_transformers_config(raw, qk_norm=True, **differences)
+_qwen2 = partial(read_transformers_config, qkv_bias=True)
 
 
 def _llama(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
     require_supported_values(raw, attention_bias=False)
     return read_transformers_config(raw, **differences)
+
+
+_qwen3 = partial(_llama, qk_norm=True)
 
 
 def read_sdar_config(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
@@ -67,7 +62,7 @@ def _llada(raw: dict[str, Any]) -> DenoiserConfig:
         max_position_embeddings=require_key(raw, "max_sequence_length"),
         rms_norm_eps=require_key(raw, "rms_norm_eps"),
         rope_theta=require_key(raw, "rope_theta"),
-        tie_word_embeddings=read_tie_flag(raw, "weight_tying"),
+        tie_word_embeddings=raw.get("weight_tying") or False,
         mask_token_id=require_key(raw, "mask_token_id"),
     )
 
@@ -104,10 +99,10 @@ DENSE_FAMILIES = {
     "llama": Family(_llama, to_transformers_name),
     "sdar": Family(read_sdar_config, to_transformers_name, mask_token="<|MASK|>"),
     "Fast_dLLM_Qwen": Family(_fast_dllm, to_transformers_name, mask_token="|<MASK>|"),
+    "wedlm": Family(_wedlm, to_transformers_name, mask_token="<|mask|>"),
+} | {
     # Autoregressive families trained to predict in place (Tiny-A2D), with whole attention or in blocks:
     # the config does not say which.
-    "a2d-qwen2": Family(partial(_qwen2, shifted=False), to_transformers_name, mask_token="<|mask|>"),
-    "a2d-qwen3": Family(partial(_qwen3, shifted=False), to_transformers_name, mask_token="<|mask|>"),
-    "a2d-llama": Family(partial(_llama, shifted=False), to_transformers_name, mask_token="<|mask|>"),
-    "wedlm": Family(_wedlm, to_transformers_name, mask_token="<|mask|>"),
+    f"a2d-{name}": Family(partial(read, shifted=False), to_transformers_name, mask_token="<|mask|>")
+    for name, read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama))
 }

@@ -47,15 +47,11 @@ def read_gemma_config(raw: dict[str, Any]) -> DenoiserConfig:
         "head_dim", "intermediate_size", "max_position_embeddings",
     )  # fmt: skip
     return DenoiserConfig(
-        **{name: require_key(text, name) for name in same},
-        tie_word_embeddings=True,
+        **{name: require_key(text, name) for name in same}, tie_word_embeddings=True,
         mask_token_id=require_key(text, "pad_token_id"),  # in records, where nothing is accepted
-        evidence_layout="prefix",
-        canvas_length=block,
-        block_length=block,
-        block_size=block,
+        evidence_layout="prefix", canvas_length=block, block_length=block, block_size=block,
         commit_rule="entropy_bound",
-    )
+    )  # fmt: skip
 
 
 def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
@@ -64,30 +60,22 @@ def add_noise_config(folder: Path, config: DenoiserConfig) -> DenoiserConfig:
     What `generation_config.json` leaves out is the default of `transformers`. Raises `CheckpointError`
     without that file.
     """
-    from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
-        DiffusionGemmaGenerationConfig,
-    )
+    from transformers.models.diffusion_gemma import generation_diffusion_gemma as generation
 
-    path = folder / "generation_config.json"
+    path, block = folder / "generation_config.json", config.block_size or 1
     if not path.exists():
         raise CheckpointError(
             f"{folder} has no generation_config.json, which has the settings of its decoding: fetch it too"
         )
     raw = read_json(path)
     with translate_failures(CheckpointError, str(path)):
-        found: Any = DiffusionGemmaGenerationConfig.from_dict(raw)
+        found: Any = generation.DiffusionGemmaGenerationConfig.from_dict(raw)
         found.update(**found._get_default_generation_params(), defaults_only=True)
         found.validate()
-    block = config.block_size
-    assert block is not None
-    noise = UniformNoiseConfig(
-        steps=found.max_denoising_steps,
-        entropy_bound=found.sampler_config.entropy_bound,
-        temperature_high=float(found.t_max),
-        temperature_low=float(found.t_min),
-        convergence_steps=found.stability_threshold,
-        stop_entropy=found.confidence_threshold,
-    )
+        noise = UniformNoiseConfig(
+            found.max_denoising_steps, found.sampler_config.entropy_bound, found.t_max, found.t_min,
+            found.stability_threshold, found.confidence_threshold,
+        )  # fmt: skip
     return replace(config, noise=noise, canvas_length=-(-found.max_new_tokens // block) * block)
 
 
@@ -111,12 +99,9 @@ def list_text_tensor_shapes(raw: dict[str, Any], place: Path) -> NamedShapes:
     config = build_gemma_config(raw, place)
     with translate_failures(CheckpointError, f"{place}: the model cannot be built"), torch.device("meta"):
         model = DiffusionGemmaForBlockDiffusion(config)
-    others: dict[str, list[str]] = {}
-    for name, source in model.all_tied_weights_keys.items():
-        others.setdefault(source, []).append(name)
-    tied = set(model.all_tied_weights_keys)
+    tied = model.all_tied_weights_keys
     return {
-        name: (tuple(value.shape), tuple(others.get(name, ())))
+        name: (tuple(value.shape), tuple(other for other, source in tied.items() if source == name))
         for name, value in model.state_dict().items()
         if name not in tied and not name.startswith(VISION_PREFIXES)
     }

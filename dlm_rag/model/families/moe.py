@@ -15,16 +15,16 @@ from dlm_rag.model.families.base import (
 from dlm_rag.model.families.dense import read_sdar_config
 
 
+def _read_experts(raw: dict[str, Any], *same: str, **given: Any) -> ExpertsConfig:
+    """same: the keys of `raw` that have our names."""
+    keys = ("num_experts", "num_experts_per_tok", *same)
+    return ExpertsConfig(**{key: require_key(raw, key) for key in keys}, **given)
+
+
 def _sdar_moe(raw: dict[str, Any]) -> DenoiserConfig:
     """SDAR with the experts of Qwen3-MoE."""
     require_supported_values(raw, decoder_sparse_step=1, mlp_only_layers=[])
-    experts = ExpertsConfig(
-        num_experts=require_key(raw, "num_experts"),
-        num_experts_per_tok=require_key(raw, "num_experts_per_tok"),
-        moe_intermediate_size=require_key(raw, "moe_intermediate_size"),
-        norm_topk_prob=require_key(raw, "norm_topk_prob"),
-    )
-    return read_sdar_config(raw, experts=experts)
+    return read_sdar_config(raw, experts=_read_experts(raw, "moe_intermediate_size", "norm_topk_prob"))
 
 
 def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
@@ -43,13 +43,11 @@ def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
         raise CheckpointError("moe_layer_freq may be 0 for layers at the bottom, then 1 for all others")
     if len(sparse) != require_key(raw, "num_hidden_layers"):
         raise CheckpointError(f"moe_layer_freq={sparse!r:.60} must have an entry for each layer")
-    experts = ExpertsConfig(
-        num_experts=require_key(raw, "num_experts"),
-        num_experts_per_tok=require_key(raw, "num_experts_per_tok"),
-        moe_intermediate_size=require_key(raw, "expert_intermediate_size"),
+    experts = _read_experts(
+        raw, moe_intermediate_size=require_key(raw, "expert_intermediate_size"),
         shared_intermediate_size=raw.get("shared_expert_intermediate_size") or 0,
         first_k_dense_replace=lowest,
-    )
+    )  # fmt: skip
     dense = require_key(raw, "dense_intermediate_size") if lowest else experts.moe_intermediate_size
     return read_transformers_config(
         raw | {"intermediate_size": dense}, qk_norm=require_key(raw, "qk_layernorm"), shifted=False,
@@ -69,27 +67,16 @@ def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
         raw, use_bias=False, norm_head=False, norm_topk_prob=True, score_function="sigmoid",
         moe_router_enable_expert_bias=True, rope_scaling=None,
     )  # fmt: skip
-    chosen, inner = (
-        require_key(raw, "num_experts_per_tok"),
-        require_positive_int(raw, "moe_intermediate_size"),
-    )
-    dense = require_key(raw, "first_k_dense_replace")
-    experts = ExpertsConfig(
-        num_experts=require_key(raw, "num_experts"),
-        num_experts_per_tok=chosen,
-        moe_intermediate_size=inner,
-        shared_intermediate_size=inner * (raw.get("num_shared_experts") or 0),
-        first_k_dense_replace=dense,
-        score_function="sigmoid",
-        expert_bias=True,
-        n_group=require_key(raw, "n_group"),
-        topk_group=require_key(raw, "topk_group"),
-        norm_topk_prob=chosen != 1,  # a single one counts what it scores
-        routed_scaling_factor=require_key(raw, "routed_scaling_factor"),
-    )
-    require_key(raw, "num_key_value_heads")
-    require_key(raw, "rope_theta")
-    if not dense:
+    inner = require_positive_int(raw, "moe_intermediate_size")
+    experts = _read_experts(
+        raw, "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor",
+        moe_intermediate_size=inner, shared_intermediate_size=inner * (raw.get("num_shared_experts") or 0),
+        score_function="sigmoid", expert_bias=True,
+        norm_topk_prob=raw.get("num_experts_per_tok") != 1,  # a single one counts what it scores
+    )  # fmt: skip
+    for key in ("num_key_value_heads", "rope_theta"):
+        require_key(raw, key)
+    if not experts.first_k_dense_replace:
         raw = raw | {"intermediate_size": inner}
     return read_transformers_config(
         raw, qkv_bias=raw.get("use_qkv_bias") or False, qk_norm=raw.get("use_qk_norm") is not False,

@@ -149,7 +149,7 @@ def make_policy_rows(
 ) -> list[PolicyRow]:
     """The rows of steps of rollouts; what a step saw follows from its rollout. Never empty.
 
-    order: what finished blocks see, one of `denoiser_config.FINISHED_BLOCKS`. Weights in shards are
+    order: what finished blocks see, as `DenoiserConfig.finished_block_context`. Weights in shards are
     gathered by all processes together, so a process without steps gets a row that weighs nothing and runs
     the layers as often as any other: for its context, where there is one, and for its canvas.
     """
