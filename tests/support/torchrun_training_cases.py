@@ -102,8 +102,8 @@ def make_case_trainer(case: str, folder: Path, processes: DistributedContext) ->
 def keep_even_questions(buffer, step: int, items):
     """The rollouts of a step, of which those of every second question are learned from."""
     found, layout = buffer(step, items)
-    taken = [part for part in found.weighted_steps if int(part.rollout.id.split(".")[1]) % 2 == 0]
-    return replace(found, weighted_steps=taken), layout
+    taken = [part for part in found.steps if int(part.rollout.id.split(".")[1]) % 2 == 0]
+    return replace(found, steps=taken), layout
 
 
 class FailingRetriever:

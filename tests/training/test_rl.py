@@ -28,9 +28,10 @@ from dlm_rag.model.checkpoint import open_checkpoint
 from dlm_rag.model.policy_heads import HEADS_FILE, PolicyHeads, read_heads, save_heads
 from dlm_rag.questions import Question
 from dlm_rag.training.rl.policy_loss import (
-    GateDecisions,
     PolicyObjective,
     compute_clipped_surrogate,
+    gather_commit_gates,
+    gather_search_gates,
     make_policy_rows,
 )
 from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
@@ -175,8 +176,8 @@ def test_heads_decide_as_they_say_and_a_trace_holds_what_learning_needs(corpus_f
         writer.write(rollout)
     again = learned(read_trace(tmp_path / "t.jsonl"))
     for gates, head, fresh in (
-        (GateDecisions.from_commits(again), heads.commit, lambda x: base_gate_logit(x, decoder.config)),
-        (GateDecisions.from_searches(again), heads.search, lambda x: 2.0),
+        (gather_commit_gates(again), heads.commit, lambda x: base_gate_logit(x, decoder.config)),
+        (gather_search_gates(again), heads.search, lambda x: 2.0),
     ):
         features = torch.from_numpy(gates.features)
         log_prob = gate_log_prob(
@@ -288,10 +289,10 @@ class Made:
 def test_divergence_weighs_as_much_however_many_groups_differ(right, train_steps_per_rollout):
     asked = [Question(f"{n}.{times}", "Is it?", ("yes",)) for n, times in enumerate(right)]
     train = TrainConfig(num_generations=4, kl_coef=0.1, train_steps_per_rollout=train_steps_per_rollout)
-    taken = fill_rollout_buffer(Made(), asked, train, 0.0).weighted_steps
+    taken = fill_rollout_buffer(Made(), asked, train, 0.0).steps
     assert sum(part.steps_represented for part in taken) == pytest.approx(len(right) * (2 + 3 + 4 + 5))
     assert sum(part.weight for part in taken if part.rollout.id[2] in "04") == 0
-    alone = fill_rollout_buffer(Made(), asked, replace(train, kl_coef=0.0), 0.0).weighted_steps
+    alone = fill_rollout_buffer(Made(), asked, replace(train, kl_coef=0.0), 0.0).steps
     mixed = 4 * sum(0 < times < 4 for times in right)
     assert len({part.rollout.id for part in alone}) == mixed, "without it they alone are learned from"
 
@@ -317,7 +318,7 @@ def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file):
     asked = [Question("a", QUESTIONS[0], ("x",)), Question("b", QUESTIONS[2], ("x",))]
     buffer = fill_rollout_buffer(decoder, asked, TrainConfig(num_generations=3, f1_weight=1.0), 0.0)
     assert buffer.sums["failed"] == 3 and buffer.sums["rollouts"] == 3 and buffer.sums["groups"] == 2
-    assert all(taken.rollout.id.startswith("a.") for taken in buffer.weighted_steps)
+    assert all(taken.rollout.id.startswith("a.") for taken in buffer.steps)
 
 
 def test_alarms_by_hand():

@@ -13,8 +13,7 @@ log pi(step) stands the ratio to the recorded probability, clipped (PPO, arXiv 1
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +39,6 @@ from dlm_rag.evidence.prompt_segments import LaidOutRow, lay_out_prompt
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_device
-from dlm_rag.model.policy_heads import COMMIT_FEATURES, SEARCH_FEATURES
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.rl.rollouts import WeightedStep
@@ -51,8 +49,7 @@ LOGIT_COPIES = 20  # numbers of float32 for each logit at the peak, which is in 
 LOGIT_SCALE_NUDGE = 1e-2  # by which the scale of logits is moved, to see what the score along it is
 
 
-@dataclass(frozen=True)
-class GateDecisions:
+class GateDecisions(NamedTuple):
     """What gates decided at S steps: n of them, by features of each."""
 
     features: NDArray[np.float64]  # (n, F)
@@ -61,35 +58,37 @@ class GateDecisions:
     weights: NDArray[np.float64]  # (S,)
     old_log_probs: NDArray[np.float64]  # (S,) log-probabilities
 
-    @classmethod
-    def from_commits(cls, taken: Sequence[WeightedStep]) -> "GateDecisions":
-        """Of candidates: which were committed. Where one was forced, none had opened."""
-        kept = [part for part in taken if part.action.features]
-        opened = [
-            not part.action.forced and position in {token.position for token in part.step.committed}
-            for part in kept
-            for position in part.action.candidates
-        ]
-        features = [row for part in kept for row in part.action.features]
-        sizes = [len(part.action.features) for part in kept]
-        return cls(
-            np.array(features, np.float64).reshape(-1, len(COMMIT_FEATURES)),
-            np.repeat(np.arange(len(kept)), np.array(sizes, np.int64)), np.array(opened, np.bool_),
-            np.array([part.weight for part in kept], np.float64),
-            np.array([part.action.log_prob for part in kept], np.float64),
-        )  # fmt: skip
 
-    @classmethod
-    def from_searches(cls, taken: Sequence[WeightedStep]) -> "GateDecisions":
-        """Of steps whose query had changed: whether the evidence was refreshed."""
-        kept = [part for part in taken if part.action.search_features]
-        features = [part.action.search_features for part in kept]
-        return cls(
-            np.array(features, np.float64).reshape(-1, len(SEARCH_FEATURES)), np.arange(len(kept)),
-            np.array([part.step.retrieved for part in kept], np.bool_),
-            np.array([part.weight for part in kept], np.float64),
-            np.array([part.action.search_log_prob for part in kept], np.float64),
-        )  # fmt: skip
+def gather_commit_gates(taken: Sequence[WeightedStep]) -> GateDecisions:
+    """Of candidates: which were committed. Where one was forced, none had opened."""
+    kept = [part for part in taken if part.action.features]
+    opened = [
+        not part.action.forced and position in {token.position for token in part.step.committed}
+        for part in kept
+        for position in part.action.candidates
+    ]
+    recorded = [part.action.log_prob for part in kept]
+    return _gather_gates(kept, [part.action.features for part in kept], opened, recorded)
+
+
+def gather_search_gates(taken: Sequence[WeightedStep]) -> GateDecisions:
+    """Of steps whose query had changed: whether the evidence was refreshed."""
+    kept = [part for part in taken if part.action.search_features]
+    features, opened = [(part.action.search_features,) for part in kept], [p.step.retrieved for p in kept]
+    return _gather_gates(kept, features, opened, [part.action.search_log_prob for part in kept])
+
+
+def _gather_gates(
+    kept: list[WeightedStep], features: list[Any], opened: list[bool], recorded: list[float]
+) -> GateDecisions:
+    """features: those of all gates, by step."""
+    return GateDecisions(
+        np.array([row for rows in features for row in rows], np.float64),
+        np.repeat(np.arange(len(kept)), np.array([*map(len, features)], np.int64)),
+        np.array(opened, np.bool_),
+        np.array([part.weight for part in kept], np.float64),
+        np.array(recorded, np.float64),
+    )
 
 
 class HeadsObjective(nn.Module):
@@ -106,15 +105,16 @@ class HeadsObjective(nn.Module):
         loss = torch.stack([value.sum() for value in heads.parameters()]).sum() * 0.0  # all take part
         sums = {name: loss.detach() * 0.0 for name in POLICY_LOSS_SUMS}
         with profile_stage("loss"):
-            for gates, head in ((part.commits, heads.commit), (part.searches, heads.search)):
+            for gates, head in (
+                (gather_commit_gates(part.steps), heads.commit),
+                (gather_search_gates(part.steps), heads.search),
+            ):
                 if not len(gates.weights):
                     continue
-                arrays = [gates.features, gates.step, gates.opened, gates.weights, gates.old_log_probs]
-                features, step, opened, weights, recorded = to_device(arrays, loss.device)
-                fresh = (
-                    base_gate_logit(features, settings) if head is heads.commit else INITIAL_SEARCH_LOGIT
-                )
-                logit = fresh + head(features)
+                features, step, opened, weights, recorded = to_device([*gates], loss.device)
+                commits = head is heads.commit
+                logit = base_gate_logit(features, settings) if commits else INITIAL_SEARCH_LOGIT
+                logit = logit + head(features)
                 log_prob = gate_log_prob(logit, step, opened, len(weights))
                 gained, clipped = compute_clipped_surrogate(log_prob, recorded, weights, self.train_config)
                 loss = loss - gained / counts["divisor"]
@@ -127,8 +127,7 @@ class HeadsObjective(nn.Module):
         return loss, sums
 
 
-@dataclass(frozen=True)
-class PolicyRow:
+class PolicyRow(NamedTuple):
     """A step that the denoiser learns from: what it saw, what it did, how likely that was."""
 
     state: LaidOutRow
@@ -165,27 +164,16 @@ def make_policy_rows(
             laid = lay_out_prompt(row.prompt, shape, rollout.prompt_layout, order)
             begin, end = laid.block_bounds(row.canvas.index(header.mask_id))
             finished = max(0, begin) if laid.block_size else 0
+            state = laid.build_row(row.canvas[: min(end, len(row.canvas))], finished, shape.shifted)
             written = {token.position: token.token_id for token in row.committed}
-            found.append(
-                PolicyRow(
-                    laid.build_row(row.canvas[: min(end, len(row.canvas))], finished, shape.shifted),
-                    action.candidates,
-                    tuple(written.get(position, -1) for position in action.candidates),
-                    action.forced,
-                    part.weight,
-                    action.log_prob,
-                    part.steps_represented,
-                )
-            )
+            tokens = tuple(written.get(position, -1) for position in action.candidates)
+            numbers = part.weight, action.log_prob, part.steps_represented
+            found.append(PolicyRow(state, action.candidates, tokens, action.forced, *numbers))
     if found:
         return found
     mask = (header.mask_id,)
     laid = lay_out_prompt(Prompt(mask, (mask,), mask), shape, header.prompt_layout, order)
-    return [
-        PolicyRow(
-            laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, steps_represented=0.0
-        )
-    ]
+    return [PolicyRow(laid.build_row(mask, 0, shape.shifted), (0,), (-1,), False, 0.0, 0.0, 0.0)]
 
 
 class PolicyObjective(nn.Module):
@@ -224,9 +212,7 @@ class PolicyObjective(nn.Module):
                 np.array([token for row in rows for token in row.committed_tokens], np.int64),
                 np.repeat(np.arange(len(rows)), [len(row.candidates) for row in rows]),
                 np.array([row.forced for row in rows], np.bool_),
-                np.array(
-                    [[row.weight, row.old_log_prob, row.steps_represented] for row in rows], np.float32
-                ).T,
+                np.array([row[-3:] for row in rows], np.float32).T,
                 np.array([self.mask_id]),
             ]
             taken, step, forced, numbers, mask_id = to_device(arrays, hidden.device)

@@ -5,19 +5,18 @@ from, in ids. Everything is drawn by (seed, step, question, member): nothing has
 """
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.rollout import Action, Rollout, RolloutStep
-from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval.base import CorpusRetriever
-from dlm_rag.tokenizer import Tokenizer
 from dlm_rag.training.data.world_examples import IndexedWorld, draw_world_question
 from dlm_rag.training.rl.reward import (
     REWARDS,
@@ -27,51 +26,44 @@ from dlm_rag.training.rl.reward import (
     has_prices,
 )
 
+# Some questions of a step, by their numbers in it, and what answers their searches.
+QuestionSource = Callable[[int, Iterable[int]], tuple[list[Question], CorpusRetriever]]
 
-class WorldQuestionSource:
-    """Of invented worlds, a new one every `train.steps_per_world` steps."""
 
-    def __init__(self, train: TrainConfig, top_k: int) -> None:
-        self._train, self._top_k = train, top_k
-        self._open: tuple[int, IndexedWorld] | None = None
+def make_world_source(train: TrainConfig, top_k: int) -> QuestionSource:
+    """Questions of invented worlds, a new one every `train.steps_per_world` steps."""
 
-    def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
-        """Some questions of a step, and what answers their searches."""
-        train, number = self._train, step // self._train.steps_per_world
-        if self._open is None or self._open[0] != number:
-            seed = train.seed * 1_000_003 + 500_000 + number
-            self._open = number, IndexedWorld(seed, train.world_passages, self._top_k)
-        indexed, questions = self._open[1], []
+    @lru_cache(1)
+    def open_world(number: int) -> IndexedWorld:
+        return IndexedWorld(train.seed * 1_000_003 + 500_000 + number, train.world_passages, top_k)
+
+    def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
+        indexed, questions = open_world(step // train.steps_per_world), []
         for item in items:
             rng = random.Random(f"rl/{train.seed}/{step}/{item}")
             found = draw_world_question(rng, indexed, rng.randint(train.min_hops, train.max_hops))
             support = tuple(subject.id for subject in found.subjects)
-            questions.append(
-                Question(f"{step}.{item}", found.question, (found.answer,), support, found.hops)
-            )
+            golden = (found.answer,)
+            questions.append(Question(f"{step}.{item}", found.question, golden, support, found.hops))
         return questions, indexed.retriever
 
+    return draw
 
-class FileQuestionSource:
+
+def make_file_source(
+    questions: Sequence[Question], retriever: CorpusRetriever, train: TrainConfig, phase: str
+) -> QuestionSource:
     """Questions of a file, shuffled again whenever all have been asked."""
 
-    def __init__(
-        self, questions: Sequence[Question], retriever: CorpusRetriever, train: TrainConfig, phase: str
-    ) -> None:
-        self._questions, self._retriever, self._train = questions, retriever, train
-        self._key = (train.seed, phase)
-
-    def draw_questions(self, step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
-        """As of `WorldQuestionSource`."""
+    def draw(step: int, items: Iterable[int]) -> tuple[list[Question], CorpusRetriever]:
         found = []
         for item in items:
-            epoch, place = divmod(step * self._train.prompts_per_step + item, len(self._questions))
-            order = sample_permutation((*self._key, "rl", epoch), len(self._questions))
-            found.append(replace(self._questions[int(order[place])], id=f"{step}.{item}"))
-        return found, self._retriever
+            epoch, place = divmod(step * train.prompts_per_step + item, len(questions))
+            order = sample_permutation((train.seed, phase, "rl", epoch), len(questions))
+            found.append(replace(questions[int(order[place])], id=f"{step}.{item}"))
+        return found, retriever
 
-
-QuestionSource = WorldQuestionSource | FileQuestionSource
+    return draw
 
 
 @dataclass(frozen=True)
@@ -92,11 +84,14 @@ class WeightedStep:
 
 @dataclass(frozen=True)
 class RolloutBuffer:
-    """Some groups of a step, and what was counted of them."""
+    """Some groups of a step: what was counted of them, and what is learned from.
 
-    rollouts: list[Rollout]
-    weighted_steps: list[WeightedStep]
+    rows: what the denoiser saw at these steps, where it is learned (`policy_loss.PolicyRow`).
+    """
+
     sums: dict[str, float]
+    steps: list[WeightedStep]
+    rows: list[Any] = field(default_factory=list)
 
 
 def fill_rollout_buffer(
@@ -119,11 +114,11 @@ def fill_rollout_buffer(
             sound = [rollout for rollout in group if not rollout.error]
             found = [compute_reward_parts(rollout, question, train.reward) for rollout in sound]
             rewards = [compute_reward(part, train, priced) for part in found]
-            count_rollout_group(sums, group, found, rewards)
+            _count_group(sums, group, found, rewards)
             for rollout, advantage in zip(sound, compute_advantages(rewards, priced), strict=True):
                 if advantage or train.kl_coef:
                     taken += sample_rollout_steps(rollout, float(advantage), train)
-    return RolloutBuffer(rollouts, taken, sums)
+    return RolloutBuffer(sums, taken)
 
 
 def sample_rollout_steps(rollout: Rollout, advantage: float, train: TrainConfig) -> list[WeightedStep]:
@@ -147,10 +142,9 @@ ROLLOUT_SUMS = (
 )  # fmt: skip
 
 
-def count_rollout_group(
+def _count_group(
     sums: dict[str, float], group: Sequence[Rollout], found: list[dict[str, float]], rewards: list[float]
 ) -> None:
-    """Adds a group to the sums."""
     sums["rollouts"] += len(found)
     sums["failed"] += len(group) - len(found)
     sums["reward"] += sum(rewards)
@@ -178,11 +172,3 @@ def make_rollout_settings(config: Config, train: TrainConfig) -> DecodeConfig:
         sampled["retrieval_gate"] = "always"
     places = min(config.decode.batch_size, train.prompts_per_step * train.num_generations)
     return replace(config.decode, **sampled, batch_size=places, seed=train.seed)
-
-
-def make_rollout_decoder(
-    denoiser: Denoiser, retriever: CorpusRetriever, tokenizer: Tokenizer, config: Config, train: TrainConfig
-) -> Decoder:
-    """A decoder of rollouts around the weights as they are now; it keeps nothing of older ones."""
-    settings, engine = make_rollout_settings(config, train), config.engine.for_training_rollouts
-    return Decoder(denoiser, retriever, tokenizer, settings, engine=engine)

@@ -1,13 +1,14 @@
 """The task of learning by reward: rollouts of the policy of the step, and the gradient of their reward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from dlm_rag.config import Config, DecodeConfig, TrainConfig
 from dlm_rag.config.fields import look_up
+from dlm_rag.decode.decoder import Decoder
 from dlm_rag.decode.settings import resolve_settings
 from dlm_rag.decode.trace_file import build_trace_header
 from dlm_rag.errors import ConfigError, QuestionError
@@ -20,7 +21,6 @@ from dlm_rag.training.initial_weights import InitialModel, copy_frozen_denoiser
 from dlm_rag.training.losses import lay_out_examples
 from dlm_rag.training.phase_data import open_question_data, open_world_validation
 from dlm_rag.training.rl.policy_loss import (
-    GateDecisions,
     HeadsObjective,
     PolicyObjective,
     PolicyRow,
@@ -28,14 +28,13 @@ from dlm_rag.training.rl.policy_loss import (
 )
 from dlm_rag.training.rl.reward import REWARDS, has_prices
 from dlm_rag.training.rl.rollouts import (
-    FileQuestionSource,
     QuestionSource,
     RolloutBuffer,
     WeightedStep,
-    WorldQuestionSource,
     fill_rollout_buffer,
-    make_rollout_decoder,
+    make_file_source,
     make_rollout_settings,
+    make_world_source,
     trains_denoiser,
 )
 from dlm_rag.training.task import Phase, Task, TaskState, Validation
@@ -44,16 +43,6 @@ STEPS_PER_ROLLOUT = 8.0  # that a rollout counts in the divisor, whatever it too
 ROLLOUT_PASSAGE_FACTOR = 2  # times top_k: passages that all rollouts of a question see; 1.6 to 2.7 measured
 ALARM_PATIENCE_STEPS = 10  # steps that something must last before it is reported
 MIN_ENTROPY_NATS = 0.02  # of entropy a step, under which nothing is tried any more
-
-
-@dataclass(frozen=True)
-class RlMicrobatch:
-    """Some groups of a step: what was counted of them, and what is learned from."""
-
-    sums: dict[str, float]
-    rows: list[PolicyRow]
-    commits: GateDecisions
-    searches: GateDecisions
 
 
 class RlTask(Task):
@@ -100,13 +89,13 @@ class RlTask(Task):
     @classmethod
     def open_source(cls, phase: Phase) -> tuple[QuestionSource, Validation]:
         if phase.config.data.corpus is None:
-            worlds = WorldQuestionSource(phase.train, phase.config.retrieval.top_k)
+            worlds = make_world_source(phase.train, phase.config.retrieval.top_k)
             return worlds, open_world_validation(phase)
         data, validation = open_question_data(phase)
         for question in (*data.questions, *validation.questions):
             if not question.golden_answers:
                 raise QuestionError(f"question '{question.id}' has no 'golden_answers' to reward")
-        return FileQuestionSource(data.questions, data.retriever, phase.train, phase.name), validation
+        return make_file_source(data.questions, data.retriever, phase.train, phase.name), validation
 
     def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
         steps = self._train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
@@ -116,23 +105,18 @@ class RlTask(Task):
         return self._sample_steps(shape, 1, int(STEPS_PER_ROLLOUT))
 
     def _sample_steps(self, shape: DenoiserConfig, count: int, steps: int) -> list[Example]:
-        rows = count * [steps * self._train.num_generations]
-        return sample_prompt_rows(
-            shape, self._train, self._config.retrieval.top_k, rows, ROLLOUT_PASSAGE_FACTOR
-        )
+        rows, top_k = count * [steps * self._train.num_generations], self._config.retrieval.top_k
+        return sample_prompt_rows(shape, self._train, top_k, rows, ROLLOUT_PASSAGE_FACTOR)
 
-    def sample_microbatch(self, shape: DenoiserConfig, count: int) -> "RlMicrobatch":
+    def sample_microbatch(self, shape: DenoiserConfig, count: int) -> RolloutBuffer:
         examples = self.sample_examples(shape, count)
+        positions = [example.supervised_positions for example in examples]
         rows = [
-            PolicyRow(
-                state, example.supervised_positions, (-1,) * len(example.supervised_positions), False, 1.0,
-                0.0,
-            )
-            for example, state in zip(examples, lay_out_examples(examples, shape), strict=True)
-        ]  # fmt: skip
-        nothing = GateDecisions.from_commits(())
-        rollouts = float(count * self._train.num_generations)
-        return RlMicrobatch({"rollouts": rollouts, "failed": 0.0}, rows, nothing, nothing)
+            PolicyRow(state, read, (-1,) * len(read), False, 1.0, 0.0)
+            for read, state in zip(positions, lay_out_examples(examples, shape), strict=True)
+        ]
+        sums = {"rollouts": float(count * self._train.num_generations), "failed": 0.0}
+        return RolloutBuffer(sums, [], rows)
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
@@ -148,34 +132,34 @@ class RlTask(Task):
         reference = copy_frozen_denoiser(denoiser, dtype) if self._train.kl_coef else None
         return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self._train, reference)
 
-    def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RlMicrobatch:
+    def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
         buffer, layout = self.collect_rollouts(step, items)
-        taken = buffer.weighted_steps
-        rows = self.make_denoiser_rows(taken, layout) if self.runs_denoiser else []
-        commits, searches = GateDecisions.from_commits(taken), GateDecisions.from_searches(taken)
-        return RlMicrobatch(buffer.sums, rows, commits, searches)
+        return replace(buffer, rows=self._make_rows(buffer.steps, layout)) if self.runs_denoiser else buffer
 
     def collect_rollouts(self, step: int, items: Sequence[int]) -> tuple[RolloutBuffer, str]:
-        """The rollouts of some questions of a step, and how their evidence was laid out."""
+        """The rollouts of some questions of a step, and how their evidence was laid out.
+
+        They come from the weights as they are now: the decoder keeps nothing of older ones.
+        """
         assert self._denoiser is not None
-        train = self._train
-        asked, retriever = self._source.draw_questions(step, items)
-        decoder = make_rollout_decoder(self._denoiser, retriever, self._tokenizer, self._config, train)
+        train, engine = self._train, self._config.engine.for_training_rollouts
+        asked, retriever = self._source(step, items)
+        settings = make_rollout_settings(self._config, train)
+        decoder = Decoder(self._denoiser, retriever, self._tokenizer, settings, engine=engine)
         return fill_rollout_buffer(decoder, asked, train, step / train.max_steps), decoder.evidence_layout
 
-    def make_denoiser_rows(self, taken: Sequence[WeightedStep], layout: str) -> list[PolicyRow]:
+    def _make_rows(self, taken: Sequence[WeightedStep], layout: str) -> list[PolicyRow]:
         """What the denoiser learns from steps that were taken."""
         assert self._denoiser is not None
-        shape = self._denoiser.config
+        shape, top_k = self._denoiser.config, self._config.retrieval.top_k
         settings = resolve_settings(make_rollout_settings(self._config, self._train), shape)
         header = build_trace_header(
-            shape, self._tokenizer, layout, settings,
-            top_k=self._config.retrieval.top_k, model="", corpus="",
-        )  # fmt: skip
+            shape, self._tokenizer, layout, settings, top_k=top_k, model="", corpus=""
+        )
         assert settings.finished_block_context is not None
         return make_policy_rows(taken, header, self._tokenizer, shape, settings.finished_block_context)
 
-    def count_microbatch(self, part: RlMicrobatch, terms: None) -> dict[str, float]:
+    def count_microbatch(self, part: RolloutBuffer, terms: None) -> dict[str, float]:
         runs = [row.state.canvas_segment for row in part.rows]
         return part.sums | {
             "rows": part.sums["rollouts"],
