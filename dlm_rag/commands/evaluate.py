@@ -28,15 +28,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.answer_job import AnswerJob, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine, parse_command_line
-from dlm_rag.commands.evaluation_outputs import (
-    check_question_selection,
-    get_plot_file_name,
-    report_reproduction,
-    score_folder,
-    score_stored_result,
-    wrap_write_errors,
-    write_evaluation_report,
-)
 from dlm_rag.commands.prepare_decoder import ResourceCache, apply_shipped_defaults, gather_questions
 from dlm_rag.config import dump_config, load_config
 from dlm_rag.config.ineffective_settings import check_effects
@@ -84,6 +75,7 @@ def main(argv: list[str]) -> None:
 
 def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] = lambda: None) -> None:
     """Runs what is wanted into a folder, and reports; ready: called once all has been checked."""
+    from dlm_rag.commands import evaluation_outputs as outputs
     from dlm_rag.evaluation.compare import group_questions
     from dlm_rag.evaluation.metrics import choose_f1_rule
     from dlm_rag.evaluation.stored_results import SAVED_CONFIG_FILE, make_setting_folder_name
@@ -100,8 +92,8 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     f1_rule, groups = choose_f1_rule(config.f1_rule, config.questions), group_questions(questions)
     said = wanted.report_header | {"f1_rule": f1_rule}
     said["chosen"] = {"limit": config.limit, "quick": config.quick}
-    check_question_selection(out, said["chosen"])
-    before = then and score_stored_result(then, questions, f1_rule)
+    outputs.check_question_selection(out, said["chosen"])
+    before = then and outputs.score_stored_result(then, questions, f1_rule)
     folders = {
         name: out if wanted.is_single_setting else out / make_setting_folder_name(name)
         for name in wanted.settings
@@ -109,20 +101,20 @@ def run_evaluation(out: Path, wanted: EvaluationPlan, ready: Callable[[], None] 
     if len({*folders.values()}) < len(folders):
         raise ConfigError("compare: two settings would share a folder: their names differ by / and _ only")
     jobs = plan_answer_jobs(wanted, folders, questions)
-    for name in ("scores.json", "scores.md", get_plot_file_name(said), SAVED_CONFIG_FILE):
+    for name in ("scores.json", "scores.md", outputs.get_plot_file_name(said), SAVED_CONFIG_FILE):
         check_writable(str(out / name), "out")
     if dataset := said.get("dataset"):
         questions = compare_with_paper(dataset, jobs, questions, said)
     given = {out: wanted.config} | {folders[name]: setting for name, setting in wanted.settings.items()}
     for folder, setting in given.items():
-        with wrap_write_errors(folder / SAVED_CONFIG_FILE) as path:
+        with outputs.wrap_write_errors(folder / SAVED_CONFIG_FILE) as path:
             write_text_atomic(path, dump_config(replace(setting, out=None, compare=None)))
     ready()
     run_answer_jobs(jobs, config.workers)
-    scores = {name: score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
-    write_evaluation_report(out, groups, scores, folders, said)
+    scores = {name: outputs.score_folder(folder, questions, f1_rule) for name, folder in folders.items()}
+    outputs.write_evaluation_report(out, groups, scores, folders, said)
     if then and before:
-        report_reproduction(out, then, before, groups, scores)
+        outputs.report_reproduction(out, then, before, groups, scores)
 
 
 def plan_from_command_line(words: CommandLine) -> EvaluationPlan:

@@ -4,21 +4,30 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+
+from dlm_rag.decode.trace_file import read_trace
+from dlm_rag.energy.meter import summarise_energy
 from dlm_rag.errors import ConfigError, RunError, summarize_error
+from dlm_rag.evaluation import plots, tables
+from dlm_rag.evaluation.compare import QuestionGroups, compare_to_first, summarize_scores
+from dlm_rag.evaluation.metrics import Score, score_rollout
+from dlm_rag.evaluation.published import build_paper_table
+from dlm_rag.evaluation.stored_results import (
+    StoredResult,
+    build_rerun_table,
+    list_stamp_changes,
+    read_result,
+)
 from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import write_text_atomic
+from dlm_rag.questions import Question
 from dlm_rag.text import replace_control_chars
 
-if TYPE_CHECKING:
-    from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.evaluation.compare import QuestionGroups
-    from dlm_rag.evaluation.metrics import Score
-    from dlm_rag.evaluation.stored_results import StoredResult
-    from dlm_rag.questions import Question
-
-SettingScores = dict[str, "list[Score]"]  # of each setting, by question
+TRACE_FILE = "trace.jsonl"
+SettingScores = dict[str, list[Score]]  # of each setting, by question
 
 
 def check_question_selection(out: Path, chosen: dict[str, Any]) -> None:
@@ -39,20 +48,13 @@ def check_question_selection(out: Path, chosen: dict[str, Any]) -> None:
 
 
 def write_evaluation_report(
-    out: Path, groups: "QuestionGroups", scores: SettingScores, folders: dict[str, Path],
+    out: Path, groups: QuestionGroups, scores: SettingScores, folders: dict[str, Path],
     said: dict[str, Any],
 ) -> None:  # fmt: skip
     """JSON first, so that nothing that goes wrong later takes it; then Markdown, the screen, a picture.
 
     said: what scores.json begins with; "f1_rule" among it. Raises `RunError` for what cannot be written.
     """
-    from rich.console import Console
-
-    from dlm_rag.energy.meter import summarise_energy
-    from dlm_rag.evaluation import plots, tables
-    from dlm_rag.evaluation.compare import compare_to_first, summarize_scores
-    from dlm_rag.evaluation.published import build_paper_table
-
     stamps = {
         name: read_json_or_empty(folder / "answers.jsonl.run.json") for name, folder in folders.items()
     }
@@ -96,12 +98,12 @@ def get_plot_file_name(said: dict[str, Any]) -> str:
     return "pareto.png" if "swept" in said else "scores.png"
 
 
-def score_stored_result(
-    then: "StoredResult", questions: "Sequence[Question]", f1_rule: str
-) -> SettingScores:
+def score_stored_result(then: StoredResult, questions: Sequence[Question], f1_rule: str) -> SettingScores:
     """The scores of a stored result. Raises `ConfigError` where it has answered other questions."""
     for folder in then.folders.values():
-        if {r.id: r.question for r in _read_rollouts(folder)} != {q.id: q.question for q in questions}:
+        if {r.id: r.question for r in read_trace(folder / TRACE_FILE)} != {
+            q.id: q.question for q in questions
+        }:
             raise ConfigError(
                 f"{folder} has not answered the {len(questions)} questions of the same run today"
             )
@@ -109,24 +111,21 @@ def score_stored_result(
 
 
 def report_reproduction(
-    out: Path, then: "StoredResult", before: SettingScores, groups: "QuestionGroups", scores: SettingScores
+    out: Path, then: StoredResult, before: SettingScores, groups: QuestionGroups, scores: SettingScores
 ) -> None:
     """What has become different, on the screen and in reproduced.md. Raises `RunError`."""
-    from rich.console import Console
-
-    from dlm_rag.evaluation.stored_results import build_rerun_table, list_stamp_changes, read_result
-    from dlm_rag.evaluation.tables import print_tables, render_markdown_report
-
     now, same, lines = read_result(out), {}, dict[str, None]()
     for name in scores:
-        old, new = ({r.id: r.response for r in _read_rollouts(each.folders[name])} for each in (then, now))
+        old, new = (
+            {r.id: r.response for r in read_trace(each.folders[name] / TRACE_FILE)} for each in (then, now)
+        )
         same[name] = sum(new[i] == response for i, response in old.items())
         lines |= dict.fromkeys(list_stamp_changes(then.get_stamp(name), now.get_stamp(name)))
     grid = build_rerun_table(before, scores, groups, same)
-    print_tables(Console(), [grid])
+    tables.print_tables(Console(), [grid])
     for line in lines or ["code, versions, machine, files and settings are the same"]:
         print(replace_control_chars(line))
-    text = render_markdown_report([grid], now.get_stamp(next(iter(scores))), [*lines])
+    text = tables.render_markdown_report([grid], now.get_stamp(next(iter(scores))), [*lines])
     _write_text(out / "reproduced.md", text)
 
 
@@ -147,17 +146,9 @@ def _write_text(path: Path, text: str) -> None:
         write_text_atomic(path, text)
 
 
-def score_folder(folder: Path, questions: "Sequence[Question]", f1_rule: str) -> "list[Score]":
+def score_folder(folder: Path, questions: Sequence[Question], f1_rule: str) -> list[Score]:
     """The score of each question, from the folder's traces."""
-    from dlm_rag.evaluation.metrics import score_rollout
-
     asked = {question.id: question for question in questions}
-    rollouts = (rollout for rollout in _read_rollouts(folder) if rollout.id in asked)
+    rollouts = (rollout for rollout in read_trace(folder / TRACE_FILE) if rollout.id in asked)
     scores = {rollout.id: score_rollout(rollout, asked[rollout.id], f1_rule) for rollout in rollouts}
     return [scores[question.id] for question in questions]
-
-
-def _read_rollouts(folder: Path) -> "Iterator[Rollout]":
-    from dlm_rag.decode.trace_file import read_trace
-
-    return read_trace(folder / "trace.jsonl")

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -110,36 +109,26 @@ def test_sampling_takes_more_for_each_position(tmp_path, settings):
     assert more.logit_bytes_per_position > one.logit_bytes_per_position + 4 * 4000
 
 
-def test_the_batch_that_is_said_to_fit_fits_and_no_larger_one(tmp_path):
+def test_the_batch_that_is_said_to_fit_fits_and_no_larger_one(tmp_path, monkeypatch):
+    """Pools that are named count, in host memory too, where that is the device's own."""
     _, memory = make(tmp_path, "independent", 8)
-    given = EngineConfig(memory_gib=memory.bytes_without_pool(5) / GIB + 1e-9)
-    with pytest.raises(ConfigError, match="decode.batch_size=5 fits") as caught:
-        plan_decode_budget(memory, given, CPU, 8)
-    assert "weights take" in str(caught.value) and "a step" in str(caught.value)
-    assert plan_decode_budget(memory, given, CPU, 5).pool_bytes == 1
-    with pytest.raises(ConfigError, match="decode.batch_size=5 fits"):
-        plan_decode_budget(memory, given, CPU, 6)
-    with pytest.raises(ConfigError, match="not one question fits"):
-        plan_decode_budget(memory, EngineConfig(memory_gib=memory.weight_bytes / GIB), CPU, 1)
 
+    def plan(rows, gib, **pools):
+        return plan_decode_budget(memory, EngineConfig(memory_gib=gib, **pools), CPU, rows).pool_bytes
 
-def test_pools_that_are_named_count(tmp_path):
-    """In host memory too, where that is the device's own."""
-    _, memory = make(tmp_path, "independent", 2)
-    given = EngineConfig(
-        memory_gib=memory.bytes_without_pool(2) / GIB + 0.5, prefix_cache_gib=0.2, cpu_offload_gib=0.2
-    )
-    assert plan_decode_budget(memory, given, CPU, 2).pool_bytes == int(0.2 * GIB)
-    with pytest.raises(ConfigError, match="pools 0.6 GiB"):
-        plan_decode_budget(memory, replace(given, cpu_offload_gib=0.4), CPU, 2)
-
-
-def test_more_than_is_free_is_refused(tmp_path, monkeypatch):
-    _, memory = make(tmp_path, "independent", 2)
+    five, pools = memory.bytes_without_pool(5) / GIB, {"prefix_cache_gib": 0.2, "cpu_offload_gib": 0.2}
+    assert plan(5, five + 1e-9) == 1 and plan(5, five + 0.5, **pools) == int(0.2 * GIB)
     monkeypatch.setattr("dlm_rag.decode.memory_budget.measure_free_bytes", lambda device: 3 * GIB)
-    with pytest.raises(ConfigError, match=r"=4 is more than the 3.0 GiB that are free on this cpu"):
-        plan_decode_budget(memory, EngineConfig(memory_gib=4), CPU, 2)
-    assert plan_decode_budget(memory, EngineConfig(memory_gib=2), CPU, 2).pool_bytes > GIB
+    assert plan(2, 2) > GIB
+    for rows, gib, more, says in (
+        (8, five + 1e-9, {}, "weights take .*, a step .*decode.batch_size=5 fits"),
+        (6, five + 1e-9, {}, "decode.batch_size=5 fits"),
+        (1, memory.weight_bytes / GIB, {}, "not one question fits"),
+        (5, five + 0.5, {**pools, "cpu_offload_gib": 0.4}, "pools 0.6 GiB"),
+        (2, 4, {}, "=4 is more than the 3.0 GiB that are free on this cpu"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            plan(rows, gib, **more)
 
 
 def test_a_gpu_in_the_memory_of_the_host_has_what_the_host_has_free(monkeypatch):

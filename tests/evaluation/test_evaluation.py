@@ -11,7 +11,6 @@ import pytest
 from scipy.stats import binom, binomtest
 
 from dlm_rag.decode.rollout import Rollout, RolloutStep
-from dlm_rag.errors import ConfigError
 from dlm_rag.evaluation.compare import (
     compare_to_first,
     group_questions,
@@ -33,8 +32,6 @@ from dlm_rag.evaluation.metrics import (
 from dlm_rag.evaluation.plots import plot_by_hops
 from dlm_rag.evaluation.tables import (
     build_comparison_tables,
-    format_metric,
-    get_metric,
     render_markdown_report,
 )
 from dlm_rag.questions import Question
@@ -43,25 +40,6 @@ from dlm_rag.questions import Question
 def a_score(exact_match, recall=1.0, searches=2.0):
     found = (exact_match, exact_match, recall, recall)
     return Score(*found, forwards=3.0, searches=searches, tokens=60.0, seconds=0.5)
-
-
-def test_f1_by_the_rules_of_two_data_sets():
-    """Worked by hand: 1 word of 1 and of 4 shared is 2/5, 1 of 1 and of 2 is 2/3."""
-    assert compute_f1("no", ["No Path Through Fire"]) == pytest.approx(2 / 5)
-    assert compute_f1("no", ["No Path Through Fire"], "hotpotqa") == 0.0, "the prediction is closed"
-    assert compute_f1("Yes, both.", ["yes"]) == pytest.approx(2 / 3)
-    assert compute_f1("Yes, both.", ["yes"], "hotpotqa") == 0.0, "the golden answer is closed"
-    assert compute_f1("noanswer", ["noanswer here"]) == pytest.approx(2 / 3)
-    assert compute_f1("noanswer", ["noanswer here"], "hotpotqa") == 0.0
-    assert compute_f1("yes", ["no"], "hotpotqa") == 0.0
-    for rule in ("squad", "hotpotqa"):
-        assert compute_f1("Yes!", ["yes"], rule) == 1.0, "after normalisation both sides are the same"
-        assert compute_f1("no path", ["no path at all"], rule) == pytest.approx(2 / 3), (
-            "neither side is closed"
-        )
-        assert compute_f1("Yes, both.", ["yes", "both"], rule) == pytest.approx(2 / 3), (
-            "the best of the answers"
-        )
 
 
 # prediction, golden answers, exact match, F1 by SQuAD's rule, F1 by HotpotQA's; each worked by hand.
@@ -107,6 +85,9 @@ HARD = [
     ("yes it is", ["yes"], 0, 1 / 2, 0),  # 1 of 3 and of 1
     ("no", ["no one"], 0, 2 / 3, 0),
     ("no one", ["no"], 0, 2 / 3, 0),
+    ("no", ["No Path Through Fire"], 0, 2 / 5, 0),  # 1 of 1 and of 4
+    ("noanswer", ["noanswer here"], 0, 2 / 3, 0),
+    ("Yes, both.", ["yes", "both"], 0, 2 / 3, 2 / 3),
     ("no one", ["no man"], 0, 1 / 2, 1 / 2),
     ("noanswer", ["no answer"], 0, 0, 0),
     ("no answer", ["noanswer"], 0, 0, 0),
@@ -139,20 +120,12 @@ def test_hard_answers_worked_by_hand(prediction, golden, match, squad, hotpotqa)
     assert compute_f1(prediction, golden, "hotpotqa") == pytest.approx(hotpotqa)
 
 
-@pytest.mark.parametrize(
-    ("path", "rule"),
-    [
-        ("data/hotpotqa/questions.jsonl", "hotpotqa"),
-        ("HotpotQA-dev.jsonl", "hotpotqa"),
-        ("/data/2wikimultihopqa/dev.parquet", "hotpotqa"),
-        ("hotpotqa/squad/questions.jsonl", "squad"),
-        ("questions.jsonl", "squad"),
-    ],
-)
-def test_the_rule_of_f1_follows_the_name_of_the_questions(path, rule, tmp_path, monkeypatch):
+def test_the_rule_of_f1_follows_the_name_of_the_questions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert choose_f1_rule("auto", path) == rule
-    assert choose_f1_rule("squad", path) == "squad" and choose_f1_rule("hotpotqa", path) == "hotpotqa"
+    for path in ("data/hotpotqa/q.jsonl", "HotpotQA-dev.jsonl", "/data/2wikimultihopqa/dev.parquet"):
+        assert choose_f1_rule("auto", path) == "hotpotqa" and choose_f1_rule("squad", path) == "squad"
+    for path in ("hotpotqa/squad/questions.jsonl", "questions.jsonl"):
+        assert choose_f1_rule("auto", path) == "squad" and choose_f1_rule("hotpotqa", path) == "hotpotqa"
 
 
 @pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
@@ -190,29 +163,19 @@ def test_tokens_per_forward_is_a_ratio_of_sums():
     assert compute_mean_score(scores).tokens_per_forward == pytest.approx(5.0)
     found = summarize_scores(scores, {"all": [0, 1, 2], "failed": [2], "one": [1]})
     estimate = found["all"]["tokens_per_forward"]
-    assert estimate.mean == pytest.approx(5.0)
-    assert (estimate.low, estimate.high) == pytest.approx((10 / 17, 30)), "of two questions, one or both"
+    expected = (5.0, 10 / 17, 30)  # of two questions, one or both
+    assert (estimate.mean, estimate.low, estimate.high) == pytest.approx(expected)
     assert found["failed"]["tokens_per_forward"] is None, "nothing was run"
     assert found["one"]["tokens_per_forward"] == Estimate(10 / 17, 10 / 17, 10 / 17)
 
 
 def test_settings_by_name_by_value_and_joined():
-    assert (
-        " ".join(parse_compared_settings("all"))
-        == "interleaved committed static two_rounds feedback none oracle"
-    )
+    every = "interleaved committed static two_rounds feedback none oracle"
+    assert " ".join(parse_compared_settings("all")) == every
     found = parse_compared_settings("static, oracle+retrieval.method=dense,decode.commit_rule=grounded")
     assert found["static"] == ["decode.query_policy=question"]
     assert found["oracle+retrieval.method=dense"][-1] == "retrieval.method=dense"
     assert found["decode.commit_rule=grounded"] == ["decode.commit_rule=grounded"]
-    with pytest.raises(ConfigError, match="'statik' is neither .*nearest: 'static'"):
-        parse_compared_settings("interleaved,statik")
-    with pytest.raises(ConfigError, match="'questions=other.jsonl' is neither"):
-        parse_compared_settings(
-            "static,questions=other.jsonl"
-        )  # it would be scored against these questions
-    with pytest.raises(ConfigError, match="named twice"):
-        parse_compared_settings("static,static")
 
 
 def test_questions_are_grouped_by_hops_and_labels():
@@ -336,13 +299,6 @@ def test_tables_and_picture_hold_what_was_measured(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # as that axes have no room left
         plot_by_hops(tmp_path / "long.png", groups, long)
-
-
-def test_numbers_as_people_read_them():
-    assert format_metric("f1", Estimate(0.85, 0.801, 0.892)) == "85.0 [80, 89]"
-    assert format_metric("f1", None) == "-"
-    assert format_metric("f1", Estimate(-0.05, -0.1, 0.0), signed=True) == "-5.0 [-10, +0]"
-    assert get_metric({"seconds": Estimate(0.5, 0.25, 1.0)}, "answers/s") == Estimate(2.0, 1.0, 4.0)
 
 
 def test_labels_of_questions_are_their_true_fields(tmp_path):

@@ -68,9 +68,8 @@ def test_our_figure_stands_beside_the_published_one(laid_out, capsys):
     evaluate.main([*words, "retrieval.top_k=2", "decode.max_new_tokens=12"])
     screen, err = capsys.readouterr()
     record = json.loads(Path("runs/scores.json").read_text())
-    assert record["columns"] == dict(
-        zip(THREE.split(","), ("tau_c 0.9", "tau_c 0.95", "static"), strict=True)
-    )
+    columns = ("tau_c 0.9", "tau_c 0.95", "static")
+    assert record["columns"] == dict(zip(THREE.split(","), columns, strict=True))
     for name, lines in record["departures"].items():
         assert lines == [
             "retrieval.top_k=2 (paper: 7)", "decode.max_new_tokens=12 (paper: 100)",
@@ -98,16 +97,8 @@ def test_the_published_setting_gives_the_published_steps(golden, tmp_path, monke
     lay_out(tmp_path, "2wiki", passages, rows)
     shutil.copytree(golden / "checkpoints" / "tiny-dream", tmp_path / PAPER_CHECKPOINT)
     monkeypatch.chdir(tmp_path)
-    words = [
-        "--config",
-        "sardi.yaml",
-        "--dataset",
-        "2wiki",
-        "--out",
-        "runs",
-        f"decode.query_policy={query}",
-    ]
-    evaluate.main(words)
+    words = f"--config sardi.yaml --dataset 2wiki --out runs decode.query_policy={query}"
+    evaluate.main(words.split())
     answers = {a["id"]: a for a in map(json.loads, Path("runs/answers.jsonl").read_text().splitlines())}
     for question in expected:
         assert answers[question["id"]]["response"] == question["text"]
@@ -157,15 +148,12 @@ def test_the_files_of_each_data_set(tmp_path, monkeypatch):
     assert {name: published.folder for name, published in PUBLISHED_DATASETS.items()} == needed
     for dataset, folder in needed.items():
         files = [f"data/{folder}/test.parquet", f"data/{folder}/corpus/index_chunked/corpus.jsonl"]
-        for path in (*files, f"{PAPER_CHECKPOINT}/config.json"):
-            if not Path(path).exists():
-                part = path.removesuffix("/config.json")
-                with pytest.raises(
-                    ConfigError, match=f"--dataset {dataset}: {part} is not there; `hf download"
-                ):
+        for path in map(Path, (*files, PAPER_CHECKPOINT)):
+            if not path.exists():
+                with pytest.raises(ConfigError, match=f"{dataset}: {path} is not there; `hf download"):
                     resolve_dataset_files(dataset, [])
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).touch()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
         words = [f"questions={files[0]}", f"retrieval.corpus={files[1]}", f"model.path={PAPER_CHECKPOINT}"]
         assert resolve_dataset_files(dataset, []) == words
         assert resolve_dataset_files(dataset, ["model.path=other"]) == words[:2]
@@ -174,38 +162,25 @@ def test_the_files_of_each_data_set(tmp_path, monkeypatch):
 def test_what_leaves_the_paper():
     sardi = load_config("sardi.yaml", [f"model.path={PAPER_CHECKPOINT}"])
     assert list_paper_deviations(sardi, "bfloat16") == [] and find_paper_column(sardi) == "tau_c 0.9"
+    both = "decode.query_policy and"
     for words, column, left in (
-        (["decode.commit_threshold=0.95"], "tau_c 0.95", []),
-        (["decode.query_policy=question"], "static", []),
+        ("decode.commit_threshold=0.95", "tau_c 0.95", []),
+        ("decode.query_policy=question", "static", []),
+        ("decode.query_policy=question decode.commit_threshold=0.95", None, [both]),
+        ("decode.commit_threshold=0.8", None, [f"{both} decode.commit_threshold=proxy 0.8"]),
+        ("decode.query_threshold=0.5", "tau_c 0.9", ["decode.query_threshold=0.5 (paper: 0.0)"]),
         (
-            ["decode.query_policy=question", "decode.commit_threshold=0.95"],
-            None,
-            ["decode.query_policy and"],
-        ),
-        (
-            ["decode.commit_threshold=0.8"],
-            None,
-            ["decode.query_policy and decode.commit_threshold=proxy 0.8"],
-        ),
-        (["decode.query_threshold=0.5"], "tau_c 0.9", ["decode.query_threshold=0.5 (paper: 0.0)"]),
-        (["decode.batch_size=8"], "tau_c 0.9", ["decode.batch_size=8 (paper: 1)"]),
-        (
-            ["retrieval.method=dense", "decode.retrieval_interval=2"],
+            "retrieval.method=dense decode.batch_size=8",
             "tau_c 0.9",
-            ["retrieval.method", "decode.retrieval"],
+            ["retrieval.method", "decode.batch_si"],
         ),
-        (
-            ["decode.temperature=1", "decode.commit_rule=top_k"],
-            "tau_c 0.9",
-            ["decode.commit", "decode.temp"],
-        ),
-        (["model.path=elsewhere/m"], "tau_c 0.9", ["model.path=elsewhere/m (paper: checkpoints/sardi"]),
-        (["retrieval.embedding_batch_size=8"], "tau_c 0.9", []),
+        ("decode.temperature=1 decode.commit_rule=top_k", "tau_c 0.9", ["decode.commit", "decode.temp"]),
+        ("model.path=elsewhere/m", "tau_c 0.9", ["model.path=elsewhere/m (paper: checkpoints/sardi"]),
+        ("retrieval.embedding_batch_size=8", "tau_c 0.9", []),
     ):
-        config = load_config("sardi.yaml", [f"model.path={PAPER_CHECKPOINT}", *words])
-        assert find_paper_column(config) == column
+        config = load_config("sardi.yaml", [f"model.path={PAPER_CHECKPOINT}", *words.split()])
         found = list_paper_deviations(config, "bfloat16")
-        assert len(found) == len(left), found
+        assert find_paper_column(config) == column and len(found) == len(left), found
         assert all(line.startswith(begin) for line, begin in zip(found, left, strict=True)), found
 
 
@@ -228,14 +203,8 @@ def test_supporting_passages_that_are_objects(tmp_path):
 
 
 def test_support_that_the_corpus_lacks_is_not_counted(corpus):
-    questions = [
-        Question("a", "?", supporting_ids=("emma",)),
-        Question("b", "?", supporting_ids=("emma", "x")),
-    ]
-    assert drop_incomplete_support(questions, corpus) == [
-        questions[0],
-        replace(questions[1], supporting_ids=()),
-    ]
+    whole, part = (Question("a", "?", supporting_ids=ids) for ids in (("emma",), ("emma", "x")))
+    assert drop_incomplete_support([whole, part], corpus) == [whole, replace(part, supporting_ids=())]
 
 
 def test_flashrag_questions_are_read_as_they_are(tmp_path):

@@ -82,7 +82,11 @@ def test_weights_and_optimizer_are_what_a_run_holds(tmp_path, optimizer):
     assert plan.memory.optimizer == sum(x.nbytes for x in kept if x.dim()), "step counts are left out"
 
 
-SMALL = ["train.logit_chunk=16", "train.passage_length=24", "decode.max_new_tokens=32"]
+SMALL = [
+    "train.logit_chunk=16", "train.passage_length=24", "decode.max_new_tokens=32",
+    "train.passage_sets_per_step=8", "train.prompts_per_step=8", "train.rows_per_set=2",
+    "train.num_generations=2", "train.sequence_length=64", "train.batch_tokens=512",
+]  # fmt: skip
 DEEP = {
     "sft": [],
     "sft, adapters": ["train.lora_rank=2", "train.optimizer=adamw"],
@@ -101,24 +105,15 @@ def test_a_few_layers_and_items_tell_of_all(monkeypatch, way, experts):
     """Nine layers and eight items, run whole and not."""
     if "adapters" in way:
         pytest.importorskip("peft")
-    words = [
-        "train.passage_sets_per_step=8",
-        "train.prompts_per_step=8",
-        "train.rows_per_set=2",
-        "train.num_generations=2",
-        "train.sequence_length=64",
-        "train.batch_tokens=512",
-    ]
-    config = load_config(None, [*words, *SMALL, *DEEP[way]])
+    config = load_config(None, [*SMALL, *DEEP[way]])
     shape = tiny_denoiser(num_hidden_layers=9, experts=experts, canvas_length=32).config
     (found,) = plan_phases(config, shape, torch.bfloat16)
     monkeypatch.setattr("dlm_rag.training.planning.step_memory.TAIL_LAYERS", 10)
     monkeypatch.setattr("dlm_rag.training.planning.step_memory.MIN_LOGIT_CHUNKS", 1000)
     (whole,) = plan_phases(config, shape, torch.bfloat16)
     assert replace(found.memory, bytes_moved=0) == replace(whole.memory, bytes_moved=0)
-    assert found.memory.bytes_moved == pytest.approx(
-        whole.memory.bytes_moved, rel=0.02
-    )  # chunks are whole ones
+    moved = whole.memory.bytes_moved  # chunks are whole ones
+    assert found.memory.bytes_moved == pytest.approx(moved, rel=0.02)
 
 
 def test_bytes_moved_are_those_of_operands_and_results():
@@ -132,12 +127,8 @@ def test_bytes_moved_are_those_of_operands_and_results():
 
 def test_sharing_a_sequence_divides_its_activations():
     """Eight devices on one sequence: an eighth of its tokens each, the keys and values of all."""
-    words = [
-        *MICRO_SETTINGS,
-        *bench_memory.PRETRAIN_SETTINGS,
-        "train.activation_checkpointing=full",
-        "plan.devices=8",
-    ]
+    words = [*MICRO_SETTINGS, *bench_memory.PRETRAIN_SETTINGS]
+    words += ["train.activation_checkpointing=full", "plan.devices=8"]
     begun = open_initial_model(load_config(None, words))
     whole, shared = (
         plan_phases(load_config(None, [*words, *more]), begun.config, torch.float32)[0]
@@ -207,11 +198,9 @@ def test_on_a_gpu_the_whole_step_must_fit(monkeypatch):
     planned = plan_phases(config, resolve_shape(config), torch.bfloat16)
     assert planned[0].max_microbatch_items(GPU_SPECS["gb300"]) >= planned[0].microbatch_items
     monkeypatch.setattr("dlm_rag.training.planning.plan.plan_phases", lambda *_: planned)
+    measure = "dlm_rag.training.planning.plan.measure_free_bytes"
     for machine, refused in (("gb300", False), ("h200", True)):
-        have = GPU_SPECS[machine].memory
-        monkeypatch.setattr(
-            "dlm_rag.training.planning.plan.measure_free_bytes", lambda device, have=have: have
-        )
+        monkeypatch.setattr(measure, lambda device, have=GPU_SPECS[machine].memory: have)
         with pytest.raises(ConfigError, match="a step takes") if refused else nullcontext():
             check_run_fits(config, 1, torch.device("cuda", 0))
 
@@ -229,19 +218,14 @@ def test_the_config_of_a_machine_fits_it_without_network_or_weights(name):
 
 def test_rollouts_count_where_they_take_more_than_the_update():
     """They come before it, when there are neither gradients nor activations."""
-    words = [
-        "train.trainable=all",
-        "train.passage_sets_per_step=1",
-        "train.prompts_per_step=1",
-        "train.rows_per_set=64",
-        "train.num_generations=64",
-        "train.kl_coef=0.1",
-        "train.activation_checkpointing=full",
-    ]
+    words = (
+        "train.trainable=all train.passage_sets_per_step=1 train.prompts_per_step=1 train.rows_per_set=64 "
+        "train.num_generations=64 train.kl_coef=0.1 train.activation_checkpointing=full "
+        "train.train_steps_per_rollout=1"
+    )
     found = []
     for places in (64, 2):
-        settings = [*words, "train.train_steps_per_rollout=1", f"decode.batch_size={places}"]
-        config = load_config("search_rl", settings)
+        config = load_config("search_rl", [*words.split(), f"decode.batch_size={places}"])
         (plan,) = plan_phases(config, resolve_shape(config), torch.float32)
         memory = plan.memory
         assert memory.reference == memory.weights > 0
@@ -283,25 +267,7 @@ def test_a_plan_takes_less_than_a_gigabyte_and_half_a_minute(words):
     """Of which importing torch and what trains takes 0.3 GB and 3 s of one core."""
     data = ["data.corpus=examples/passages.jsonl"] if "corpus.yaml" in words else []
     status, said, seconds, size = run_measured(sys.executable, "train.py", "--plan", *words.split(), *data)
-    assert status == 0 and "together" in said, said
+    assert status == 0, said
+    for text in ("parameters", "optimizer", "it sends", "network", "together", "kWh"):
+        assert text in said, text
     assert size < 1e9 and seconds < 30
-
-
-@pytest.mark.slow
-def test_the_page_says_what_a_run_takes():
-    done = subprocess.run(
-        [sys.executable, "train.py", "--config", "tiny.yaml", "--plan", "plan.devices=2", "plan.days=1"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for words in (
-        "parameters",
-        "optimizer",
-        "it sends",
-        "network",
-        "wait for no link",
-        "kWh",
-        "2 x gb300 ask for",
-    ):
-        assert words in done.stdout
-    assert not done.stderr
