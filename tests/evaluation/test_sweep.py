@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlm_rag.commands import evaluate
+from dlm_rag.commands import evaluate, prepare_decoder
 from dlm_rag.commands.prepare_decoder import PreparedDecoder
 from dlm_rag.evaluation.compare import (
     expand_sweep,
@@ -137,9 +137,7 @@ def test_a_sweep_is_each_setting_run_alone_with_weights_and_index_read_once(
         return call
 
     monkeypatch.setattr(Denoiser, "from_pretrained", counted("weights", Denoiser.from_pretrained))
-    from dlm_rag.retrieval import corpus
-
-    monkeypatch.setattr(corpus, "open_corpus", counted("corpora", corpus.open_corpus))
+    monkeypatch.setattr(prepare_decoder, "open_corpus", counted("corpora", prepare_decoder.open_corpus))
     evaluate.main([*WORDS, "--out", str(tmp_path / "swept"), *GRID])
     assert reads == {"weights": 1, "corpora": 1}
     screen = capsys.readouterr().out
