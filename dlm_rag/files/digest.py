@@ -34,14 +34,18 @@ def digest_file(path: Path) -> str:
 def digest_open_file(file: FileIO, path: Path) -> str:
     """As `digest_file`, of an open file, whatever has taken its name since; no other thread may read it."""
     before = read_file_state(file.fileno())
-    record = get_cache_folder() / "digests" / f"{_digest_cache_name(path)}.json"
-    large = before["size"] >= MIN_CACHED_FILE_BYTES
-    if large and (known := _load_cached_digest(record, before)):
-        return known
+    if before["size"] < MIN_CACHED_FILE_BYTES:
+        return compute_file_digest(file, path)
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+    record = get_cache_folder() / "digests" / f"{name}.json"
+    known = read_json_or_empty(record)
+    digest = known.pop("digest", None)
+    if known == before and isinstance(digest, str):
+        return digest
     found = compute_file_digest(file, path)
     after = read_file_state(file.fileno())
     settled = time.time_ns() - max(after["mtime"], after["ctime"]) > RACY_WINDOW_NS
-    if large and settled and after == before:
+    if settled and after == before:
         with suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
             write_text_atomic(record, json.dumps({"digest": found, **after}))
@@ -70,10 +74,6 @@ def create_hasher(size: int) -> blake3:
     return blake3(max_threads=blake3.AUTO if size >= MIN_CACHED_FILE_BYTES else 1)
 
 
-def _digest_cache_name(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
-
-
 def read_file_state(file: Path | int) -> dict[str, int]:
     """What changes with the content of a file; of one that is open, whatever has taken its name since."""
     found = os.stat(file)  # noqa: PTH116 - a path cannot be a descriptor
@@ -81,10 +81,3 @@ def read_file_state(file: Path | int) -> dict[str, int]:
         "size": found.st_size, "mtime": found.st_mtime_ns, "ctime": found.st_ctime_ns,
         "inode": found.st_ino, "device": found.st_dev,
     }  # fmt: skip
-
-
-def _load_cached_digest(record: Path, state: dict[str, int]) -> str | None:
-    """The digest in a record, if it is of a file in this state."""
-    found = read_json_or_empty(record)
-    digest = found.pop("digest", None)
-    return digest if found == state and isinstance(digest, str) else None

@@ -2,12 +2,10 @@
 
 import logging
 import re
-import socket
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from dlm_rag.errors import CheckpointError, summarize_error
 from dlm_rag.files.checked_json import parse_json
@@ -36,10 +34,8 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
     folder, text = expand_path(name, CheckpointError), str(name)
     if folder.is_dir():
         return folder
-    if (
-        text.startswith(SHIPPED_PREFIX)
-        and (own := SHIPPED_FOLDER / text.removeprefix(SHIPPED_PREFIX)).is_dir()
-    ):
+    own = SHIPPED_FOLDER / text.removeprefix(SHIPPED_PREFIX)
+    if text.startswith(SHIPPED_PREFIX) and own.is_dir():
         return own
     if folder.is_file():
         raise CheckpointError(f"{what} '{text}' is a file: name the folder that it is in")
@@ -69,19 +65,17 @@ def resolve_hub_folder(name: str | Path, what: str) -> Path:
 
 
 def _is_reachable(url: str) -> bool:
-    """Whether the server of a URL, or the proxy before it, takes up a connection in time."""
-    from urllib.request import getproxies, proxy_bypass  # brings the client of the web along
+    """Whether the server of a URL, or the proxy before it, answers in time, with whatever status."""
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
 
     met: list[bool] = []
 
     def meet() -> None:
         try:
-            parts, proxies = urlsplit(url), getproxies()
-            proxy = proxies.get(parts.scheme) or proxies.get("all")
-            if proxy and not proxy_bypass(parts.netloc):
-                parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-            port = parts.port or {"http": 80}.get(parts.scheme, 443)
-            socket.create_connection((parts.hostname, port), HUB_CONNECT_SECONDS).close()
+            urlopen(Request(url, method="HEAD"), timeout=HUB_CONNECT_SECONDS).close()
+            met.append(True)
+        except HTTPError:
             met.append(True)
         except (OSError, ValueError):
             pass
@@ -125,7 +119,6 @@ def read_any_json(path: Path) -> Any:
         raise CheckpointError(f"{path.parent} is not a checkpoint: it has no {path.name}")
     check_checkpoint_files(path.parent, [path.name])
     try:
-        text = path.read_bytes()
+        return parse_json(path.read_bytes(), str(path), CheckpointError, "file")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    return parse_json(text, str(path), CheckpointError, "file")

@@ -30,14 +30,14 @@ def build_once(folder: Path, build: Callable[[Path], None], resumable: bool = Fa
     is reported and built again; files added later are ignored. A second process waits for the first; the
     lock of a process that died is free, and its half-built folder is removed unless `resumable`.
     """
-    if folder.is_dir() and not _find_damage(folder):
+    if not _find_damage(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
+            if not (damage := _find_damage(folder)):
+                return folder
             if folder.is_dir():
-                if not (damage := _find_damage(folder)):
-                    return folder
                 log.warning("%s in %s: it is built again", damage, folder)
             scratch = folder.with_name(f"{folder.name}.building")
             if not resumable:
@@ -83,8 +83,8 @@ def load_array(path: Path, dtype: type[np.generic], offsets_into: int | None = N
         found = np.empty(0)
     fits = found.dtype == dtype and found.ndim == 1
     if fits and offsets_into is not None:
-        ascending = bool((found[1:] >= found[:-1]).all())
-        fits = len(found) > 1 and found[0] >= 0 and found[-1] <= offsets_into and ascending
+        fits = len(found) > 1 and found[0] >= 0 and found[-1] <= offsets_into
+        fits = bool(fits and (found[1:] >= found[:-1]).all())
     if not fits:
         raise make_foreign_file_error(path)
     return found
