@@ -32,11 +32,9 @@ class Retriever(Protocol):
     @property
     def fingerprint(self) -> str:
         """What the results depend on besides the settings: the passages."""
-        ...
 
     def key(self, query: Query) -> Hashable:
         """What the result depends on, not None: queries with equal keys find the same."""
-        ...
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         """The passages for each query, best first, each once; none where a query finds nothing.
@@ -44,11 +42,9 @@ class Retriever(Protocol):
         Raises whatever went wrong where the search failed for all, `PartialSearchError` where it failed
         for some.
         """
-        ...
 
     def forget(self, asker: str) -> None:
         """Drops what is kept for an asker who will not ask again."""
-        ...
 
 
 class PartialSearchError(RuntimeError):

@@ -88,7 +88,6 @@ class Corpus(Sequence[Passage]):
             raise make_foreign_file_error(offsets)
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
-        self._descriptor = self._file.fileno()
         self._hashed, self._lock = state, threading.Lock()
         self.check_unchanged()
 
@@ -107,40 +106,37 @@ class Corpus(Sequence[Passage]):
     def __getitem__(self, row: int | slice) -> Passage | list[Passage]:
         if isinstance(row, slice):
             return self.read_passages(range(*row.indices(len(self))))
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a corpus of {len(self)}")
-        start, stop = self._offsets[row % len(self) :][:2].tolist()
+        start, stop = self._offsets[range(len(self))[row] :][:2].tolist()
         place = f"{self.path}, row {row}"
         try:
-            line = os.pread(self._descriptor, stop - start, start)
+            line = os.pread(self._file.fileno(), stop - start, start)
             return parse_passage(parse_json_object(line, place, CorpusError), place)
         except CorpusError:
             self.check_unchanged()
             raise
 
-    def read_passages(self, numbers: Iterable[int]) -> list[Passage]:
+    def __iter__(self) -> Iterator[Passage]:
+        yield from (self[row] for row in range(len(self)))
+        self.check_unchanged()
+
+    def read_passages(self, rows: Iterable[int]) -> list[Passage]:
         """The passages of some rows; raises `CorpusError` as `check_unchanged` does."""
-        found = [self[number] for number in numbers]
+        found = [self[row] for row in rows]
         self.check_unchanged()  # once: it costs as much as a passage
         return found
 
     def check_unchanged(self) -> None:
         """Raises `CorpusError` where the file holds other bytes than it did; new times alone do no harm."""
-        if read_file_state(self._descriptor) == self._hashed:
+        if read_file_state(self._file.fileno()) == self._hashed:
             return
         with self._lock:
-            if (state := read_file_state(self._descriptor)) == self._hashed:
-                return
-            if digest_open_file(self._file, self.path) != self.fingerprint:
+            state = read_file_state(self._file.fileno())
+            if state != self._hashed and digest_open_file(self._file, self.path) != self.fingerprint:
                 raise CorpusError(
                     f"{self.path} has changed while it was in use: answers so far are of the file as it "
                     "was; begin again with the file as it is"
                 )
             self._hashed = state
-
-    def __iter__(self) -> Iterator[Passage]:
-        yield from (self[row] for row in range(len(self)))
-        self.check_unchanged()
 
 
 def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus:
