@@ -355,4 +355,3 @@ class Engine:
         group.rows.remove(row)
         heappush(self._free, row.slot)
         self.model_runner.release(row.slot)
-        self.retriever.forget(str(row.ticket))

@@ -217,7 +217,7 @@ class RetrievalStep:
             least = resolve_query_threshold(settings.query_policy, settings.query_threshold)
             response = self.tokenizer.query_text(row.canvas.fill_provisional(row.provisional, least))
         best = row.first_passages[0].text if row.first_passages else ""
-        return build_query(settings.query_policy, row.question.question, response, best, str(row.ticket))
+        return build_query(settings.query_policy, row.question.question, response, best)
 
     def _should_search(self, row: Row, query: Query) -> bool:
         """Whether to refresh the evidence with a query that has changed."""
@@ -256,8 +256,8 @@ class RetrievalStep:
         with profile_stage("tokenize"):
             for row, passages in zip(search.rows, found, strict=True):
                 if row.rollout.error:  # it has left while the search was under way
-                    self.retriever.forget(str(row.ticket))
-                elif isinstance(passages, Exception):  # even of the last: evidence is part of the answer
+                    continue
+                if isinstance(passages, Exception):  # even of the last: evidence is part of the answer
                     row.fail(f"the search failed: {type(passages).__name__}: {passages}")
                 else:
                     try:

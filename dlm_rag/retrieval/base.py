@@ -25,8 +25,7 @@ MAX_CACHED_RESULTS = 65536  # vectors and rankings of query parts: a sentence re
 class Retriever(Protocol):
     """Finds the evidence for each query, wherever the passages are.
 
-    `search` may run in a thread of its own while `key` and `forget` are called; `forget` may be called
-    twice for one asker, and neither of the two may raise.
+    `search` may run in a thread of its own while `key` is called, which may not raise.
     """
 
     @property
@@ -42,9 +41,6 @@ class Retriever(Protocol):
         Raises whatever went wrong where the search failed for all, `PartialSearchError` where it failed
         for some.
         """
-
-    def forget(self, asker: str) -> None:
-        """Drops what is kept for an asker who will not ask again."""
 
 
 class PartialSearchError(RuntimeError):
@@ -77,9 +73,6 @@ class RowRetriever(ABC):
 
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self.query_fields)
-
-    def forget(self, asker: str) -> None:  # noqa: B027 - most keep nothing
-        pass
 
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         """As in `Retriever`; a batch that fails is searched query by query, so one costs no other its own.

@@ -85,9 +85,6 @@ class HttpRetriever:
     def key(self, query: Query) -> Hashable:
         return tuple(getattr(query, name) for name in self._service[1])
 
-    def forget(self, asker: str) -> None:
-        """Nothing is kept for an asker."""
-
     def search(self, queries: Sequence[Query]) -> list[list[Passage]]:
         found, service = self._breaker.call(lambda seconds: self._ask(queries, seconds))
         if service != self._service:

@@ -5,7 +5,7 @@ the table take, and may return a text.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from dlm_rag.config.fields import look_up
@@ -22,7 +22,6 @@ class Query:
 
     text: str
     parts: tuple[str, ...]
-    asker: str = ""  # whose successive queries differ in a few words
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,10 @@ def find_query_policy(name: str) -> QueryPolicy:
     return found if isinstance(found, QueryPolicy) else QueryPolicy(found, reads_guesses=True)
 
 
-def build_query(
-    policy: str, question: str, response: str = "", top_passage: str = "", asker: str = ""
-) -> Query:
+def build_query(policy: str, question: str, response: str = "", top_passage: str = "") -> Query:
     """The query of a step; question, response, top_passage: texts as decoded."""
     query = find_query_policy(policy).write(question, response, top_passage)
-    query = query if isinstance(query, Query) else join_query(query, "")
-    return replace(query, asker=asker)
+    return query if isinstance(query, Query) else join_query(query, "")
 
 
 def resolve_query_threshold(policy: str, query_threshold: float) -> float:

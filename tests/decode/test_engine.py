@@ -271,19 +271,6 @@ def test_a_step_that_raises_gives_nobody_a_wrong_answer(corpus_file, what, overl
     assert not wrong
 
 
-def test_a_forget_that_raises_costs_no_place(corpus_file):
-    decoder = make_decoder(corpus_file, "independent", batch_size=1)
-    engine = decoder.new_engine()
-
-    def down(asker):
-        raise ConnectionError("nobody answers")
-
-    decoder.retriever.forget = down
-    engine.submit(ASKED[0])
-    steps_on(engine)
-    assert engine.capacity == 1
-
-
 def test_questions_one_after_another_need_one_slot(corpus_file):
     decoder = make_decoder(corpus_file, "independent", batch_size=16)
     with decoder.new_engine() as engine:

@@ -248,7 +248,7 @@ def test_vectors_of_other_weights_or_settings_under_the_same_name_are_not_used(
 def test_words_of_parts_takes_turns_of_a_search_for_each_part(corpus_file):
     """By hand: what bm25 finds for each part, the best of each first; the whole query finds otherwise."""
     parts = ("novel by Frank Herbert", "Jane Austen was born in", "village in Hampshire")
-    query = Query(" ".join(parts), parts, asker="q1")
+    query = Query(" ".join(parts), parts)
     whole = load_retriever(corpus_file, top_k=3)
     by_parts = load_retriever(corpus_file, top_k=3, bm25_query="sentences")
     assert list_passage_ids(by_parts.search([query])) == [["dune", "austen", "steventon"]]
@@ -266,9 +266,9 @@ def test_the_key_of_parts_is_their_texts_and_all_that_is_asked_anew_is_searched(
         BM25Retriever, "rank", lambda self, q, d: searched.append([x.text for x in q]) or rank(self, q, d)
     )
     retriever = load_retriever(corpus_file, top_k=3, bm25_query="sentences")
-    first, second = Query("a b", ("Emma", "Dune"), "q1"), Query("x", ("Dune", "Emma"), "q2")
+    first, second = Query("a b", ("Emma", "Dune")), Query("x", ("Dune", "Emma"))
     assert retriever.key(first) != retriever.key(second)
-    assert retriever.key(first) == retriever.key(Query("other text", ("Emma", "Dune"), "q9"))
+    assert retriever.key(first) == retriever.key(Query("other text", ("Emma", "Dune")))
     before = retriever.rank([first], 3)
     alone = load_retriever(corpus_file, top_k=3)
     dune, emma = (alone.rank([make_query(text)], 3)[0] for text in ("Dune", "Emma"))
