@@ -20,7 +20,6 @@ import base64
 import io
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from attribution import (
@@ -49,13 +48,6 @@ from dlm_rag.files.checked_json import read_json_or_empty
 from dlm_rag.files.paths import make_folder, write_text_atomic
 from dlm_rag.training.metrics_logger import read_metrics
 
-STAGE_COLOURS = {
-    "denoise": "#3b78b5", "encode_evidence": "#5fb0c9", "retrieve": "#c0873c", "retrieve/search": "#dcae6b",
-    "retrieve/embed": "#e8cfa0", "tokenize": "#7a9e55", "detokenize": "#a9c48a", "commit": "#8e6fb0",
-    "forward": "#3b78b5", "loss": "#5fb0c9", "backward": "#27507d", "optimizer": "#8e6fb0",
-    "data": "#c0873c", "checkpoint": "#7a9e55", "evaluate": "#b0b0b0", "step": "#d9d9d9",
-    OUTSIDE_STAGES: "#f0f0f0",
-}  # fmt: skip
 SHOWN_STEPS, SHOWN_RANGES = 4, 2000
 MAX_KERNEL_NAME_CHARS = 60  # of a kernel
 ReportTable = tuple[str, list[TableRow]]  # title, rows
@@ -144,32 +136,13 @@ def write_attribution_report(
     write_text_atomic(out / "report.html", html)
 
 
-def stage_colour(stage: str) -> str:
-    return STAGE_COLOURS.get(stage, "#999999")
-
-
-def draw_intervals(
-    axis: Any,
-    spans: ProfileSession | Spans,
-    chosen: Times,
-    begin: int,
-    level: int,
-    height: float,
-    filled: str,
-) -> None:
-    """Intervals as bars on one level, in milliseconds from `begin`."""
-    left = (spans.start[chosen] - begin) / 1e6
-    widths = (spans.end[chosen] - spans.start[chosen]) / 1e6
-    pairs = list(zip(left.tolist(), widths.tolist(), strict=True))
-    axis.broken_barh(pairs, (level - height / 2, height), color=filled, linewidth=0)
-
-
 def plot_timeline(path: Path, session: ProfileSession, found: Attribution) -> None:
     """A timeline of some steps around the middle, above the share of each stage."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     stages = np.array(RANGE_NAMES)[session.stage]
+    colours = dict(zip((*RANGE_NAMES, OUTSIDE_STAGES, "GPU"), colormaps["tab20"].colors, strict=False))
     places = np.flatnonzero(find_outer_steps(session))
     middle = max(0, len(places) // 2 - SHOWN_STEPS // 2)
     window = places[middle : middle + SHOWN_STEPS]
@@ -178,39 +151,39 @@ def plot_timeline(path: Path, session: ProfileSession, found: Attribution) -> No
     threads = [session.main, *(t for t in np.unique(session.thread).tolist() if t != session.main)]
     figure = Figure(figsize=(11, 3.4 + 0.5 * len(threads)), layout="constrained")
     time, shares = figure.subplots(2, 1, height_ratios=[len(threads) + 1.2, 1])
+
+    def draw(spans: ProfileSession | Spans, chosen: Times, level: int, height: float, name: str) -> None:
+        """Intervals as bars on one level, in milliseconds."""
+        left, right = ((times[chosen] - begin) / 1e6 for times in (spans.start, spans.end))
+        pairs = list(zip(left.tolist(), (right - left).tolist(), strict=True))
+        time.broken_barh(pairs, (level - height / 2, height), color=colours[name], linewidth=0)
+
     shown = np.flatnonzero((session.end > begin) & (session.start < finish))[:SHOWN_RANGES]
     labels = []
     for level, thread in enumerate(threads):
         ours = shown[session.thread[shown] == thread]
         for part in dict.fromkeys(["step", *stages[ours].tolist()]):
             height = 0.8 if part == "step" else 0.6 if "/" not in part else 0.3
-            draw_intervals(
-                time, session, ours[stages[ours] == part], begin, level, height, stage_colour(part)
-            )
+            draw(session, ours[stages[ours] == part], level, height, part)
         labels.append("steps" if thread == session.main else "beside")
     running = np.flatnonzero((session.gpu.end > begin) & (session.gpu.start < finish))[:SHOWN_RANGES]
     if len(running):
-        draw_intervals(time, session.gpu, running, begin, len(threads), 0.6, "#444444")
+        draw(session.gpu, running, len(threads), 0.6, "GPU")
         labels.append("GPU")
     time.set_yticks(range(len(labels)), labels)
     time.invert_yaxis()
-    time.set_xlim(0, (finish - begin) / 1e6)
-    time.set_xlabel("ms")
+    time.set(xlim=(0, (finish - begin) / 1e6), xlabel="ms")
     time.set_title(f"{len(window)} of {len(places)} steps, from the middle", loc="left", fontsize=11)
     at = 0.0
-    parts = [(part.stage, part.share) for part in found.stages]
-    for name, share in parts:
-        shares.barh(0, 100 * share, left=at, color=stage_colour(name), edgecolor="white")
-        if share > 0.05:
-            shares.text(at + 50 * share, 0, f"{100 * share:.0f}", ha="center", va="center", fontsize=9)
-        at += 100 * share
-    shares.set_xlim(0, 100)
-    shares.set_yticks([])
-    shares.set_xlabel("% of the session, by self time")
-    legend = [Patch(color=stage_colour(name), label=name) for name, share in parts if share >= 0.002]
-    figure.legend(handles=legend, loc="outside right center", frameon=False)
-    for axis in (time, shares):
-        axis.spines["left"].set_visible(False)
+    for part in found.stages:
+        share = 100 * part.share
+        label = part.stage if share >= 0.2 else None
+        shares.barh(0, share, left=at, color=colours[part.stage], edgecolor="white", label=label)
+        if share > 5:
+            shares.text(at + share / 2, 0, f"{share:.0f}", ha="center", va="center", fontsize=9)
+        at += share
+    shares.set(xlim=(0, 100), yticks=[], xlabel="% of the session, by self time")
+    figure.legend(loc="outside right center", frameon=False)
     save_figure(path, figure)
 
 

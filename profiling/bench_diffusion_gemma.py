@@ -130,10 +130,6 @@ def count_model_bytes() -> dict[str, int]:
     }  # fmt: skip
 
 
-def time_median_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    return 1000 * median(time_calls(call, device, repeats))
-
-
 def make_random_inputs(shape: DenoiserConfig, rows: int, prompt: int) -> list[ModelInput]:
     """Rows in the middle of their first canvas, behind different prompts of so many random tokens."""
     random, canvas = np.random.default_rng(0), shape.block_size
@@ -141,16 +137,10 @@ def make_random_inputs(shape: DenoiserConfig, rows: int, prompt: int) -> list[Mo
     found = []
     for slot in range(rows):
         ids = tuple(random.integers(shape.vocab_size, size=prompt).tolist())
-        found.append(
-            ModelInput(
-                slot=slot,
-                laid_out_prompt=lay_out_prompt(Prompt(ids, (), ()), shape, "prefix", "recompute"),
-                canvas=random.integers(shape.vocab_size, size=canvas),
-                positions=np.arange(canvas),
-                temperature=HEAT,
-                quantiles=random.random(canvas),
-            )
-        )
+        laid_out = lay_out_prompt(Prompt(ids, (), ()), shape, "prefix", "recompute")
+        ids_now = random.integers(shape.vocab_size, size=canvas)
+        draws = random.random(canvas)
+        found.append(ModelInput(slot, laid_out, ids_now, np.arange(canvas), HEAT, draws))
     return found
 
 
@@ -164,18 +154,19 @@ def measure_step_ms(
     """
     denoiser, device = proposer.denoiser, proposer.denoiser.device
     ids = views[0].laid_out_prompt.canvas_prefix.ids
-    prompt = time_median_ms(lambda: denoiser.extend_cache([], ids), device, repeats)
-    # the first one runs the prompts
-    whole = time_median_ms(lambda: proposer.propose(views), device, repeats)
+
+    def measure(call: Callable[[], Any]) -> float:
+        return 1000 * median(time_calls(call, device, repeats))
+
+    prompt, whole = (
+        measure(lambda: denoiser.extend_cache([], ids)),
+        measure(lambda: proposer.propose(views)),
+    )
     (_, texts) = proposer._stacked or (None, None)
     assert texts is not None
     canvas = torch.from_numpy(np.stack([view.canvas for view in views])).to(device)
     before = [proposer._prefixes.slots[view.slot].previous_logits for view in views]
-    return (
-        prompt,
-        time_median_ms(lambda: denoiser.compute_canvas_logits(canvas, texts, before), device, repeats),
-        whole,
-    )
+    return prompt, measure(lambda: denoiser.compute_canvas_logits(canvas, texts, before)), whole
 
 
 def run_gemma_benchmark() -> dict[str, float]:

@@ -36,29 +36,23 @@ from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.planning.plan import (
-    ROLLOUT_EXTRA_KEY,
-    count_forward_flops,
-    plan_phases,
-)
+from dlm_rag.training.planning.plan import ROLLOUT_EXTRA_KEY, count_forward_flops, plan_phases
 from dlm_rag.training.trainer import open_trainer
 
 SINGLE_PROCESS = DistributedContext(0, 1, 0)
 BASE_SETTINGS = [
-    "train.hidden_size=128", "train.num_hidden_layers=4", "train.vocab_size=2000",
-    "train.passage_sets_per_step=1", "train.prompts_per_step=1",
-    "train.rows_per_set=8", "train.num_generations=8", "train.world_passages=100", "train.worlds=1",
-    "train.eval_questions=1",
-    "train.optimizer=adamw", "train.pointer_loss_weight=0", "train.final_pointer_loss_weight=0",
-    "decode.max_new_tokens=120", "retrieval.top_k=3",
+    "train.hidden_size=128", "train.num_hidden_layers=4", "train.vocab_size=2000", "train.rows_per_set=8",
+    "train.passage_sets_per_step=1", "train.prompts_per_step=1", "train.num_generations=8",
+    "train.world_passages=100", "train.worlds=1", "train.eval_questions=1", "train.optimizer=adamw",
+    "train.pointer_loss_weight=0", "train.final_pointer_loss_weight=0", "decode.max_new_tokens=120",
+    "retrieval.top_k=3",
 ]  # fmt: skip
 PRETRAIN_SETTINGS = ["train.objective=pretrain", "train.sequence_length=1024", "train.batch_tokens=1024"]
 # Larger than what the plan itself runs (five layers at most, few items).
 MORE_LAYERS_SETTINGS = ["train.num_hidden_layers=7", "train.logit_chunk=64"]
 RL_SETTINGS = [
     "model.path=dlm_rag/shipped/whole", "train.objective=rl", "train.trainable=all",
-    "train.num_generations=2",
-    "train.train_steps_per_rollout=2", "train.pointer_loss_weight=null",
+    "train.num_generations=2", "train.train_steps_per_rollout=2", "train.pointer_loss_weight=null",
     "train.final_pointer_loss_weight=null",
 ]  # fmt: skip
 TWO_PARTS_SETTINGS = ["train.passage_sets_per_step=2", "train.prompts_per_step=2"]
@@ -212,12 +206,8 @@ def count_prompt_tokens(
     retriever: CorpusRetriever, question: Question, script: QueryScript, order: PassageOrder
 ) -> tuple[int, int, int]:
     """Tokens run with the cache; without it, of changed prompts; how often the evidence changed."""
-    texts = {
-        passage.id: passage.contents
-        for passage in retriever.corpus
-        if passage.id in question.supporting_ids
-    }
-    words = [word for text in texts.values() for word in text.split()[:WORDS]]
+    texts = [p.contents for p in retriever.corpus if p.id in question.supporting_ids]
+    words = [word for text in texts for word in text.split()[:WORDS]]
     words += ["###", *question.golden_answers[0].split()]
     draw, prefixes = random.Random(question.id), PrefixKVCache(CountingEncoder())  # type: ignore[arg-type]
     held: list[Passage] = []
