@@ -142,7 +142,8 @@ def plot_timeline(path: Path, session: ProfileSession, found: Attribution) -> No
     from matplotlib.figure import Figure
 
     stages = np.array(RANGE_NAMES)[session.stage]
-    colours = dict(zip((*RANGE_NAMES, OUTSIDE_STAGES, "GPU"), colormaps["tab20"].colors, strict=False))
+    names = (*RANGE_NAMES, OUTSIDE_STAGES, "GPU")
+    colours = dict(zip(names, colormaps["tab20"](np.arange(len(names))), strict=True))
     places = np.flatnonzero(find_outer_steps(session))
     middle = max(0, len(places) // 2 - SHOWN_STEPS // 2)
     window = places[middle : middle + SHOWN_STEPS]

@@ -43,9 +43,6 @@ from dlm_rag.progress import report_progress
 from dlm_rag.synthesis.dataset_card import render_dataset_card
 from dlm_rag.synthesis.dedup import DuplicateFilter
 
-if TYPE_CHECKING:
-    from filelock import FileLock
-
 JOURNAL, NOTE, CARD, PARTS, HELD_OUT, LOCK = (
     ".journal.jsonl", "rows.json", "README.md", ".parts", "held_out", "synthesis.lock",
 )  # fmt: skip
@@ -62,12 +59,15 @@ TEXT_COLUMNS = {
     "prompt_tokens": "int64", "response_tokens": "int64",
 }  # fmt: skip
 FLUSH_BLOCK_ROWS = 10_000  # rows in memory
-_KINDS: dict[str, Any] = {"string": str | None, "int64": int | None, "list": list[str] | None}
-_Row: Any = TypedDict(  # type: ignore[misc]  # as a line of the journal has it
-    "_Row",
-    {name: _KINDS[kind] for name, kind in (QUESTION_COLUMNS | TEXT_COLUMNS).items()} | {"held_out": bool},
-    total=False,
-)
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+    Row = dict[str, Any]
+else:  # as a line of the journal has it
+    KINDS = {"string": str | None, "int64": int | None, "list": list[str] | None}
+    COLUMNS = QUESTION_COLUMNS | TEXT_COLUMNS
+    FIELDS = {name: KINDS[kind] for name, kind in COLUMNS.items()} | {"held_out": bool}
+    Row = TypedDict("Row", FIELDS, total=False)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SourceOutcome:
 
     place: int
     source: str
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     dropped: dict[str, int] = field(default_factory=dict)  # rows by reason
     spent: dict[str, int] = field(default_factory=dict)  # tokens, requests
 
@@ -151,22 +151,15 @@ class RowsFolder:
                 self._write_note(stamp=stamp)
             self._journal.touch()
             # before: what is not ours is not cut
-            self.done = self._read_journal()
+            self.done = {
+                validate_json_value(SourceOutcome, line, place, ConfigError).source
+                for place, line in read_json_lines(self._journal, ConfigError)
+            }
             repair_last_line(self._journal)
             self._file.open_existing()
         except BaseException:
             self.close()
             raise
-
-    def _read_journal(self) -> set[str]:
-        """The sources that the journal has decided; every line is checked."""
-        done = set()
-        for place, record in read_json_lines(self._journal, ConfigError):
-            found = validate_json_value(SourceOutcome, record, place, ConfigError)
-            for row in found.rows:
-                validate_json_value(_Row, row, f"{place}: a row", ConfigError)
-            done.add(found.source)
-        return done
 
     def _write_note(self, **more: Any) -> dict[str, Any]:
         note = read_json_or_empty(self._note) | {"depends_on": self._depends_on} | more

@@ -162,8 +162,8 @@ JOURNALED = json.dumps({"place": 0, "source": "s", "rows": [], "dropped": {}, "s
     [
         (JOURNAL, '{"level": "info"}\n', "line 1: place: "),
         (JOURNAL, f'{JOURNALED}\n{{"place": "a", "source": "s", "rows": []}}\n', "line 2: place: "),
-        (JOURNAL, JOURNALED.replace("[]", '[{"hops": "two"}]') + "\n", "line 1: a row: hops: "),
-        (JOURNAL, JOURNALED.replace("[]", '[{"golden_answers": "x"}]') + "\n", "a row: golden_answers: "),
+        (JOURNAL, JOURNALED.replace("[]", '[{"hops": "two"}]') + "\n", "line 1: rows.0.hops: "),
+        (JOURNAL, JOURNALED.replace("[]", '[{"golden_answers": "x"}]') + "\n", "rows.0.golden_answers: "),
         (JOURNAL, JOURNALED.replace("[]", "[5]") + "\n", "line 1: rows.0: "),
         (JOURNAL, "my notes\nof today", "line 1: the line is not JSON"),
         ("rows.json", '"files": 5', "rows.json: files: "),
