@@ -14,7 +14,7 @@ from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.prepare_decoder import (
     PreparedDecoder,
     ResourceCache,
-    open_search_service,
+    open_search_source,
     prepare_decoder,
 )
 from dlm_rag.config import Config
@@ -127,7 +127,7 @@ def plan_answer_job(
         check_ray_installed()
     check_output_files(config)
     once = once or ResourceCache()
-    open_search_service(config.retrieval, once)
+    open_search_source(config.retrieval, once)
     from dlm_rag.decode.results_file import AnswersFile
 
     file = AnswersFile(Path(config.out), Path(config.trace) if config.trace else None)

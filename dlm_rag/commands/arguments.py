@@ -14,7 +14,6 @@ from dlm_rag.config import (
     CONFIG_FOLDER,
     Config,
     dump_config,
-    is_existing_file,
     list_setting_fields,
     load_config,
 )
@@ -31,7 +30,6 @@ ANSWER_SETTINGS = (
 Options = Mapping[str, tuple[str | int | tuple[()], str]]
 READER_CONFIG = str(CONFIG_FOLDER / "reader.yaml")
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=")
-_FILE_NAME = re.compile(r"\S+\.(jsonl?|csv|tsv|parquet|ya?ml|txt|md|gz|safetensors)")
 
 SETTING_BY_FLAG = {"--model": "model.path", "--corpus": "retrieval.corpus"} | {
     f"--{name}": name for name in ("questions", "limit", "out", "trace", "html", "compare")
@@ -197,19 +195,14 @@ def is_setting(word: str) -> bool:
 
 
 def _reject_mistaken_word(word: str) -> None:
-    """Raises `ConfigError` for a setting without its equals sign, a file without its flag, other dashes."""
-    if re.match(r"[‐-―−]|-\W*$", word):  # a text editor makes one dash of two
-        raise ConfigError(f"'{word}' is not a question: flags begin with two hyphens, as in --out")
-    word = word.strip("“”‘’„«»")
-    key = re.match(r"([a-z_]+)[.,:]\s*[^\s=]+\s*(=|$)", word)
-    if word in list_setting_fields() or (
-        key and any(known.startswith(f"{key[1]}.") for known in list_setting_fields())
-    ):
-        key_alone = re.split(r"[^\w.]", word.replace(",", "."))[0]
-        raise ConfigError(f"'{word}' is not a question: write settings as {key_alone}=VALUE, in one word")
-    if (there := is_existing_file(word)) or _FILE_NAME.fullmatch(word):
-        kind = "a file" if there else "the name of a file"
-        raise ConfigError(f"'{word}' is {kind}, not a question: give it after its flag, as in --questions")
+    """Raises `ConfigError` for what is rather a setting, a file or a flag than a question."""
+    bare = word.strip("“”‘’„«»")
+    is_one_word = bare.isascii() and not re.search(r"[\s?]", bare)
+    if is_one_word or re.match(r"[‐-―−]|\w+\.[\w.]+\s*=", bare):  # a text editor makes one dash of two
+        raise ConfigError(
+            f"'{word}' is not a question, which has several words or a question mark: write settings as "
+            "KEY=VALUE in one word, files after their flag, as in --questions FILE, flags with two hyphens"
+        )
 
 
 def _list_keys() -> str:

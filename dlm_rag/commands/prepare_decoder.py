@@ -192,7 +192,7 @@ def prepare_decoder(
     what they need. Raises `UserError`.
     """
     once = once or ResourceCache()
-    find = _open_search_source(config.retrieval, once)
+    find = open_search_source(config.retrieval, once)
     show_status("checking the model")
     from dlm_rag.decode.settings import check_policy_heads, resolve_settings
     from dlm_rag.evidence.prompt_segments import check_finished_blocks
@@ -272,20 +272,14 @@ def _plan_budget(
     return memory_budget.plan_decode_budget(memory, config.engine, prepared.device, rows)
 
 
-def open_search_service(config: RetrievalConfig, once: ResourceCache) -> Retriever | None:
-    """The service at a URL, asked once and without torch, which takes seconds to import; None for a corpus.
+def open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable[[], Retriever]:
+    """Checks what is searched, a service by asking it, without torch, which takes seconds to import.
 
-    Raises `UserError`.
+    Gives what opens it: an index may take time. Raises `UserError`.
     """
-    if config.url is None:
-        return None
-    show_status(f"asking {config.url}")
-    return once(lambda: load_retriever(config), "service", config)
-
-
-def _open_search_source(config: RetrievalConfig, once: ResourceCache) -> Callable[[], Retriever]:
-    """Checks what is searched, before torch is imported; an index is opened later: it may take time."""
-    if (service := open_search_service(config, once)) is not None:
+    if config.url is not None:
+        show_status(f"asking {config.url}")
+        service = once(lambda: load_retriever(config), "service", config)
         return lambda: service
     if config.corpus is None:
         raise ConfigError("no corpus: give --corpus a file of JSON lines, or retrieval.url=URL")

@@ -108,7 +108,7 @@ def find_config_file(name: str) -> Path:
     """The YAML file called `name`: as given, with `.yaml`, or one that ships; else `ConfigError`."""
     for folder in (Path(), CONFIG_FOLDER):
         for path in (folder / name, folder / f"{name}.yaml"):
-            if is_existing_file(path):
+            if _is_file(path):
                 return path
     there = sorted(path.name for path in CONFIG_FOLDER.glob("*.yaml"))
     raise ConfigError(
@@ -116,7 +116,7 @@ def find_config_file(name: str) -> Path:
     )
 
 
-def is_existing_file(path: str | Path) -> bool:
+def _is_file(path: str | Path) -> bool:
     """Whether there is a file at a path; False also for what cannot be a path."""
     try:
         return Path(path).is_file()

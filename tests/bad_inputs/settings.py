@@ -52,18 +52,13 @@ CASES = [
             for text in ("0", "four", "1000", "ray://:1", "host:10001")
         ),
     ),
-    # A space where an equals sign belongs, a file without its flag.
-    *table(SAMPLE_COMMAND,
-        ("'decode.batch_size' is not a question", "decode.batch_size 16"),
-        ("'out' is not a question", "out answers.jsonl"),
-        ("'questions.jsonl' is a file, not a question", "questions.jsonl"),
-        ("'*.jsonl' is the name of a file, not a question", "'*.jsonl'"),
-        ("settings as decode.seed=VALUE, in one word", "'decode.seed = 3'"),
-        ("settings as decode.seed=VALUE", "decode,seed=3"),
-        ("settings as decode.seed=VALUE", "“decode.seed=3”"),
-        ("flags begin with two hyphens", "—out a.jsonl"),
-        ("flags begin with two hyphens", "-"),
-    ),
+    # A space where an equals sign belongs, a file without its flag, one dash of two.
+    *table(SAMPLE_COMMAND, *(
+        ("is not a question", words) for words in (
+            "decode.batch_size 16", "out answers.jsonl", "questions.jsonl", "'*.jsonl'", "'decode.seed = 3'",
+            "decode,seed=3", "“decode.seed=3”", "—out a.jsonl", "-",
+        )
+    )),
     # Flags.
     *table(SAMPLE_COMMAND,
         ("compare has no effect here", "--compare all"),

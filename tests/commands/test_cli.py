@@ -162,13 +162,6 @@ def test_evaluate_compares_settings_of_the_shipped_reader(corpus_file):
     assert (first.decode.query_threshold, second.decode.query_threshold) == (0.0, 0.9)
 
 
-def test_the_last_line_says_where_the_answers_are(call, tmp_path):
-    out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
-    for _ in range(2):  # also where all are answered already
-        err = call("Who wrote Emma?", "--out", out, "--trace", trace)[2]
-        assert err.splitlines()[-1] == f"the answers are in {out}, the traces in {trace}"
-
-
 def test_control_c_on_the_screen_says_how_to_go_on_and_leaves_the_page_so_far(call, tmp_path, monkeypatch):
     stream = Decoder.stream
 
@@ -233,10 +226,19 @@ def test_one_command_for_all_programs(monkeypatch, capsys):
 
 def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions_file, model):
     out, trace = tmp_path / "answers.jsonl", tmp_path / "trace.jsonl"
-    words = ("--questions", questions_file, "--out", out, "--trace", trace)
+    words, stamped = (
+        ("--questions", questions_file, "--out", out, "--trace", trace),
+        Path(f"{out}.run.json"),
+    )
     assert call(*words)[0] == 0
     whole, whole_trace = out.read_text(), trace.read_text()
     assert [record["id"] for record in records(whole)] == [q["id"] for q in QUESTIONS]
+    stamp = json.loads(stamped.read_text())
+    assert stamp["attention"] == "sdpa" and stamp["seed"] == 0 and stamp["versions"]["torch"]
+    assert stamp["config"]["decode"]["max_new_tokens"] == 8
+    depends = stamp["answers_depend_on"]
+    assert (depends["evidence_layout"], depends["dtype"]) == ("joint", "float32")
+    assert len(depends["corpus"]) == 64
 
     lines = whole.splitlines(keepends=True)
     fifth = whole_trace.index('{"id": "n4"')
@@ -253,17 +255,17 @@ def test_the_same_command_again_does_only_what_is_left(call, tmp_path, questions
     assert out.read_text().splitlines(keepends=True)[:3] == lines[:3], "what was there is untouched"
     assert timeless(out.read_text()) == timeless(whole)
     assert timeless(trace.read_text()) == timeless(whole_trace)
-    rollouts = list(read_trace(trace))
+    rollouts, header = list(read_trace(trace)), read_trace_header(trace)
     assert [rollout.id for rollout in rollouts] == [q["id"] for q in QUESTIONS]
-    header = read_trace_header(trace)
     assert header.settings["max_new_tokens"] == 8 and header.model and header.corpus
     for row in make_step_examples(rollouts[5], header, header.tokenizer(model)):
         assert bytes(row.prompt.ids).startswith(b"Use ONLY the provided facts")
 
-    stamp = Path(f"{out}.run.json").read_text()
+    before = stamped.read_text()
     code, _, err = call(*words)
     assert code == 0 and "6 of 6 questions are answered already" in err
-    assert Path(f"{out}.run.json").read_text() == stamp, "the stamp is of the run that began the file"
+    assert err.splitlines()[-1] == f"the answers are in {out}, the traces in {trace}"
+    assert stamped.read_text() == before, "the stamp is of the run that began the file"
 
 
 def test_the_same_command_started_twice_answers_once(call, tmp_path, questions_file, monkeypatch):
@@ -283,48 +285,36 @@ def test_the_same_command_started_twice_answers_once(call, tmp_path, questions_f
     assert [record["id"] for record in records(out.read_text())] == [q["id"] for q in QUESTIONS]
 
 
-def test_answers_of_other_settings_are_not_mixed(call, tmp_path, questions_file, model, corpus_file):
-    out = tmp_path / "answers.jsonl"
-    words = ("--questions", questions_file, "--out", out)
-    assert call(*words)[0] == 0
-    code, _, err = call(*words, "decode.commit_threshold=0.5")
-    assert code == 2 and "answers with decode.commit_threshold=0.9, this run has 0.5" in err
-    assert call(*words, "decode.batch_size=2")[0] == 0, "the batch size changes no answer"
-    same = tmp_path / "same.jsonl"
-    same.write_bytes(corpus_file.read_bytes())
-    assert call(*words, "--corpus", same)[0] == 0, "the same passages in another place"
-    code, _, err = call(
-        *words, "--corpus", write_jsonl_file(tmp_path / "c.jsonl", [{"id": "1", "text": "x"}])
-    )
-    assert code == 2 and "holds answers with corpus=" in err
-    tiny_denoiser(seed=1).save_pretrained(tmp_path / "other", eos_token_id=257)
-    byte_tokenizer().save_pretrained(tmp_path / "other")
-    code, _, err = call(*words, "--model", tmp_path / "other")
-    assert code == 2 and "holds answers with model=" in err, "other weights"
-    path = write_jsonl_file(tmp_path / "other.jsonl", [{"id": "n0", "question": "Another question?"}])
-    code, _, err = call("--questions", path, "--out", out)
-    assert code == 2 and "answer to another question with the id 'n0'" in err
-
-
-def test_answers_of_other_weights_are_not_mixed_whichever_byte_differs(
-    call, tmp_path, model, questions_file
+def test_answers_of_other_settings_weights_and_passages_are_not_mixed(
+    call, tmp_path, questions_file, model, corpus_file
 ):
-    """One bit, far from the beginning; and a file that only the tokenizer reads."""
-    own, out = tmp_path / "own", tmp_path / "answers.jsonl"
+    out, own, same = tmp_path / "answers.jsonl", tmp_path / "own", tmp_path / "same.jsonl"
     shutil.copytree(model, own)
     words = ("--questions", questions_file, "--out", out, "--model", own)
     assert call(*words)[0] == 0
     before = out.read_bytes()
+
+    def is_refused(says, *more):
+        code, _, err = call(*words, *more)
+        assert code == 2 and says in err and out.read_bytes() == before
+
+    is_refused("answers with decode.commit_threshold=0.9, this run has 0.5", "decode.commit_threshold=0.5")
+    assert call(*words, "decode.batch_size=2")[0] == 0, "the batch size changes no answer"
+    same.write_bytes(corpus_file.read_bytes())
+    assert call(*words, "--corpus", same)[0] == 0, "the same passages in another place"
+    other = write_jsonl_file(tmp_path / "c.jsonl", [{"id": "1", "text": "x"}])
+    is_refused("holds answers with corpus=", "--corpus", other)
     weights = own / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-5000] + bytes([whole[-5000] ^ 1]) + whole[-4999:])
-    code, _, err = call(*words)
-    assert code == 2 and "holds answers with model=" in err
+    is_refused("holds answers with model=")  # one bit, far from the beginning
     weights.write_bytes(whole)
     assert call(*words)[0] == 0
-    (own / "special_tokens_map.json").write_text("{}")
-    code, _, err = call(*words)
-    assert code == 2 and "holds answers with model=" in err and out.read_bytes() == before
+    (own / "special_tokens_map.json").write_text("{}")  # a file that only the tokenizer reads
+    is_refused("holds answers with model=")
+    asked = write_jsonl_file(tmp_path / "other.jsonl", [{"id": "n0", "question": "Another question?"}])
+    code, _, err = call("--questions", asked, "--out", out)
+    assert code == 2 and "answer to another question with the id 'n0'" in err
 
 
 def test_a_corpus_that_changes_while_it_is_in_use_ends_the_run_and_keeps_the_answers(
@@ -379,19 +369,6 @@ def test_typed_questions_are_asked_beside_those_chosen_and_may_hold_an_equals_si
 def test_without_git_the_stamp_has_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert get_code_commit() is None
-
-
-def test_results_are_stamped(call, tmp_path, questions_file):
-    out = tmp_path / "answers.jsonl"
-    call("--questions", questions_file, "--out", out)
-    stamp = json.loads((tmp_path / "answers.jsonl.run.json").read_text())
-    assert stamp["attention"] == "sdpa" and stamp["seed"] == 0
-    assert stamp["config"]["decode"]["max_new_tokens"] == 8 and stamp["versions"]["torch"]
-    depends = stamp["answers_depend_on"]
-    assert len(depends["corpus"]) == 64 and (depends["evidence_layout"], depends["dtype"]) == (
-        "joint",
-        "float32",
-    )
 
 
 def test_control_c_in_the_middle_loses_and_repeats_nothing(tmp_path, model, corpus_file):
