@@ -93,7 +93,7 @@ def inspect_machine(record: PartRecord) -> None:
         problem = get_backend_problem(name, device, prepared.dtype)
         facts[f"kernel {name}"] = problem or describe_kernel_version(name)
     if prepared.attention == "varlen":
-        reads = get_paged_attention_support(torch.device(device)).reads_block_table
+        reads = get_paged_attention_support(torch.device(device))[0]
         facts["varlen reads pages"] = "yes" if reads else "no"
     facts["memory free, GiB"] = measure_free_bytes(device) / GIB
     facts["default pool, GiB"] = default_pool_bytes(device) / GIB

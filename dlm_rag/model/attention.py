@@ -4,19 +4,15 @@ Rows are packed one after another without padding, so a question gets the same a
 batch. Rows that need a mask run under SDPA with a boolean mask on a CPU, on a GPU under FlexAttention:
 there SDPA would compute grouped heads with a mask from whole matrices of scores.
 
-Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads (H a multiple of Hk);
-D head width.
+Shapes: Tq, Tk packed query and key tokens; H query heads; Hk key-value heads; D head width.
 
-Read in the sources and wheels of torch 2.11 to 2.13 and flash-attn, not yet confirmed on a GPU:
-
-- torch's own FlashAttention 2 reads block tables from 2.12 on (pages of a multiple of 256 tokens) and needs
-  the ends of the keys too. In 2.12 it refuses `num_splits`, even 1 (pytorch #179760). From 2.13 on it must
-  be 1: split rows of paged keys may not be written at all (pytorch #194167), and how a row is split depends
-  on the other rows.
-- FlashAttention 3 reads block tables on compute capability 9, FlashAttention 4 in torch only on 10; both
-  refuse the ends of the keys with them.
-- flash-attn (2.x) reads block tables from 2.5.7 on. FlashAttention 4 alone is also named `flash_attn` but
-  has another function, so we look for the module with the function.
+Read in the sources of torch 2.11 to 2.13 and flash-attn, not yet confirmed on a GPU: torch's own
+FlashAttention 2 reads block tables from 2.12 on (pages of a multiple of 256 tokens) and needs the ends of
+the keys too. In 2.12 it refuses `num_splits`, even 1 (pytorch #179760). From 2.13 on it must be 1: split
+rows of paged keys may not be written at all (pytorch #194167), and how a row is split depends on the other
+rows. FlashAttention 3 reads block tables on compute capability 9, FlashAttention 4 in torch only on 10;
+both refuse the ends of the keys with them. FlashAttention 4 alone is also named `flash_attn` but has
+another function than flash-attn (2.x), so we look for the module with the function.
 """
 
 import logging
@@ -25,7 +21,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -154,12 +150,12 @@ def _import_flex(compiled: bool) -> tuple[Any, ...]:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMetadata) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    support = get_paged_attention_support(q.device)
-    options, ends = dict(support.kernel_options), sight.key_ends
-    if sight.cached_rows is not None and support.reads_block_table:
+    reads_block_table, needs_key_ends, options = get_paged_attention_support(q.device)
+    ends: Tensor | None = sight.key_ends
+    if sight.cached_rows is not None and reads_block_table:
         k, v = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in (k, v))
-        options |= {"seqused_k": sight.key_counts, "block_table": sight.block_table}
-        ends = ends if support.needs_key_offsets else None  # type: ignore[assignment]
+        options = options | {"seqused_k": sight.key_counts, "block_table": sight.block_table}
+        ends = ends if needs_key_ends else None
     elif sight.cached_rows is not None:
         k, v = (torch.cat(sight.cached_rows.slice_rows(x, sight.key_lengths)) for x in (k, v))
     out = varlen_attn(
@@ -191,23 +187,16 @@ def _longest_query(sight: AttentionMetadata) -> int:
 _KERNELS: dict[str, Callable[..., Tensor]] = {"sdpa": _sdpa, "varlen": _varlen, "flash": _flash}
 
 
-class PagedAttentionSupport(NamedTuple):
-    """How `varlen_attn` is called on a device."""
-
-    reads_block_table: bool
-    needs_key_offsets: bool  # the ends of the keys, with a block table
-    kernel_options: dict[str, Any]
-
-
 @cache
-def get_paged_attention_support(device: torch.device) -> PagedAttentionSupport:
-    """What the version of torch's kernel that is active on a device can do."""
+def get_paged_attention_support(device: torch.device) -> tuple[bool, bool, dict[str, Any]]:
+    """How the kernel of torch that is active on a device is called: whether it reads a block table, whether
+    it needs the ends of the keys with one, and its options.
+    """
     implementation = torch.nn.attention.current_flash_attention_impl()
     if generation := {"FA3": 9, "FA4": 10}.get(implementation or ""):
-        reads = torch.cuda.get_device_capability(device)[0] == generation
-        return PagedAttentionSupport(reads, False, {"num_splits": 1})
+        return torch.cuda.get_device_capability(device)[0] == generation, False, {"num_splits": 1}
     options = {"num_splits": 1} if get_torch_version() >= (2, 13) else {}
-    return PagedAttentionSupport(get_torch_version() >= (2, 12), True, options)
+    return get_torch_version() >= (2, 12), True, options
 
 
 def get_torch_version() -> tuple[int, ...]:

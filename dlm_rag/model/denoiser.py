@@ -1,10 +1,7 @@
 """The denoiser p_theta: one bidirectional transformer for every checkpoint.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU. Options cover LLaDA and Dream, our own
-models, and Qwen2, Qwen3 and Llama as starting weights.
-
-Shapes: B rows, L length, T packed tokens (one row after another), H heads, Hk key-value heads,
-D head width, V vocabulary, N layers.
+RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts. Shapes: B rows, L length, T packed
+tokens (one row after another), V vocabulary.
 
 The smallest run: `Denoiser(DenoiserConfig(vocab_size=64))(torch.zeros(1, 8, dtype=torch.long))`.
 """

@@ -1,7 +1,6 @@
 """The layers of the denoiser: attention's projections, rotary positions, feed-forward nets and experts.
 
-Shapes: T packed tokens, H heads, Hk key-value heads, D head width, W model width, E experts, k of them for
-each token.
+Shapes: T packed tokens, H heads, Hk key-value heads, D head width, W model width, E experts, k a token.
 """
 
 from dataclasses import dataclass
@@ -29,28 +28,23 @@ def get_compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype
 
 
-class Linear(nn.Linear):
+class _Uninitialised:
     """Takes its weights from a checkpoint or from `Denoiser.initialise`, not at construction.
 
     (On the meta device, torch's own initialisation imports its compiler, for 1.5 seconds.)
     """
 
-    def reset_parameters(self) -> None:
-        pass
+    def reset_parameters(self) -> None: ...
 
 
-class Embedding(nn.Embedding):
-    """Without initialisation, as `Linear`."""
+class Linear(_Uninitialised, nn.Linear): ...
 
-    def reset_parameters(self) -> None:
-        pass
+
+class Embedding(_Uninitialised, nn.Embedding): ...
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm in the wider dtype of input and gains: torch's fused kernel wants them alike.
-
-    Under autocast one of them may be float32 and the other not.
-    """
+    """In the wider dtype of input and gains, which autocast may make differ: torch's kernel wants one."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
@@ -205,9 +199,9 @@ class ForwardContext:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sight: AttentionMetadata) -> Tensor:
         """Attention of q (n, H, D) to what the rows see, their own k and v (T, Hk, D) included."""
         k, v = self.rows.gather_keys_values(k, v, layer)
-        if self.probe is not None and self.probe.layer == layer:
-            self.probe.queries, self.probe.keys, self.probe.key_lengths = q, k, sight.key_lengths
-            self.probe.visible_counts = sight.visible_counts
+        if (probe := self.probe) is not None and probe.layer == layer:
+            probe.queries, probe.keys = q, k
+            probe.key_lengths, probe.visible_counts = sight.key_lengths, sight.visible_counts
         pattern = self.patterns[layer] if self.patterns else None
         return compute_attention(q, k, v, sight, self.backend, pattern)
 

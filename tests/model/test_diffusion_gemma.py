@@ -50,46 +50,40 @@ def test_a_checkpoint_opens_without_its_weights_and_loads_as_it_was_written(tmp_
 class SameNoise:
     """The numbers that a row draws, for the sampler of transformers."""
 
-    def __init__(self, length, vocabulary, seed, name):
-        self.generator, self.length, self.vocabulary = make_keyed_generator(seed, name), length, vocabulary
-        self.noise = self.tokens(self.drawn(1)[0])
+    def __init__(self, length, seed, name):
+        self.generator, self.length = make_keyed_generator(seed, name), length
+        self.noise = self.draw(1)[0]
         self.begin, self.steps, self.fresh = -1, 0, True
 
-    def drawn(self, count):
+    def draw(self, count):
         return torch.rand(count, self.length, generator=self.generator, dtype=torch.float64)
 
-    def tokens(self, numbers):
-        return (numbers * self.vocabulary).long()
-
-    def initialize_canvas(self, sampler):
+    def initialize_canvas(self, sampler, *_, **__):
         if self.fresh:  # the beginning of a canvas
             self.begin = 0 if self.begin < 0 else self.begin + sampler.canvas_length
         self.fresh = False
-        return self.noise[None, self.begin : self.begin + sampler.canvas_length]
+        return (self.noise[None, self.begin : self.begin + sampler.canvas_length] * 261).long()
 
     def multinomial(self, probs, num_samples):
-        uniform, noise = self.drawn(2)
-        self.noise, self.steps = self.tokens(noise), self.steps + 1
+        uniform, self.noise = self.draw(2)
+        self.steps += 1
         at = uniform[self.begin : self.begin + len(probs)].float().double()[:, None]
         cumulative = probs.double().cumsum(-1)
         return torch.searchsorted(cumulative, at * cumulative[:, -1:])
 
-    def end_of_canvas(self):
-        self.fresh = True
-
 
 def theirs(model, ids, noise, monkeypatch, **settings):
-    """What `generate` writes behind a prompt with these numbers, and how many steps it takes."""
+    """What `generate` writes after a prompt with these numbers, and how many steps it takes."""
     from transformers.models.diffusion_gemma import generation_diffusion_gemma as generation
 
     kind, finalize = generation.EntropyBoundSampler, type(model)._finalize_canvas
 
     def finalized(**given):
-        noise.end_of_canvas()
+        noise.fresh = True
         return finalize(**given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "initialize_canvas", lambda sampler, *_, **__: noise.initialize_canvas(sampler))
+        patch.setattr(kind, "initialize_canvas", lambda *given, **more: noise.initialize_canvas(*given))
         patch.setattr(torch, "multinomial", noise.multinomial)
         patch.setattr(type(model), "_finalize_canvas", staticmethod(finalized))
         found = model.generate(torch.tensor([ids]), **settings).sequences[0, len(ids) :].tolist()
@@ -110,7 +104,7 @@ def test_tokens_and_steps_are_those_of_generate(tiny, corpus, monkeypatch, heat,
         question = Question(name, f"Who wrote Emma, {name}?")
         (rollout,) = decoder.decode([question])
         ids = decoder.tokenizer.build_prompt(question.question, []).ids
-        noise = SameNoise(12 * canvases, 261, 3, name)
+        noise = SameNoise(12 * canvases, 3, name)
         found, taken = theirs(
             decoder.denoiser.model, ids, noise, monkeypatch, max_new_tokens=12 * canvases, t_max=high,
             t_min=low, max_denoising_steps=steps,
@@ -145,7 +139,7 @@ def test_behind_a_first_canvas_generate_differs_by_rounding_alone(tiny, corpus, 
             ours = list(said)
             said.clear()
             theirs(
-                model, decoder.tokenizer.build_prompt(asked.question, []).ids, SameNoise(36, 261, 3, "a"),
+                model, decoder.tokenizer.build_prompt(asked.question, []).ids, SameNoise(36, 3, "a"),
                 monkeypatch, max_new_tokens=36, t_max=0.8, t_min=0.4, max_denoising_steps=20,
             )  # fmt: skip
         apart[dtype] = [

@@ -1,13 +1,25 @@
-"""Public architectures: how their configs and tensor names read in our words."""
+"""Public architectures: how their configs and tensor names read in our words.
+
+With layers that are all alike: LLaDA, Dream, SDAR, Fast-dLLM v2, Tiny-A2D, WeDLM, Qwen, Llama. With
+mixtures of experts: LLaDA2, LLaDA-MoE, SDAR-MoE.
+"""
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.model.families.base import BLOCK_SIZE_KEY, Family, require_key
-from dlm_rag.model.families.dense import DENSE_FAMILIES
+from dlm_rag.errors import CheckpointError
+from dlm_rag.model.denoiser_config import DenoiserConfig, ExpertsConfig
+from dlm_rag.model.families.base import (
+    BLOCK_SIZE_KEY,
+    Family,
+    read_transformers_config,
+    require_key,
+    require_positive_int,
+    require_supported_values,
+    to_transformers_name,
+)
 from dlm_rag.model.families.diffusion_gemma import DIFFUSION_GEMMA_FAMILY
-from dlm_rag.model.families.moe import MOE_FAMILIES
 
 
 def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
@@ -19,10 +31,194 @@ def _read_dlm_rag_config(raw: dict[str, Any]) -> DenoiserConfig:
     return DenoiserConfig(**found)
 
 
+_qwen2 = partial(read_transformers_config, qkv_bias=True)
+
+
+def _llama(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+    require_supported_values(raw, attention_bias=False)
+    return read_transformers_config(raw, **differences)
+
+
+_qwen3 = partial(_llama, qk_norm=True)
+
+
+def _sdar(raw: dict[str, Any], **differences: Any) -> DenoiserConfig:
+    """Qwen3 that predicts in place, in blocks counted from the first token of the prompt."""
+    require_supported_values(raw, use_regular_causal=False)
+    if raw.get(BLOCK_SIZE_KEY) is None:
+        require_key(raw, "block_size", ": set model.block_size to the length of the model's blocks")
+    return _qwen3(raw, shifted=False, block_size=raw.get("block_size"), block_grid="prompt", **differences)
+
+
+def _fast_dllm(raw: dict[str, Any]) -> DenoiserConfig:
+    """Qwen2.5 in blocks, which are written in shorter ones."""
+    return _qwen2(raw, block_size=require_key(raw, "bd_size"), block_grid="prompt", block_length=8)
+
+
+def _wedlm(raw: dict[str, Any]) -> DenoiserConfig:
+    """Qwen2.5 or Qwen3 that predicts in place under causal attention."""
+    kind = {"qkv_bias": require_key(raw, "attention_bias"), "qk_norm": require_key(raw, "qk_norm")}
+    return read_transformers_config(raw, shifted=False, block_size=1, block_grid="prompt", **kind)
+
+
+def _llada(raw: dict[str, Any]) -> DenoiserConfig:
+    require_supported_values(
+        raw, activation_type="silu", alibi=False, attention_layer_norm=False,
+        bias_for_layer_norm=False, block_type="llama", include_bias=False, include_qkv_bias=False,
+        input_emb_norm=False, layer_norm_type="rms", rope=True, scale_logits=False,
+    )  # fmt: skip
+    heads, width = require_positive_int(raw, "n_heads"), require_positive_int(raw, "d_model")
+    return DenoiserConfig(
+        vocab_size=raw.get("embedding_size") or require_key(raw, "vocab_size"),
+        hidden_size=width,
+        num_hidden_layers=require_key(raw, "n_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=raw.get("n_kv_heads") or heads,
+        head_dim=width // heads,
+        intermediate_size=require_key(raw, "mlp_hidden_size"),
+        max_position_embeddings=require_key(raw, "max_sequence_length"),
+        rms_norm_eps=require_key(raw, "rms_norm_eps"),
+        rope_theta=require_key(raw, "rope_theta"),
+        tie_word_embeddings=raw.get("weight_tying") or False,
+        mask_token_id=require_key(raw, "mask_token_id"),
+    )
+
+
+_LLADA_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+    "embed_tokens": "wte",
+    "norm": "ln_f",
+    "lm_head": "ff_out",
+}
+
+
+def _llada_name(ours: str) -> str:
+    path, _, kind = ours.rpartition(".")
+    if path.startswith("layers."):
+        _, index, part = path.split(".", 2)
+        return f"model.transformer.blocks.{index}.{_LLADA_NAMES[part]}.{kind}"
+    return f"model.transformer.{_LLADA_NAMES[path]}.{kind}"
+
+
+def _read_experts(raw: dict[str, Any], *same: str, **given: Any) -> ExpertsConfig:
+    """same: the keys of `raw` that have our names."""
+    keys = ("num_experts", "num_experts_per_tok", *same)
+    return ExpertsConfig(**{key: require_key(raw, key) for key in keys}, **given)
+
+
+def _sdar_moe(raw: dict[str, Any]) -> DenoiserConfig:
+    """SDAR with the experts of Qwen3-MoE."""
+    require_supported_values(raw, decoder_sparse_step=1, mlp_only_layers=[])
+    return _sdar(raw, experts=_read_experts(raw, "moe_intermediate_size", "norm_topk_prob"))
+
+
+def _llada_moe(raw: dict[str, Any]) -> DenoiserConfig:
+    """OLMoE that predicts in place; whole attention.
+
+    The public class ignores some keys. Where these ask for what it does not do, nobody knows what is meant.
+    """
+    require_supported_values(
+        raw, attention_bias=False, clip_qkv=None, norm_topk_prob=False, moe_router_score_function="softmax",
+        moe_router_enable_expert_bias=False, routed_scaling_factor=1, router_num_group=None,
+        router_topk_group=None,
+    )  # fmt: skip
+    sparse = require_key(raw, "moe_layer_freq")
+    lowest = sparse.count(0) if isinstance(sparse, list) else 0
+    if not isinstance(sparse, list) or sparse != [0] * lowest + [1] * (len(sparse) - lowest):
+        raise CheckpointError("moe_layer_freq may be 0 for layers at the bottom, then 1 for all others")
+    if len(sparse) != require_key(raw, "num_hidden_layers"):
+        raise CheckpointError(f"moe_layer_freq={sparse!r:.60} must have an entry for each layer")
+    experts = _read_experts(
+        raw, moe_intermediate_size=require_key(raw, "expert_intermediate_size"),
+        shared_intermediate_size=raw.get("shared_expert_intermediate_size") or 0,
+        first_k_dense_replace=lowest,
+    )  # fmt: skip
+    dense = require_key(raw, "dense_intermediate_size") if lowest else experts.moe_intermediate_size
+    return read_transformers_config(
+        raw | {"intermediate_size": dense}, qk_norm=require_key(raw, "qk_layernorm"), shifted=False,
+        experts=experts, partial_rotary_factor=raw.get("partial_rotary_factor") or 1.0,
+    )  # fmt: skip
+
+
+def _llada2(raw: dict[str, Any]) -> DenoiserConfig:
+    """LLaDA2.0 and 2.1: blocks of 32 counted from the first token of the prompt."""
+    for key in ("delete_token_id", "split_token_id", "expert_capacity"):
+        if raw.get(key) is not None:
+            raise CheckpointError(
+                f"{key}={raw[key]!r:.60} is of LLaDA2.2, which inserts and deletes tokens: the canvas has "
+                "fixed positions, take LLaDA2.0 or 2.1"
+            )
+    require_supported_values(
+        raw, use_bias=False, norm_head=False, norm_topk_prob=True, score_function="sigmoid",
+        moe_router_enable_expert_bias=True, rope_scaling=None,
+    )  # fmt: skip
+    inner = require_positive_int(raw, "moe_intermediate_size")
+    experts = _read_experts(
+        raw, "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor",
+        moe_intermediate_size=inner, shared_intermediate_size=inner * (raw.get("num_shared_experts") or 0),
+        score_function="sigmoid", expert_bias=True,
+        norm_topk_prob=raw.get("num_experts_per_tok") != 1,  # a single one counts what it scores
+    )  # fmt: skip
+    for key in ("num_key_value_heads", "rope_theta"):
+        require_key(raw, key)
+    if not experts.first_k_dense_replace:
+        raw = raw | {"intermediate_size": inner}
+    return read_transformers_config(
+        raw, qkv_bias=raw.get("use_qkv_bias") or False, qk_norm=raw.get("use_qk_norm") is not False,
+        shifted=False, experts=experts, block_size=32, block_grid="prompt",
+        partial_rotary_factor=require_key(raw, "partial_rotary_factor"),
+    )  # fmt: skip
+
+
+_LLADA2_NAMES = {
+    "embed_tokens": "word_embeddings",
+    "self_attn.q_proj": "attention.query_key_value",
+    "self_attn.k_proj": "attention.query_key_value",
+    "self_attn.v_proj": "attention.query_key_value",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+}
+
+
+def _llada2_name(ours: str) -> str:
+    for part, theirs in _LLADA2_NAMES.items():
+        ours = ours.replace(part, theirs)
+    return to_transformers_name(ours)
+
+
+def _llada_moe_name(ours: str) -> str:
+    return to_transformers_name(ours.replace("mlp.shared_experts", "shared_expert"))
+
+
 FAMILIES = {
-    "dlm_rag": Family(_read_dlm_rag_config, lambda name: name, separate_experts=False), **DENSE_FAMILIES,
-    **MOE_FAMILIES, "diffusion_gemma": DIFFUSION_GEMMA_FAMILY
-}  # fmt: skip
+    "dlm_rag": Family(_read_dlm_rag_config, lambda name: name, separate_experts=False),
+    "llada": Family(_llada, _llada_name),
+    "Dream": Family(_qwen2, to_transformers_name),
+    "qwen2": Family(_qwen2, to_transformers_name),
+    "qwen3": Family(_qwen3, to_transformers_name),
+    "llama": Family(_llama, to_transformers_name),
+    "sdar": Family(_sdar, to_transformers_name, mask_token="<|MASK|>"),
+    "Fast_dLLM_Qwen": Family(_fast_dllm, to_transformers_name, mask_token="|<MASK>|"),
+    "wedlm": Family(_wedlm, to_transformers_name, mask_token="<|mask|>"),
+    "sdar_moe": Family(_sdar_moe, to_transformers_name, mask_token="<|MASK|>"),
+    "lladamoe": Family(_llada_moe, _llada_moe_name, mask_token="<|mask|>"),
+    "llada2_moe": Family(_llada2, _llada2_name, mask_token="<|mask|>", fused_qkv=True),
+    "diffusion_gemma": DIFFUSION_GEMMA_FAMILY,
+} | {
+    # Autoregressive families trained to predict in place (Tiny-A2D), with whole attention or in blocks:
+    # the config does not say which.
+    f"a2d-{name}": Family(partial(read, shifted=False), to_transformers_name, mask_token="<|mask|>")
+    for name, read in (("qwen2", _qwen2), ("qwen3", _qwen3), ("llama", _llama))
+}
 
 
 def get_family_name(raw: dict[str, Any]) -> str:
