@@ -185,7 +185,6 @@ def run_training(
     from dlm_rag.training.checkpoints import find_resume_point
     from dlm_rag.training.energy import EnergyWindows
     from dlm_rag.training.metrics_logger import MetricsLogger
-    from dlm_rag.training.task import Phase
     from dlm_rag.training.trainer import Trainer, free_memory, open_phase
 
     commit = get_code_commit()  # of the code that runs: at the end the checkout may be another
@@ -201,7 +200,7 @@ def run_training(
         warn_slow_steps(origin, rows, processes.local_device(config.model.device).type)
     with MetricsLogger(folder, config, from_step=step, quiet=not processes.is_main) as report:
         for phase, (task, validation) in opened.items():
-            trainer = Trainer(Phase(config, phase, origin, folder), task, processes)
+            trainer = Trainer(task, processes)
             trainer.restore()
             with stop.catch_interrupt():
                 if windows is None:

@@ -2,21 +2,19 @@
 
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 from dlm_rag.config import Config
 from dlm_rag.data.synthetic_world import build_passage_record, make_world, make_world_question, write_world
 from dlm_rag.errors import ConfigError
-from dlm_rag.questions import Question, read_questions
+from dlm_rag.questions import read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.build_once import build_once
 from dlm_rag.retrieval.corpus import open_corpus
 from dlm_rag.training.data.documents import PackedDocuments, open_token_file
 from dlm_rag.training.data.question_examples import (
-    GeneratedQuestions,
-    QuestionExamples,
+    TrainingQuestions,
     generate_corpus_questions,
     target_response,
 )
@@ -27,60 +25,39 @@ VALIDATION_SEED = 1_000_000  # test worlds of reports have small seeds
 DOCUMENT_WORLDS = 20
 
 
-@dataclass(frozen=True)
-class QuestionData:
-    """Questions to train on, and what answers their searches."""
-
-    made: GeneratedQuestions
-    retriever: CorpusRetriever
-
-    @property
-    def questions(self) -> list[Question]:
-        return self.made.chains
-
-
 def open_documents(phase: Phase) -> PackedDocuments:
     """`data.documents`, or documents of worlds; raises `UserError`."""
     config, train, shape = phase.config, phase.train, phase.origin.config
+    tokenizer, longest = phase.origin.tokenizer, shape.max_position_embeddings
     files = config.data.documents or {"worlds": str(write_world_documents(config, phase.folder))}
     where = config.retrieval.index_dir
-    sources = {name: open_token_file(path, phase.tokenizer, where) for name, path in files.items()}
-    longest = shape.max_position_embeddings
+    sources = {name: open_token_file(path, tokenizer, where) for name, path in files.items()}
     if train.sequence_length + shape.shifted > longest and train.rope_theta is None:
         raise ConfigError(
             f"sequence_length={train.sequence_length} is beyond the model's {longest} positions: set "
             "rope_theta too"
         )
-    return PackedDocuments(sources, phase.tokenizer, train, phase.name, shape.shifted)
+    return PackedDocuments(sources, tokenizer, train, phase.name, shape.shifted)
 
 
-def open_question_data(phase: Phase) -> tuple[QuestionData, QuestionValidation]:
+def open_questions(phase: Phase) -> tuple[TrainingQuestions, CorpusRetriever, QuestionValidation]:
     """Questions of `data.questions`, or made from `data.corpus`; some are held out for validation."""
     config, train = phase.config, phase.train
     assert config.data.corpus is not None
+    if config.data.questions is None and train.max_hops == 1:
+        raise ConfigError("train.max_hops=1: questions made from data.corpus need 2 passages or more")
     corpus = open_corpus(config.data.corpus, config.retrieval.index_dir)
     if config.data.questions is None:
-        made = generate_corpus_questions(
-            corpus, phase.tokenizer, phase.origin.config, train.max_hops, config.data.held_out
-        )
-        count = min(train.eval_questions, len(made.held_out))
-        asked = random.Random(f"validation/{train.seed}").sample(made.held_out, count)
+        questions = generate_corpus_questions(corpus, phase.builder, train.max_hops, config.data.held_out)
+        count = min(train.eval_questions, len(questions.held_out))
+        asked = random.Random(f"validation/{train.seed}").sample(questions.held_out, count)
     else:
-        questions = read_questions(config.data.questions)
-        kept = len(questions) - min(train.eval_questions, len(questions) // 10)
-        made, asked = GeneratedQuestions(questions[:kept]), questions[kept:]
+        given = read_questions(config.data.questions)
+        kept = len(given) - min(train.eval_questions, len(given) // 10)
+        questions, asked = TrainingQuestions(given[:kept]), given[kept:]
     retriever = load_retriever(config.retrieval, corpus)
     truths = [target_response(question) for question in asked]
-    validation = QuestionValidation(asked, truths, retriever, config)
-    return QuestionData(made, retriever), validation
-
-
-def make_question_examples(data: QuestionData, phase: Phase) -> QuestionExamples:
-    """Training rows of questions."""
-    found = QuestionExamples(
-        data.questions, data.retriever, phase.tokenizer, phase.origin.config, phase.train, phase.name
-    )
-    return found.add_single_passage_questions(data.made.single_passage, data.made.draw_counterfactual)
+    return questions, retriever, QuestionValidation(asked, truths, retriever, config)
 
 
 def open_world_validation(phase: Phase) -> QuestionValidation:

@@ -2,39 +2,25 @@
 autoregressive model (adapt).
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-from dlm_rag.config import Config, TrainConfig
-from dlm_rag.errors import ConfigError
+from dlm_rag.config import TrainConfig
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.training.data.documents import PackedDocuments
 from dlm_rag.training.data.examples import Example, sample_document_rows, sample_prompt_rows
+from dlm_rag.training.data.question_examples import QuestionExamples
 from dlm_rag.training.data.world_examples import WorldExamples
-from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from dlm_rag.training.optimizers import compute_decay_factor
-from dlm_rag.training.phase_data import (
-    make_question_examples,
-    open_documents,
-    open_question_data,
-    open_world_validation,
-)
-from dlm_rag.training.task import Phase, Task, TaskState, Validation
+from dlm_rag.training.phase_data import open_documents, open_questions, open_world_validation
+from dlm_rag.training.task import Phase, Sums, Task, TaskState, Validation
 from dlm_rag.training.validation import DocumentValidation
 
 CURRICULUM_STAGES = ((2, 2), (2, 4), (4, None))  # passages in a prompt, at least and at most; None: top_k
 STAGE_START_ACCURACY = 0.3  # running accuracy that the next stage begins with
-
-
-class ExampleSource(Protocol):
-    """Where the rows of fine-tuning come from."""
-
-    def examples(self, step: int, items: Iterable[int], passages: tuple[int, int]) -> list[Example]:
-        """Rows of some of a step's items; passages: how many in a prompt, at least and at most."""
-        ...
 
 
 class MaskedTask(Task):
@@ -42,9 +28,9 @@ class MaskedTask(Task):
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> MaskedObjective:
         layout, ends = self.layout(denoiser.config), self._origin.tokenizer.end_ids
-        return MaskedObjective(denoiser, layout, ends, self._train.logit_chunk, share)
+        return MaskedObjective(denoiser, layout, ends, self.train.logit_chunk, share)
 
-    def count_microbatch(self, part: list[Example], terms: LossWeights) -> dict[str, float]:
+    def count_microbatch(self, part: list[Example], terms: LossWeights) -> Sums:
         return count_examples(part, self._origin.tokenizer.end_ids, terms.end_token)
 
 
@@ -58,13 +44,12 @@ class PretrainTask(MaskedTask):
     def count_items(train: TrainConfig) -> tuple[int, int]:
         return train.batch_tokens // train.sequence_length, 1
 
-    @classmethod
-    def open_source(cls, phase: Phase) -> tuple[PackedDocuments, Validation]:
-        documents = open_documents(phase)
-        return documents, DocumentValidation(documents)
+    def open_data(self) -> Validation:
+        self._source = open_documents(self.phase)
+        return DocumentValidation(self._source)
 
     def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
-        return sample_document_rows(shape, self._train.sequence_length, count)
+        return sample_document_rows(shape, self.train.sequence_length, count)
 
     def layout(self, shape: DenoiserConfig) -> str:
         return "joint"
@@ -75,9 +60,7 @@ class PretrainTask(MaskedTask):
     def loss_weights(self, step: int) -> LossWeights:
         return LossWeights()
 
-    def metrics(
-        self, sums: dict[str, float], counts: dict[str, float], state: TaskState
-    ) -> dict[str, float]:
+    def metrics(self, sums: Sums, counts: Sums, state: TaskState) -> Sums:
         return {"loss": sums["tokens"] / counts["divisor"]}
 
 
@@ -89,10 +72,10 @@ class AdaptTask(PretrainTask):
 
     def loss_weights(self, step: int) -> LossWeights:
         """From causal to bidirectional: blocks of 1, doubling at an even pace, then one block."""
-        opening = self._train.attention_anneal_fraction * self._train.max_steps
+        opening = self.train.attention_anneal_fraction * self.train.max_steps
         if step >= opening:
             return LossWeights()
-        return LossWeights(block_size=round(self._train.sequence_length ** (step / opening)))
+        return LossWeights(block_size=round(self.train.sequence_length ** (step / opening)))
 
 
 class SftTask(MaskedTask):
@@ -102,28 +85,27 @@ class SftTask(MaskedTask):
     """
 
     name = "sft"
-    _source: ExampleSource
+    _source: WorldExamples | QuestionExamples
 
-    def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
-        super().__init__(source, config, train, origin)
-        self._top_k = config.retrieval.top_k
-        self._curriculum = config.data.questions is None
-        first, last = (0.3, 0.08) if origin.checkpoint is None else (0.0, 0.0)
-        asked, finally_asked = train.pointer_loss_weight, train.final_pointer_loss_weight
-        self._pointer = first if asked is None else asked
-        self._final_pointer = last if finally_asked is None else finally_asked
+    def __init__(self, phase: Phase) -> None:
+        super().__init__(phase)
+        self._top_k = phase.config.retrieval.top_k
+        fresh = self._origin.checkpoint is None
+        weights = (self.train.pointer_loss_weight, 0.3), (self.train.final_pointer_loss_weight, 0.08)
+        self._pointers = [default * fresh if given is None else given for given, default in weights]
 
-    @classmethod
-    def open_source(cls, phase: Phase) -> tuple[ExampleSource, Validation]:
-        if phase.config.data.corpus is None:
-            top_k = phase.config.retrieval.top_k
-            worlds = WorldExamples(phase.tokenizer, phase.train, phase.origin.config, top_k)
-            return worlds, open_world_validation(phase)
-        data, validation = open_question_data(phase)
-        return make_question_examples(data, phase), validation
+    def open_data(self) -> Validation:
+        phase = self.phase
+        if self._config.data.corpus is None:
+            self._source = WorldExamples(phase.builder, self.train, self._top_k)
+            return open_world_validation(phase)
+        questions, retriever, validation = open_questions(phase)
+        self._source = QuestionExamples(questions, retriever, phase.builder, self.train, phase.name)
+        return validation
 
     def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
-        return sample_prompt_rows(shape, self._train, self._top_k, count * [self._train.rows_per_set])
+        train = self.train
+        return sample_prompt_rows(shape, train.passage_length, self._top_k, count, train.rows_per_set)
 
     def conditions(self, state: TaskState) -> tuple[int, int]:
         """How many passages the prompts of this stage have: at least, at most."""
@@ -137,36 +119,27 @@ class SftTask(MaskedTask):
 
     def loss_weights(self, step: int) -> LossWeights:
         """As the rate falls, end tokens count more and pointers less."""
-        train = self._train
+        train, (pointer, final_pointer) = self.train, self._pointers
         left = compute_decay_factor(step, train.max_steps, train.decay_fraction)
         return LossWeights(
             end_token=train.final_eos_weight + left * (train.eos_weight - train.final_eos_weight),
-            pointer=self._final_pointer + left * (self._pointer - self._final_pointer),
+            pointer=final_pointer + left * (pointer - final_pointer),
         )
 
-    def metrics(
-        self, sums: dict[str, float], counts: dict[str, float], state: TaskState
-    ) -> dict[str, float]:
+    def metrics(self, sums: Sums, counts: Sums, state: TaskState) -> Sums:
         pointed = max(1, counts["pointed"])
         found = {"loss": sums["tokens"] / counts["divisor"], "name_accuracy": sums["names_right"] / pointed}
         if "pointers" in sums:
             found["pointer_loss"] = sums["pointers"] / pointed
             found["pointer_mass"] = sums["passage_mass"] / pointed
-        if self._curriculum:
+        if self._config.data.questions is None:
             found["passages"] = self.conditions(state)[1]
         return found
 
-    def advance(self, state: TaskState, metrics: dict[str, Any], counts: dict[str, float]) -> TaskState:
+    def advance(self, state: TaskState, metrics: dict[str, Any], counts: Sums) -> TaskState:
         stage, accuracy = state.get("stage", 0), state.get("name_accuracy", 0.0)
         if counts["pointed"]:
             accuracy = 0.97 * accuracy + 0.03 * metrics["name_accuracy"]
-        if accuracy > self._train.curriculum_accuracy and stage + 1 < len(CURRICULUM_STAGES):
+        if accuracy > self.train.curriculum_accuracy and stage + 1 < len(CURRICULUM_STAGES):
             stage, accuracy = stage + 1, STAGE_START_ACCURACY
         return {"stage": stage, "name_accuracy": accuracy}
-
-    @classmethod
-    def check_settings(cls, config: Config, train: TrainConfig) -> None:
-        super().check_settings(config, train)
-        made = config.data.corpus is not None and config.data.questions is None
-        if made and train.max_hops == 1:
-            raise ConfigError("train.max_hops=1: questions made from data.corpus need 2 passages or more")

@@ -6,6 +6,7 @@ An objective is a subclass of `Task` with a line in `tasks.TASKS`, or of the use
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -16,29 +17,29 @@ from dlm_rag.errors import ConfigError
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import ContextParallel
-from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.data.examples import Example
+from dlm_rag.training.data.examples import Example, ExampleBuilder
 from dlm_rag.training.initial_weights import InitialModel
 
 TaskState = dict[str, Any]  # JSON values; empty at first
+Sums = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a run, before its data is opened."""
+    """A phase of a run."""
 
     config: Config
     name: str
     origin: InitialModel
     folder: Path  # of the run
 
-    @property
+    @cached_property
     def train(self) -> TrainConfig:
         return self.config.train.get_phase_configs()[self.name]
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.origin.tokenizer
+    @cached_property
+    def builder(self) -> ExampleBuilder:
+        return ExampleBuilder(self.origin.tokenizer, self.origin.config)
 
 
 class Validation(Protocol):
@@ -52,7 +53,7 @@ class Validation(Protocol):
 class Task:
     """One objective. A step consists of `items`, which processes share in one or more microbatches each.
 
-    Apart from what it was built with, a task depends on its arguments alone: what changes over a run is its
+    Apart from its phase and data, a task depends on its arguments alone: what changes over a run is its
     `TaskState`, which the trainer keeps and saves. What a microbatch is, only the task knows.
     """
 
@@ -66,11 +67,9 @@ class Task:
     updates = 1  # weight updates per step
     runs_denoiser = True  # whether the loss runs its layers
 
-    def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
-        """source: of examples, from `open_source`; None for a plan."""
-        self._source, self._config, self._train, self._origin = source, config, train, origin
-        self.train = train
-        self.items, rows = self.count_items(train)
+    def __init__(self, phase: Phase) -> None:
+        self.phase, self.train, self._config, self._origin = phase, phase.train, phase.config, phase.origin
+        self.items, rows = self.count_items(self.train)
         self.rows = self.items * rows
 
     @staticmethod
@@ -92,9 +91,8 @@ class Task:
         """How the objective decodes in training; None if it does not."""
         return None
 
-    @classmethod
-    def open_source(cls, phase: Phase) -> tuple[Any, Validation]:
-        """What examples come from, and the validation; raises `UserError` for data that cannot be used."""
+    def open_data(self) -> Validation:
+        """Opens what examples come from; returns the validation. Raises `UserError` for unusable data."""
         raise NotImplementedError
 
     # For the plan: typical rows of `count` items, a microbatch of them, a row for each decoding step.
@@ -140,18 +138,16 @@ class Task:
         """What changes in the loss from step to step of the phase."""
         return None
 
-    def count_microbatch(self, part: Any, terms: Any) -> dict[str, float]:
+    def count_microbatch(self, part: Any, terms: Any) -> Sums:
         """What is known of a microbatch beforehand, always under the same names: `rows`, `tokens` that the
         layers run, `supervised` ones whose logits are computed, and whatever loss and metrics need.
         """
         raise NotImplementedError
 
-    def metrics(
-        self, sums: dict[str, float], counts: dict[str, float], state: TaskState
-    ) -> dict[str, float]:
+    def metrics(self, sums: Sums, counts: Sums, state: TaskState) -> Sums:
         """The metrics of a step, `loss` included, from sums and counts over all microbatches."""
         raise NotImplementedError
 
-    def advance(self, state: TaskState, metrics: dict[str, Any], counts: dict[str, float]) -> TaskState:
+    def advance(self, state: TaskState, metrics: dict[str, Any], counts: Sums) -> TaskState:
         """The state after a step."""
         return state

@@ -58,12 +58,13 @@ from dlm_rag.training.tasks import find_task
 class Trainer:
     """Trains one phase: from its first weights, or from the newest checkpoint in its folder."""
 
-    def __init__(self, phase: Phase, task: Task, processes: DistributedContext) -> None:
+    def __init__(self, task: Task, processes: DistributedContext) -> None:
         """Reads the weights.
 
         Raises `ConfigError` if the processes cannot share the phase, or if the run in the folder began with
         other settings, or other contents of the files that they name.
         """
+        phase = task.phase
         config, origin, folder = phase.config, phase.origin, phase.folder
         self.config, self.origin, self.task, self.folder = config, origin, task, folder
         self.train = train = phase.train
@@ -343,12 +344,11 @@ def open_trainer(
     processes, origin = processes or DistributedContext(0, 1, 0), origin or open_initial_model(config)
     phase = next(iter(config.train.get_phase_configs())) if phase is None else phase
     task, validation = open_phase(config, phase, origin, folder)
-    return Trainer(Phase(config, phase, origin, folder), task, processes), validation
+    return Trainer(task, processes), validation
 
 
 def open_phase(config: Config, phase: str, origin: InitialModel, folder: Path) -> tuple[Task, Validation]:
     """The task of a phase and its validation; raises `UserError` for unusable data."""
-    train = config.train.get_phase_configs()[phase]
-    task = find_task(train, origin.config.noise)
-    source, validation = task.open_source(Phase(config, phase, origin, folder))
-    return task(source, config, train, origin), validation
+    found = Phase(config, phase, origin, folder)
+    task = find_task(found.train, origin.config.noise)(found)
+    return task, task.open_data()

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dlm_rag.config import Config, TrainConfig
 from dlm_rag.diffusion.noise import (
     NOISE_SCHEDULES,
     add_uniform_noise,
@@ -25,7 +24,6 @@ from dlm_rag.model.diffusion_gemma import DiffusionGemma
 from dlm_rag.nvtx_ranges import profile_stage
 from dlm_rag.randomness import make_keyed_generator
 from dlm_rag.training.data.examples import Example
-from dlm_rag.training.initial_weights import InitialModel
 from dlm_rag.training.losses import LossWeights
 from dlm_rag.training.supervised_tasks import SftTask
 
@@ -55,20 +53,15 @@ def make_full_canvas(example: Example, block: int, end_id: int) -> tuple[tuple[i
 class UniformSftTask(SftTask):
     """`SftTask` for a model of uniform noise: the same rows and curriculum."""
 
-    def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
-        super().__init__(source, config, train, origin)
-        self._shape, self._end_id = origin.config, origin.tokenizer.end_id
-        self._end_ids = origin.tokenizer.end_ids
-
     def objective(self, denoiser: Any, share: object) -> "UniformObjective":  # type: ignore[override]
-        return UniformObjective(denoiser, self._end_ids, self._train.uniform_loss)
+        return UniformObjective(denoiser, self._origin.tokenizer.end_ids, self.train.uniform_loss)
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: tuple[int, int]) -> Any:
         """The rows of some items; what is random depends on step, item and row alone."""
+        found, rows = [], self.train.rows_per_set
         examples = self._source.examples(step, items, conditions)
-        found, rows = [], self._train.rows_per_set
         for place, item in enumerate(items):
-            generator = make_keyed_generator("redrawn", self._train.seed, step, item)
+            generator = make_keyed_generator("redrawn", self.train.seed, step, item)
             found += self._make_rows(examples[place * rows : (place + 1) * rows], generator)
         return found
 
@@ -79,8 +72,8 @@ class UniformSftTask(SftTask):
         would be masked: for half of the rows at a time of its own too, for the others what was not yet
         written at some moment of decoding.
         """
-        shape, train = self._shape, self._train
-        block, end_id = shape.block_size, self._end_id
+        shape, train = self._origin.config, self.train
+        block, end_id = shape.block_size, self._origin.tokenizer.end_id
         assert block is not None and end_id is not None
         pairs = [make_full_canvas(example, block, end_id) for example in examples]
         targets = torch.tensor([target for _, target in pairs])
@@ -102,7 +95,7 @@ class UniformSftTask(SftTask):
         return found
 
     def count_microbatch(self, part: Sequence[Any], terms: LossWeights) -> dict[str, float]:
-        ends = sum(token in self._end_ids for row in part for token in row.target)
+        ends = sum(token in self._origin.tokenizer.end_ids for row in part for token in row.target)
         supervised = sum(len(row.target) for row in part)
         return {
             "supervised": float(supervised),

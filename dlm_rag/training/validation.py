@@ -1,5 +1,6 @@
 """Validation: the real decoder and the NELBO on questions, the NELBO on documents, all held out."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,6 @@ from dlm_rag.diffusion.noise import (
     uniform_nelbo,
 )
 from dlm_rag.evaluation.metrics import score_rollout
-from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.device_io import to_device, to_host
 from dlm_rag.nvtx_ranges import profile_stage
@@ -30,7 +30,7 @@ from dlm_rag.retrieval.base import CorpusRetriever
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.tokenizer import Prompt, Tokenizer
 from dlm_rag.training.data.documents import PackedDocuments
-from dlm_rag.training.data.examples import Example
+from dlm_rag.training.data.examples import Example, ExampleBuilder
 from dlm_rag.training.losses import LossWeights, count_examples, encode_batch
 from dlm_rag.training.trainer import Trainer, sum_counts
 
@@ -55,45 +55,26 @@ class QuestionValidation:
         """
         if not self.questions:
             return {}
-        mine = trainer.processes.local_items(len(self.questions))
+        denoiser, tokenizer, processes = trainer.denoiser, trainer.origin.tokenizer, trainer.processes
+        mine = processes.local_items(len(self.questions))
+        asked = [self.questions[number] for number in mine]
+        by_hops = Counter(question.hops for question in self.questions if question.hops)
+        counts = {"exact_match": len(self.questions)}
+        counts |= {f"exact_match_{hops}_hops": by_hops[hops] for hops in sorted(by_hops)}
+        counts["forwards_per_answer"] = len(self.questions)
+        sums = dict.fromkeys(counts, 0.0)
         with profile_stage("evaluate"), trainer.evaluation_mode():
-            sums = self.sum_scores(trainer.denoiser, trainer.origin.tokenizer, mine)
-        whole = trainer.processes.all_reduce_sum(list(sums.values()))
-        return self.average_scores(dict(zip(sums, whole, strict=True)))
-
-    def score_denoiser(self, denoiser: Denoiser, tokenizer: Tokenizer) -> dict[str, float]:
-        """As `scores`, for a denoiser by itself."""
-        return self.average_scores(self.sum_scores(denoiser, tokenizer, range(len(self.questions))))
-
-    def sum_scores(
-        self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]
-    ) -> dict[str, float]:
-        """Over some of the questions, under names that do not depend on which."""
-        asked = [self.questions[number] for number in which]
-        decoder = Decoder(denoiser, self._retriever, tokenizer, self._config, engine=self._engine)
-        names = ["exact_match", *map(_hop_metric_name, self._hops()), "forwards_per_answer"]
-        found = dict.fromkeys(names, 0.0)
-        for rollout, question in zip(decoder.decode(asked), asked, strict=True):
-            scored = score_rollout(rollout, question)
-            found["exact_match"] += scored.exact_match
-            found["forwards_per_answer"] += scored.forwards
-            if question.hops:
-                found[_hop_metric_name(question.hops)] += scored.exact_match
-        found["nelbo"], found["tokens"] = self.nelbo(denoiser, tokenizer, which)
-        return found
-
-    def average_scores(self, sums: dict[str, float]) -> dict[str, float]:
-        """Per question and per token, from the sums over all questions."""
-        counts = {_hop_metric_name(n): sum(q.hops == n for q in self.questions) for n in self._hops()}
-        found = {
-            name: value / counts.get(name, len(self.questions))
-            for name, value in sums.items()
-            if name not in ("nelbo", "tokens")
-        }
-        return found | {"nelbo_per_token": sums["nelbo"] / sums["tokens"]}
-
-    def _hops(self) -> list[int]:
-        return sorted({question.hops for question in self.questions if question.hops})
+            decoder = Decoder(denoiser, self._retriever, tokenizer, self._config, engine=self._engine)
+            for rollout, question in zip(decoder.decode(asked), asked, strict=True):
+                scored = score_rollout(rollout, question)
+                sums["exact_match"] += scored.exact_match
+                sums["forwards_per_answer"] += scored.forwards
+                if question.hops:
+                    sums[f"exact_match_{question.hops}_hops"] += scored.exact_match
+            own = [*sums.values(), *self.nelbo(denoiser, tokenizer, mine)]
+        *found, nats, tokens = processes.all_reduce_sum(own)
+        means = {name: value / counts[name] for name, value in zip(sums, found, strict=True)}
+        return means | {"nelbo_per_token": nats / tokens}
 
     @torch.no_grad()
     def nelbo(self, denoiser: Denoiser, tokenizer: Tokenizer, which: Sequence[int]) -> tuple[float, float]:
@@ -105,16 +86,16 @@ class QuestionValidation:
         model of uniform noise fills its canvases with end tokens, which are in its bound.
         """
         total = tokens = 0.0
+        bounds = _masked_bounds if denoiser.config.noise is None else _uniform_bounds
+        builder = ExampleBuilder(tokenizer, denoiser.config)
         for number in which:
             question, truth = self.questions[number], self._truths[number]
             generator = make_keyed_generator("nelbo", self._seed, number)
             times = sample_antithetic_times(NELBO_TIMES_PER_QUESTION, generator)
             assert tokenizer.end_id is not None
             target = (*tokenizer.encode(truth), tokenizer.end_id)
-            found = tokenizer.build_prompt(question.question, self._evidence(question, truth))
-            prompt = truncate_evidence(found, ContextBudget.from_config(denoiser.config))[0]
+            prompt = builder.build_prompt(question.question, self._evidence(question, truth))
             tokens += len(target)
-            bounds = _masked_bounds if denoiser.config.noise is None else _uniform_bounds
             total += float(bounds(denoiser, prompt, target, times, generator).sum()) / len(times)
         return total, tokens
 
@@ -138,9 +119,8 @@ def _masked_bounds(
     ids = torch.tensor(target).expand(len(times), -1)
     hidden = mask_tokens(ids, LINEAR.alpha(times), -1, generator) < 0
     some = hidden.any(dim=1)  # a row without masks adds nothing
-    examples = [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]
     losses = torch.zeros(hidden.shape, dtype=torch.float64)
-    if examples:
+    if examples := [Example(prompt, target, tuple(row)) for row in hidden[some].tolist()]:
         seen = encode_batch(denoiser, examples, denoiser.config.evidence_layout)
         (targets,) = to_device([ids[hidden].numpy()], seen.hidden.device)
         found = token_losses(denoiser.compute_token_logits(seen.hidden), targets).double()
@@ -165,10 +145,6 @@ def _uniform_bounds(
             logits = leave_one_out_logits(logits, noisy, at, LINEAR)
         total += uniform_nelbo(logits, noisy, ids, at, LINEAR).sum(1)
     return total
-
-
-def _hop_metric_name(hops: int) -> str:
-    return f"exact_match_{hops}_hops"
 
 
 class DocumentValidation:

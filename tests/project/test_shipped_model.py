@@ -15,7 +15,12 @@ from dlm_rag.data.synthetic_world import write_world
 from dlm_rag.evaluation.metrics import compute_mean_score, score_rollout
 from dlm_rag.questions import read_questions
 from dlm_rag.retrieval.corpus import open_corpus
-from dlm_rag.training.data.question_examples import QuestionExamples, generate_corpus_questions
+from dlm_rag.training.data.examples import ExampleBuilder
+from dlm_rag.training.data.question_examples import (
+    QuestionExamples,
+    TrainingQuestions,
+    generate_corpus_questions,
+)
 from dlm_rag.training.losses import LossWeights, MaskedObjective, count_examples
 from tests.support.paths import ROOT
 
@@ -101,10 +106,11 @@ def test_the_reader_copies_names_from_passages_that_it_was_not_asked_about(real,
     path.write_text("".join(f"{json.dumps(entry)}\n" for entry in passages), encoding="utf-8")
     corpus = open_corpus(path, str(tmp_path / "index"))
     denoiser, tokenizer = Denoiser.from_pretrained(READER), Tokenizer.from_pretrained(READER)
-    made = generate_corpus_questions(corpus, tokenizer, denoiser.config, 4, 0.25)
+    builder = ExampleBuilder(tokenizer, denoiser.config)
+    made = generate_corpus_questions(corpus, builder, 4, 0.25)
     retriever = load_retriever(path, top_k=4, index_dir=str(tmp_path / "index"))
     train = TrainConfig(passage_sets_per_step=40, rows_per_set=1)
-    rows = QuestionExamples(made.held_out, retriever, tokenizer, denoiser.config, train, "")
+    rows = QuestionExamples(TrainingQuestions(made.held_out), retriever, builder, train, "")
     examples = rows.examples(0, range(40), (4, 4))
     terms = LossWeights()
     counts = count_examples(examples, tokenizer.end_ids, terms.end_token)

@@ -32,7 +32,8 @@ from dlm_rag.synthesis.passage_links import (
 from dlm_rag.synthesis.shards import RowsFolder
 from dlm_rag.synthesis.trace_rows import TraceRowGenerator, check_trace, find_drop_reason
 from dlm_rag.text import normalize_answer
-from dlm_rag.training.data.question_examples import QuestionExamples
+from dlm_rag.training.data.examples import ExampleBuilder
+from dlm_rag.training.data.question_examples import QuestionExamples, TrainingQuestions
 from tests.support.passages import write_jsonl_file
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
 
@@ -318,9 +319,9 @@ def test_rows_of_a_corpus_are_trained_on_as_they_are(tmp_path):
     shape = replace(shape, canvas_length=max(len(q.response or "") for q in made) + 1)
     train = TrainConfig(passage_sets_per_step=2, rows_per_set=2)
     retriever = load_retriever(corpus, top_k=3)
-    rows = QuestionExamples(made, retriever, tiny_tokenizer(), shape, train, "").examples(
-        0, range(2), (1, 3)
-    )
+    builder = ExampleBuilder(tiny_tokenizer(), shape)
+    rows = QuestionExamples(TrainingQuestions(made), retriever, builder, train, "")
+    rows = rows.examples(0, range(2), (1, 3))
     said = {tiny_tokenizer().inner.decode(row.target) for row in rows}
     assert len(rows) == 4 and all(any(text.startswith(q.response) for q in made) for text in said)
 

@@ -7,13 +7,12 @@ from torch import nn
 from dlm_rag.config import load_config
 from dlm_rag.errors import CheckpointError, ConfigError
 from dlm_rag.training.checkpoints import RECORD_FILE, find_resume_point
-from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.initial_model import open_initial_model
 from dlm_rag.training.planning.plan import plan_phases
 from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import check_task_settings
 from dlm_rag.training.trainer import Trainer, open_trainer
-from tests.support.training import MICRO_SETTINGS
+from tests.support.training import MICRO_SETTINGS, SINGLE_PROCESS
 
 
 class Regression(Task):
@@ -67,8 +66,7 @@ def make_trainer(folder):
     words = ["train.learning_rate=0.1", "train.gradient_accumulation_steps=2", "train.warmup_steps=0"]
     config = load_config(None, [*MICRO_SETTINGS, "train.optimizer=adamw", *words])
     origin = open_initial_model(config)
-    task = Regression(None, config, config.train, origin)
-    return Trainer(Phase(config, "", origin, folder), task, DistributedContext(0, 1, 0))
+    return Trainer(Regression(Phase(config, "", origin, folder)), SINGLE_PROCESS)
 
 
 def test_a_task_of_ones_own_is_stepped_saved_and_resumed(tmp_path):

@@ -119,7 +119,7 @@ def test_a_mixture_of_unknown_sources_and_a_file_too_short_are_errors(source):
     for settings, match in (
         ({"mixture": {"wep": 1.0}}, "mixture names 'wep', which is none of web"),
         ({"mixture": {"web": -1.0}}, "must not be negative"),
-        ({"sequence_length": 8192, "batch_tokens": 8192}, "fewer than one sequence"),
+        ({"sequence_length": 8192, "batch_tokens": 8192}, "fewer tokens than one .*sequence_length=8192"),
     ):
         with pytest.raises(ConfigError, match=match):
             PackedDocuments({"web": source}, tiny_tokenizer(), phase(**settings), "", False)

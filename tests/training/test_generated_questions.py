@@ -16,10 +16,17 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage, open_corpus
-from dlm_rag.training.data.examples import MIN_COPY_TOKENS, Pointer, find_copy_pointers, sample_passages
+from dlm_rag.training.data.examples import (
+    MIN_COPY_TOKENS,
+    ExampleBuilder,
+    Pointer,
+    find_copy_pointers,
+    sample_passages,
+)
 from dlm_rag.training.data.question_examples import (
     MAX_UNSUPPORTED_TOKENS,
     QuestionExamples,
+    TrainingQuestions,
     generate_corpus_questions,
 )
 from dlm_rag.training.initial_model import open_initial_model
@@ -49,7 +56,9 @@ def web(tmp_path):
 
 
 def ask(corpus, shape=SHAPE, hops=3, held_out=0.0):
-    return generate_corpus_questions(open_corpus(corpus), tiny_tokenizer(), shape, hops, held_out)
+    return generate_corpus_questions(
+        open_corpus(corpus), ExampleBuilder(tiny_tokenizer(), shape), hops, held_out
+    )
 
 
 def test_questions_are_made_from_titles_and_split_by_passages(web):
@@ -128,8 +137,7 @@ def test_half_of_the_rows_are_of_what_the_same_passages_answer(web):
     retriever, tokenizer = load_retriever(web, top_k=4), tiny_tokenizer()
 
     def make_rows():
-        rows = QuestionExamples(made.chains, retriever, tokenizer, SHAPE, train, "")
-        return rows.add_single_passage_questions(made.single_passage)
+        return QuestionExamples(made, retriever, ExampleBuilder(tokenizer, SHAPE), train, "")
 
     rows = make_rows()
     examples = [e for step in range(5) for e in rows.examples(step, range(6), (2, 3))]
@@ -174,11 +182,10 @@ def test_chains_that_the_corpus_does_not_tell(web, held_out):
 def test_a_crossed_set_of_passages_has_one_passage_of_that_name(web):
     """Where it is missing, the name is there to be learned, and of what follows the first tokens alone."""
     tokenizer = tiny_tokenizer()
-    made = generate_corpus_questions(open_corpus(web), tokenizer, SHAPE, hops=2, held_out=0.0)
+    made = ask(web, hops=2)
     retriever = load_retriever(web, top_k=8)
     train = TrainConfig(passage_sets_per_step=4, rows_per_set=2, counterfactual_share=1.0)
-    rows = QuestionExamples(made.chains, retriever, tokenizer, SHAPE, train, "")
-    rows.add_single_passage_questions(made.single_passage, made.draw_counterfactual)
+    rows = QuestionExamples(made, retriever, ExampleBuilder(tokenizer, SHAPE), train, "")
     whole, missing = 0, 0
     for example in [e for step in range(4) for e in rows.examples(step, range(8), (8, 8))[::2]]:
         facts = [tokenizer.decode_with_offsets(fact)[0] for fact in example.prompt.facts]
@@ -239,9 +246,10 @@ def test_the_way_from_a_corpus_to_answers(tmp_path, web):
 
 def test_own_questions_get_what_they_got_before(web):
     """Without questions beside, all that is found is in the prompt."""
-    own = [Question("a", "Where does Ada Brown live?", ("Marwick",), ("p0",))]
+    own = TrainingQuestions([Question("a", "Where does Ada Brown live?", ("Marwick",), ("p0",))])
     train = TrainConfig(passage_sets_per_step=1, rows_per_set=3)
-    rows = QuestionExamples(own, load_retriever(web, top_k=5), tiny_tokenizer(), SHAPE, train, "")
+    builder = ExampleBuilder(tiny_tokenizer(), SHAPE)
+    rows = QuestionExamples(own, load_retriever(web, top_k=5), builder, train, "")
     for example in rows.examples(0, range(1), (2, 2)):
         assert len(example.prompt.facts) > 2
 

@@ -33,6 +33,7 @@ from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.device_io import to_host
 from dlm_rag.model.layers import AttentionProbe
 from dlm_rag.training.checkpoints import find_latest_checkpoint, find_resume_point, scan_checkpoints
+from dlm_rag.training.data.examples import ExampleBuilder
 from dlm_rag.training.data.world_examples import WorldExamples, find_subsequence
 from dlm_rag.training.distributed import DistributedContext
 from dlm_rag.training.fingerprint import collect_phase_settings
@@ -85,7 +86,7 @@ def make_stream(tokenizer, seed=0):
     train = TrainConfig(
         seed=seed, passage_sets_per_step=6, rows_per_set=6, world_passages=150, steps_per_world=3, worlds=2
     )
-    return WorldExamples(tokenizer, train, DenoiserConfig(1024, canvas_length=120), top_k=5)
+    return WorldExamples(ExampleBuilder(tokenizer, DenoiserConfig(1024, canvas_length=120)), train, top_k=5)
 
 
 def test_a_name_has_the_same_tokens_wherever_it_stands(tokenizer):

@@ -7,7 +7,7 @@ nothing has to be saved to go on, and any process can make any sequence.
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -51,20 +51,6 @@ class TokenFile:
         return [part.tolist() for part in np.split(self.tokens[first:last], inside - first)]
 
 
-def read_documents(path: str | Path) -> Iterator[str]:
-    """The texts of a file in any form of `readers.read_records`, `text` or `contents` of each.
-
-    Raises `CorpusError` naming file and line.
-    """
-    for place, record in read_records(
-        resolve_regular_file(path, "file of documents", CorpusError), CorpusError
-    ):
-        _, text = get_field(record, "contents")
-        if not isinstance(text, str) or not text.strip():
-            raise CorpusError(f"{place}: a document needs a 'text'")
-        yield text
-
-
 def open_token_file(path: str | Path, tokenizer: Tokenizer, folder: str | None = None) -> TokenFile:
     """The token ids of a file, made at the first use and mapped into memory from then on.
 
@@ -77,16 +63,18 @@ def open_token_file(path: str | Path, tokenizer: Tokenizer, folder: str | None =
     (end, *_) = sorted(tokenizer.end_ids)
 
     def build(scratch: Path) -> None:
-        ends, at = [], 0
+        ends = [0]
         with (scratch / "tokens.bin").open("wb") as file:
-            for text in read_documents(path):
+            for place, record in read_records(path, CorpusError):
+                _, text = get_field(record, "contents")
+                if not isinstance(text, str) or not text.strip():
+                    raise CorpusError(f"{place}: a document needs a 'text'")
                 ids = np.array((*tokenizer.encode_uncached(text), end), np.uint32)
                 file.write(ids.tobytes())
-                at += len(ids)
-                ends.append(at)
-        if not ends:
+                ends.append(ends[-1] + len(ids))
+        if len(ends) == 1:
             raise CorpusError(f"{path} holds no documents")
-        np.save(scratch / "ends.npy", np.array(ends, np.int64))
+        np.save(scratch / "ends.npy", np.array(ends[1:], np.int64))
 
     built = build_once(root / name, build)
     return TokenFile(np.memmap(built / "tokens.bin", np.uint32, "r"), np.load(built / "ends.npy"))
@@ -116,18 +104,17 @@ class PackedDocuments:
         shares = {name: weight / whole for name, weight in weights.items() if weight}
         self._files = [sources[name] for name in shares]
         self._quotas = allocate_quotas(list(shares.values()), MIXTURE_BLOCK_SEQUENCES)
-        self._sequences = []
-        for name, quota, file in zip(shares, self._quotas, self._files, strict=True):
-            count = file.count_sequences(train.sequence_length)
-            self._sequences.append(count - min(HELD_OUT_SEQUENCES, count // 20))
+        counts = [file.count_sequences(train.sequence_length) for file in self._files]
+        self._sequences = [n - min(HELD_OUT_SEQUENCES, n // 20) for n in counts]
+        for name, quota, sequences in zip(shares, self._quotas, counts, strict=True):
             if not quota:
                 raise ConfigError(
                     f"mixture: the share of '{name}' is below one sequence in {MIXTURE_BLOCK_SEQUENCES:,}"
                 )
-            if not count:
+            if not sequences:
                 raise ConfigError(
-                    f"the documents '{name}' have {len(file.tokens):,} tokens, fewer than one sequence of "
-                    f"sequence_length={train.sequence_length}"
+                    f"the documents '{name}' have fewer tokens than one sequence of sequence_length="
+                    f"{train.sequence_length}"
                 )
 
     def examples(self, step: int, items: Iterable[int]) -> list[Example]:
@@ -146,13 +133,13 @@ class PackedDocuments:
     def sequence_rows(self, number: int) -> list[list[int]]:
         """The rows of sequence `number` of the phase."""
         block, place = divmod(number, MIXTURE_BLOCK_SEQUENCES)
-        drawers = _source_order((*self._key, block), self._quotas)
+        order = sample_permutation((*self._key, block, "order"), MIXTURE_BLOCK_SEQUENCES).numpy()
+        drawers = np.repeat(np.arange(len(self._quotas)), self._quotas)[order]  # the source of each
         source = int(drawers[place])
         drawn = block * self._quotas[source] + int((drawers[:place] == source).sum())
-        file, length = self._files[source], self._train.sequence_length
         epoch, index = divmod(drawn, self._sequences[source])
-        order = sample_permutation((*self._key, source, epoch), self._sequences[source])
-        return file.sequence_rows(int(order[index]), length)
+        shuffled = sample_permutation((*self._key, source, epoch), self._sequences[source])
+        return self._files[source].sequence_rows(int(shuffled[index]), self._train.sequence_length)
 
     def held_out_examples(self) -> list[list[Example]]:
         """The rows of each sequence that is kept for validation, masked at times all over the interval."""
@@ -180,9 +167,3 @@ def allocate_quotas(shares: list[float], count: int) -> list[int]:
     for n in by_remainder[: count - sum(found)]:
         found[n] += 1
     return found
-
-
-def _source_order(key: tuple[object, ...], counts: list[int]) -> NDArray[np.int64]:
-    """Which source each sequence of a block comes from."""
-    sources = np.repeat(np.arange(len(counts)), counts)
-    return sources[sample_permutation((*key, "order"), len(sources)).numpy()]

@@ -1,16 +1,17 @@
 """A training row: how its canvas, masks and evidence are drawn, what it copies; typical rows for plans."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 
-from dlm_rag.config import TrainConfig
-from dlm_rag.evidence.prompt_segments import LaidOutPrompt
+from dlm_rag.evidence.prompt_segments import lay_out_prompt
+from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.retrieval.corpus import Passage
-from dlm_rag.tokenizer import Prompt
+from dlm_rag.tokenizer import Prompt, Tokenizer
 
 FULL_CANVAS_SHARE = 0.2  # share of rows with the whole canvas; others end soon after their response
 UNIFORM_MASK_SHARE = 0.5  # share of rows masked at a uniform time; in others all after a cut is masked
@@ -83,13 +84,13 @@ def draw_random_mask(rng: random.Random, used: int, length: int, stands: int) ->
 
 
 def draw_block_mask(
-    rng: random.Random, used: int, longest: int, stands: int, block: int, first: int
+    rng: random.Random, used: int, stands: int, longest: int, block: int, first: int
 ) -> tuple[tuple[bool, ...], int]:
     """Which positions of a canvas that attention takes in blocks are masked, and how many are finished.
 
     One block is under work, masked in part; those before are finished, those after it (a few: what queries
-    may guess at) masked. used, stands: as for `draw_random_mask`; first: positions of the first block. The
-    canvas is as long as what is returned.
+    may guess at) masked. The canvas, of at most `longest` positions, is as long as what is returned. used,
+    stands: as for `draw_random_mask`; first: positions of the first block.
     """
     cut = rng.randrange(used + 1)
     if stands and rng.random() < RETRIEVAL_CUT_SHARE:
@@ -106,28 +107,36 @@ def draw_block_mask(
     return (*[False] * finished, *masked, *[True] * (stop - end)), finished
 
 
-def make_masked_canvas(
-    rng: random.Random, ids: list[int], stands: int, laid: LaidOutPrompt, shape: DenoiserConfig,
-    end_id: int | None,
-) -> tuple[tuple[int, ...], tuple[bool, ...], int]:  # fmt: skip
-    """A canvas around a response, which of it is masked, and how many positions are finished blocks.
+@dataclass(frozen=True)
+class ExampleBuilder:
+    """Makes the prompts and rows of a denoiser."""
 
-    laid: the prompt before it.
-    """
-    assert end_id is not None, "a tokenizer without an end token"
-    if shape.block_size is None:
-        target = make_padded_canvas(rng, ids, shape.canvas_length, end_id)
-        return tuple(target), draw_random_mask(rng, len(ids), len(target), stands), 0
-    block, first = shape.block_size, laid.block_bounds(0)[1]
-    hidden, finished = draw_block_mask(rng, len(ids), shape.canvas_length, stands, block, first)
-    padded = ids + [end_id] * shape.canvas_length
-    return tuple(padded[: len(hidden)]), hidden, finished
+    tokenizer: Tokenizer
+    shape: DenoiserConfig
 
+    def build_prompt(self, question: str, passages: Iterable[str]) -> Prompt:
+        """As decoding has it; raises `QuestionError` for a question that does not fit."""
+        prompt = self.tokenizer.build_prompt(question, list(passages))
+        return truncate_evidence(prompt, ContextBudget.from_config(self.shape))[0]
 
-def make_padded_canvas(rng: random.Random, ids: list[int], longest: int, end_id: int) -> list[int]:
-    """A response with end tokens after it: a few, or now and then up to the whole canvas."""
-    length = longest if rng.random() < FULL_CANVAS_SHARE else min(longest, len(ids) + rng.randint(1, 10))
-    return (ids + [end_id] * length)[:length]
+    def build_example(
+        self, rng: random.Random, prompt: Prompt, ids: list[int], stands: int, pointers: Iterable[Pointer]
+    ) -> Example:
+        """A row of the response `ids`, of which `stands` tokens stood when the evidence was found."""
+        shape, end_id, finished = self.shape, self.tokenizer.end_id, 0
+        assert end_id is not None, "a tokenizer without an end token"
+        if shape.block_size is None:
+            length = shape.canvas_length  # in some rows; others have a few end tokens
+            if rng.random() >= FULL_CANVAS_SHARE:
+                length = min(length, len(ids) + rng.randint(1, 10))
+            masked = draw_random_mask(rng, len(ids), length, stands)
+        else:
+            first = lay_out_prompt(prompt, shape).block_bounds(0)[1]
+            blocks = shape.canvas_length, shape.block_size, first
+            masked, finished = draw_block_mask(rng, len(ids), stands, *blocks)
+        target = (*ids, *[end_id] * len(masked))[: len(masked)]
+        there = tuple(pointer for pointer in pointers if pointer.position < len(target))
+        return Example(prompt, target, masked, there, finished=finished)
 
 
 def sample_passages(
@@ -151,15 +160,16 @@ def find_copy_pointers(ids: Sequence[int], facts: Sequence[Sequence[int]]) -> tu
     Of equally long runs the one in the first passage counts, there the first. Runs of fewer than
     `MIN_COPY_TOKENS` tokens may be chance and have no pointers.
     """
-    places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    places = defaultdict[tuple[int, ...], list[tuple[int, int]]](list)
     for row, fact in enumerate(facts):
         for at in range(len(fact) - MIN_COPY_TOKENS + 1):
-            places.setdefault(tuple(fact[at : at + MIN_COPY_TOKENS]), []).append((row, at))
+            places[tuple(fact[at : at + MIN_COPY_TOKENS])].append((row, at))
     found: list[Pointer] = []
     position = 0
     while position < len(ids):
-        starts = places.get(tuple(ids[position : position + MIN_COPY_TOKENS]), ())
-        runs = [(_count_common_tokens(ids, position, facts[row], at), row, at) for row, at in starts]
+        rest = ids[position:]
+        starts = places.get(tuple(rest[:MIN_COPY_TOKENS]), ())
+        runs = [(count_shared_tokens(rest, facts[row][at:]), row, at) for row, at in starts]
         length, row, at = max(runs, key=lambda run: run[0], default=(1, 0, 0))
         if runs:
             found += [Pointer(position + n, row, at + n) for n in range(length)]
@@ -167,41 +177,32 @@ def find_copy_pointers(ids: Sequence[int], facts: Sequence[Sequence[int]]) -> tu
     return tuple(found)
 
 
-def _count_common_tokens(ids: Sequence[int], position: int, fact: Sequence[int], at: int) -> int:
-    """How many tokens agree from there on."""
-    pairs = zip(ids[position:], fact[at:], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def count_shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens at the beginnings of both agree."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def sample_document_rows(shape: DenoiserConfig, length: int, count: int) -> list[Example]:
     """`count` packed sequences of `length` tokens."""
     rng, hidden = random.Random(0), tuple(n % 2 == 0 for n in range(length))
-    return [
-        Example(Prompt((), (), ()), _draw_ids(rng, shape, length), hidden, (), 1.0, float(length))
-        for _ in range(count)
-    ]
+    targets = (tuple(rng.choices(range(shape.vocab_size), k=length)) for _ in range(count))
+    return [Example(Prompt((), (), ()), target, hidden, (), 1.0, float(length)) for target in targets]
 
 
 def sample_prompt_rows(
-    shape: DenoiserConfig, train: TrainConfig, top_k: int, rows: Sequence[int], searched: int = 1
+    shape: DenoiserConfig, passage_length: int, top_k: int, items: int, rows: int, searches: int = 1
 ) -> list[Example]:
-    """Rows of items, `rows[n]` of item n; searched: how many times `top_k` passages an item has.
+    """`rows` of each of some items; searches: how many times `top_k` passages an item has.
 
     Rows of an item with one search have their own questions; with several, one question.
     """
-    rng, hidden = random.Random(0), tuple(n % 2 == 0 for n in range(shape.canvas_length))
-    found = []
-    for count in rows:
-        passages = [_draw_ids(rng, shape, train.passage_length) for _ in range(searched * top_k)]
-        asked = count if searched == 1 else 1
-        questions = [_draw_ids(rng, shape, LONG_QUESTION_TOKENS) for _ in range(asked)]
-        for row in range(count):
-            first = row % ((searched - 1) * top_k + 1)
-            facts = tuple(passages[first : first + top_k])
-            prompt = Prompt(questions[row % len(questions)], facts, ())
-            found.append(Example(prompt, _draw_ids(rng, shape, shape.canvas_length), hidden))
+    draw = partial(random.Random(0).choices, range(shape.vocab_size))
+    hidden, found = tuple(n % 2 == 0 for n in range(shape.canvas_length)), []
+    for _ in range(items):
+        passages = [tuple(draw(k=passage_length)) for _ in range(searches * top_k)]
+        questions = [tuple(draw(k=LONG_QUESTION_TOKENS)) for _ in range(rows if searches == 1 else 1)]
+        for row in range(rows):
+            first = row % ((searches - 1) * top_k + 1)
+            prompt = Prompt(questions[row % len(questions)], tuple(passages[first : first + top_k]), ())
+            found.append(Example(prompt, tuple(draw(k=shape.canvas_length)), hidden))
     return found
-
-
-def _draw_ids(rng: random.Random, shape: DenoiserConfig, length: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(shape.vocab_size) for _ in range(length))

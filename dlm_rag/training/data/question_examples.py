@@ -2,20 +2,18 @@
 
 An item of a step is one set of passages: those that the query of a moment of some question brings, when
 some sentences of its response stand. Its rows are that question's, masked in several ways; half of the rows
-are of single-passage questions, if any were added. Everything follows from (seed, phase, step, item).
+are of single-passage questions, if there are any. Everything follows from (seed, phase, step, item).
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from dlm_rag.config import TrainConfig
 from dlm_rag.errors import CorpusError, QuestionError
-from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
-from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.questions import Question
 from dlm_rag.randomness import sample_permutation
 from dlm_rag.retrieval.base import Retriever
@@ -23,8 +21,13 @@ from dlm_rag.retrieval.corpus import Corpus, Passage
 from dlm_rag.retrieval.query import build_query
 from dlm_rag.synthesis.cloze_questions import CorpusRowGenerator
 from dlm_rag.text import find_sentence_spans, strip_disambiguation
-from dlm_rag.tokenizer import Prompt, Tokenizer
-from dlm_rag.training.data.examples import Example, find_copy_pointers, make_masked_canvas, sample_passages
+from dlm_rag.training.data.examples import (
+    Example,
+    ExampleBuilder,
+    count_shared_tokens,
+    find_copy_pointers,
+    sample_passages,
+)
 
 MIN_COPIED_SHARE = 0.8  # share of a response that its passages must spell out where they are cut
 MAX_CHAIN_DRAWS = 100  # until a chain fits
@@ -40,24 +43,24 @@ CounterfactualSampler = Callable[[random.Random], tuple[Question, Passage]]
 
 
 @dataclass(frozen=True)
-class GeneratedQuestions:
-    """chains: need several passages. single_passage: of one passage each. held_out: chains to validate
-    with.
+class TrainingQuestions:
+    """chains: of one's own, or generated ones that need several passages. single_passage: of one passage
+    each, with which training begins on few passages. held_out: chains to validate with.
 
     draw_counterfactual: draws a chain that the corpus does not tell, and its second passage; None where
     there are none.
     """
 
-    chains: list[Question] = field(default_factory=list)
-    single_passage: list[Question] = field(default_factory=list)
-    held_out: list[Question] = field(default_factory=list)
+    chains: Sequence[Question] = field(default_factory=list)
+    single_passage: Sequence[Question] = ()
+    held_out: Sequence[Question] = ()
     draw_counterfactual: CounterfactualSampler | None = None
 
 
 def generate_corpus_questions(
-    corpus: Corpus, tokenizer: Tokenizer, shape: DenoiserConfig, hops: int, held_out: float
-) -> GeneratedQuestions:
-    """What can be asked of a corpus by a denoiser of this shape.
+    corpus: Corpus, builder: ExampleBuilder, hops: int, held_out: float
+) -> TrainingQuestions:
+    """What can be asked of a corpus.
 
     hops: passages of a chain, at most; 2 or more. held_out: share of the passages that nothing is trained
     on. Left out is what does not fit into prompt and canvas, or stands where passages are cut. Raises
@@ -65,17 +68,16 @@ def generate_corpus_questions(
     """
     rows = CorpusRowGenerator(corpus, hops, held_out)
     texts = {passage.id: passage.text for passage in corpus}
-    room = ContextBudget.from_config(shape)
+    shape = builder.shape
 
     def fits(question: Question, passages: list[str]) -> bool:
-        ids = tokenizer.encode(question.response)
+        ids = builder.tokenizer.encode(question.response)
         try:
-            prompt, _ = truncate_evidence(tokenizer.build_prompt(question.question, passages), room)
+            facts = builder.build_prompt(question.question, passages).facts
         except QuestionError:
             return False
-        return len(ids) < shape.canvas_length and len(
-            find_copy_pointers(ids, prompt.facts)
-        ) >= MIN_COPIED_SHARE * len(ids)
+        copied = len(find_copy_pointers(ids, facts))
+        return len(ids) < shape.canvas_length and copied >= MIN_COPIED_SHARE * len(ids)
 
     gaps, defined = rows.list_counterfactual_parts()
 
@@ -92,23 +94,24 @@ def generate_corpus_questions(
             "train.counterfactual_share=0"
         )
 
-    made, several = GeneratedQuestions(draw_counterfactual=cross if gaps and defined else None), 0
+    found: dict[str, list[Question]] = {"chains": [], "single_passage": [], "held_out": []}
+    several = 0
     for row in chain.from_iterable(rows.make_rows(number)[0] for number in range(len(rows))):
-        question = _to_question(row)
-        if row["held_out"] and row["hops"] == 1:
-            continue
-        several += row["hops"] > 1 and not row["held_out"]
-        if fits(question, [texts[i] for i in question.supporting_ids]):
-            chains = made.held_out if row["held_out"] else made.chains
-            times = WHAT_QUESTION_REPEATS if row["template"] == "what" else 1
-            (chains if row["hops"] > 1 else made.single_passage).extend([question] * times)
-    if not made.chains:
+        question, kind = _to_question(row), "chains" if row["hops"] > 1 else "single_passage"
+        if row["held_out"]:
+            kind = "held_out" if row["hops"] > 1 else ""
+        several += kind == "chains"
+        if kind and fits(question, [texts[i] for i in question.supporting_ids]):
+            found[kind] += [question] * (WHAT_QUESTION_REPEATS if row["template"] == "what" else 1)
+    if not found["chains"]:
         lengths = f"passage_length={shape.passage_length} and canvas_length={shape.canvas_length}"
         reason = "no sentence of a passage names the title of another that says what it is"
         if several:
             reason = f"none of its {several} chains to train on fits into {lengths}"
         raise CorpusError(f"{corpus.path}: {reason}, so that nothing can be asked: give data.questions too")
-    return made
+    return TrainingQuestions(
+        found["chains"], found["single_passage"], found["held_out"], cross if gaps and defined else None
+    )
 
 
 def _to_question(row: dict[str, Any]) -> Question:
@@ -120,43 +123,31 @@ class QuestionExamples:
     """The batches of a phase of fine-tuning on questions with known responses."""
 
     def __init__(
-        self, questions: Sequence[Question], retriever: Retriever, tokenizer: Tokenizer,
-        denoiser: DenoiserConfig, train: TrainConfig, phase: str,
+        self, questions: TrainingQuestions, retriever: Retriever, builder: ExampleBuilder,
+        train: TrainConfig, phase: str,
     ) -> None:  # fmt: skip
         """Raises `QuestionError` for a question without a response or an answer, or that cannot fit."""
-        self._questions, self._retriever, self._tokenizer = questions, retriever, tokenizer
-        self._denoiser, self._train, self._key = denoiser, train, (train.seed, phase)
-        self._single: dict[str, list[Question]] = {}
-        self._crossed: CounterfactualSampler | None = None
-        for question in questions:
+        self._questions, self._retriever, self._builder = questions.chains, retriever, builder
+        self._train, self._key = train, (train.seed, phase)
+        self._crossed = questions.draw_counterfactual if train.counterfactual_share else None
+        self._single = defaultdict[str, list[Question]](list)
+        for question in questions.single_passage:
+            self._single[question.supporting_ids[0]].append(question)
+        for question in questions.chains:
             self._check(question)
-
-    def add_single_passage_questions(
-        self, questions: Iterable[Question], crossed: CounterfactualSampler | None = None
-    ) -> "QuestionExamples":
-        """Adds questions that a single passage answers, and with them a curriculum of few passages first.
-
-        crossed: draws a chain that no corpus tells, and its second passage; a share
-        `train.counterfactual_share` of the items is such. Raises as the constructor.
-        """
-        self._crossed = crossed if self._train.counterfactual_share else None
-        for question in questions:
-            self._check(question)
-            self._single.setdefault(question.supporting_ids[0], []).append(question)
-        return self
 
     def _check(self, question: Question) -> None:
-        response, longest = target_response(question), self._denoiser.canvas_length
-        if not response:
-            raise QuestionError(f"question '{question.id}' has neither 'response' nor 'golden_answers'")
-        length = len(self._tokenizer.encode(response)) + 1
-        if length > longest:
-            raise QuestionError(
-                f"question '{question.id}': its response and an end token are {length} tokens, more "
-                f"than the canvas of {longest}: set decode.max_new_tokens"
-            )
+        response, longest = target_response(question), self._builder.shape.canvas_length
+        length = len(self._builder.tokenizer.encode(response)) + 1
         try:
-            self._prompt(question, [])
+            if not response:
+                raise QuestionError("it has neither 'response' nor 'golden_answers'")
+            if length > longest:
+                raise QuestionError(
+                    f"its response and an end token are {length} tokens, more than the canvas of "
+                    f"{longest}: set decode.max_new_tokens"
+                )
+            self._builder.build_prompt(question.question, [])
         except QuestionError as error:
             raise QuestionError(f"question '{question.id}': {error}") from None
 
@@ -184,11 +175,11 @@ class QuestionExamples:
                 evidence = sample_passages(rng, evidence, needed, rng.randint(*passages))
             others = [other for passage in evidence for other in self._single.get(passage.id, ())]
             for row in range(self._train.rows_per_set):
+                asked, moment = question, stands
                 if others and row >= self._train.rows_per_set // 2:
-                    side = rng.choice(others)
-                    examples.append(self._example(rng, side, evidence, rng.choice(_sentence_ends(side))))
-                else:
-                    examples.append(self._example(rng, question, evidence, stands))
+                    asked = rng.choice(others)
+                    moment = rng.choice(_sentence_ends(asked))
+                examples.append(self._example(rng, asked, evidence, moment))
         return examples
 
     def _draw_moment(self, step: int, item: int) -> tuple[random.Random, Question, int, Passage | None]:
@@ -217,42 +208,30 @@ class QuestionExamples:
         self, rng: random.Random, question: Question, evidence: Sequence[Passage], stands: int
     ) -> Example:
         """A row of a question of whose response the first `stands` characters stand."""
-        tokenizer, shape, response = self._tokenizer, self._denoiser, target_response(question)
-        prompt = self._prompt(question, [passage.text for passage in evidence])
-        ids = list(tokenizer.encode(response))
-        standing = len(tokenizer.encode(response[:stands])) if stands else 0
-        laid = lay_out_prompt(prompt, shape)
-        target, hidden, finished = make_masked_canvas(rng, ids, standing, laid, shape, tokenizer.end_id)
-        pointers = tuple(p for p in find_copy_pointers(ids, prompt.facts) if p.position < len(target))
-        told, there = len(ids), {passage.id for passage in evidence}
-        if self._single:
-            told = self._count_supported_tokens(question, ids, there)
-        supervised = None
-        if finished <= told < len(ids):
-            hidden = tuple(hide or place >= told for place, hide in enumerate(hidden))
-            supervised = tuple(hide and n < told + MAX_UNSUPPORTED_TOKENS for n, hide in enumerate(hidden))
-        return Example(prompt, target, hidden, pointers, supervised=supervised, finished=finished)
+        encode, response = self._builder.tokenizer.encode, target_response(question)
+        prompt = self._builder.build_prompt(question.question, [passage.text for passage in evidence])
+        ids, standing = list(encode(response)), len(encode(response[:stands])) if stands else 0
+        pointers = find_copy_pointers(ids, prompt.facts)
+        row = self._builder.build_example(rng, prompt, ids, standing, pointers)
+        told = self._count_supported_tokens(question, ids, {p.id for p in evidence})
+        if not row.finished <= told < len(ids):
+            return row
+        hidden = tuple(hide or place >= told for place, hide in enumerate(row.masked))
+        counted = (hide and n < told + MAX_UNSUPPORTED_TOKENS for n, hide in enumerate(hidden))
+        return replace(row, masked=hidden, supervised=tuple(counted))
 
     def _count_supported_tokens(self, question: Question, ids: list[int], found: set[str]) -> int:
         """How many tokens of a response the passages that were found tell, of a chain's in its order.
 
         These are its sentences up to that of the first passage that is missing, and with them the name that
-        this one begins with.
+        this one begins with. Of one's own questions all.
         """
         missing = next((n for n, i in enumerate(question.supporting_ids) if i not in found), None)
-        if missing is None:
+        if missing is None or not self._single:
             return len(ids)
-        end = len(self._tokenizer.encode(target_response(question)[: _sentence_ends(question)[missing]]))
-        known = 0
-        while any(ids[at : at + known + 1] == ids[end : end + known + 1] for at in range(end - known)):
-            known += 1
-        return end + known
-
-    def _prompt(self, question: Question, passages: list[str]) -> Prompt:
-        return truncate_evidence(
-            self._tokenizer.build_prompt(question.question, passages),
-            ContextBudget.from_config(self._denoiser),
-        )[0]
+        before = target_response(question)[: _sentence_ends(question)[missing]]
+        end = len(self._builder.tokenizer.encode(before))
+        return end + max((count_shared_tokens(ids[at:end], ids[end:]) for at in range(end)), default=0)
 
 
 def _sentence_ends(question: Question) -> list[int]:

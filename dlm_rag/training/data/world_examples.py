@@ -22,14 +22,10 @@ from dlm_rag.data.synthetic_world import (
     make_world,
     make_world_question,
 )
-from dlm_rag.evidence.prompt_segments import lay_out_prompt
-from dlm_rag.evidence.truncation import ContextBudget, truncate_evidence
-from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage
 from dlm_rag.retrieval.query import build_query
-from dlm_rag.tokenizer import Tokenizer
-from dlm_rag.training.data.examples import Example, Pointer, make_masked_canvas, sample_passages
+from dlm_rag.training.data.examples import Example, ExampleBuilder, Pointer, sample_passages
 
 HOPS = (1, 2, 2, 3, 3, 4, 4)  # of the questions that evidence is retrieved for
 SIDE_HOPS = (1, 1, 1, 2)  # of questions that start at a passage of that evidence
@@ -68,10 +64,8 @@ def draw_world_question(
 class WorldExamples:
     """Batches of examples for every step; the worlds change as training goes on."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, train: TrainConfig, denoiser: DenoiserConfig, top_k: int
-    ) -> None:
-        self._tokenizer, self._train, self._denoiser, self._top_k = tokenizer, train, denoiser, top_k
+    def __init__(self, builder: ExampleBuilder, train: TrainConfig, top_k: int) -> None:
+        self._builder, self._train, self._top_k = builder, train, top_k
         self._hops = [n for n in HOPS if n <= train.max_hops]
         self._side_hops = [n for n in SIDE_HOPS if n <= train.max_hops]
         self._open: OrderedDict[int, IndexedWorld] = OrderedDict()
@@ -90,28 +84,13 @@ class WorldExamples:
         if number not in self._open:
             while len(self._open) >= self._train.worlds:
                 self._open.popitem(last=False)
-            self._open[number] = IndexedWorld(
-                self._train.seed * 1_000_003 + number, self._train.world_passages, self._top_k
-            )
+            seed = self._train.seed * 1_000_003 + number
+            self._open[number] = IndexedWorld(seed, self._train.world_passages, self._top_k)
         return self._open[number]
 
     def _group(self, rng: random.Random, indexed: IndexedWorld, count: int) -> Iterator[Example]:
         question = draw_world_question(rng, indexed, rng.choice(self._hops))
         written = rng.randrange(question.hops + 1)
-        evidence = self._evidence(rng, indexed, question, written, count)
-        for row in range(self._train.rows_per_set):
-            if row < self._train.rows_per_set // 2:
-                yield self._example(rng, question, evidence, written)
-            else:
-                start = indexed.by_id[rng.choice(evidence).id]
-                side = draw_world_question(rng, indexed, rng.choice(self._side_hops), start)
-                yield self._example(rng, side, evidence, rng.randrange(side.hops + 1))
-
-    @staticmethod
-    def _evidence(
-        rng: random.Random, indexed: IndexedWorld, question: WorldQuestion, written: int, count: int
-    ) -> list[Passage]:
-        """`count` passages of what is found with `written` hops in the response, in any order."""
         response = " ".join(question.sentences[:written])
         if written < question.hops and rng.random() < WRONG_HOP_SHARE:
             guess = rng.choice(indexed.world.entities).name
@@ -120,37 +99,34 @@ class WorldExamples:
         needed = {subject.id for subject in question.subjects[: written + 1]}
         if not any(passage.id in needed for passage in found):
             found = [indexed.passages[question.subjects[0].id], *found]
-        return sample_passages(rng, found, needed, count)
+        evidence = sample_passages(rng, found, needed, count)
+        for row in range(self._train.rows_per_set):
+            if row < self._train.rows_per_set // 2:
+                yield self._example(rng, question, evidence, written)
+            else:
+                start = indexed.by_id[rng.choice(evidence).id]
+                side = draw_world_question(rng, indexed, rng.choice(self._side_hops), start)
+                yield self._example(rng, side, evidence, rng.randrange(side.hops + 1))
 
     def _example(
         self, rng: random.Random, question: WorldQuestion, evidence: list[Passage], written: int
     ) -> Example:
-        tokenizer = self._tokenizer
-        ids = list(tokenizer.encode(question.reasoning))
-        texts = [passage.text for passage in evidence]
-        prompt = truncate_evidence(
-            tokenizer.build_prompt(question.question, texts), ContextBudget.from_config(self._denoiser)
-        )[0]
+        ids = list(self._builder.tokenizer.encode(question.reasoning))
+        prompt = self._builder.build_prompt(question.question, [passage.text for passage in evidence])
         mentions = self._mentions(question, ids)
         rows = {passage.id: row for row, passage in enumerate(evidence)}
-        pointers = []
+        pointers: list[Pointer] = []
         for hop, positions in mentions:
             row = rows.get(question.subjects[hop].id)
             at = None if row is None else find_subsequence(prompt.facts[row], [ids[p] for p in positions])
             if row is not None and at is not None:
                 pointers += [Pointer(p, row, at + n) for n, p in enumerate(positions)]
         known = [position for hop, where in mentions[:-1] if hop < written for position in where]
-        stands = max(known, default=-1) + 1
-        laid = lay_out_prompt(prompt, self._denoiser)
-        target, hidden, finished = make_masked_canvas(
-            rng, ids, stands, laid, self._denoiser, tokenizer.end_id
-        )
-        there = tuple(pointer for pointer in pointers if pointer.position < len(target))
-        return Example(prompt, target, hidden, there, finished=finished)
+        return self._builder.build_example(rng, prompt, ids, max(known, default=-1) + 1, pointers)
 
     def _mentions(self, question: WorldQuestion, ids: list[int]) -> list[tuple[int, list[int]]]:
         """The token positions of each mention of what a hop found."""
-        text, spans = self._tokenizer.decode_with_offsets(ids)
+        text, spans = self._builder.tokenizer.decode_with_offsets(ids)
         shift = len(text) - len(question.reasoning)  # a leading blank, where the tokenizer adds one
         return [
             (hop, [n for n, (a, b) in enumerate(spans) if a < stop + shift and b > start + shift])

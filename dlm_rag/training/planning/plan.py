@@ -30,7 +30,7 @@ from dlm_rag.training.planning.step_memory import (
     count_optimizer_bytes,
     estimate_step_memory,
 )
-from dlm_rag.training.task import Task
+from dlm_rag.training.task import Phase, Task
 from dlm_rag.training.tasks import find_task
 
 GB = 1e9
@@ -171,9 +171,9 @@ def plan_phases(config: Config, shape: DenoiserConfig, dtype: torch.dtype) -> li
 def make_planned_task(config: Config, train: TrainConfig, shape: DenoiserConfig) -> Task:
     """The task of a phase as it is trained, but for what its rows would come from."""
     tokenizer: Any = SimpleNamespace(end_ids=frozenset({0}), mask_id=shape.mask_token_id)
-    here = replace(config, model=replace(config.model, device="cpu"))
+    here = replace(config, train=train, model=replace(config.model, device="cpu"))
     origin = InitialModel(shape, tokenizer, None, train.seed, train.lora_rank)
-    return find_task(train)(None, here, train, origin)
+    return find_task(train)(Phase(here, "", origin, Path()))
 
 
 def estimate_rollout_bytes(

@@ -17,9 +17,9 @@ from dlm_rag.model.denoiser import Denoiser
 from dlm_rag.model.denoiser_config import DenoiserConfig
 from dlm_rag.model.packed_batch import ContextParallel
 from dlm_rag.training.data.examples import Example, sample_prompt_rows
-from dlm_rag.training.initial_weights import InitialModel, copy_frozen_denoiser
+from dlm_rag.training.initial_weights import copy_frozen_denoiser
 from dlm_rag.training.losses import lay_out_examples
-from dlm_rag.training.phase_data import open_question_data, open_world_validation
+from dlm_rag.training.phase_data import open_questions, open_world_validation
 from dlm_rag.training.rl.policy_loss import (
     HeadsObjective,
     PolicyObjective,
@@ -56,10 +56,10 @@ class RlTask(Task):
     trainable = frozenset({"all", "lora", "policy_heads"})
     _source: QuestionSource
 
-    def __init__(self, source: Any, config: Config, train: TrainConfig, origin: InitialModel) -> None:
-        super().__init__(source, config, train, origin)
-        self.updates, self._tokenizer = train.num_iterations, origin.tokenizer
-        self.runs_denoiser = trains_denoiser(train)
+    def __init__(self, phase: Phase) -> None:
+        super().__init__(phase)
+        self.updates, self._tokenizer = self.train.num_iterations, self._origin.tokenizer
+        self.runs_denoiser = trains_denoiser(self.train)
         self._denoiser: Denoiser | None = None
 
     @staticmethod
@@ -79,34 +79,35 @@ class RlTask(Task):
             raise ConfigError("committed_only has no ratio to clip: set num_iterations=1")
         if train.min_hops > train.max_hops:
             raise ConfigError(f"min_hops={train.min_hops} is more than max_hops={train.max_hops}")
-        if config.data.corpus is not None and config.data.questions is None and train.max_hops == 1:
-            raise ConfigError("train.max_hops=1: questions made from data.corpus need 2 passages or more")
 
     @classmethod
     def rollout_settings(cls, config: Config, train: TrainConfig) -> DecodeConfig:
         return make_rollout_settings(config, train)
 
-    @classmethod
-    def open_source(cls, phase: Phase) -> tuple[QuestionSource, Validation]:
-        if phase.config.data.corpus is None:
-            worlds = make_world_source(phase.train, phase.config.retrieval.top_k)
-            return worlds, open_world_validation(phase)
-        data, validation = open_question_data(phase)
-        for question in (*data.questions, *validation.questions):
+    def open_data(self) -> Validation:
+        phase, train = self.phase, self.train
+        if self._config.data.corpus is None:
+            self._source = make_world_source(train, self._config.retrieval.top_k)
+            return open_world_validation(phase)
+        questions, retriever, validation = open_questions(phase)
+        for question in (*questions.chains, *validation.questions):
             if not question.golden_answers:
                 raise QuestionError(f"question '{question.id}' has no 'golden_answers' to reward")
-        return make_file_source(data.questions, data.retriever, phase.train, phase.name), validation
+        self._source = make_file_source(questions.chains, retriever, train, phase.name)
+        return validation
 
     def sample_examples(self, shape: DenoiserConfig, count: int) -> list[Example]:
-        steps = self._train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
+        steps = self.train.train_steps_per_rollout or int(STEPS_PER_ROLLOUT)
         return self._sample_steps(shape, count, steps if self.runs_denoiser else 0)
 
     def sample_decoding(self, shape: DenoiserConfig) -> list[Example]:
         return self._sample_steps(shape, 1, int(STEPS_PER_ROLLOUT))
 
     def _sample_steps(self, shape: DenoiserConfig, count: int, steps: int) -> list[Example]:
-        rows, top_k = count * [steps * self._train.num_generations], self._config.retrieval.top_k
-        return sample_prompt_rows(shape, self._train, top_k, rows, ROLLOUT_PASSAGE_FACTOR)
+        top_k, rows = self._config.retrieval.top_k, steps * self.train.num_generations
+        return sample_prompt_rows(
+            shape, self.train.passage_length, top_k, count, rows, ROLLOUT_PASSAGE_FACTOR
+        )
 
     def sample_microbatch(self, shape: DenoiserConfig, count: int) -> RolloutBuffer:
         examples = self.sample_examples(shape, count)
@@ -115,22 +116,22 @@ class RlTask(Task):
             PolicyRow(state, read, (-1,) * len(read), False, 1.0, 0.0)
             for read, state in zip(positions, lay_out_examples(examples, shape), strict=True)
         ]
-        sums = {"rollouts": float(count * self._train.num_generations), "failed": 0.0}
+        sums = {"rollouts": float(count * self.train.num_generations), "failed": 0.0}
         return RolloutBuffer(sums, [], rows)
 
     def objective(self, denoiser: Denoiser, share: ContextParallel | None) -> nn.Module:
         self._denoiser = denoiser
-        settings, shape = make_rollout_settings(self._config, self._train), denoiser.config
+        settings, shape = make_rollout_settings(self._config, self.train), denoiser.config
         if self.runs_denoiser and shape.block_size and shape.shifted:
             raise ConfigError(
                 "rl of the denoiser computes steps again from the canvas alone, which excludes shifted "
                 "models in blocks: set trainable=policy_heads"
             )
         if not self.runs_denoiser:
-            return HeadsObjective(denoiser, settings, self._train)
-        dtype = choose_dtype(self._train.dtype, choose_device(self._config.model.device))
-        reference = copy_frozen_denoiser(denoiser, dtype) if self._train.kl_coef else None
-        return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self._train, reference)
+            return HeadsObjective(denoiser, settings, self.train)
+        dtype = choose_dtype(self.train.dtype, choose_device(self._config.model.device))
+        reference = copy_frozen_denoiser(denoiser, dtype) if self.train.kl_coef else None
+        return PolicyObjective(denoiser, settings, self._tokenizer.mask_id, self.train, reference)
 
     def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> RolloutBuffer:
         buffer, layout = self.collect_rollouts(step, items)
@@ -142,7 +143,7 @@ class RlTask(Task):
         They come from the weights as they are now: the decoder keeps nothing of older ones.
         """
         assert self._denoiser is not None
-        train, engine = self._train, self._config.engine.for_training_rollouts
+        train, engine = self.train, self._config.engine.for_training_rollouts
         asked, retriever = self._source(step, items)
         settings = make_rollout_settings(self._config, train)
         decoder = Decoder(self._denoiser, retriever, self._tokenizer, settings, engine=engine)
@@ -152,7 +153,7 @@ class RlTask(Task):
         """What the denoiser learns from steps that were taken."""
         assert self._denoiser is not None
         shape, top_k = self._denoiser.config, self._config.retrieval.top_k
-        settings = resolve_settings(make_rollout_settings(self._config, self._train), shape)
+        settings = resolve_settings(make_rollout_settings(self._config, self.train), shape)
         header = build_trace_header(
             shape, self._tokenizer, layout, settings, top_k=top_k, model="", corpus=""
         )
@@ -175,7 +176,7 @@ class RlTask(Task):
         rollouts, groups = max(1.0, counts["rollouts"]), max(1.0, counts["groups"])
         learned = max(1.0, sums["learned"])
         found = {
-            "loss": (self._train.kl_coef * sums["divergence"] - sums["policy"]) / counts["divisor"],
+            "loss": (self.train.kl_coef * sums["divergence"] - sums["policy"]) / counts["divisor"],
             **{f"rollout_{name}": counts[name] / rollouts for name in ("reward", *REWARDS)},
             "rollouts_failed": counts["failed"],
             **{name: counts[name] / groups for name in ("groups_right", "groups_wrong", "groups_mixed")},
@@ -185,7 +186,7 @@ class RlTask(Task):
             "entropy": sums["entropy"] / learned,
             "scale_score": sums["scale_score"] / learned,
         }
-        if self._train.kl_coef:
+        if self.train.kl_coef:
             found["divergence"] = sums["divergence"] / max(1.0, counts["visited"])
         return found
 
@@ -198,7 +199,7 @@ class RlTask(Task):
             "searches_at_first": first,
             "searches": 0.9 * state.get("searches", first) + 0.1 * metrics["rollout_searches"],
         }
-        found = find_alarms(state, has_prices(self._train))
+        found = find_alarms(state, has_prices(self.train))
         if new := found.keys() - reported:
             cause = min(new)
             metrics["alarm"], reported = found[cause], [*reported, cause]
