@@ -5,6 +5,7 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -168,17 +169,19 @@ def summarise_throughput(
 class RandomInitialModel(InitialModel):
     """Weights drawn on the device; those of a real run are drawn on the host, the same anywhere."""
 
-    def fill(self, denoiser: Any, device: Any, trained: bool = True) -> None:
+    def materialize(self, denoiser: Any, device: Any, trained: bool = True) -> None:
         allocate_denoiser(denoiser, device)
         denoiser.initialise()
 
 
-class RepeatedBatch:
+class RepeatedBatch(PretrainTask):
     """The same documents of random tokens in every step."""
 
-    sampled: Sequence[Any] = ()
+    @cached_property
+    def sampled(self) -> list[Any]:
+        return self.sample_examples(self.phase.origin.config, self.items)
 
-    def examples(self, step: int, items: Sequence[int]) -> Sequence[Any]:
+    def make_microbatch(self, step: int, items: Sequence[int], conditions: None) -> list[Any]:
         return self.sampled
 
 
@@ -196,11 +199,9 @@ def measure_training(
     origin = open_initial_model(config)
     shape = replace(origin.config, vocab_size=vocabulary)
     origin = RandomInitialModel(shape, origin.tokenizer, None, origin.seed, 0)
-    batch = RepeatedBatch()
-    task = PretrainTask(batch, config, config.train, origin)
-    batch.sampled = task.sample_examples(shape, task.items)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(Phase(config, "", origin, Path(scratch)), task, DistributedContext(0, 1, 0))
+        task = RepeatedBatch(Phase(config, "", origin, Path(scratch)))
+        trainer = Trainer(task, DistributedContext(0, 1, 0))
     root, denoiser, device = cast(Any, trainer.root), trainer.denoiser, trainer.device
     record.add(
         title="Training",
@@ -223,7 +224,7 @@ def measure_training(
             activation_checkpointing=denoiser.activation_checkpointing,
             logit_chunk=root.logit_chunk,
         )
-        switched = PretrainTask(None, config, changed, origin)
+        switched = PretrainTask(Phase(replace(config, train=changed), "", origin, Path()))
         planned = estimate_step_memory(switched, shape, trainer.dtype, task.items)
         whole = planned.weights + planned.gradients + planned.optimizer + planned.activations
         record.add({

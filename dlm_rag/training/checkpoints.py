@@ -2,19 +2,16 @@
 
 torch.distributed.checkpoint writes and reads them in its safetensors form, so nothing is pickled. A
 folder takes its name by one rename after every process has written its part. `state.json` holds a digest of
-each file, computed by the process that writes it while it writes, and one of itself.
+each file, and one of itself.
 """
 
-import io
 import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,13 +31,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dlm_rag.errors import CheckpointError, ConfigError, RunError, summarize_error
 from dlm_rag.files.checked_json import parse_json_object, validate_json_value
-from dlm_rag.files.digest import compute_file_digest, create_hasher
+from dlm_rag.files.digest import compute_file_digest
 from dlm_rag.files.paths import write_text_atomic
 from dlm_rag.training.distributed import DistributedContext, is_peer_lost, make_peer_lost_error
 from dlm_rag.training.task import TaskState
 
 KEPT_CHECKPOINTS = 2
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of one process
 RECORD_FILE = "state.json"
 DAMAGE_FILE = "damage.txt"  # in a checkpoint: that its files are not what was written, and which
 CHECKPOINT_FORMAT = 2  # of the record; 1 had no tasks
@@ -74,31 +71,23 @@ class CheckpointRecord:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class CheckpointScan:
-    """What the folder of a run has of checkpoints."""
-
-    complete: list[tuple[Path, CheckpointRecord]]  # with their records, the oldest first
-    skipped: list[str]  # other paths there, each with the reason, in words
-
-
-def scan_checkpoints(folder: Path) -> CheckpointScan:
-    """The checkpoints of the run in `folder`; what is broken there, or none of ours, is skipped.
+def scan_checkpoints(folder: Path) -> tuple[dict[Path, CheckpointRecord], list[str]]:
+    """The whole checkpoints of the run in `folder`, the oldest first; and why other paths are skipped.
 
     Raises `CheckpointError` for one of another format.
     """
-    found = CheckpointScan([], [])
+    complete, skipped = {}, []
     for path in sorted((folder / "checkpoints").glob("step-*")):
         if path.suffix == ".part":  # a kill has left it, or it is being written
             continue
         try:
-            found.complete.append((path, _read_record(path)))
+            complete[path] = _read_record(path)
         except OSError as error:
             name = Path(error.filename or RECORD_FILE).name
-            found.skipped.append(f"{path} is passed over: {name} cannot be read ({error.strerror})")
+            skipped.append(f"{path} is passed over: {name} cannot be read ({error.strerror})")
         except _SkippedCheckpointError as error:
-            found.skipped.append(f"{path} is passed over: {error}")
-    return found
+            skipped.append(f"{path} is passed over: {error}")
+    return complete, skipped
 
 
 class _SkippedCheckpointError(CheckpointError):
@@ -141,43 +130,51 @@ def skip_damaged_checkpoints(folder: Path, processes: DistributedContext) -> lis
     hold finite numbers. Returns what a person should know. Raises `CheckpointError` where there are
     checkpoints and none is whole.
     """
-    found = scan_checkpoints(folder)
-    while found.complete:
-        path, record = found.complete[-1]
-        damages = find_damaged_files(path, record, processes)
-        if not damages:
+    complete, skipped = scan_checkpoints(folder)
+    while complete:
+        path, record = complete.popitem()
+        if not (damages := find_damaged_files(path, record, processes)):
             if not record.digests or not record.fingerprints:
-                found.skipped.append(
+                skipped.append(
                     f"{path} is of an older version and has no digests or fingerprints: whether its files, "
                     "the model and the data have changed is unknown"
                 )
-            return found.skipped
+            return skipped
         if processes.is_main:
             write_text_atomic(path / DAMAGE_FILE, damages[0])
         processes.barrier()
-        found = scan_checkpoints(folder)
-    if found.skipped:
+        complete, skipped = scan_checkpoints(folder)
+    if skipped:
         raise CheckpointError(
-            f"none of the checkpoints in {folder} is whole: {found.skipped[-1]}; "
-            "start again in another --out"
+            f"none of the checkpoints in {folder} is whole: {skipped[-1]}; start again in another --out"
         )
     return []
 
 
 def find_damaged_files(path: Path, record: CheckpointRecord, processes: DistributedContext) -> list[str]:
     """What is wrong with the files of a checkpoint, in words; processes share the reading, so all call."""
-    own = sorted(path.glob("*.safetensors"))[processes.rank :: processes.world_size]
-    wrong = processes.all_gather_object([_find_damage(file, record.digests.get(file.name)) for file in own])
+    wrong = processes.all_gather_object(
+        [_find_damage(file, record.digests.get(file.name)) for file in _share_files(path, processes)]
+    )
     return [line for lines in wrong for line in lines if line]
+
+
+def _share_files(path: Path, processes: DistributedContext) -> list[Path]:
+    """The files of a checkpoint that this process reads."""
+    return sorted(path.glob("*.safetensors"))[processes.rank :: processes.world_size]
+
+
+def _compute_digest(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return compute_file_digest(file, path)
 
 
 def _find_damage(path: Path, digest: str | None) -> str:
     """What is wrong with a file of a checkpoint, in words; without a digest as far as its numbers tell."""
     try:
         if digest is not None:
-            with path.open("rb", buffering=0) as file:
-                same = compute_file_digest(file, path) == digest
-            return "" if same else f"{path.name} has changed since it was written"
+            changed = _compute_digest(path) != digest
+            return f"{path.name} has changed since it was written" if changed else ""
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
                 if not shard.get_tensor(name).isfinite().all():
@@ -187,37 +184,12 @@ def _find_damage(path: Path, digest: str | None) -> str:
     return ""
 
 
-class _DigestedFiles(FileSystem):
-    """Computes the digest of each file that torch writes, of the bytes that the disk has accepted."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with io.BufferedWriter(raw := _DigestedFile(path, mode)) as stream:
-            yield stream
-        assert raw.digest is not None, "safetensors have a header"
-        self.digests[Path(path).name] = raw.digest.hexdigest()
-
-
-class _DigestedFile(io.FileIO):
-    digest: blake3 | None = None
-
-    def write(self, data: Any) -> int:
-        count = super().write(data)
-        self.digest = self.digest or create_hasher(len(data))  # all of a shard comes at once
-        self.digest.update(memoryview(data)[:count])
-        return count
-
-
 def find_latest_checkpoint(folder: Path) -> tuple[Path, CheckpointRecord] | None:
     """The newest whole checkpoint of the run in `folder` and its record, or None without one.
 
     Raises `CheckpointError` as `scan_checkpoints` does.
     """
-    whole = scan_checkpoints(folder).complete
-    return whole[-1] if whole else None
+    return next(reversed(scan_checkpoints(folder)[0].items()), None)
 
 
 def find_resume_point(folder: Path, phases: list[str]) -> tuple[int, list[str]]:
@@ -260,10 +232,8 @@ class Checkpoints:
             scratch.mkdir(parents=True)
         self._processes.barrier()
         writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True)
-        writer.fs = written = _DigestedFiles()
         try:
-            with _silence_single_process_warning():
-                dcp.save(_collect_tensors(root, optimizers), storage_writer=writer, no_dist=self._alone)
+            dcp.save(_collect_tensors(root, optimizers), storage_writer=writer, no_dist=self._alone)
         except (Exception, CheckpointException) as error:  # torch wraps failures in a BaseException
             if is_peer_lost(error):
                 raise make_peer_lost_error(error) from error
@@ -271,7 +241,8 @@ class Checkpoints:
                 f"the checkpoint of step {step} could not be written to {target.parent} "
                 f"({_last_line(error)}); the one before is intact: make room and --resume"
             ) from error
-        digests = reduce(or_, self._processes.all_gather_object(written.digests))
+        own = {file.name: _compute_digest(file) for file in _share_files(scratch, self._processes)}
+        digests = dict(ChainMap(*self._processes.all_gather_object(own)))
         if self._processes.is_main:
             files = {file.name: file.stat().st_size for file in scratch.iterdir()}
             raw = {"format": CHECKPOINT_FORMAT, **asdict(replace(record, files=files, digests=digests))}
@@ -280,7 +251,7 @@ class Checkpoints:
                 shutil.rmtree(target)
             target.unlink(missing_ok=True)
             scratch.rename(target)
-            for old, _ in scan_checkpoints(self._folder).complete[:-KEPT_CHECKPOINTS]:
+            for old in [*scan_checkpoints(self._folder)[0]][:-KEPT_CHECKPOINTS]:
                 if keep is None or old != self._path_of_step(keep):
                     shutil.rmtree(old)
         self._processes.barrier()
@@ -295,7 +266,7 @@ class Checkpoints:
         Raises `CheckpointError` where they are not what was written.
         """
         path = self._path_of_step(step)
-        found = dict(scan_checkpoints(self._folder).complete).get(path)
+        found = scan_checkpoints(self._folder)[0].get(path)
         damages = ["it is not whole"] if found is None else find_damaged_files(path, found, self._processes)
         if damages:
             raise CheckpointError(
@@ -308,8 +279,7 @@ class Checkpoints:
         """Reads weights, and the state of the optimizers where any are given, into their places."""
         tensors = _collect_tensors(root, optimizers)
         try:
-            with _silence_single_process_warning():
-                dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=self._alone)
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=self._alone)
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{path} does not belong to this run: {_last_line(error)}") from error
         for number, optimizer in enumerate(optimizers):
@@ -335,13 +305,6 @@ def gather_full_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found: dict[str, Any] = dict(get_model_state_dict(denoiser, options=options))
     return found
-
-
-@contextmanager
-def _silence_single_process_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _last_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dlm_rag.cli import parse_int
 from dlm_rag.config import TrainConfig
@@ -95,16 +95,14 @@ class DistributedContext:
     def init(cls, timeout_minutes: float | None = None) -> "DistributedContext":
         """Meets the others, over NCCL where there is CUDA and over gloo where there is none.
 
-        Who waits for another for so long raises what `is_peer_lost` knows: a cable that
-        was pulled out closes no connection. Raises `ConfigError` where the environment is not as torchrun
-        leaves it.
+        Who waits for another for so long raises what `is_peer_lost` knows: a cable that was pulled out
+        closes no connection. Raises `ConfigError` where the environment is not as torchrun leaves it.
         """
         least = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
         rank, count, local = (
             parse_int(os.environ.get(name, str(low)), low, f"{name}=") for name, low in least.items()
         )
-        missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
-        if rank >= count or (count > 1 and missing):
+        if rank >= count or (count > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()):
             raise ConfigError(
                 f"RANK={rank} and WORLD_SIZE={count} in the environment are not torchrun's: unset them, or "
                 "start with torchrun"
@@ -177,14 +175,11 @@ class DistributedContext:
 
     def check_shared_folder(self, folder: Path) -> None:
         """Raises `ConfigError` where processes see other folders of this name; all must call."""
-        if self.world_size == 1:
-            return
-        word, *_ = self.all_gather_object(secrets.token_hex(8))
-        path = folder / ".shared"
+        path = folder / f".shared-{self.all_gather_object(secrets.token_hex(8))[0]}"
         if self.is_main:
-            path.write_text(word)
+            path.touch()
         self.barrier()
-        apart = self.any_rank(not path.exists() or path.read_text() != word)
+        apart = self.any_rank(not path.exists())
         if self.is_main:
             path.unlink()
         if apart:
@@ -222,9 +217,9 @@ def check_parallelism(train: TrainConfig, items: int, count: int) -> None:
 def wrap_in_ddp(objective: nn.Module) -> nn.Module:
     """The objective whose gradients DDP sums over whole copies, all with the first process's weights."""
     copies: Any = nn.parallel.DistributedDataParallel
-    names = ("forward_sync_buffers", "broadcast_buffers")  # torch's new name and its old one
-    quiet = next(name for name in names if name in inspect.signature(copies).parameters)
-    wrapped: nn.Module = copies(objective, gradient_as_bucket_view=True, **{quiet: False})
+    renamed = "forward_sync_buffers" in inspect.signature(copies).parameters  # in newer versions of torch
+    quiet = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    wrapped: nn.Module = copies(objective, gradient_as_bucket_view=True, **quiet)
     return wrapped
 
 
@@ -241,8 +236,7 @@ def apply_fsdp(
     # Values are views of what projects them; nothing here writes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device.type, (count,))
-    # Heads stay in float64; the frozen weights are in the dtype already. Inputs stay as they are: the
-    # rotary angles need float32.
+    # Heads stay in float64, and inputs as they are: the rotary angles need float32.
     low = dtype != torch.float32 and denoiser.heads is None
     dtypes = {"param_dtype": dtype, "reduce_dtype": torch.float32} if low else {}
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -251,7 +245,7 @@ def apply_fsdp(
             for block in module.layers:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
     root: Any = fully_shard(objective, mesh=mesh, mp_policy=policy)
-    root.small_call = partial(_dummy_forward, denoiser)
+    root.small_call = partial(_encode_one_token, denoiser)
     register_fsdp_forward_method(root, "small_call")  # as the root's own: it may be the first call of all
 
 
@@ -289,15 +283,9 @@ def allow_independent_forwards(
     finally:
         agree.remove()
     while processes.any_rank(False):
-        _dummy_forward(denoiser)
+        _encode_one_token(denoiser)
     module.reshard()
 
 
-def _dummy_forward(denoiser: Denoiser) -> None:
-    """One token through all layers."""
+def _encode_one_token(denoiser: Denoiser) -> None:
     encode_canvases(denoiser, [LaidOutRow((), Segment((0, 0), 0), 0)], None, [[0]])
-
-
-def gather_full_tensor(value: Tensor) -> Tensor:
-    """A tensor gathered from its shards, where it has any."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -77,13 +77,11 @@ def _is_read(item: "Field[Any]", train: TrainConfig) -> bool:
 
 
 def fingerprint_files(config: Config, origin: InitialModel) -> dict[str, str]:
-    """Digests of what `FINGERPRINTED_KEYS` names, by dotted keys; large files are read once
-    (`digest_file`).
-
-    Raises `UserError` for a file that is not there. What can be read only once, a pipe, has no fingerprint.
+    """Digests of what `FINGERPRINTED_KEYS` names, by dotted keys; raises `UserError` for a file that is not
+    there. What can be read only once, a pipe, has no fingerprint.
     """
-    data, checkpoints = config.data, {"model.path": origin.checkpoint}
-    checkpoints["train.init_layers_from"] = origin.layers_checkpoint
+    data = config.data
+    checkpoints = {"model.path": origin.checkpoint, "train.init_layers_from": origin.layers_checkpoint}
     found = {key: each.fingerprint for key, each in checkpoints.items() if each is not None}
     rows = {"data.questions": data.questions}
     rows |= {f"data.documents.{name}": path for name, path in data.documents.items()}
@@ -117,16 +115,16 @@ def check_resume_settings(
     if not fingerprints:  # older versions noted names in place of contents, and not all settings
         then = {key: value for key, value in then.items() if key.startswith("train.")}
     then |= upgrade_settings(record.phase | record.run)
-    now = [("the run", collect_run_settings(config))]
+    now = collect_run_settings(config)
     if record.state.phase == phase.name:
-        now.append(("the phase" if phase.name else "the run", collect_phase_settings(config, train, task)))
-    for what, settings in now:
-        for key, value in settings.items():
-            named_only = bool(fingerprints) and key in FINGERPRINTED_KEYS
-            if key in then and _comparable(then[key], named_only) != _comparable(value, named_only):
-                raise ConfigError(
-                    f"{what} was begun with {key}={then[key]}, not {value}: give the same, or another --out"
-                )
+        now |= collect_phase_settings(config, train, task)
+    named_only = FINGERPRINTED_KEYS if fingerprints else ()
+    for key, value in now.items():
+        before = then.get(key, value)
+        if _comparable(before, key in named_only) != _comparable(value, key in named_only):
+            raise ConfigError(
+                f"the run was begun with {key}={before}, not {value}: give the same, or another --out"
+            )
     for key, digest in held.items():
         if fingerprints and fingerprints.get(key) != digest:
             raise ConfigError(

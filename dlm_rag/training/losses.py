@@ -1,10 +1,10 @@
 """What a step of training minimises: cross-entropy at supervised positions; where two heads should look."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,7 +47,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         d_head = torch.zeros_like(head, dtype=torch.float32) if need_head else None
         summed, right = torch.zeros((), device=x.device), torch.zeros_like(targets, dtype=torch.bool)
         low = head.to(get_compute_dtype(x))
-        for rows, part, logits in iterate_logit_chunks(x, low, chunk):
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
+            part = x[rows].to(low.dtype)
+            logits = (part @ low.t()).float()
             target, weight = targets[rows], weights[rows]
             right[rows] = logits.argmax(-1) == target
             logits -= logits.logsumexp(-1, keepdim=True)
@@ -67,52 +70,33 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        found = []
-        for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True):
-            found.append(None if gradient is None else gradient.mul_(slope).to(dtype))
+        pairs = zip(ctx.gradients, ctx.dtypes, strict=True)
+        found = [None if gradient is None else gradient.mul_(slope).to(dtype) for gradient, dtype in pairs]
         return (*found, None, None, None)
-
-
-def iterate_logit_chunks(x: Tensor, low: Tensor, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Of `size` rows of x (n, hidden) at a time: which they are, they and their logits (size, V).
-
-    Products are those of the dtype of the head `low` (V, hidden), logits float32.
-    """
-    for start in range(0, len(x), size):
-        rows = slice(start, start + size)
-        part = x[rows].to(low.dtype)
-        yield rows, part, (part @ low.t()).float()
 
 
 PASSAGE_HEAD, TOKEN_HEAD = 0, 1
 
 
-@dataclass(frozen=True)
-class PointerTargets:
-    """The pointers of a batch, row by row, p of them."""
-
-    counts: list[int]  # of each row
-    indices: NDArray[np.int64]  # (4, p): packed query; of the row's keys: first, last + 1 of passage; token
-
-    @classmethod
-    def of(
-        cls, examples: Sequence[Example], states: Sequence[LaidOutRow], starts: Sequence[int]
-    ) -> "PointerTargets":
-        """starts: where in the packed queries each canvas begins."""
-        found = []
-        for example, state, start in zip(examples, states, starts, strict=True):
-            facts, head = example.prompt.facts, len(example.prompt.head)
-            # Where the prompt is in one piece, the passages follow its head; else each is a segment.
-            bounds = dict(zip(range(len(facts)), accumulate(map(len, facts), initial=head), strict=False))
-            ends = accumulate((len(segment.ids) for segment in state.context_segments), initial=0)
-            at = dict(zip(state.context_segments, ends, strict=False))
-            for pointer in example.supervised_pointers:
-                fact = facts[pointer.fact]
-                first = at.get(Segment(fact, 0), bounds[pointer.fact])
-                last = first + len(fact)
-                found.append((start + pointer.position, first, last, first + pointer.token))
-        numbers = np.array(found, dtype=np.int64).reshape(-1, 4).T
-        return cls([len(example.supervised_pointers) for example in examples], numbers)
+def locate_pointers(
+    examples: Sequence[Example], states: Sequence[LaidOutRow]
+) -> tuple[list[int], NDArray[np.int64]]:
+    """How many pointers each row has, p in all; and (4, p): their packed query; of the row's keys the first
+    and last + 1 of the passage, and the token.
+    """
+    found = []
+    for example, state, start in zip(examples, states, canvas_starts(states), strict=True):
+        facts, head = example.prompt.facts, len(example.prompt.head)
+        # Where the prompt is in one piece, the passages follow its head; else each is a segment.
+        bounds = dict(zip(range(len(facts)), accumulate(map(len, facts), initial=head), strict=False))
+        ends = accumulate((len(segment.ids) for segment in state.context_segments), initial=0)
+        at = dict(zip(state.context_segments, ends, strict=False))
+        for pointer in example.supervised_pointers:
+            fact = facts[pointer.fact]
+            first = at.get(Segment(fact, 0), bounds[pointer.fact])
+            found.append((start + pointer.position, first, first + len(fact), first + pointer.token))
+    counts = [len(example.supervised_pointers) for example in examples]
+    return counts, np.array(found, dtype=np.int64).reshape(-1, 4).T
 
 
 def compute_pointer_loss(
@@ -120,7 +104,7 @@ def compute_pointer_loss(
 ) -> tuple[Tensor, Tensor]:
     """Sum of -log(mass on the passage) - log(mass on the token), and the sum of masses on the passage.
 
-    counts, places: of `PointerTargets`, the latter on the device. In float32, whatever autocast says: the
+    counts, places: of `locate_pointers`, the latter on the device. In float32, whatever autocast says: the
     log of a small mass is what is asked for.
     """
     assert probe.queries is not None and probe.keys is not None
@@ -186,14 +170,12 @@ def count_examples(
     return found
 
 
-@dataclass(frozen=True)
-class EncodedBatch:
+class EncodedBatch(NamedTuple):
     """A batch as the denoiser sees it, at supervised positions: n of them, in order of the rows."""
 
     states: list[LaidOutRow]
     hidden: Tensor  # (n, hidden) before the final norm
     positions: list[list[int]]  # of each row the canvas positions that they predict
-    starts: list[int]  # where each canvas begins in the packed rows
 
 
 def encode_batch(
@@ -214,12 +196,10 @@ def encode_batch(
         config = replace(config, block_size=min(block, config.block_size or block))
     states = lay_out_examples(examples, config, layout)
     places = [list(example.supervised_positions) for example in examples]
-    if share is None:
-        contexts = encode_contexts(denoiser, states)
-        hidden = encode_canvases(denoiser, states, contexts, places, probe)
-    else:
-        hidden, places = encode_sequence_shards(denoiser, states, places, share)
-    return EncodedBatch(states, hidden, places, canvas_starts(states))
+    if share is not None:
+        return EncodedBatch(states, *encode_sequence_shards(denoiser, states, places, share))
+    contexts = encode_contexts(denoiser, states)
+    return EncodedBatch(states, encode_canvases(denoiser, states, contexts, places, probe), places)
 
 
 def lay_out_examples(
@@ -259,15 +239,15 @@ class MaskedObjective(nn.Module):
         probe = AttentionProbe(max(0, layers - 2)) if terms.pointer and counts["pointed"] else None
         seen = encode_batch(self.denoiser, examples, self.layout, probe, terms.block_size, self.share)
         with profile_stage("loss"):
-            pointers = PointerTargets.of(examples, seen.states, seen.starts)
-            arrays = [*self._supervision(examples, seen.positions, terms.end_token), pointers.indices]
+            pointers, indices = locate_pointers(examples, seen.states)
+            arrays = [*self._supervision(examples, seen.positions, terms.end_token), indices]
             targets, weights, copied, places = to_device(arrays, seen.hidden.device)
             normed, head = self.denoiser.norm(seen.hidden), self.denoiser.lm_head.weight
             summed, right = ChunkedCrossEntropy.apply(normed, head, targets, weights, self.logit_chunk)
             loss = summed / counts["divisor"]
             pointed, mass = summed.new_zeros(()), summed.new_zeros(())
             if probe is not None:
-                pointed, mass = compute_pointer_loss(pointers.counts, places, probe)
+                pointed, mass = compute_pointer_loss(pointers, places, probe)
                 loss = loss + pointed * (terms.pointer / counts["pointed"])
             names = (right & copied).sum().float()
         sums = {"tokens": summed, "pointers": pointed, "passage_mass": mass, "names_right": names}

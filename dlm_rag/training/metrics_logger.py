@@ -4,7 +4,7 @@ import json
 import secrets
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,18 @@ from dlm_rag.files.checked_json import parse_json_object
 from dlm_rag.files.journal import rewrite_lines
 from dlm_rag.files.paths import write_text_atomic
 
+Metrics = dict[str, Any]
+
 SCREEN_WINDOW_STEPS = 50  # steps that the figures on the screen are means of
 VALIDATION_PREFIXES = ("exact_match", "forwards", "nelbo")  # how the names of validation metrics begin
 TEXT_METRICS = ("phase", "alarm", "joules_of")  # metrics that are no numbers
 REQUIRED_METRICS = ("step", "seconds", "rows", "supervised_tokens")  # what every line of metrics has
-SCREEN_LABELS = {  # metrics of the steps, by what they are called on the screen
-    "loss": "loss", "name_accuracy": "name accuracy", "pointer_mass": "pointer mass",
-    "rollout_reward": "reward", "rollout_exact_match": "sampled EM", "rollout_forwards": "forwards",
-    "rollout_searches": "searches",
+SCREEN_FORMATS = {  # of metrics of the steps
+    "loss": "loss {:.3f}", "name_accuracy": "name accuracy {:.3f}", "pointer_mass": "pointer mass {:.3f}",
+    "rollout_reward": "reward {:.3f}", "rollout_exact_match": "sampled EM {:.3f}",
+    "rollout_forwards": "forwards {:.3f}", "rollout_searches": "searches {:.3f}", "mfu": "MFU {:.0%}",
 }  # fmt: skip
+VALIDATION_FORMATS = {"exact_match": "EM {:.1%}", "nelbo_per_token": "NELBO {:.3f}"}
 
 
 class MetricsLogger:
@@ -40,13 +43,13 @@ class MetricsLogger:
     def __init__(self, folder: Path, config: Config, from_step: int, quiet: bool = False) -> None:
         """quiet: nothing is written, as on all processes but the first."""
         self._path, self._quiet = folder / "metrics.jsonl", quiet
-        self._last: dict[str, Any] = {}
+        self._last: Metrics = {}
         if not quiet and self._path.is_file():
             self._rewrite(lambda metrics: metrics if metrics["step"] < from_step else None)
             self._last = next(reversed(self.read_history()), {})
         self._steps = sum(phase.max_steps for phase in config.train.get_phase_configs().values())
-        self._recent: deque[dict[str, Any]] = deque(maxlen=SCREEN_WINDOW_STEPS)
-        self._validated: dict[str, float] = {}
+        self._recent: deque[Metrics] = deque(maxlen=SCREEN_WINDOW_STEPS)
+        self._validated: Metrics = {}
         self._wandb = None if quiet else start_wandb(config, folder)
         self._progress = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
@@ -68,7 +71,7 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def log_step(self, metrics: dict[str, Any]) -> None:
+    def log_step(self, metrics: Metrics) -> None:
         """The metrics of one step."""
         if self._quiet:
             return
@@ -76,33 +79,11 @@ class MetricsLogger:
             file.write(json.dumps(metrics) + "\n")
         if self._wandb is not None:
             self._wandb.log(metrics, step=metrics["step"])
+        done, self._last = metrics["step"] + 1, metrics
         if "alarm" in metrics:
-            print_note(f"step {metrics['step'] + 1:,}: {metrics['alarm']}")
+            print_note(f"step {done:,}: {metrics['alarm']}")
         self._recent.append(metrics)
-        self._last = metrics
-        seconds = sum(m["seconds"] for m in self._recent)
-        figures = [
-            f"{shown} {self._mean(name):.3f}" for name, shown in SCREEN_LABELS.items() if metrics.get(name)
-        ]
-        tokens, supervised, rows = (
-            sum(m[name] for m in self._recent) / seconds for name in ("tokens", "supervised_tokens", "rows")
-        )
-        rollouts = "rollout_reward" in metrics
-        figures.append(
-            f"{rows:,.1f} rollouts/s"
-            if rollouts
-            else f"{tokens:,.0f} tokens/s, {supervised:,.0f} supervised"
-        )
-        if "mfu" in metrics:
-            figures.append(f"MFU {self._mean('mfu'):.0%}")
-        measured = [m for m in self._recent if m.get("joules") is not None]
-        if measured:
-            joules, steps = (sum(m[name] for m in measured) for name in ("joules", "joules_steps"))
-            figures.append(f"{format_three_digits(joules / steps)} J/step")
-        for name, form in (("exact_match", "EM {:.1%}"), ("nelbo_per_token", "NELBO {:.3f}")):
-            if name in self._validated:
-                figures.append(form.format(self._validated[name]))
-        done, text = metrics["step"] + 1, " · ".join(figures)
+        text = describe_steps(self._recent, self._validated)
         self._progress.update(self._task, completed=done, figures=text)
         if self._progress.disable and done % SCREEN_WINDOW_STEPS == 0:
             print_note(f"step {done:,}/{self._steps:,} {text}")
@@ -122,17 +103,12 @@ class MetricsLogger:
             self._wandb.log(scores, step=self._last["step"])
         self._validated = select_validation_metrics(self._last)
 
-    def _mean(self, name: str) -> float:
-        """The mean of a metric over the recent steps that have it."""
-        values = [metrics[name] for metrics in self._recent if name in metrics]
-        return sum(values) / len(values)
-
-    def read_history(self) -> list[dict[str, Any]]:
+    def read_history(self) -> list[Metrics]:
         """The metrics of all steps, of this process and those before it."""
         return read_metrics(self._path)
 
-    def _rewrite(self, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
-        """Rewrites the file with what `change` makes of the metrics of each step."""
+    def _rewrite(self, change: Callable[[Metrics], Metrics | None]) -> None:
+        """Rewrites the file with what `change` makes of the metrics of each step; None leaves it out."""
 
         def rewrite(line: bytes) -> bytes | None:
             metrics = parse_metrics(line)
@@ -146,7 +122,29 @@ class MetricsLogger:
         rewrite_lines(self._path, rewrite)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def describe_steps(recent: Sequence[Metrics], validated: Metrics) -> str:
+    """Means over recent steps, what was done in a second, and the last validation, in a line."""
+    last, measured = recent[-1], [m for m in recent if m.get("joules") is not None]
+
+    def mean(name: str, per: str = "step") -> float:
+        values = [(m[name], 1 if per == "step" else m[per]) for m in recent if m.get(name) is not None]
+        return sum(value for value, _ in values) / sum(count for _, count in values)
+
+    shown = [form.format(mean(name)) for name, form in SCREEN_FORMATS.items() if last.get(name)]
+    if "rollout_reward" in last:
+        shown.append(f"{mean('rows', 'seconds'):,.1f} rollouts/s")
+    else:
+        tokens, supervised = (mean(name, "seconds") for name in ("tokens", "supervised_tokens"))
+        shown.append(f"{tokens:,.0f} tokens/s, {supervised:,.0f} supervised")
+    if measured:
+        shown.append(f"{format_three_digits(mean('joules', 'joules_steps'))} J/step")
+    shown += [
+        form.format(validated[name]) for name, form in VALIDATION_FORMATS.items() if name in validated
+    ]
+    return " · ".join(shown)
+
+
+def read_metrics(path: Path) -> list[Metrics]:
     """The metrics of all steps in a file; none where there is no file."""
     if not path.is_file():
         return []
@@ -154,24 +152,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return [metrics for line in file if (metrics := parse_metrics(line))]
 
 
-def parse_metrics(line: bytes) -> dict[str, Any] | None:
-    """The metrics of a step, or None where a line is something else."""
+def parse_metrics(line: bytes) -> Metrics | None:
+    """The metrics of a step, or None where a line is something else.
+
+    Values are numbers, texts by their name, objects, and null where a device could not tell.
+    """
     try:
         metrics = parse_json_object(line, "", ConfigError)
     except ConfigError:
         return None
-    counted = all(isinstance(metrics.get(name), int | float) for name in REQUIRED_METRICS)
-    return metrics if counted and all(map(_is_metric, metrics, metrics.values())) else None
+    sound = all(isinstance(metrics.get(name), int | float) for name in REQUIRED_METRICS)
+    for name, value in metrics.items():
+        kind = str if name in TEXT_METRICS else float | dict
+        sound &= abs(value) < 2**63 if isinstance(value, int) else value is None or isinstance(value, kind)
+    return metrics if sound else None
 
 
-def _is_metric(name: str, value: Any) -> bool:
-    """Whether a value of `name` may stand in a line: null where a device could not tell it."""
-    if isinstance(value, int):
-        return abs(value) < 2**63
-    return value is None or isinstance(value, str if name in TEXT_METRICS else float | dict)
-
-
-def select_validation_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+def select_validation_metrics(metrics: Metrics) -> Metrics:
     """What a validation added to the metrics of its step."""
     return {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIXES)}
 
@@ -182,14 +179,13 @@ def start_wandb(config: Config, folder: Path) -> Any:
     Its id is kept in `folder`, so that --resume adds to the same run. Raises `ConfigError` where W&B is
     not installed, or takes no run.
     """
-    if config.train.wandb == "off":
+    mode: Any = config.train.wandb
+    if mode == "off":
         return None
     try:
         import wandb
     except ImportError:
         raise ConfigError("train.wandb needs wandb: install it with `pip install wandb`") from None
-
-    mode: Any = config.train.wandb
     kept = folder / "wandb.id"
     if not kept.is_file():
         write_text_atomic(kept, secrets.token_hex(4))

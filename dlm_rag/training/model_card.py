@@ -13,26 +13,25 @@ from dlm_rag.config import Config, list_changed_settings
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 from dlm_rag.machine import describe_machine, get_machine_name
 from dlm_rag.model.denoiser import Denoiser
-from dlm_rag.training.metrics_logger import SCREEN_WINDOW_STEPS, select_validation_metrics
+from dlm_rag.training.metrics_logger import (
+    SCREEN_WINDOW_STEPS,
+    VALIDATION_PREFIXES,
+    select_validation_metrics,
+)
 
-# Curves: the axis, the metric, its label, its colour.
-STEP_CURVES = (
+CURVES = (  # the axis, the metric, its label, its colour
     (0, "loss", "masked tokens, training", "#1f5c99"),
     (0, "pointer_loss", "pointers, training", "#b8862b"),
-    (1, "pointer_mass", "attention on the right passage", "#b8862b"),
-    (1, "name_accuracy", "masked names right, training", "0.55"),
-)
-ROLLOUT_CURVES = (
+    (0, "nelbo_per_token", "NELBO per token, validation", "#b3423c"),
     (0, "rollout_forwards", "forwards of a rollout", "#1f5c99"),
     (0, "rollout_searches", "searches of a rollout", "#b8862b"),
+    (1, "pointer_mass", "attention on the right passage", "#b8862b"),
+    (1, "name_accuracy", "masked names right, training", "0.55"),
     (1, "rollout_exact_match", "exact match of rollouts", "0.55"),
-)
-VALIDATION_CURVES = (
-    (0, "nelbo_per_token", "NELBO per token, validation", "#b3423c"),
-    (1, "exact_match_1_hops", "exact match, 1 hops", "#cfe3d4"),
-    (1, "exact_match_2_hops", "exact match, 2 hops", "#93c3a0"),
-    (1, "exact_match_3_hops", "exact match, 3 hops", "#4f9a68"),
-    (1, "exact_match_4_hops", "exact match, 4 hops", "#1d6b3c"),
+    *(
+        (1, f"exact_match_{hops}_hops", f"exact match, {hops} hops", color)
+        for hops, color in enumerate(("#cfe3d4", "#93c3a0", "#4f9a68", "#1d6b3c"), start=1)
+    ),
 )
 WORLDS_NOTE = (
     "\nIt knows the English of these worlds and nothing else: it answers about passages that tell of\n"
@@ -77,9 +76,12 @@ def make_train_command() -> str:
 
 
 def _render_readme(record: dict[str, Any], settings: dict[str, Any]) -> str:
-    model, data = record["config"]["model"], _describe_data(record["config"]["data"])
+    model, data = record["config"]["model"]["path"], record["config"]["data"]
     layers = record["config"]["train"]["init_layers_from"]
-    begun = model["path"] or (f"the layers of {layers}" if layers else "nothing")
+    begun = model or (f"the layers of {layers}" if layers else "nothing")
+    named = [*data["documents"], *([data["questions"]] if data["questions"] else [])]
+    if data["corpus"] and not data["questions"]:
+        named.append(f"questions made from {data['corpus']}")
     rows = {
         "commit": record["commit"],
         "finished": record["date"],
@@ -94,20 +96,12 @@ def _render_readme(record: dict[str, Any], settings: dict[str, Any]) -> str:
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     listed = "\n".join(f"    {key}: {value}" for key, value in settings.items())
-    known = WORLDS_NOTE if not model["path"] and data == "invented worlds" else ""
     return (
-        f"# A denoiser trained from {begun} on {data}\n\n"
+        f"# A denoiser trained from {begun} on {', '.join(named) or 'invented worlds'}\n\n"
         f"    {record['command']}\n\n| | |\n|---|---|\n{table}\n\n"
         "![Losses, pointer mass and exact match while training](curves.png)\n\n"
-        f"Settings that are not the defaults:\n\n{listed}\n{known}"
+        f"Settings that are not the defaults:\n\n{listed}\n{'' if model or named else WORLDS_NOTE}"
     )
-
-
-def _describe_data(data: dict[str, Any]) -> str:
-    named = [*data["documents"], *([data["questions"]] if data["questions"] else [])]
-    if data["corpus"] and not data["questions"]:
-        named.append(f"questions made from {data['corpus']}")
-    return ", ".join(named) or "invented worlds"
 
 
 def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
@@ -119,17 +113,17 @@ def plot_curves(path: Path, metrics: list[dict[str, Any]]) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     rollouts = any("rollout_reward" in line for line in metrics)
-    for side, name, label, color in ROLLOUT_CURVES if rollouts else STEP_CURVES:
+    for side, name, label, color in CURVES:
         logged = [line for line in metrics if name in line]
-        parts = [logged[n : n + SCREEN_WINDOW_STEPS] for n in range(0, len(logged), SCREEN_WINDOW_STEPS)]
-        if any(line[name] for line in logged):
-            means = [sum(line[name] for line in part) / len(part) for part in parts]
-            axes[side].plot([p[-1]["step"] + 1 for p in parts], means, label=label, color=color)
-    for side, name, label, color in VALIDATION_CURVES:
-        logged = [line for line in metrics if name in line and not (rollouts and side == 0)]
-        if logged:
-            at, values = zip(*((line["step"] + 1, line[name]) for line in logged), strict=True)
-            axes[side].plot(at, values, "o-", color=color, markersize=3, label=label)
+        validated = name.startswith(VALIDATION_PREFIXES)
+        size = 1 if validated else SCREEN_WINDOW_STEPS
+        of_counts = rollouts and side == 0  # what the left axis then shows
+        if not any(validated or line[name] for line in logged) or (of_counts and "rollout" not in name):
+            continue
+        parts = [logged[n : n + size] for n in range(0, len(logged), size)]
+        means = [sum(line[name] for line in part) / len(part) for part in parts]
+        at, mark = [part[-1]["step"] + 1 for part in parts], "o-" if validated else "-"
+        axes[side].plot(at, means, mark, color=color, markersize=3, label=label)
     axes[0].set_ylabel("a rollout" if rollouts else "nats")
     axes[0].set_ylim(0, None if rollouts else 6)
     axes[1].set_ylim(0, 1.02)

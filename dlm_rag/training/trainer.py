@@ -6,7 +6,7 @@ CPU the weights are equal bit for bit.
 
 import gc
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,7 +36,6 @@ from dlm_rag.training.distributed import (
     allow_independent_forwards,
     apply_fsdp,
     check_parallelism,
-    gather_full_tensor,
     skip_gradient_sync,
     wrap_in_ddp,
 )
@@ -64,48 +63,52 @@ class Trainer:
         Raises `ConfigError` if the processes cannot share the phase, or if the run in the folder began with
         other settings, or other contents of the files that they name.
         """
-        phase = task.phase
-        config, origin, folder = phase.config, phase.origin, phase.folder
-        self.config, self.origin, self.task, self.folder = config, origin, task, folder
-        self.train = train = phase.train
+        phase, self.task, self.train = task.phase, task, task.train
+        self.config, self.origin, train = phase.config, phase.origin, task.train
         check_parallelism(train, task.items, processes.world_size)
-        found = find_latest_checkpoint(folder)
-        self._fingerprints = fingerprint_files(config, origin) if processes.is_main else {}
-        if found is not None:
-            record, held = found[1], self._fingerprints
+        self._begun = find_latest_checkpoint(phase.folder)
+        self._fingerprints = fingerprint_files(self.config, self.origin) if processes.is_main else {}
+        if self._begun is not None:
+            record, held = self._begun[1], self._fingerprints
             processes.check_on_main(lambda: check_resume_settings(record, phase, held, type(task)))
         self.processes, share = processes.with_context_parallel(train.context_parallel)
-        self.device = device = processes.local_device(config.model.device)
-        self.dtype = choose_dtype(train.dtype, device)
+        self.device = processes.local_device(self.config.model.device)
+        self.dtype = choose_dtype(train.dtype, self.device)
         self.state = TrainState(0, phase.name, 0, {})
+        self._build_denoiser(share)
+        self.stage_seconds: dict[str, float] = {}  # of the last step
+        self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
+        machine = find_gpu_spec(self.device)
+        self._peak = None if machine is None else machine.flops.get(self.dtype)
+        self.optimizers = make_optimizers(self.denoiser, train)
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self._checkpoints = Checkpoints(phase.folder, processes)
+        self._worker = ThreadPoolExecutor(1, "parts")  # which prepares the parts of the next step
+        self._ahead: dict[tuple[int, Hashable], Future[list[Any]]] = {}  # at most one
+
+    def _build_denoiser(self, share: Any) -> None:
+        """The denoiser in its loss, in copies or shards, with the first weights of what is trained anew."""
+        train, device, origin = self.train, self.device, self.origin
         self.denoiser = origin.build_on_meta(self.dtype)
-        self.root = task.objective(self.denoiser, share)
+        self.root = self.task.objective(self.denoiser, share)
         self._reference: Denoiser | None = getattr(self.root, "reference", None)
         sharded = train.parallel == "fsdp" and dist.is_initialized()
         if sharded:
-            apply_fsdp(self.root, self.denoiser, processes.world_size, device, self.dtype)
-        origin.materialize(self.denoiser, device, trained=found is None or self._reference is not None)
+            apply_fsdp(self.root, self.denoiser, self.processes.world_size, device, self.dtype)
+        trained = self._begun is None or self._reference is not None
+        origin.materialize(self.denoiser, device, trained=trained)
         if self._reference is not None:
             allocate_denoiser(self._reference, device)
             copy_weights(self.denoiser, self._reference)
-        if processes.world_size > 1 and not sharded:
+        if self.processes.world_size > 1 and not sharded:
             self.root = wrap_in_ddp(self.root)
-        for denoiser in (self.denoiser, self._reference):
-            if denoiser is not None:
-                denoiser.attention = config.model.attn_implementation
-                if train.rope_theta is not None:
-                    denoiser.set_rope_theta(train.rope_theta)
+        for denoiser in filter(None, (self.denoiser, self._reference)):
+            denoiser.attention = self.config.model.attn_implementation
+            if train.rope_theta is not None:
+                denoiser.set_rope_theta(train.rope_theta)
         self.denoiser.activation_checkpointing = train.activation_checkpointing
         if train.compile:
             self.denoiser.compile_layers()
-        self.stage_seconds: dict[str, float] = {}  # of the last step
-        self.flops = 0.0  # of the last step on this process, forward and backward, nothing counted twice
-        machine = find_gpu_spec(device)
-        self._peak = None if machine is None else machine.flops.get(self.dtype)
-        self.optimizers = make_optimizers(self.denoiser, train)
-        self._scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
-        self._checkpoints = Checkpoints(folder, processes)
-        self._loader = MicrobatchPrefetcher(self._make_microbatches)
 
     @property
     def finished(self) -> bool:
@@ -162,8 +165,12 @@ class Trainer:
         if not self.task.can_prefetch:
             with self.evaluation_mode():
                 return self._make_microbatches(step, conditions)
-        parts = self._loader.take(step, conditions)
-        self._loader.prefetch(step + 1, conditions)
+        wait(self._ahead.values())
+        ready = self._ahead.get((step, conditions))
+        parts = self._make_microbatches(step, conditions) if ready is None else ready.result()
+        self._ahead = {
+            (step + 1, conditions): self._worker.submit(self._make_microbatches, step + 1, conditions)
+        }
         return parts
 
     def _make_microbatches(self, step: int, conditions: Any) -> list[Any]:
@@ -199,7 +206,8 @@ class Trainer:
         for optimizer in self.optimizers:
             self._scaler.unscale_(optimizer)
         trained = [p for p in self.denoiser.parameters() if p.requires_grad]
-        norm = gather_full_tensor(torch.nn.utils.clip_grad_norm_(trained, 1.0))
+        norm: Any = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         sums = torch.stack([torch.stack(list(part.values())).double() for part in found]).sum(0)
         first, *rest = to_host(torch.cat((norm.double()[None], sums))).tolist()
         return first, dict(zip(found[0], rest, strict=True))
@@ -244,14 +252,11 @@ class Trainer:
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
         """While it is open every process may call the denoiser by itself, as often as it needs."""
-        self._loader.pause()  # searches of two threads at once would not do
+        wait(self._ahead.values())  # searches of two threads at once would not do
         self.denoiser.eval()
+        alone = allow_independent_forwards(self.root, self.denoiser, self.processes)
         try:
-            with (
-                torch.no_grad(),
-                self.autocast(),
-                allow_independent_forwards(self.root, self.denoiser, self.processes),
-            ):
+            with torch.no_grad(), self.autocast(), alone:
                 yield
         finally:
             self.denoiser.train()
@@ -271,16 +276,15 @@ class Trainer:
             return self._checkpoints.save(record, self.root, self.optimizers, keep=start)
 
     def restore(self) -> bool:
-        """Goes on from the newest checkpoint, of this phase or the one before; False without one.
+        """Goes on from the checkpoint that was the newest, of this phase or the one before; False without.
 
         Raises `CheckpointError` where it is broken.
         """
-        found = find_latest_checkpoint(self.folder)
-        if found is None:
+        if self._begun is None:
             return False
-        path, record = found
-        state = record.state
-        same = state.phase == self.state.phase
+        path, record = self._begun
+        state, name = record.state, self.state.phase
+        same = state.phase == name
         kept = same or record.phase.get("train.optimizer") == self.train.optimizer
         start = state.step - state.phase_step if same else state.step
         if self._reference is not None and start:
@@ -289,7 +293,7 @@ class Trainer:
         self._checkpoints.load(path, self.root, self.optimizers if kept else [])
         if self._scaler.is_enabled() and record.scaler:
             self._scaler.load_state_dict(record.scaler)
-        self.state = state if same else replace(state, phase=self.state.phase, phase_step=0)
+        self.state = state if same else replace(state, phase=name, phase_step=0)
         return True
 
     def export(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -312,27 +316,6 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class MicrobatchPrefetcher:
-    """Prepares the parts of the next step on a thread of its own."""
-
-    def __init__(self, make: Callable[[int, Hashable], list[Any]]) -> None:
-        self._make, self._worker = make, ThreadPoolExecutor(1, "parts")
-        self._found: dict[tuple[int, Hashable], Future[list[Any]]] = {}  # at most one
-
-    def prefetch(self, step: int, conditions: Hashable) -> None:
-        self._found = {(step, conditions): self._worker.submit(self._make, step, conditions)}
-
-    def take(self, step: int, conditions: Hashable) -> list[Any]:
-        """The parts of a step, prepared now unless they were prefetched."""
-        self.pause()
-        found = self._found.get((step, conditions))
-        return self._make(step, conditions) if found is None else found.result()
-
-    def pause(self) -> None:
-        """Waits for the thread."""
-        wait(self._found.values())
-
-
 def open_trainer(
     config: Config, folder: Path, processes: DistributedContext | None = None, phase: str | None = None,
     origin: InitialModel | None = None,
@@ -341,10 +324,9 @@ def open_trainer(
 
     Raises `UserError`.
     """
-    processes, origin = processes or DistributedContext(0, 1, 0), origin or open_initial_model(config)
     phase = next(iter(config.train.get_phase_configs())) if phase is None else phase
-    task, validation = open_phase(config, phase, origin, folder)
-    return Trainer(task, processes), validation
+    task, validation = open_phase(config, phase, origin or open_initial_model(config), folder)
+    return Trainer(task, processes or DistributedContext(0, 1, 0)), validation
 
 
 def open_phase(config: Config, phase: str, origin: InitialModel, folder: Path) -> tuple[Task, Validation]:

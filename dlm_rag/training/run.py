@@ -1,0 +1,94 @@
+"""A run: its phases, one after another, and the loop of each."""
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from dlm_rag.cli import print_note
+from dlm_rag.config import Config
+from dlm_rag.energy.meter import open_meter
+from dlm_rag.files.paths import open_atomic_folder
+from dlm_rag.machine import get_code_commit
+from dlm_rag.model.flops import count_encode_flops, warn_slow_compute
+from dlm_rag.training.checkpoints import find_resume_point
+from dlm_rag.training.distributed import DistributedContext
+from dlm_rag.training.energy import EnergyWindows
+from dlm_rag.training.initial_weights import InitialModel
+from dlm_rag.training.metrics_logger import MetricsLogger
+from dlm_rag.training.model_card import write_model_card
+from dlm_rag.training.task import Validation
+from dlm_rag.training.trainer import Trainer, free_memory, open_phase
+
+
+def run_training(
+    config: Config, origin: InitialModel, folder: Path, processes: DistributedContext, stop: Any
+) -> None:
+    """The phases, one after another; each begins with the checkpoint of the one before.
+
+    stop: as `commands.train.StopSignal`.
+    """
+    commit = get_code_commit()  # of the code that runs: at the end the checkout may be another
+    step, left = find_resume_point(folder, list(config.train.get_phase_configs()))
+    say = print_note if processes.is_main else lambda text: None
+    if step:
+        say(f"going on from step {step}")
+    # What is wrong with the data of the last phase is said before the first begins.
+    opened = {phase: open_phase(config, phase, origin, folder) for phase in left}
+    windows = None
+    if processes.is_main:
+        rows = max(task.rows for task, _ in opened.values()) / processes.world_size
+        canvas, device = origin.config.canvas_length, processes.local_device(config.model.device)
+        each = count_encode_flops(origin.config, [canvas], [canvas], [canvas], 4).flops_with_backward(False)
+        warn_slow_compute(rows * each, f"a training step with max_new_tokens={canvas}", device.type)
+    with MetricsLogger(folder, config, from_step=step, quiet=not processes.is_main) as report:
+        for phase, (task, validation) in opened.items():
+            trainer = Trainer(task, processes)
+            trainer.restore()
+            with stop.catch_interrupt():
+                if windows is None:
+                    meter = open_meter(config.energy, trainer.device, host=processes.local_rank == 0)
+                    windows = EnergyWindows(meter, processes)
+                stopped = run_phase(trainer, validation, report, stop, windows)
+            if (stopped or phase == left[-1]) and (energy := windows.stop_and_describe()):
+                say(energy)
+            if stopped:
+                say(f"stopped after step {trainer.state.step}, which is saved: --resume goes on")
+                return
+            if phase == left[-1]:
+                model = folder / "model"
+                with open_atomic_folder(model) if processes.is_main else nullcontext(model) as scratch:
+                    trainer.export(scratch)
+                    if processes.is_main:
+                        write_model_card(scratch, trainer.denoiser, config, report.read_history(), commit)
+                say(f"the model is in {model}: sample --model reads it")
+            del trainer
+            free_memory()
+
+
+def run_phase(
+    trainer: Trainer, validation: Validation, report: MetricsLogger, stop: Event, windows: EnergyWindows
+) -> bool:
+    """The loop, in plain steps; ends early, with a checkpoint, once any process was asked to stop.
+
+    Returns whether it was, the same on all processes. A step is saved before it is validated; a resumed run
+    makes up for a validation that was cut off.
+    """
+    train, state, processes = trainer.train, trainer.state, trainer.processes
+    often = train.save_steps, train.eval_steps
+    while True:
+        due = trainer.finished or state.phase_step % train.eval_steps == 0
+        if state.phase_step and due and not processes.any_rank(report.has_validation):
+            report.log_validation(validation.compute_scores(trainer))
+        if trainer.finished:
+            return False
+        begun = time.perf_counter()
+        metrics = trainer.step()
+        speed = trainer.speed_metrics(metrics, time.perf_counter() - begun)
+        report.log_step(metrics | speed | windows.add_step(metrics))
+        stopping = processes.any_rank(stop.is_set())
+        if stopping or trainer.finished or any(state.phase_step % steps == 0 for steps in often):
+            trainer.save()
+        if stopping:
+            return True
