@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,40 +88,6 @@ def allocate_denoiser(denoiser: Denoiser, device: torch.device) -> None:
     denoiser.to_empty(device=device)
     denoiser.tie_weights()
     denoiser.set_rope_theta(denoiser.config.rope_theta)
-
-
-@torch.no_grad()
-def init_weights(
-    denoiser: Denoiser, checkpoint: Checkpoint | None, seed: int, trained: bool = True,
-    layers: Checkpoint | None = None,
-) -> None:  # fmt: skip
-    """Gives a placed denoiser its first weights: the checkpoint's, or fresh ones that depend on the seed.
-
-    layers: whose weights stand in for all fresh ones but the embeddings. trained: also what is under
-    training; else only what is frozen, as where the rest was saved by a run.
-    """
-    values = denoiser.named_parameters()
-    wanted = {name: value for name, value in values if trained or not value.requires_grad}
-    adapters = {name: value for name, value in wanted.items() if ".lora_" in name}
-    for name, value in adapters.items():
-        _copy_local_rows(value, _draw_adapter(name, value.shape, seed))
-    heads = {name: value for name, value in wanted.items() if name.startswith(HEADS_PREFIX)}
-    if heads:
-        there = None if checkpoint is None else read_heads(checkpoint.folder)
-        if there is None:
-            there = PolicyHeads()
-            there.initialise(seed)
-        for name, made in there.state_dict().items():
-            _copy_local_rows(heads[HEADS_PREFIX + name], made)
-    plain = {name: value for name, value in wanted.items() if name not in adapters and name not in heads}
-    if checkpoint is not None:
-        for name, value in plain.items():
-            _read_local_rows(value, checkpoint, name.replace(".base_layer", ""))
-    elif plain:
-        for name, made in draw_fresh_weights(denoiser.config, seed):
-            if layers is not None and name not in EMBEDDING_NAMES:
-                made = layers.read_tensor_rows(name, slice(0, made.shape[0])).float()
-            _copy_local_rows(plain[name], made)
 
 
 def _read_local_rows(value: Tensor, checkpoint: Checkpoint, name: str) -> None:
@@ -205,13 +172,43 @@ class InitialModel:
     def materialize(self, denoiser: Any, device: torch.device, trained: bool = True) -> None:
         """Gives a meta denoiser, or its shards, memory on the device and the first weights.
 
-        trained: as in `init_weights`.
+        trained: also those under training; else only what is frozen, as where a run has saved the rest.
         """
         if self.config.noise is not None and self.checkpoint is not None:
             denoiser.load(self.checkpoint, device, torch.float32)
             return
         allocate_denoiser(denoiser, device)
-        init_weights(denoiser, self.checkpoint, self.seed, trained, self.layers_checkpoint)
+        self.fill(denoiser, trained)
+
+    @torch.no_grad()
+    def fill(self, denoiser: Denoiser, trained: bool) -> None:
+        """The checkpoint's weights, or fresh ones that depend on the seed; heads, adapters and layers of
+        `layers_checkpoint` besides.
+        """
+        fresh: dict[str, Tensor] = {}
+        for name, value in denoiser.named_parameters():
+            if value.requires_grad and not trained:
+                continue
+            if ".lora_" in name:
+                _copy_local_rows(value, _draw_adapter(name, value.shape, self.seed))
+            elif name.startswith(HEADS_PREFIX):
+                _copy_local_rows(value, self._first_heads[name.removeprefix(HEADS_PREFIX)])
+            elif self.checkpoint is not None:
+                _read_local_rows(value, self.checkpoint, name.replace(".base_layer", ""))
+            else:
+                fresh[name] = value
+        for name, made in draw_fresh_weights(denoiser.config, self.seed) if fresh else ():
+            if self.layers_checkpoint is not None and name not in EMBEDDING_NAMES:
+                made = self.layers_checkpoint.read_tensor_rows(name, slice(0, made.shape[0])).float()
+            _copy_local_rows(fresh[name], made)
+
+    @cached_property
+    def _first_heads(self) -> dict[str, Tensor]:
+        there = None if self.checkpoint is None else read_heads(self.checkpoint.folder)
+        if there is None:
+            there = PolicyHeads()
+            there.initialise(self.seed)
+        return there.state_dict()
 
     def build_denoiser(self, device: torch.device, frozen: torch.dtype = torch.float32) -> Denoiser:
         """The whole denoiser with its first weights, float32 where they are trained."""
@@ -232,19 +229,17 @@ class InitialModel:
         tensors = {
             n: value if n.startswith(HEADS_PREFIX) else value.to(dtype) for n, value in whole.items()
         }
-        template = self.tokenizer.template
-        prompt = {"head": template.head, "fact": template.fact, "tail": template.tail}
-        extra: dict[str, Any] = {"prompt": prompt}
+        template, extra = self.tokenizer.template, dict[str, Any]()
+        extra["prompt"] = {"head": template.head, "fact": template.fact, "tail": template.tail}
         if self.checkpoint is None:
             extra["eos_token_id"] = self.tokenizer.end_id
         config = replace(self.config, rope_theta=rope_theta)
         save_tensors(tensors, config, folder, extra, self.checkpoint)
         self.tokenizer.inner.save_pretrained(folder)
-        if self.checkpoint is not None:
-            for path in self.checkpoint.folder.iterdir():
-                # The code that public classes consist of; it is copied, never run.
-                if path.is_file() and (path.suffix == ".py" or path.name == "generation_config.json"):
-                    shutil.copyfile(path, folder / path.name)
+        for path in self.checkpoint.folder.iterdir() if self.checkpoint is not None else ():
+            # The code that public classes consist of; it is copied, never run.
+            if path.is_file() and (path.suffix == ".py" or path.name == "generation_config.json"):
+                shutil.copyfile(path, folder / path.name)
 
 
 def merge_lora_weights(tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:

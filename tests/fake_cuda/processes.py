@@ -221,7 +221,7 @@ def test_steps_of_every_config_of_decoding(monkeypatch, corpus_file, folder, nam
 @pytest.mark.slow
 def test_a_step_of_eight_billion_parameters_on_many_processes(tmp_path, monkeypatch):
     """configs/h200.yaml as it is, but for its groups; no weight is read."""
-    monkeypatch.setattr("dlm_rag.training.initial_weights.init_weights", lambda *_: None)
+    monkeypatch.setattr(InitialModel, "fill", lambda *_: None)
     words = [
         "model.device=cuda", f"train.passage_sets_per_step={2 * MANY}",
         f"train.prompts_per_step={2 * MANY}", "train.world_passages=100", "train.worlds=1",
