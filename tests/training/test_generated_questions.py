@@ -11,9 +11,9 @@ import pytest
 
 from dlm_rag import Denoiser
 from dlm_rag.config import TrainConfig, load_config
-from dlm_rag.errors import CheckpointError, ConfigError, CorpusError
+from dlm_rag.errors import CheckpointError, ConfigError, CorpusError, QuestionError
 from dlm_rag.model.denoiser_config import DenoiserConfig
-from dlm_rag.questions import Question
+from dlm_rag.questions import Question, read_questions
 from dlm_rag.retrieval import load_retriever
 from dlm_rag.retrieval.corpus import Passage, open_corpus
 from dlm_rag.training.data.examples import (
@@ -28,12 +28,14 @@ from dlm_rag.training.data.question_examples import (
     QuestionExamples,
     TrainingQuestions,
     generate_corpus_questions,
+    target_response,
 )
 from dlm_rag.training.initial_model import open_initial_model
 from tests.support.painters import PAINTERS, TOWNS, painter_sentence
 from tests.support.passages import write_jsonl_file
 from tests.support.paths import ROOT
 from tests.support.tiny_models import tiny_denoiser, tiny_tokenizer
+from tests.support.training_data import write_own_data
 
 FAR = "Much was said of it in the papers of that time, for and against, and more was sung of it. "
 SHAPE = DenoiserConfig(
@@ -244,20 +246,24 @@ def test_the_way_from_a_corpus_to_answers(tmp_path, web):
     assert done.returncode == 0 and json.loads(done.stdout)["question"] == "What is Marwick?", done.stderr
 
 
-def test_own_questions_get_what_they_got_before(web):
-    """Without questions beside, all that is found is in the prompt."""
-    own = TrainingQuestions([Question("a", "Where does Ada Brown live?", ("Marwick",), ("p0",))])
-    train = TrainConfig(passage_sets_per_step=1, rows_per_set=3)
-    builder = ExampleBuilder(tiny_tokenizer(), SHAPE)
-    rows = QuestionExamples(own, load_retriever(web, top_k=5), builder, train, "")
-    for example in rows.examples(0, range(1), (2, 2)):
-        assert len(example.prompt.facts) > 2
+def test_own_questions_become_what_decoding_sees(tmp_path):
+    folder = write_own_data(tmp_path)
+    questions = read_questions(folder / "questions.jsonl")
+    retriever = load_retriever(folder / "corpus.jsonl", top_k=2)
+    shape = tiny_denoiser(canvas_length=80, evidence_layout="independent").config
+    train = TrainConfig(passage_sets_per_step=10, rows_per_set=3)
 
+    def make_batches(asked, shape=shape):
+        builder = ExampleBuilder(tiny_tokenizer(), shape)
+        return QuestionExamples(TrainingQuestions(asked), retriever, builder, train, "")
 
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [("data.questions=q.jsonl", "needs data.corpus"), ("data.held_out=0.95", "held_out=0.95")],
-)
-def test_questions_without_a_corpus_and_a_share_that_is_too_large(word, says):
-    with pytest.raises(ConfigError, match=says):
-        load_config(None, [word])
+    batches = make_batches(questions)
+    rows = [row for step in range(4) for row in batches.examples(step, range(10), (1, 2))]
+    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.masked) for row in rows)
+    seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
+    assert seen == {target_response(q)[:80] for q in questions}, "every question once an epoch"
+    assert batches.examples(2, [3], (1, 2)) == batches.examples(2, range(10), (1, 2))[9:12]
+    with pytest.raises(QuestionError, match=r"'x'.* neither 'response' nor 'golden_answers'"):
+        make_batches([Question("x", "Why?")])
+    with pytest.raises(QuestionError, match="35 tokens, more than the canvas of 20: set decode.max_new"):
+        make_batches(questions[11:], replace(shape, canvas_length=20))

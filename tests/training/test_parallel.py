@@ -87,11 +87,6 @@ def together(folders):
     return lambda case: launched(next(cases for cases in launches if case in cases))[case]
 
 
-@slow
-def test_accumulation_is_the_same_step(alone):
-    assert alone("sft accumulated")["loss"] == pytest.approx(alone("sft")["loss"], rel=1e-4)
-
-
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=slow) for case in SAME]
 )

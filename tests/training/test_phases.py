@@ -3,17 +3,12 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from dlm_rag import Denoiser, Tokenizer
-from dlm_rag.config import TrainConfig, load_config
-from dlm_rag.errors import ConfigError, QuestionError
-from dlm_rag.questions import Question, read_questions
-from dlm_rag.retrieval import load_retriever
-from dlm_rag.training.data.examples import ExampleBuilder
-from dlm_rag.training.data.question_examples import QuestionExamples, TrainingQuestions, target_response
+from dlm_rag.config import load_config
+from dlm_rag.errors import ConfigError
 from tests.support.paths import ROOT
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 from tests.support.training import MICRO_SETTINGS
@@ -174,27 +169,3 @@ def test_the_phases_of_b200_run_at_a_toy_size_on_own_data(autoregressive_qwen, o
     model = Denoiser.from_pretrained(tmp_path / "run" / "model")
     assert model.config.shifted and model.config.mask_token_id == 257
     assert model.config.max_position_embeddings == 513, "as long as the longest phase was"
-
-
-def test_own_questions_become_what_decoding_sees(own_data):
-    from tests.support.tiny_models import tiny_tokenizer
-
-    questions = read_questions(own_data / "questions.jsonl")
-    retriever = load_retriever(own_data / "corpus.jsonl", top_k=2)
-    shape = tiny_denoiser(canvas_length=80, evidence_layout="independent").config
-    train = TrainConfig(passage_sets_per_step=10, rows_per_set=3)
-
-    def make_batches(asked, shape=shape):
-        builder = ExampleBuilder(tiny_tokenizer(), shape)
-        return QuestionExamples(TrainingQuestions(asked), retriever, builder, train, "")
-
-    batches = make_batches(questions)
-    rows = [row for step in range(4) for row in batches.examples(step, range(10), (1, 2))]
-    assert len(rows) == 120 and all(len(row.prompt.facts) == 2 and any(row.masked) for row in rows)
-    seen = {bytes(t for t in row.target if t < 256).decode() for row in rows}
-    assert seen == {target_response(q)[:80] for q in questions}, "every question once an epoch"
-    assert batches.examples(2, [3], (1, 2)) == batches.examples(2, range(10), (1, 2))[9:12]
-    with pytest.raises(QuestionError, match=r"'x'.* neither 'response' nor 'golden_answers'"):
-        make_batches([Question("x", "Why?")])
-    with pytest.raises(QuestionError, match="35 tokens, more than the canvas of 20: set decode.max_new"):
-        make_batches(questions[11:], replace(shape, canvas_length=20))

@@ -36,7 +36,6 @@ from dlm_rag.training.checkpoints import find_latest_checkpoint, find_resume_poi
 from dlm_rag.training.data.examples import ExampleBuilder
 from dlm_rag.training.data.world_examples import WorldExamples, find_subsequence
 from dlm_rag.training.distributed import DistributedContext
-from dlm_rag.training.fingerprint import collect_phase_settings
 from dlm_rag.training.initial_model import (
     DEFAULT_PROMPT_TEMPLATE,
     iterate_world_texts,
@@ -57,7 +56,6 @@ from dlm_rag.training.metrics_logger import MetricsLogger, start_wandb
 from dlm_rag.training.model_card import make_train_command
 from dlm_rag.training.optimizers import compute_decay_factor, make_optimizers
 from dlm_rag.training.run import run_training
-from dlm_rag.training.supervised_tasks import AdaptTask
 from dlm_rag.training.trainer import open_phase, open_trainer, sum_counts
 from dlm_rag.training.validation import QuestionValidation
 from tests.support.paths import ROOT
@@ -71,6 +69,8 @@ from tests.support.training import (
     clone_weights,
     make_trainer,
 )
+
+SEQUENCES = ["train.sequence_length=64", "train.batch_tokens=256"]
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +91,14 @@ def make_stream(tokenizer, seed=0):
 
 
 def test_a_name_has_the_same_tokens_wherever_it_stands(tokenizer):
-    rng = random.Random(0)
-    for entity in rng.sample(make_world(1, "test", 200).entities, 50):
-        name = tokenizer.encode(entity.name)
-        assert (
-            find_subsequence(tokenizer.encode(f"It was written by {entity.name}."), list(name)) is not None
-        )
-        assert find_subsequence(tokenizer.encode(f"Title\n{entity.name} was born."), list(name)) is not None
+    for entity in random.Random(0).sample(make_world(1, "test", 200).entities, 50):
+        name = list(tokenizer.encode(entity.name))
+        for text in (f"It was written by {entity.name}.", f"Title\n{entity.name} was born."):
+            assert find_subsequence(tokenizer.encode(text), name) is not None
 
 
 def test_the_tokenizer_reads_back_what_it_wrote(tokenizer):
-    world = make_world(3, "test", 200)
-    rng = random.Random(0)
+    rng, world = random.Random(0), make_world(3, "test", 200)
     questions = [q for _ in range(100) if (q := make_world_question(rng, world, 3))]
     for text in [q.reasoning for q in questions] + ["Zoë’s “naïve” 東京 = 1,234\u2028x"]:
         assert tokenizer.decode_with_offsets(list(tokenizer.encode(text)))[0].strip() == text
@@ -144,24 +140,29 @@ def objective_of(denoiser, layout="independent"):
     return MaskedObjective(denoiser, layout, frozenset({1}), logit_chunk=7)
 
 
-def test_only_masked_positions_are_supervised_and_hidden(tokenizer, examples):
-    """The loss equals the textbook one: full logits, cross-entropy, mean over masked by weight."""
-    denoiser = micro_denoiser()
-    few = examples[:5]
-    found, sums = objective_of(denoiser)(few, count_examples(few, {1}, 0.15), LossWeights(end_token=0.15))
+@pytest.mark.parametrize("own", [False, True], ids=["what is hidden", "a mask of its own"])
+def test_the_loss_is_the_textbook_one_at_supervised_positions(examples, own):
+    """Full logits, cross-entropy, the mean by weight; nothing else goes through the last layer."""
+    denoiser, rows, passed = micro_denoiser(), examples[:5], []
+    if own:
+        rows = [replace(row, supervised=tuple(n % 3 == 0 for n in range(len(row.target)))) for row in rows]
     total = weight = 0.0
-    for example in few:
-        canvas = [0 if hide else t for t, hide in zip(example.target, example.masked, strict=True)]
-        states = [lay_out_prompt(example.prompt, denoiser.config).build_row(canvas, 0, shifted=False)]
-        read = [range(len(canvas))]
+    for row in rows:
+        states = [lay_out_prompt(row.prompt, denoiser.config).build_row(row.canvas(0), 0, shifted=False)]
+        read = [range(len(row.target))]
         hidden = encode_canvases(denoiser, states, encode_contexts(denoiser, states), read)
         logits = denoiser.lm_head(denoiser.norm(hidden))
-        losses = F.cross_entropy(logits, torch.tensor(example.target), reduction="none")
-        weights = torch.tensor([0.15 if t == 1 else 1.0 for t in example.target])
-        weights = weights * torch.tensor(example.masked)
+        losses = F.cross_entropy(logits, torch.tensor(row.target), reduction="none")
+        weights = torch.tensor([0.15 if t == 1 else 1.0 for t in row.target])
+        weights = weights * torch.tensor(row.supervised or row.masked)
         total, weight = total + float((losses * weights).sum().detach()), weight + float(weights.sum())
-    assert float(found.detach()) == pytest.approx(total / weight, rel=1e-5)
-    assert float(sums["tokens"]) == pytest.approx(total, rel=1e-5)
+    mlp = denoiser.layers[-1].mlp
+    mlp.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
+    counts = count_examples(rows, {1}, 0.15)
+    found, sums = objective_of(denoiser)(rows, counts, LossWeights(end_token=0.15))
+    assert float(found.detach()) == pytest.approx(total / weight, rel=1e-4)
+    assert float(sums["tokens"]) == pytest.approx(total, rel=1e-4)
+    assert passed == [counts["supervised"]] == [sum(sum(row.supervised or row.masked) for row in rows)]
 
 
 def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
@@ -175,31 +176,6 @@ def test_the_chunked_loss_is_the_cross_entropy_with_its_gradients():
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found * 0.3, (x, head)), slopes)
         assert torch.equal(right, (x @ head.t()).argmax(-1) == targets)
-
-
-def test_supervised_and_hidden_are_two_masks(examples):
-    """What is supervised counts, seen or not; what is hidden but not supervised adds nothing."""
-    denoiser, example = micro_denoiser(), examples[0]
-    length = len(example.target)
-    hidden = tuple(n % 2 == 0 for n in range(length))
-    supervised = tuple(n % 3 == 0 for n in range(length))
-    row = replace(example, masked=hidden, supervised=supervised)
-    logits = denoiser.compute_token_logits(
-        encode_batch(denoiser, [replace(row, supervised=(True,) * length)], "independent").hidden
-    )
-    losses = F.cross_entropy(logits, torch.tensor(row.target), reduction="none")
-    passed = []
-    last = denoiser.layers[-1].mlp.register_forward_pre_hook(
-        lambda _, inputs: passed.append(len(inputs[0]))
-    )
-    counts = count_examples([row], {1}, 1.0)
-    found, sums = objective_of(denoiser)([row], counts, LossWeights())
-    last.remove()
-    expected = losses[torch.tensor(supervised)].sum()
-    torch.testing.assert_close(sums["tokens"], expected.detach(), rtol=1e-4, atol=1e-4)
-    assert counts["supervised"] == counts["divisor"] == sum(supervised)
-    assert passed[-1] == sum(supervised), "only they go through the last layer"
-    assert found.item() == pytest.approx(expected.item() / sum(supervised), rel=1e-4)
 
 
 def pointer_loss_of(examples, states, probe):
@@ -321,8 +297,8 @@ class Asked(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, objective, dtype):
     """For its sums and the norm of its gradients together."""
-    words = [f"train.objective={objective}", "train.sequence_length=64", "train.batch_tokens=256"]
-    trainer = make_trainer(tmp_path, *words, f"train.dtype={dtype}", "train.gradient_accumulation_steps=2")
+    words = [f"train.objective={objective}", f"train.dtype={dtype}", *SEQUENCES]
+    trainer = make_trainer(tmp_path, *words, "train.gradient_accumulation_steps=2")
     trainer.step()
     waits = []
     monkeypatch.setattr("dlm_rag.training.trainer.to_host", lambda x: waits.append(x) or to_host(x))
@@ -335,8 +311,7 @@ def test_a_step_waits_for_the_device_once(tmp_path, monkeypatch, objective, dtyp
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("objective", ["sft", "pretrain"])
 def test_nothing_else_in_a_step_waits_for_a_gpu(tmp_path, objective):
-    words = [f"train.objective={objective}", "train.sequence_length=64", "train.batch_tokens=256"]
-    trainer = make_trainer(tmp_path, "model.device=cuda", *words)
+    trainer = make_trainer(tmp_path, "model.device=cuda", f"train.objective={objective}", *SEQUENCES)
     trainer.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -525,8 +500,7 @@ def test_a_validation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monk
 
 @pytest.mark.parametrize("objective", ["sft", "pretrain"])
 def test_bfloat16_trains_validates_saves_resumes_and_exports(tmp_path, objective):
-    words = ["train.dtype=bfloat16", f"train.objective={objective}", "train.sequence_length=64"]
-    words += ["train.batch_tokens=256", "decode.max_new_tokens=64"]
+    words = ["train.dtype=bfloat16", f"train.objective={objective}", *SEQUENCES, "decode.max_new_tokens=64"]
     trainer, validation = open_trainer(load_config(None, [*MICRO_SETTINGS, *words]), tmp_path)
     trainer.step()
     trainer.save()
@@ -629,24 +603,15 @@ def test_control_c_saves_a_checkpoint_and_a_second_ends_at_once(tmp_path):
     assert "interrupted" in err and "stopped after step" not in err
 
 
-def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
+def test_a_setting_that_is_younger_than_a_run_had_its_default(tmp_path):
     make_trainer(tmp_path).save()
-    assert make_trainer(tmp_path, "train.max_steps=20", "train.wandb=offline").restore()
-    with pytest.raises(ConfigError, match=r"begun with train.learning_rate=0.008, not 0.1"):
-        make_trainer(tmp_path, "train.learning_rate=0.1").restore()
-    with pytest.raises(ConfigError, match=r"the run was begun with retrieval.top_k=3, not 4"):
-        make_trainer(tmp_path, "retrieval.top_k=4").restore()
     state = find_latest_checkpoint(tmp_path)[0] / "state.json"
     record = json.loads(state.read_text())
-    del record["phase"]["train.weight_decay"]  # of a run that was begun before there was such a setting
-    del record["digest"]
+    del record["phase"]["train.weight_decay"], record["digest"]
     state.write_text(json.dumps(record))
-    assert make_trainer(tmp_path).restore()
+    assert make_trainer(tmp_path, "train.max_steps=20", "train.wandb=offline").restore()
     with pytest.raises(ConfigError, match=r"begun with train.weight_decay=0.0, not 0.1"):
         make_trainer(tmp_path, "train.weight_decay=0.1").restore()
-    adapted = [*MICRO_SETTINGS, "train.objective=adapt"]
-    config = load_config(None, adapted)
-    assert "train.max_steps" in collect_phase_settings(config, config.train, AdaptTask)
 
 
 @pytest.mark.slow
@@ -658,19 +623,14 @@ def test_loss_falls(tmp_path):
 
 def test_the_curriculum_moves_on_when_names_are_read(tmp_path):
     task = make_trainer(tmp_path, "retrieval.top_k=7").task
-    right, counts, state = {"name_accuracy": 1.0}, {"pointed": 5.0}, {}
-    assert task.conditions(state) == (2, 2)
+    states = [{"stage": 0}]
     for _ in range(200):
-        assert task.advance(state, {"name_accuracy": 0.0}, {"pointed": 0.0})["stage"] == state.get(
-            "stage", 0
-        )
-        state = task.advance(state, right, counts)
-        if state["stage"] == 1:
-            break
-    assert task.conditions(state) == (2, 4) and state["name_accuracy"] == 0.3
-    for _ in range(200):
-        state = task.advance(state, right, counts)
-    assert task.conditions(state) == (4, 7), "and stays there"
+        assert task.advance(states[-1], {}, {"pointed": 0.0})["stage"] == states[-1]["stage"]
+        states.append(task.advance(states[-1], {"name_accuracy": 1.0}, {"pointed": 5.0}))
+    second = next(state for state in states if state["stage"] == 1)
+    assert task.conditions({}) == (2, 2) and task.conditions(second) == (2, 4)
+    assert second["name_accuracy"] == 0.3
+    assert task.conditions(states[-1]) == (4, 7), "and stays there"
 
 
 def test_the_rate_falls_over_the_last_steps():
@@ -678,41 +638,38 @@ def test_the_rate_falls_over_the_last_steps():
     assert shares == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
-def test_metrics_of_steps_that_are_computed_again_are_dropped(tmp_path):
+def open_logger(folder, from_step):
+    return MetricsLogger(folder, load_config(None, MICRO_SETTINGS), from_step)
+
+
+def test_metrics_of_steps_that_are_computed_again_are_dropped_and_foreign_lines_stay(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(METRICS_LINES[:2]) + METRICS_LINES[2][:13])
-    report = MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), from_step=1)
+    assert open_logger(tmp_path, 1).read_history() == [json.loads(METRICS_LINES[0])]
     assert path.read_text() == METRICS_LINES[0]
-    assert report.read_history() == [json.loads(METRICS_LINES[0])]
     path.write_text(METRICS_LINES[0].rstrip())
-    MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), from_step=1)
+    open_logger(tmp_path, 1)
     assert path.read_text() == METRICS_LINES[0], "it lacked its line break and nothing else"
-
-
-def test_what_is_no_line_of_metrics_stays_and_is_passed_over(tmp_path):
-    path = tmp_path / "metrics.jsonl"
     foreign = ["garbage\n", "\udcff\n", "[1]\n", '{"step": "1"}\n', '{"step": 1}\n', "\n"]
     path.write_text("".join([METRICS_LINES[0], *foreign, METRICS_LINES[1]]), errors="surrogateescape")
     before = path.read_bytes()
-    report = MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), from_step=2)
+    report = open_logger(tmp_path, 2)
     assert path.read_bytes() == before and [line["step"] for line in report.read_history()] == [0, 1]
     report.log_validation({"exact_match": 0.5})
     assert path.read_bytes() == before[:-2] + b', "exact_match": 0.5}\n'
-    MetricsLogger(tmp_path, load_config(None, MICRO_SETTINGS), from_step=1)
+    open_logger(tmp_path, 1)
     assert path.read_bytes() == before[: -len(METRICS_LINES[1])]
 
 
 @pytest.mark.parametrize("what", ["begin", "scores"])
 def test_a_kill_while_metrics_are_rewritten_leaves_the_old_ones(tmp_path, monkeypatch, what):
     """A new file takes the place of the old one at once, or not at all."""
-    path, config = tmp_path / "metrics.jsonl", load_config(None, MICRO_SETTINGS)
+    path = tmp_path / "metrics.jsonl"
     path.write_text("".join(METRICS_LINES))
-    report = MetricsLogger(tmp_path, config, from_step=3)
+    report = open_logger(tmp_path, 3)
     monkeypatch.setattr("pathlib.Path.replace", None)
     with pytest.raises(TypeError):
-        report.log_validation({"exact_match": 0.5}) if what == "scores" else MetricsLogger(
-            tmp_path, config, 2
-        )
+        report.log_validation({"exact_match": 0.5}) if what == "scores" else open_logger(tmp_path, 2)
     assert path.read_text() == "".join(METRICS_LINES)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
