@@ -1,6 +1,6 @@
 """Where time goes: `with profile_stage("retrieve"):`, for NVTX and the host clock.
 
-A range costs about a microsecond when no profiler listens. While torch's profiler does, the same names
+A range costs a few microseconds when no profiler listens. While torch's profiler does, the same names
 reach it as well. Seconds are kept only while a `StageClock` is open on the same thread. On a GPU the
 host clock counts what the host waits for: `denoise` ends when the proposals have arrived on the host.
 
@@ -11,14 +11,13 @@ step FIRST to the end of step LAST (or of the program), for `nsys profile --capt
 
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import count
 
 import nvtx
 
@@ -29,9 +28,10 @@ STAGES = (
 )  # fmt: skip
 NVTX_DOMAIN = "dlm_rag"
 MAX_CACHED_NVTX_MESSAGES = 1000  # of steps and questions
-_passed = 0
+_messages = count(1)
 
 _clock: ContextVar["StageClock | None"] = ContextVar("stage_clock", default=None)
+_depth: ContextVar[int] = ContextVar("ranges_open", default=0)
 
 
 class StageClock(AbstractContextManager["StageClock"]):
@@ -43,18 +43,13 @@ class StageClock(AbstractContextManager["StageClock"]):
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._token: Token[StageClock | None] | None = None
 
     def __enter__(self) -> "StageClock":
         self._token = _clock.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._token is not None
         _clock.reset(self._token)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def pop_seconds(self) -> dict[str, float]:
         """The seconds since the last call, by stage; starts again from zero."""
@@ -80,22 +75,15 @@ class CaptureWindow:
     end: Callable[[], object]
     steps: int = 0  # begun until now
     open: bool = False
-    _here: threading.local = field(default_factory=threading.local)
 
-    def enter(self, is_step: bool = False) -> None:
-        """A range is about to open."""
-        depth = getattr(self._here, "depth", 0)
-        self._here.depth = depth + 1
-        if is_step and not depth:
-            if self.steps == self.first:
-                self.open = True
-                self.begin()
-            self.steps += 1
+    def begin_step(self) -> None:
+        if self.steps == self.first:
+            self.open = True
+            self.begin()
+        self.steps += 1
 
-    def leave(self, is_step: bool = False) -> None:
-        """A range has closed."""
-        self._here.depth -= 1
-        if is_step and not self._here.depth and self.open and self.steps - 1 == self.last:
+    def end_step(self) -> None:
+        if self.open and self.steps - 1 == self.last:
             self.open = False
             self.end()
 
@@ -123,69 +111,60 @@ def _range(message: str) -> nvtx.annotate:
 
 def _forget_old_messages(message: str) -> str:
     """A message used once: nvtx keeps all messages it has seen, so now and then its caches are cleared."""
-    global _passed
-    _passed += 1
-    if _passed % MAX_CACHED_NVTX_MESSAGES == 0:
+    if next(_messages) % MAX_CACHED_NVTX_MESSAGES == 0:
         domain = type(nvtx.get_domain(NVTX_DOMAIN))
         domain.get_event_attributes.cache_clear()
         domain.get_registered_string.cache_clear()
     return message
 
 
-class ProfileRange(AbstractContextManager[None]):
+@contextmanager
+def _open_range(name: str, annotation: nvtx.annotate, is_step: bool = False) -> Iterator[None]:
     """A named range for NVTX and, while it runs, torch's profiler; closes on errors too."""
-
-    __slots__ = ("_is_step", "_name", "_range", "_start", "_torch")
-
-    def __init__(self, name: str, nvtx_range: nvtx.annotate, is_step: bool = False) -> None:
-        self._name, self._range, self._is_step = name, nvtx_range, is_step
-
-    def __enter__(self) -> None:
-        if capture_window is not None:
-            capture_window.enter(self._is_step)
-        self._range.__enter__()
-        self._torch = _torch_range(self._name)
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: Any) -> None:
-        elapsed = time.perf_counter() - self._start
-        if self._torch is not None:
-            self._torch.__exit__(*error)
-        self._range.__exit__(*error)
-        if capture_window is not None:
-            capture_window.leave(self._is_step)
-        clock = _clock.get()
-        if clock is not None and not self._is_step:
-            clock.add(self._name, elapsed)
+    depth = _depth.get()
+    entered, window = _depth.set(depth + 1), capture_window if is_step and not depth else None
+    if window is not None:
+        window.begin_step()
+    try:
+        with annotation, _torch_range(name):
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                clock = _clock.get()
+                if clock is not None and not is_step:
+                    clock.seconds[name] = clock.seconds.get(name, 0.0) + time.perf_counter() - start
+    finally:
+        _depth.reset(entered)
+        if window is not None:
+            window.end_step()
 
 
-def profile_stage(name: str) -> ProfileRange:
+def profile_stage(name: str) -> AbstractContextManager[None]:
     """The range of a stage of `STAGES`, timed by the open `StageClock`; raises `ValueError`."""
     if name not in STAGES:
         raise ValueError(f"'{name}' is not a stage; the stages are {', '.join(STAGES)}")
-    return ProfileRange(name, _range(name))
+    return _open_range(name, _range(name))
 
 
-def profile_step(step: int, rows: int) -> ProfileRange:
+def profile_step(step: int, rows: int) -> AbstractContextManager[None]:
     """The range of one step of a loop: `step 12 rows 8`, readable in any nsys version."""
     message = f"step {step} rows {rows}"
     annotation = nvtx.annotate(_forget_old_messages(message), domain=NVTX_DOMAIN)
-    return ProfileRange(message, annotation, is_step=True)
+    return _open_range(message, annotation, is_step=True)
 
 
 def mark_event(message: str) -> None:
     """A moment: that a question was finished, say."""
     nvtx.mark(_forget_old_messages(message), domain=NVTX_DOMAIN)
-    torch_range = _torch_range(message)
-    if torch_range is not None:
-        torch_range.__exit__(None, None, None)
+    with _torch_range(message):
+        pass
 
 
-def _torch_range(message: str) -> AbstractContextManager[object] | None:
-    """A range of torch's profiler, entered, where one is running; this module does not import torch."""
+def _torch_range(message: str) -> AbstractContextManager[object]:
+    """A range of torch's profiler where one is running; this module does not import torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.autograd.profiler._is_profiler_enabled:
-        return None
-    entered: AbstractContextManager[object] = torch.profiler.record_function(message)
-    entered.__enter__()
-    return entered
+        return nullcontext()
+    found: AbstractContextManager[object] = torch.profiler.record_function(message)
+    return found

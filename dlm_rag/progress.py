@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, TypeVar
 from dlm_rag.text import replace_control_chars
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,11 +62,47 @@ def report_progress(
     what: a few words. unit: "bytes", or nothing for a count. done: what there is from before.
     May be nested. Of the processes of a run only the first draws.
     """
-    task = _Task(what, total, unit, done)
+    what, draws, start = replace_control_chars(what), _draws(), perf_counter()
+    count, row = done, None
+    due = start + (SHOW_AFTER_SECONDS if draws else LOG_EVERY_SECONDS)
+
+    def advance(more: float = 1) -> None:  # called in inner loops: it reads the clock, and rarely does more
+        nonlocal count, due, row
+        global _bars
+        count += more
+        if perf_counter() < due:
+            return
+        how_far = _describe_progress(count, total, unit, count - done, perf_counter() - start)
+        if not draws:
+            log.info("%s: %s", what, how_far)
+        else:
+            if _bars is None:
+                show_status()
+                _bars = _new_bars()
+                _bars.start()
+            if row is None:
+                row = _bars.add_task(what, total=total, how_far="")
+            _bars.update(row, completed=count, how_far=how_far)
+            _bars.refresh()
+        due = perf_counter() + (DRAW_EVERY_SECONDS if draws else LOG_EVERY_SECONDS)
+
     try:
-        yield task.advance
+        yield advance
     finally:
-        task.close()
+        if _bars is not None and row is not None:
+            _bars.remove_task(row)
+            if not _bars.tasks:
+                clear_progress()
+
+
+def _describe_progress(count: float, total: float | None, unit: str, new: float, elapsed: float) -> str:
+    """new: what of `count` took the `elapsed` seconds."""
+    in_words = format_bytes if unit == "bytes" else "{:,.0f}".format
+    of = "" if total is None else f" of {in_words(total)}"
+    said = f"{in_words(count)}{of} after {format_duration(elapsed)}"
+    if total is not None and new > 0:
+        said += f", {format_duration(max(0.0, total - count) * elapsed / new)} left"
+    return said
 
 
 def track_progress(items: Collection[T], what: str) -> Iterator[T]:
@@ -104,60 +140,6 @@ def clear_progress() -> None:
 
 def _draws() -> bool:
     return is_drawable(sys.stderr) and os.environ.get("RANK", "0") == "0"
-
-
-class _Task:
-    """One task. `advance` is called in inner loops: it reads the clock, and rarely does more."""
-
-    __slots__ = ("_begun", "_done", "_draws", "_due", "_row", "_start", "_total", "_unit", "_what")
-
-    def __init__(self, what: str, total: float | None, unit: str, done: float) -> None:
-        self._what, self._total, self._unit = replace_control_chars(what), total, unit
-        self._begun = self._done = done
-        self._draws = _draws()
-        self._row: TaskID | None = None
-        self._start = perf_counter()
-        self._due = self._start + (SHOW_AFTER_SECONDS if self._draws else LOG_EVERY_SECONDS)
-
-    def advance(self, count: float = 1) -> None:
-        self._done += count
-        if perf_counter() >= self._due:
-            self._say()
-
-    def _say(self) -> None:
-        if self._draws:
-            self._draw()
-        else:
-            log.info("%s: %s", self._what, self._how_far())
-        self._due = perf_counter() + (DRAW_EVERY_SECONDS if self._draws else LOG_EVERY_SECONDS)
-
-    def _how_far(self) -> str:
-        in_words = format_bytes if self._unit == "bytes" else "{:,.0f}".format
-        of = "" if self._total is None else f" of {in_words(self._total)}"
-        elapsed, new = perf_counter() - self._start, self._done - self._begun
-        said = f"{in_words(self._done)}{of} after {format_duration(elapsed)}"
-        if self._total is not None and new > 0:
-            said += f", {format_duration(max(0.0, self._total - self._done) * elapsed / new)} left"
-        return said
-
-    def _draw(self) -> None:
-        global _bars
-        if _bars is None:
-            show_status()
-            _bars = _new_bars()
-            _bars.start()
-        if self._row is None:
-            self._row = _bars.add_task(self._what, total=self._total, how_far="")
-        _bars.update(self._row, completed=self._done, how_far=self._how_far())
-        _bars.refresh()
-
-    def close(self) -> None:
-        """Takes the bar away, and the place of the bars with the last of them."""
-        if _bars is None or self._row is None:
-            return
-        _bars.remove_task(self._row)
-        if not _bars.tasks:
-            clear_progress()
 
 
 def _new_bars() -> "Progress":

@@ -1,15 +1,18 @@
-"""A job of answering questions into files: checked, then run; the weights are read last."""
+"""Questions answered into files, by a decoder in this process or by workers; the weights are read last."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
+from dlm_rag import __version__
 from dlm_rag.cli import check_writable, print_note
 from dlm_rag.commands.prepare_decoder import (
     PreparedDecoder,
@@ -18,49 +21,21 @@ from dlm_rag.commands.prepare_decoder import (
     prepare_decoder,
 )
 from dlm_rag.config import Config
-from dlm_rag.energy.meter import EnergyReading
+from dlm_rag.decode.rollout import Rollout
+from dlm_rag.energy.meter import EnergyReading, open_meter
 from dlm_rag.errors import ConfigError
+from dlm_rag.machine import compute_code_digest, describe_machine
 from dlm_rag.page.render import check_page_target
 from dlm_rag.progress import report_progress
+from dlm_rag.questions import Question
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
+    from dlm_rag.config import ModelConfig
+    from dlm_rag.decode.decoder import AnyDenoiser, Decoder
     from dlm_rag.decode.results_file import AnswersFile
-    from dlm_rag.decode.rollout import Rollout
-    from dlm_rag.questions import Question
+    from dlm_rag.workers.worker_pool import WorkerPool
 
-
-class AnswerEngine(Protocol):
-    """What answers the questions of a job: a `Decoder`, or many."""
-
-    def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]: ...
-
-    def describe(self) -> str: ...
-
-
-class EnergyGauge(Protocol):
-    """A context with the energy that was used in it, once it has ended."""
-
-    reading: EnergyReading
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class EngineSource(Protocol):
-    """Opens an engine for each of several jobs."""
-
-    def open(
-        self, asked: PreparedQuestions, on_machine: Callable[[dict[str, str | int]], None] | None = None
-    ) -> AnswerEngine:
-        """Reads the weights, unless they are loaded; on_machine gets every other machine that answers."""
-        ...
-
-    def energy_gauge(self, asked: PreparedQuestions) -> EnergyGauge:
-        """Of the energy of what was opened."""
-        ...
+Machine = dict[str, str | int]  # as `describe_machine`
 
 
 @dataclass
@@ -72,6 +47,133 @@ class PreparedQuestions:
     prepared: PreparedDecoder
 
 
+class LocalEngines:
+    """What answers the questions of several jobs, one after another: a decoder in this process."""
+
+    def __init__(self) -> None:
+        self._model: ModelConfig | None = None
+        self._decoder: Decoder | None = None
+
+    def open(self, asked: PreparedQuestions) -> list[Machine]:
+        """Reads the weights, unless they are loaded; returns every other machine that answers.
+
+        Then there are `stream` and `describe`, as a decoder has them, and `read_energy` for that since now.
+        """
+        config = asked.prepared.config
+        kept = self._decoder.denoiser if self._decoder and config.model == self._model else None
+        self._decoder, self._model = asked.prepared.load(kept), config.model
+        self.stream, self.describe = self._decoder.stream, self._decoder.describe
+        meter = open_meter(config.energy, asked.prepared.device)
+        meter.start()
+        self.read_energy = meter.stop
+        return []
+
+
+class WorkerEngines:
+    """Decoders in processes of their own, used as `LocalEngines` are."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self.describe, self.read_energy = pool.describe, pool.read_energy
+
+    def open(self, asked: PreparedQuestions) -> list[Machine]:
+        factory, self._prepared = make_decoder_factory(asked), asked.prepared
+        config = factory.config
+        return self._pool.open(factory, config.model, config.energy, config.decode.batch_size)
+
+    def stream(self, questions: Sequence[Question]) -> Iterator[Rollout]:
+        return self._pool.stream(questions, self._make_failed_rollout)
+
+    def _make_failed_rollout(self, question: Question, error: str) -> Rollout:
+        decode = self._prepared.config.decode
+        assert decode.max_new_tokens is not None
+        return Rollout(
+            question.id, question.question, self._prepared.evidence_layout, decode.max_new_tokens,
+            settings=asdict(decode), finished=True, error=error,
+        )  # fmt: skip
+
+
+@contextmanager
+def open_engines(
+    workers: str | None, jobs: Iterable[PreparedDecoder]
+) -> Iterator[LocalEngines | WorkerEngines]:
+    """The engines of these jobs, until the end of the block; nothing starts before the first question.
+
+    Raises `ConfigError` for workers that are not possible.
+    """
+    if workers is None:
+        yield LocalEngines()
+        return
+    import torch
+
+    from dlm_rag.workers.placement import describe_local_node, plan_workers
+    from dlm_rag.workers.worker_pool import WorkerPool
+
+    jobs = list(jobs)
+    device, weights = jobs[0].device, max(job.weight_bytes for job in jobs)
+    if len({job.device for job in jobs}) > 1:
+        raise ConfigError("workers= has one device for all settings: leave model.device out of compare")
+    if workers.startswith("ray://"):
+        pool = WorkerPool(workers, partial(plan_workers, "auto", device=device, weights=weights))
+        threads = 1
+    else:
+        placement = plan_workers(workers, [describe_local_node(device)], device, weights)
+        pool, threads = WorkerPool("local", placement), placement.threads_per_worker
+    torch.set_num_threads(threads)  # the stamp names a worker's
+    with pool:
+        yield WorkerEngines(pool)
+
+
+def make_decoder_factory(asked: PreparedQuestions) -> CheckedDecoderFactory:
+    """Makes a job's decoders in workers: with absolute paths, and the device and dtype of here."""
+    config, prepared = asked.config, asked.prepared
+
+    def locate(path: str | None) -> str | None:  # anything but a file or folder (a hub id) is left as it is
+        found = Path(path or "").expanduser()
+        return str(found.absolute()) if path and found.exists() else path
+
+    dtype = str(prepared.dtype).removeprefix("torch.")
+    model = replace(config.model, path=locate(config.model.path), device=prepared.device.type, dtype=dtype)
+    names = ("corpus", "index_dir", "embedding_model")
+    paths: dict[str, Any] = {name: locate(getattr(config.retrieval, name)) for name in names}
+    config = replace(config, model=model, retrieval=replace(config.retrieval, **paths))
+    questions = asked.questions if config.retrieval.oracle else []
+    return CheckedDecoderFactory(config, questions, describe_dependencies(prepared))
+
+
+def describe_dependencies(prepared: PreparedDecoder) -> dict[str, Any]:
+    """What answers depend on, and the code: the version and a digest of this process's sources."""
+    return {"dlm_rag": f"{__version__} ({compute_code_digest()})"} | prepared.answers_depend_on()
+
+
+@dataclass(frozen=True)
+class CheckedDecoderFactory:
+    """Makes a decoder in a worker, if code, corpus and checkpoint are those of the main process.
+
+    questions: only for oracle evidence.
+    """
+
+    config: Config
+    questions: list[Question]
+    depends_on: dict[str, Any]
+
+    def __call__(self, denoiser: AnyDenoiser | None, workers_per_machine: int) -> tuple[Decoder, Machine]:
+        """As `workers.worker.DecoderFactory`. Raises `UserError` for what is missing here or differs."""
+        from dlm_rag.evidence.segment_kv_cache import default_pool_bytes
+
+        prepared = prepare_decoder(self.config, self.questions)
+        here = describe_dependencies(prepared)
+        for key, value in self.depends_on.items():
+            if here.get(key) != value:
+                raise ConfigError(f"{key} is {here.get(key)}, and {value} in the main process")
+        engine = prepared.config.engine
+        if engine.prefix_cache_gib is None:
+            gib = default_pool_bytes(prepared.device) / 2**30 / workers_per_machine
+            engine = replace(engine, prefix_cache_gib=gib)
+            prepared = replace(prepared, config=replace(prepared.config, engine=engine))
+        return prepared.load(denoiser), describe_machine(prepared.device, prepared.attention)
+
+
 @dataclass
 class AnswerJob(PreparedQuestions):
     """Questions to be answered into files."""
@@ -79,12 +181,14 @@ class AnswerJob(PreparedQuestions):
     file: AnswersFile
     failed: int = 0  # of those that were run; the answers file says why
 
-    def run(self, engines: EngineSource, advance: Callable[[float], None] | None = None) -> None:
+    def run(
+        self, engines: LocalEngines | WorkerEngines, advance: Callable[[float], None] | None = None
+    ) -> None:
         """Answers what remains; advance: called for every answer, instead of a progress bar."""
         from dlm_rag.decode.terminal import RunTotals
 
         tally, remaining = RunTotals(self.prepared.tokenizer.end_ids), self.file.remaining(self.questions)
-        gauge = engines.energy_gauge(self)
+        reading = EnergyReading(0.0)
         try:
             if remaining:
                 self.file.open_run(self.prepared.stamp(), self.prepared.trace_header())
@@ -93,23 +197,27 @@ class AnswerJob(PreparedQuestions):
                 print_note(f"{answered} of {len(self.questions)} questions are answered already")
             if not remaining:
                 return
-            engine = engines.open(self, self.file.add_machine)
-            bar = nullcontext(advance) if advance else report_progress("answering", len(remaining))
-            with gauge, bar as told:
-                start = time.perf_counter()
-                for rollout in engine.stream(remaining):
-                    self.file.append(rollout)
-                    tally.add(rollout)
-                    told(1)
+            for machine in engines.open(self):
+                self.file.add_machine(machine)
+            start = time.perf_counter()
+            try:
+                bar = nullcontext(advance) if advance else report_progress("answering", len(remaining))
+                with bar as count_answers:
+                    for rollout in engines.stream(remaining):
+                        self.file.append(rollout)
+                        tally.add(rollout)
+                        count_answers(1)
+            finally:
+                reading = engines.read_energy()
         except KeyboardInterrupt:
             print_note(f"{tally.answers} of {len(remaining)} answered; the same command goes on from here")
             raise
         finally:
             if tally.answers:
-                self.file.add_energy(tally.energy_record(gauge.reading))
+                self.file.add_energy(tally.energy_record(reading))
             self.file.close()
         self.failed = tally.failed
-        print_note(tally.summary_line(time.perf_counter() - start, engine.describe(), gauge.reading))
+        print_note(tally.summary_line(time.perf_counter() - start, engines.describe(), reading))
 
 
 def plan_answer_job(
@@ -140,11 +248,10 @@ def plan_answer_job(
 def check_output_files(config: Config) -> None:
     """Raises `ConfigError` when a file cannot be written, or is named for two purposes."""
     written = {"out": config.out, "trace": config.trace, "html": config.html}
-    suffixes = {"the stamp of out": "run.json", "the lock of out": "lock"} if config.out else {}
-    beside = {name: f"{config.out}.{suffix}" for name, suffix in suffixes.items()}
+    sidecars = {f"the {name} of out": f"{config.out}.{name}" for name in ("run.json", "lock") if config.out}
     read = {"questions": config.questions, "corpus": config.retrieval.corpus}
-    check_distinct_paths(written, beside | read)
-    for path in beside.values():
+    check_distinct_paths(written, sidecars | read)
+    for path in sidecars.values():
         if os.path.lexists(path) and not Path(path).is_file():
             raise ConfigError(f"{path} exists and is not a file: remove it, or choose another --out")
     if config.html is not None:
@@ -155,21 +262,18 @@ def check_output_files(config: Config) -> None:
 
 def check_distinct_paths(written: Mapping[str, str | None], others: Mapping[str, str | None]) -> None:
     """Raises `ConfigError` where one of the files cannot be written, or two by their keys are the same."""
-    seen: dict[object, str] = {}
-    for key, path in {**written, **others}.items():
-        if path is not None and path != "-":
-            other = seen.setdefault(_file_identity(path), key)
-            if other != key:
-                raise ConfigError(f"{other} and {key} are the same file, {path}: name another for {other}")
-    for key, path in written.items():
-        if path is not None:
-            check_writable(path, key)
+    named = [(key, path) for key, path in {**written, **others}.items() if path not in (None, "-")]
+    for (key, path), (other, again) in combinations(named, 2):
+        if _is_same_file(str(path), str(again)):
+            raise ConfigError(f"{key} and {other} are the same file, {again}: name another for {key}")
+    for key, target in written.items():
+        if target is not None:
+            check_writable(target, key)
 
 
-def _file_identity(path: str) -> object:
-    """What is equal for two names of one file, be they links, hard ones or in another case."""
+def _is_same_file(path: str, other: str) -> bool:
+    """Whether two names are of one file, be they links, hard ones or in another case."""
     try:
-        found = Path(path).stat()
+        return Path(path).samefile(other)
     except (OSError, ValueError):
-        return os.path.realpath(path)
-    return found.st_dev, found.st_ino
+        return os.path.realpath(path) == os.path.realpath(other)

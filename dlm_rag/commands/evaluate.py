@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlm_rag.cli import check_writable, print_note
-from dlm_rag.commands.answer_job import AnswerJob, plan_answer_job
+from dlm_rag.commands.answer_job import AnswerJob, open_engines, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, READER_CONFIG, CommandLine, parse_command_line
 from dlm_rag.commands.prepare_decoder import ResourceCache, apply_shipped_defaults, gather_questions
 from dlm_rag.config import dump_config, load_config
@@ -195,7 +195,6 @@ def run_answer_jobs(jobs: dict[str, AnswerJob], workers: str | None) -> None:
 
     What one setting has kept of evidence is not passed on: the next would look faster than it is.
     """
-    from dlm_rag.commands.executors import open_engines
 
     several, prepared = len(jobs) > 1, [job.prepared for job in jobs.values()]
     models = [each.config.model for each in prepared]

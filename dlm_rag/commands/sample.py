@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.answer_job import check_output_files, plan_answer_job
+from dlm_rag.commands.answer_job import check_output_files, open_engines, plan_answer_job
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, parse_command_line
 from dlm_rag.commands.prepare_decoder import (
     SHIPPED_FOLDER,
@@ -59,8 +59,6 @@ def main(argv: list[str]) -> None:
     if not (words.config.questions or words.questions or config.limit or config.quick):
         questions = select_few_per_hop(questions)
     if config.out is not None:
-        from dlm_rag.commands.executors import open_engines
-
         job = plan_answer_job(config, questions)
         words.announce_reader()
         with open_engines(config.workers, [job.prepared]) as engines:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dlm_rag.cli import print_note
-from dlm_rag.commands.answer_job import PreparedQuestions
+from dlm_rag.commands.answer_job import PreparedQuestions, open_engines
 from dlm_rag.commands.arguments import ANSWER_SETTINGS, check_read, parse_command_line
 from dlm_rag.commands.prepare_decoder import apply_shipped_defaults, gather_questions, prepare_decoder
 from dlm_rag.errors import ConfigError, CorpusError
@@ -180,22 +180,20 @@ def decode_rollouts(
     asked: PreparedQuestions, questions: list[Question], source: "TraceRowGenerator"
 ) -> "Iterator[Rollout]":
     """Finished rollouts as they come, then a line on their time and energy, which `source` gets too."""
-    from dlm_rag.commands.executors import open_engines
     from dlm_rag.decode.terminal import RunTotals
 
     tally = RunTotals(asked.prepared.tokenizer.end_ids)
     with open_engines(asked.config.workers, [asked.prepared]) as engines:
-        gauge, engine = engines.energy_gauge(asked), engines.open(asked)
+        engines.open(asked)
         start = time.perf_counter()
         try:
-            with gauge:
-                for rollout in engine.stream(questions):
-                    tally.add(rollout)
-                    yield rollout
+            for rollout in engines.stream(questions):
+                tally.add(rollout)
+                yield rollout
         finally:
-            source.energy = tally.energy_record(gauge.reading)
-            seconds = time.perf_counter() - start
-            summary = tally.summary_line(seconds, engine.describe(), gauge.reading)
+            seconds, reading = time.perf_counter() - start, engines.read_energy()
+            source.energy = tally.energy_record(reading)
+            summary = tally.summary_line(seconds, engines.describe(), reading)
             print_note(f"{tally.text_tokens / seconds:,.1f} tokens/s · {summary}")
 
 

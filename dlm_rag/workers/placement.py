@@ -14,7 +14,7 @@ from dlm_rag.progress import format_bytes
 if TYPE_CHECKING:
     import torch
 
-CPU_MEMORY_PER_WEIGHT_BYTE = 2  # memory of a worker on a CPU, in sizes of its weights, under workers=auto
+CPU_MEMORY_PER_WEIGHT_BYTE = 2  # memory of a worker on a CPU, in sizes of its weights
 
 
 class WorkerPlacement(NamedTuple):
@@ -32,55 +32,52 @@ def check_ray_installed() -> None:
         raise ConfigError("workers= needs Ray: pip install 'dlm_rag[workers]', or leave it out")
 
 
-def plan_local_workers(workers: str, device: torch.device, weights: int) -> WorkerPlacement:
-    """The workers of this machine, which share one process's threads; `weights`: bytes that each loads.
-
-    Raises `ConfigError` for more workers than GPUs, a single device, or too little memory.
-    """
+def describe_local_node(device: torch.device) -> dict[str, float]:
+    """The resources of this machine as Ray names them; GPUs only if they are to be used."""
     import torch
 
+    memory = read_host_memory().get("available") or get_device_memory_bytes(torch.device("cpu"))
+    node = {"CPU": count_usable_cores(), "memory": memory}
+    return node | ({"GPU": torch.cuda.device_count()} if device.type == "cuda" else {})
+
+
+def plan_workers(
+    workers: str, nodes: Sequence[Mapping[str, float]], device: torch.device, weights: int
+) -> WorkerPlacement:
+    """So many workers, or one for each GPU of the nodes, for the CPU for each core that has the memory.
+
+    nodes: the resources of each as Ray names them. weights: bytes that each worker loads. Workers of a node
+    share its cores, but take no more threads than one process would. Raises `ConfigError` for a single
+    device, for more workers than GPUs, and for too little memory.
+    """
     if device.type == "mps" or device.index is not None:
         raise ConfigError(
             f"workers={workers} uses every visible device, model.device={device} is one: set cpu or cuda"
         )
-    cores, on_gpus = count_usable_cores(), device.type == "cuda"
-    free = read_host_memory().get("available", 0)
-    most = torch.cuda.device_count() if on_gpus else _count_fitting_workers(cores, free, weights)
-    count = most if workers == "auto" else int(workers)
-    if on_gpus and count > most:
-        raise ConfigError(f"workers={count}: {most} GPUs are visible here: set at most workers={most}")
-    if not on_gpus and count * weights > (memory := get_device_memory_bytes(device)):
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+    kind = "GPU" if device.type == "cuda" else "CPU"
+    nodes = [node for node in nodes if node.get(kind)]
+    if not nodes or (kind == "CPU" and gpus):
         raise ConfigError(
-            f"workers={count} load {format_bytes(weights)} of weights each, and this machine has "
-            f"{format_bytes(memory)} of memory: set fewer"
+            f"workers={workers}: {gpus} GPUs and {len(nodes)} nodes for model.device={device}: give the "
+            "command on a machine like the workers', set model.device, or start nodes with --num-cpus"
         )
+    counts = [int(node[kind]) for node in nodes]
+    if kind == "CPU":
+        room = [int(node["memory"] // (CPU_MEMORY_PER_WEIGHT_BYTE * max(1, weights))) for node in nodes]
+        counts = [min(cores, max(1, own)) for cores, own in zip(counts, room, strict=True)]
+    if workers != "auto":
+        count, memory = int(workers), sum(node["memory"] for node in nodes)
+        if kind == "GPU" and count > gpus:
+            raise ConfigError(f"workers={count}: {gpus} GPUs are visible: set at most workers={gpus}")
+        if kind == "CPU" and count * weights > memory:
+            raise ConfigError(
+                f"workers={count} load {format_bytes(weights)} of weights each, and {format_bytes(memory)} "
+                "of memory are free here: set fewer"
+            )
+        counts = [count]
+    cores = min(int(node.get("CPU", 1)) // own for node, own in zip(nodes, counts, strict=True))
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    threads = min(cores // count, int(wanted) if wanted.isdigit() and int(wanted) else cores)
-    return WorkerPlacement(count, max(1, threads), 1 if on_gpus else count, int(on_gpus))
-
-
-def plan_cluster_workers(nodes: Sequence[Mapping[str, float]], gpus: bool, weights: int) -> WorkerPlacement:
-    """One worker for each GPU of a cluster or, for the CPU, for each core that has the memory.
-
-    nodes: the resources of each as Ray names them. Raises `ConfigError` if no worker finds a place.
-    """
-    count = sum(int(node.get("GPU", 0)) for node in nodes)
-    if bool(count) != gpus:
-        raise ConfigError(
-            f"the cluster has {count} GPUs, and model.device={'cuda' if gpus else 'cpu'} here: give "
-            "the command on a machine like the workers', or set model.device"
-        )
-    if gpus:
-        cores = min(int(node.get("CPU", 1) // node["GPU"]) for node in nodes if node.get("GPU", 0) >= 1)
-        return WorkerPlacement(count, max(1, cores), 1, gpus_per_worker=1)
-    counts = [
-        _count_fitting_workers(int(node.get("CPU", 0)), node.get("memory", 0), weights) for node in nodes
-    ]
-    if not any(counts):
-        raise ConfigError("the cluster has no CPU to offer: start its nodes with `ray start --num-cpus`")
-    return WorkerPlacement(sum(counts), 1, max(counts))
-
-
-def _count_fitting_workers(cores: int, free: float, weights: int) -> int:
-    """One for each core with memory for it, at least one if there is a core."""
-    return min(cores, max(1, int(free // (CPU_MEMORY_PER_WEIGHT_BYTE * max(1, weights)))))
+    threads = min(cores, int(wanted)) if wanted.isdigit() and int(wanted) else cores
+    largest = 1 if kind == "GPU" else max(counts)
+    return WorkerPlacement(sum(counts), max(1, threads), largest, int(kind == "GPU"))

@@ -16,19 +16,12 @@ from dlm_rag.workers.placement import WorkerPlacement
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 OBJECT_STORE_BYTES = 100 * 2**20  # weights never pass through it
-DEATH_CAUSES = {  # in Ray's many lines
-    r"[Nn]ode.{0,40} has died|raylet died": "its node is gone",
-    "running low on memory": "the memory of its node was full",
-    r"process has died|died unexpectedly|Socket closed|unavailable": "it was killed, or it crashed",
-}
 
 
 def summarize_ray_error(error: Exception) -> str:
-    """The cause, without Ray's ids."""
-    text = str(error).strip() or type(error).__name__
-    known = (cause for pattern, cause in DEATH_CAUSES.items() if re.search(pattern, text))
-    first = text.splitlines()[0].partition(". ")[0]
-    return next(known, re.sub(r"\b[0-9a-f]{16,}\b ?", "", first)[:200])
+    """The first sentence, without Ray's ids."""
+    first = summarize_error(error).partition(". ")[0]
+    return re.sub(r"\b[0-9a-f]{16,}\b ?", "", first)[:200]
 
 
 def start_ray(placement: WorkerPlacement) -> str:

@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     DecoderFactory = Callable[[AnyDenoiser | None, int], tuple[Decoder, dict[str, str | int]]]
 
 
-class NotOpenedError(Exception):
-    """The worker was restarted since it was opened."""
-
-
 class WorkerAnswer(NamedTuple):
     """A finished rollout, with the worker's statistics and the warnings (level, text) logged meanwhile."""
 
@@ -91,9 +87,7 @@ class Worker:
         return self._meter.stop()
 
     async def answer(self, question: Question) -> WorkerAnswer:
-        """Raises whatever the engine raises, out of memory or `UserError`; and `NotOpenedError`."""
-        if self._engine is None:
-            raise NotOpenedError("it was killed, or it crashed")
+        """Raises whatever the engine raises, out of memory or `UserError`."""
         self._waiting.append(question)
         answer = self._answers[question.id] = asyncio.get_running_loop().create_future()
         if self._stepping is None or self._stepping.done():
@@ -116,7 +110,6 @@ class Worker:
             for rollout in finished:
                 warnings = [(record.levelno, record.getMessage()) for record in self._warnings.buffer]
                 self._warnings.buffer.clear()
-                self._answers.pop(rollout.id).set_result(
-                    WorkerAnswer(rollout, self._decoder.stats, warnings)
-                )
+                result = WorkerAnswer(rollout, self._decoder.stats, warnings)
+                self._answers.pop(rollout.id).set_result(result)
             await asyncio.sleep(0)  # Ray's calls come in and go out

@@ -1,19 +1,15 @@
-"""Workers under Ray, which restarts those that die; they answer questions and know of no files.
+"""Workers under Ray; those that die are replaced. They answer questions and know of no files.
 
-    with WorkerPool("local", placement) as pool:
-        pool.open(factory, model, energy="none", batch_size=8)
-        for rollout in pool.stream(questions, make_failed_rollout): ...
-
-Ray restarts an actor (`max_restarts`) and repeats `open` on it (`max_task_retries`). It does not repeat
-`answer`, for the actor may wait for a place: whichever worker is ready first gets a dead one's questions.
+with WorkerPool("local", plan) as pool:
+    pool.open(factory, model, energy="none", batch_size=8)
+    for rollout in pool.stream(questions, make_failed_rollout): ...
 """
 
 import logging
 import shutil
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -26,93 +22,41 @@ from dlm_rag.progress import show_status
 from dlm_rag.questions import Question
 from dlm_rag.workers.placement import WorkerPlacement
 from dlm_rag.workers.ray_cluster import join_ray, start_ray, summarize_ray_error
-from dlm_rag.workers.worker import NotOpenedError, Worker, WorkerAnswer
+from dlm_rag.workers.worker import Worker, WorkerAnswer
 
 if TYPE_CHECKING:
     from dlm_rag.workers.worker import DecoderFactory
 
-    # For a cluster a function of the resources of its nodes.
-    Placement = WorkerPlacement | Callable[[Sequence[Mapping[str, float]]], WorkerPlacement]
-
 log = logging.getLogger(__name__)
 
-MAX_SHARED_DEATHS = 2  # deaths of a question's worker after which it is asked alone
-MAX_SOLO_DEATHS = 3  # deaths of a worker that had this question alone, after which it is given up
-MAX_FAILED_STARTS = 5  # deaths in a row before a worker is ready
-PLACEMENT_TIMEOUT_SECONDS = 60.0  # in which a worker must find a place and start
-ENERGY_TIMEOUT_SECONDS, POLL_SECONDS = 10.0, 0.5
-
-
-class QuestionQueue:
-    """Which worker has which question; the questions of a worker that died are asked again."""
-
-    def __init__(self, questions: Iterable[Question]) -> None:
-        self._waiting = deque(questions)  # those that are asked alone come last
-        self._held: defaultdict[int, dict[str, Question]] = defaultdict(dict)
-        self._deaths: Counter[str] = Counter()
-
-    @property
-    def done(self) -> bool:
-        """Whether every question was answered or given up."""
-        return not (self._waiting or any(self._held.values()))
-
-    def assign(self, worker: int, most: int, workers: int) -> list[Question]:
-        """New questions for a worker, which then holds at most `most`; the last are shared evenly."""
-        held, given = self._held[worker], list[Question]()
-        unanswered = len(self._waiting) + sum(map(len, self._held.values()))
-        most = min(most, -(-unanswered // workers))
-        while self._waiting and len(held) < most and not any(map(self._is_suspect, held)):
-            if held and self._is_suspect(self._waiting[0].id):
-                break
-            given.append(question := self._waiting.popleft())
-            held[question.id] = question
-        return given
-
-    def mark_answered(self, worker: int, name: str) -> None:
-        del self._held[worker][name]
-
-    def requeue(self, worker: int) -> list[Question]:
-        """Queues again, first of all, what a dead worker held; returns the questions that are given up."""
-        given_up = []
-        for question in reversed(self._held.pop(worker, {}).values()):
-            self._deaths[question.id] += 1
-            if self._deaths[question.id] == MAX_SHARED_DEATHS + MAX_SOLO_DEATHS:
-                given_up.append(question)
-            elif self._is_suspect(question.id):
-                self._waiting.append(question)
-            else:
-                self._waiting.appendleft(question)
-        return given_up
-
-    def _is_suspect(self, name: str) -> bool:
-        return self._deaths[name] >= MAX_SHARED_DEATHS
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A worker, restarts included."""
-
-    number: int
-    actor: Any
-    ready: bool = False
-    restarts: int = 0
-    placed: Any = None  # Ray's reference of a call that ends once the actor runs
+MAX_DEATHS = 5  # of workers with a question, the first with others, until it is given up
+MAX_FAILED_STARTS = 5  # in a row, for each worker
+PLACEMENT_TIMEOUT_SECONDS = 60.0  # in which a worker must find a place
+RESTART_TIMEOUT_SECONDS = 600.0  # in which one worker must be ready again once all have died
+ENERGY_TIMEOUT_SECONDS = 10.0
 
 
 class WorkerPool:
     """The workers of a run; leaving the context ends all that it started.
 
-    address: "local" starts Ray on this machine for this run; ray://HOST:PORT joins a cluster.
+    address: "local" starts Ray on this machine for this run; ray://HOST:PORT joins a cluster, and `plan` is
+    a function of the resources of its nodes.
     """
 
-    def __init__(self, address: str, placement: "Placement") -> None:
-        self._address, self._placement = address, placement
-        self._log_folder: str | None = None
-        self._slots: list[_Slot] = []
-        self._calls: dict[Any, _Slot] = {}  # under way, by Ray's reference
+    def __init__(
+        self,
+        address: str,
+        plan: WorkerPlacement | Callable[[Sequence[Mapping[str, float]]], WorkerPlacement],
+    ) -> None:
+        self._address, self._plan = address, plan
+        self._log_folder: str | None = None  # "" for a cluster, which others have started
+        self._workers: list[Any] = []  # handles of Ray
+        self._ready: dict[Any, list[Question]] = {}  # opened workers, and what they have not answered
+        self._calls: dict[Any, tuple[Any, Question | None]] = {}  # by reference; None opens the worker
         self._machines: list[dict[str, str | int]] = []
-        self._stats: dict[tuple[int, int], DecoderStats] = {}  # of this job, by worker and restart
-        self._energy, self._deaths = "none", 0
+        self._stats: dict[Any, DecoderStats] = {}  # of this job by worker, those that died too
+        self._failed_starts, self._cause = 0, ""  # in a row; of the last death
+        self._has_lost_worker, self._energy = False, "none"
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -139,57 +83,40 @@ class WorkerPool:
         """
         import ray
 
-        first = self._log_folder is None
+        self._job, self._batch_size, self._energy = (factory, model), batch_size, energy
+        self._calls, self._ready, self._stats, self._machines = {}, {}, {}, []
+        first = not self._workers
         if first:
             self._start()
+        self._wait_for_places(first)
         show_status("opening the workers")
-        self._opening, self._batch_size = (factory, model), batch_size
-        self._calls, self._stats, self._machines = {}, {}, []
-        self._energy, self._deaths = energy, 0
-        for slot in self._slots:
-            self._open(slot)
-        placed = self._wait_for_places(first)
-        while not all(slot.ready for slot in placed):
+        for worker in self._workers:
+            self._open(worker)
+        while len(self._ready) < len(self._workers):
             self._poll()
+        self._has_lost_worker = False
         if energy != "none":
             show_status("measuring the idle power" if energy == "idle" else "")
-            ray.get([slot.actor.start_energy.remote(energy) for slot in placed])
+            ray.get([worker.start_energy.remote(energy) for worker in self._workers])
         show_status()
         return self._machines
 
     def stream(
         self, questions: Iterable[Question], make_failed_rollout: Callable[[Question, str], Rollout]
     ) -> Iterator[Rollout]:
-        """One finished rollout for each question, as they come; make_failed_rollout makes that of a
-        question whose workers died again and again. Raises whatever a worker raises, and `RunError` once
-        all have died and none finds a place again.
-        """
-        import ray
+        """One finished rollout for each question, as they come.
 
-        queue, most = QuestionQueue(questions), self._batch_size + max(1, self._batch_size // 2)
-        while not queue.done:
-            ready = [slot for slot in self._slots if slot.ready]
-            for slot in ready:
-                for question in queue.assign(slot.number, most, len(ready)):
-                    self._calls[slot.actor.answer.options(max_task_retries=0).remote(question)] = slot
-            if not ready and not ray.wait(self._placed(), timeout=PLACEMENT_TIMEOUT_SECONDS)[0]:
-                raise RunError(
-                    f"all workers died, and Ray at {self._address} found no place for one within "
-                    f"{PLACEMENT_TIMEOUT_SECONDS:.0f} s: run the same command again to resume"
-                )
-            slot, answer = self._poll()
-            if isinstance(answer, WorkerAnswer):
-                queue.mark_answered(slot.number, answer.rollout.id)
-                self._stats[slot.number, slot.restarts] = answer.stats
-                for level, text in answer.warnings:
-                    log.log(level, "%s", text)
-                yield answer.rollout
-            elif isinstance(answer, Exception):
-                reason = f"{MAX_SHARED_DEATHS + MAX_SOLO_DEATHS} workers died with this question, the last "
-                reason += f"{MAX_SOLO_DEATHS} alone: {summarize_ray_error(answer)}"
-                yield from (
-                    make_failed_rollout(question, reason) for question in queue.requeue(slot.number)
-                )
+        What a worker that died had not answered is asked at the end, each question alone;
+        make_failed_rollout makes the rollout of one with which workers die again and again. Raises whatever
+        a worker raises, and `RunError` once all have died and none finds a place again.
+        """
+        most = self._batch_size + max(1, self._batch_size // 2)
+        lost = yield from self._answer(questions, most)
+        for _ in range(1, MAX_DEATHS):
+            lost = yield from self._answer(lost, 1)
+        for question in lost:
+            reason = f"{MAX_DEATHS} workers died with this question, all but the first with it alone"
+            yield make_failed_rollout(question, f"{reason}: {self._cause}")
 
     def read_energy(self) -> EnergyReading:
         """What the workers have used since all were open."""
@@ -197,102 +124,119 @@ class WorkerPool:
 
         if self._energy == "none":
             return EnergyReading(0.0)
-        if not self._deaths:
+        if not self._has_lost_worker:
             with suppress(Exception):  # of a worker that is gone, in whatever way
-                readings = [slot.actor.read_energy.remote() for slot in self._slots if slot.ready]
+                readings = [worker.read_energy.remote() for worker in self._workers]
                 return merge_readings(ray.get(readings, timeout=ENERGY_TIMEOUT_SECONDS))
         return EnergyReading(0.0, reason="a worker has died, and its part is not known")
 
     def describe(self) -> str:
         """The number of workers, and their statistics added up."""
-        count = f"{len(self._slots)} worker{'s' * (len(self._slots) != 1)}"
+        count = f"{len(self._workers)} worker{'s' * (len(self._workers) != 1)}"
         return f"{count}, {reduce(add, self._stats.values()).describe()}" if self._stats else count
 
     def _start(self) -> None:
+        """Starts or joins Ray, and starts the workers."""
         import ray
 
         show_status("starting the workers")
         self._log_folder = ""
-        if isinstance(self._placement, WorkerPlacement):
-            placement, self._log_folder = self._placement, start_ray(self._placement)
+        if isinstance(self._plan, WorkerPlacement):
+            plan, self._log_folder = self._plan, start_ray(self._plan)
         else:
             join_ray(self._address)
-            placement = self._placement([node["Resources"] for node in ray.nodes() if node["Alive"]])
-        actor = ray.remote(Worker).options(
-            num_cpus=1, num_gpus=placement.gpus_per_worker,
-            max_restarts=-1, max_task_retries=MAX_FAILED_STARTS - 1,
-        )  # fmt: skip
-        own = placement.threads_per_worker, placement.workers_per_machine
-        self._slots = [_Slot(n + 1, actor.remote(*own)) for n in range(placement.num_workers)]
+            plan = self._plan([node["Resources"] for node in ray.nodes() if node["Alive"]])
+        actor = ray.remote(Worker).options(num_cpus=1, num_gpus=plan.gpus_per_worker)
+        self._make_worker = lambda: actor.remote(plan.threads_per_worker, plan.workers_per_machine)
+        self._workers = [self._make_worker() for _ in range(plan.num_workers)]
 
-    def _placed(self) -> list[Any]:
-        return [slot.placed for slot in self._slots]
-
-    def _wait_for_places(self, first: bool) -> list[_Slot]:
-        """The workers that run. Raises `ConfigError` if one does not at the first job, or none later."""
+    def _wait_for_places(self, first: bool) -> None:
+        """Goes on with the workers that run; raises `ConfigError` if not all do at first, or none later."""
         import ray
 
-        count = len(self._slots)
-        found, _ = ray.wait(self._placed(), num_returns=count, timeout=PLACEMENT_TIMEOUT_SECONDS)
-        for slot in self._slots:
-            if slot.placed not in found:
-                message = (
-                    f"no place for worker {slot.number} of {count} within {PLACEMENT_TIMEOUT_SECONDS:.0f} s"
+        calls = {worker.__ray_ready__.remote(): worker for worker in self._workers}
+        placed, missing = ray.wait([*calls], num_returns=len(calls), timeout=PLACEMENT_TIMEOUT_SECONDS)
+        if missing:
+            seconds = f"{PLACEMENT_TIMEOUT_SECONDS:.0f} s"
+            message = f"no place for {len(missing)} of {len(calls)} workers within {seconds}"
+            if first or not placed:
+                raise ConfigError(
+                    f"{message}: the cluster is in use (`ray status`); wait, or set no workers"
                 )
-                if first or not found:
-                    raise ConfigError(
-                        f"{message}: the cluster is in use (`ray status`); wait, or leave workers out"
-                    )
-                log.warning("%s: the others go on", message)
-        return [slot for slot in self._slots if slot.placed in found]
+            log.warning("%s: the others go on", message)
+        self._workers = [calls[call] for call in placed]
 
-    def _open(self, slot: _Slot) -> None:
-        slot.ready = False
-        slot.placed = slot.actor.__ray_ready__.remote()
-        self._calls[slot.actor.open.remote(*self._opening)] = slot
+    def _open(self, worker: Any) -> None:
+        self._calls[worker.open.remote(*self._job)] = worker, None
 
-    def _poll(self) -> tuple[_Slot, Any]:
-        """Waits a moment for a call to end: its worker, and its result or what the worker died of."""
+    def _answer(self, questions: Iterable[Question], most: int) -> Generator[Rollout, None, list[Question]]:
+        """Rollouts as they come, each worker with at most `most` questions and the last ones shared evenly.
+
+        Returns what dead workers had not answered.
+        """
+        waiting, lost = deque(questions), list[Question]()
+        while waiting or any(self._ready.values()):
+            unanswered = len(waiting) + sum(map(len, self._ready.values()))
+            share = min(most, -(-unanswered // max(1, len(self._ready))))
+            for worker, held in self._ready.items():
+                while waiting and len(held) < share:
+                    held.append(waiting.popleft())
+                    self._calls[worker.answer.remote(held[-1])] = worker, held[-1]
+            found = self._poll()
+            if isinstance(found, WorkerAnswer):
+                for level, text in found.warnings:
+                    log.log(level, "%s", text)
+                yield found.rollout
+            else:
+                lost += found
+        return lost
+
+    def _poll(self) -> WorkerAnswer | list[Question]:
+        """Waits for a call to end: an answer, or the questions of a worker that died.
+
+        Raises what a worker raises, and `RunError` for workers that cannot work.
+        """
         import ray
         from ray.exceptions import RayError, RaySystemError, RayTaskError
 
         try:
-            ended, _ = ray.wait(list(self._calls), timeout=POLL_SECONDS)
+            ended, _ = ray.wait([*self._calls], timeout=RESTART_TIMEOUT_SECONDS)
+            if not ended and not self._ready:
+                raise RunError(
+                    f"all workers died, and Ray at {self._address} found no place for another one"
+                )
             if not ended:
-                return self._slots[0], None
-            slot = self._calls.pop(ended[0])
+                return []
+            worker, question = self._calls.pop(ended[0])
             result = ray.get(ended[0])
         except ConnectionError as error:
-            raise RunError(
-                f"Ray at {self._address} is gone ({summarize_ray_error(error)}): the same command goes on"
-            ) from None
+            raise RunError(f"Ray at {self._address} is gone ({summarize_ray_error(error)})") from None
         except RayTaskError as error:
             if isinstance(error.cause, RaySystemError):
-                raise RunError(
-                    f"a worker cannot read its task: {summarize_ray_error(error.cause)}"
-                ) from None
-            if not isinstance(error.cause, NotOpenedError):
-                raise error.cause from error  # keeps the worker's traceback
-            return slot, self._reopen(slot, error.cause)
+                raise RunError(f"a worker cannot read its task: {summarize_ray_error(error)}") from None
+            raise error.cause from error  # keeps the worker's traceback
         except RayError as error:
-            return slot, self._reopen(slot, error)
-        if isinstance(result, dict):
-            slot.ready = True
+            self._cause = summarize_ray_error(error)
+            return self._replace(worker)
+        if question is None:
+            self._ready[worker], self._failed_starts = [], 0
             self._machines += [result] * (result not in self._machines)
-        return slot, result
+            return []
+        answer: WorkerAnswer = result
+        self._ready[worker].remove(question)
+        self._stats[worker] = answer.stats
+        return answer
 
-    def _reopen(self, slot: _Slot, death: Exception) -> Exception:
-        """Opens a worker again that died; raises `RunError` if it had not been ready."""
-        cause = summarize_ray_error(death)
-        if not slot.ready:
+    def _replace(self, worker: Any) -> list[Question]:
+        """Starts a worker for one that died; returns what that had not answered. Raises `RunError`."""
+        if worker in self._ready:
+            log.warning("a worker died (%s): it is restarted and its questions asked again", self._cause)
+        elif (failed := self._failed_starts + 1) >= MAX_FAILED_STARTS * len(self._workers):
             logs = f"; its log is in {self._log_folder}" if self._log_folder else ""
-            raise RunError(
-                f"worker {slot.number} died {MAX_FAILED_STARTS} times before it was ready ({cause}){logs}"
-            ) from None
-        log.warning(
-            "worker %d died (%s): it is restarted and its questions asked again", slot.number, cause
-        )
-        self._deaths, slot.restarts = self._deaths + 1, slot.restarts + 1
-        self._calls = {call: other for call, other in self._calls.items() if other is not slot}
-        self._open(slot)
-        return death
+            raise RunError(f"workers died {failed} times before one was ready ({self._cause}){logs}")
+        self._failed_starts += worker not in self._ready
+        self._has_lost_worker = True
+        self._calls = {call: asked for call, asked in self._calls.items() if asked[0] != worker}
+        self._workers[self._workers.index(worker)] = other = self._make_worker()
+        self._open(other)
+        return self._ready.pop(worker, [])

@@ -1,6 +1,7 @@
 """Stages: exception-safe, nested, silent when nobody listens; NVTX gets the same names."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -90,4 +91,4 @@ def test_torch_profiler_gets_the_same_names():
     names = [event.name for event in profiler.events()]
     assert {"step 3 rows 8", "denoise", "question q1", "step 4 rows 8", "commit"} <= set(names)
     with profile_stage("denoise"):
-        assert nvtx_ranges._torch_range("denoise") is None, "nobody listens any more"
+        assert isinstance(nvtx_ranges._torch_range("denoise"), nullcontext), "nobody listens any more"

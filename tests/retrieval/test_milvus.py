@@ -21,8 +21,7 @@ pytest.importorskip("milvus_lite")
 
 
 from dlm_rag.__main__ import dispatch
-from dlm_rag.commands.answer_job import plan_answer_job
-from dlm_rag.commands.executors import LocalEngines
+from dlm_rag.commands.answer_job import LocalEngines, plan_answer_job
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER, apply_shipped_defaults
 from dlm_rag.config import DecodeConfig, RetrievalConfig, load_config
 from dlm_rag.decode.decoder import Decoder

@@ -16,8 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlm_rag import machine
-from dlm_rag.commands.answer_job import PreparedQuestions, plan_answer_job
-from dlm_rag.commands.executors import make_decoder_factory, open_engines
+from dlm_rag.commands.answer_job import (
+    PreparedQuestions,
+    make_decoder_factory,
+    open_engines,
+    plan_answer_job,
+)
 from dlm_rag.commands.prepare_decoder import check_weights_fit, prepare_decoder
 from dlm_rag.config import Config, load_config
 from dlm_rag.decode.trace_file import read_trace
@@ -30,12 +34,12 @@ from dlm_rag.questions import Question
 from dlm_rag.workers.placement import (
     WorkerPlacement,
     check_ray_installed,
-    plan_cluster_workers,
-    plan_local_workers,
+    describe_local_node,
+    plan_workers,
 )
-from dlm_rag.workers.worker import Worker
-from dlm_rag.workers.worker_pool import MAX_SHARED_DEATHS, MAX_SOLO_DEATHS, QuestionQueue
-from tests.support.fake_workers import FakeDecoder, FakeDecoderFactory
+from dlm_rag.workers.worker import Worker, WorkerAnswer
+from dlm_rag.workers.worker_pool import MAX_DEATHS, WorkerPool
+from tests.support.fake_workers import FakeDecoder, FakeDecoderFactory, make_finished_rollout
 from tests.support.properties import hypothesis_settings
 from tests.support.rollouts import strip_times_and_confidences
 from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
@@ -44,57 +48,42 @@ CPU = torch.device("cpu")
 ASKED = [Question(f"q{n}", "Who?") for n in range(40)]
 
 
+class FakePool(WorkerPool):
+    """Workers that take, answer and die as `data` says; those that hold a bad question die in the end."""
+
+    def __init__(self, data, workers, bad):
+        super().__init__("local", WorkerPlacement(workers, 1, workers))
+        self._data, self._bad, self._batch_size, self.deaths = data, bad, 4, Counter()
+        self._ready = {FakeWorker(): [] for _ in range(workers)}
+
+    def _poll(self):
+        held = self._data.draw(st.sampled_from([held for held in self._ready.values() if held]))
+        poisoned = any(question.id in self._bad for question in held)
+        assert len(held) <= 6
+        if poisoned or (sum(self.deaths.values()) < 30 and self._data.draw(st.booleans())):
+            self.deaths.update(question.id for question in held)
+            lost, held[:] = list(held), []
+            return lost
+        question = held.pop(self._data.draw(st.integers(0, len(held) - 1)))
+        return WorkerAnswer(make_finished_rollout(question), None, [])
+
+
+class FakeWorker:
+    """Notes nothing: `FakePool` knows what it holds."""
+
+    answer = SimpleNamespace(remote=lambda question: object())
+
+
 @hypothesis_settings(50)
 @given(st.data())
 def test_every_question_is_answered_or_given_up_once_whoever_dies(data):
-    """Workers take, answer and die at random; some questions kill whoever holds them, in the end."""
-    workers, most = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     bad = {f"q{n}" for n in data.draw(st.sets(st.integers(0, 39), max_size=3))}
-    shares, held = QuestionQueue(ASKED), {n: [] for n in range(workers)}
-    answered, given_up, deaths = [], [], Counter()
-    for _ in range(5000):
-        if shares.done:
-            break
-        worker = data.draw(st.integers(0, workers - 1))
-        given = shares.assign(worker, most, workers)
-        held[worker] += given
-        assert len(held[worker]) <= most
-        alone = [q for q in held[worker] if deaths[q.id] >= MAX_SHARED_DEATHS]
-        assert not alone or len(held[worker]) == 1, "a suspect has no company"
-        poisoned = [question.id for question in held[worker] if question.id in bad]
-        if poisoned or (held[worker] and sum(deaths.values()) < 30 and data.draw(st.booleans())):
-            deaths.update(question.id for question in held[worker])
-            lost = shares.requeue(worker)
-            assert all(deaths[question.id] == MAX_SHARED_DEATHS + MAX_SOLO_DEATHS for question in lost)
-            given_up += [question.id for question in lost]
-            held[worker] = []
-        elif held[worker]:
-            question = held[worker].pop(data.draw(st.integers(0, len(held[worker]) - 1)))
-            shares.mark_answered(worker, question.id)
-            answered.append(question.id)
-    assert shares.done
-    assert sorted(answered + given_up) == sorted(question.id for question in ASKED)
-    assert bad <= set(given_up), "what kills is given up"
-
-
-def test_who_shared_a_worker_with_a_bad_question_is_answered():
-    shares, answered = QuestionQueue(ASKED), []
-    while not shares.done:
-        given = shares.assign(0, 8, 1)
-        if any(question.id == "q3" for question in given) or not given:
-            lost = shares.requeue(0)
-            continue
-        for question in given:
-            shares.mark_answered(0, question.id)
-            answered.append(question.id)
-    assert [question.id for question in lost] == ["q3"] and len(answered) == len(set(answered)) == 39
-
-
-def test_few_questions_are_shared_evenly_and_each_worker_gets_no_more_than_it_holds():
-    shares = QuestionQueue(ASKED[:9])
-    assert [len(shares.assign(worker, 8, 3)) for worker in (0, 0, 1, 2, 1)] == [3, 0, 3, 3, 0]
-    shares = QuestionQueue(ASKED)
-    assert [len(shares.assign(0, 8, 3)), len(shares.assign(0, 8, 3))] == [8, 0]
+    pool = FakePool(data, data.draw(st.integers(1, 4)), bad)
+    found = list(pool.stream(ASKED, make_finished_rollout))
+    assert sorted(rollout.id for rollout in found) == sorted(question.id for question in ASKED)
+    given_up = {rollout.id for rollout in found if rollout.error}
+    assert bad <= given_up, "what kills is given up"
+    assert given_up == {name for name, count in pool.deaths.items() if count == MAX_DEATHS}
 
 
 @pytest.mark.parametrize(("system", "counted"), [("linux", 3 * 2**20), ("darwin", 3 * 2**30)])
@@ -104,54 +93,56 @@ def test_peak_memory_is_in_bytes_whatever_the_system_counts(monkeypatch, system,
     assert machine.get_peak_memory_bytes() == 3 * 2**30
 
 
-@pytest.fixture
-def eight_cores(monkeypatch):
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "weights", "placement"),
+    [
+        ("auto", CPU, 10**6, (8, 1, 8)),
+        ("auto", CPU, 4 * 10**9, (4, 2, 4)),  # twice the weights for each
+        ("auto", CPU, 40 * 10**9, (1, 8, 1)),
+        ("3", CPU, 10**6, (3, 2, 3)),
+        ("16", CPU, 10**6, (16, 1, 16)),
+        ("auto", GPU, 10**9, (4, 2, 1, 1)),
+        ("2", GPU, 10**9, (2, 4, 1, 1)),
+        ("5", CPU, 16 * 10**9, "workers=5 load 16 GB of weights each, and 32 GB"),
+        ("5", GPU, 10**9, "workers=5: 4 GPUs are visible: set at most workers=4"),
+        ("auto", torch.device("cuda:1"), 10**9, "model.device=cuda:1 is one"),
+        ("auto", torch.device("mps"), 10**9, "model.device=mps is one"),
+    ],
+    ids=str,
+)
+def test_workers_share_the_cores_and_the_memory_of_this_machine(
+    monkeypatch, workers, device, weights, placement
+):
     monkeypatch.setattr("dlm_rag.workers.placement.count_usable_cores", lambda: 8)
     monkeypatch.setattr("dlm_rag.workers.placement.read_host_memory", lambda: {"available": 32 * 10**9})
-    monkeypatch.setattr("dlm_rag.workers.placement.get_device_memory_bytes", lambda device: 64e9)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
+    def plan():
+        return plan_workers(workers, [describe_local_node(device)], device, weights)
 
-def test_workers_of_a_cpu_share_its_cores_and_its_memory(eight_cores, monkeypatch):
-    assert plan_local_workers("auto", CPU, 10**6) == WorkerPlacement(8, 1, 8)
-    assert plan_local_workers("auto", CPU, 4 * 10**9) == WorkerPlacement(4, 2, 4), (
-        "twice the weights for each"
-    )
-    assert plan_local_workers("auto", CPU, 40 * 10**9) == WorkerPlacement(1, 8, 1)
-    assert plan_local_workers("3", CPU, 10**6) == WorkerPlacement(3, 2, 3)
-    assert plan_local_workers("16", CPU, 10**6) == WorkerPlacement(16, 1, 16)
+    if isinstance(placement, str):
+        with pytest.raises(ConfigError, match=placement):
+            plan()
+        return
+    assert plan() == WorkerPlacement(*placement)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert plan_local_workers("2", CPU, 10**6) == WorkerPlacement(2, 1, 2), (
-        "no more threads than one process would take"
-    )
-    with pytest.raises(ConfigError, match=r"workers=5 load 16 GB of weights each, .* has 64 GB"):
-        plan_local_workers("5", CPU, 16 * 10**9)
+    assert plan().threads_per_worker == 1, "no more threads than one process would take"
 
 
-def test_one_worker_for_each_gpu(eight_cores, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    gpu = torch.device("cuda")
-    assert plan_local_workers("auto", gpu, 10**9) == WorkerPlacement(4, 2, 1, gpus_per_worker=1)
-    assert plan_local_workers("2", gpu, 10**9) == WorkerPlacement(2, 4, 1, gpus_per_worker=1)
-    with pytest.raises(ConfigError, match="workers=5: 4 GPUs .* workers=4"):
-        plan_local_workers("5", gpu, 10**9)
-    for one in ("cuda:1", "mps"):
-        with pytest.raises(ConfigError, match=f"model.device={one} is one"):
-            plan_local_workers("auto", torch.device(one), 10**9)
-
-
-def test_workers_of_a_cluster_are_as_many_as_its_nodes_offer():
-    nodes = [{"CPU": 16.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}]
-    assert plan_cluster_workers(nodes, True, 10**12) == WorkerPlacement(8, 2, 1, gpus_per_worker=1)
-    with pytest.raises(ConfigError, match="8 GPUs, and model.device=cpu"):
-        plan_cluster_workers(nodes, False, 1)
-    nodes = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 8.0, "memory": 64e9}, {"memory": 64e9}]
-    assert plan_cluster_workers(nodes, False, 10**9) == WorkerPlacement(12, 1, 8)
-    assert plan_cluster_workers(nodes, False, 2 * 10**9) == WorkerPlacement(10, 1, 8)
-    with pytest.raises(ConfigError, match="0 GPUs, and model.device=cuda"):
-        plan_cluster_workers(nodes, True, 1)
-    with pytest.raises(ConfigError, match="no CPU to offer"):
-        plan_cluster_workers([{}], False, 1)
+def test_workers_of_a_cluster_are_as_many_as_its_nodes_offer(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    gpus = [{"CPU": 16.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}]
+    cores = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 8.0, "memory": 64e9}, {"memory": 64e9}]
+    assert plan_workers("auto", gpus, GPU, 10**12) == WorkerPlacement(8, 2, 1, gpus_per_worker=1)
+    assert plan_workers("auto", cores, CPU, 10**9) == WorkerPlacement(12, 1, 8)
+    assert plan_workers("auto", cores, CPU, 2 * 10**9) == WorkerPlacement(10, 1, 8)
+    for nodes, device in ((gpus, CPU), (cores, GPU), ([{}], CPU)):
+        with pytest.raises(ConfigError, match=f"GPUs and . nodes for model.device={device}"):
+            plan_workers("auto", nodes, device, 1)
 
 
 def test_without_ray_the_remedy_is_a_command(monkeypatch):
@@ -271,8 +262,8 @@ def test_a_worker_with_another_corpus_names_its_node(config, worker, corpus_file
 
 def test_a_worker_with_other_code_is_refused_before_it_loads(config, worker, monkeypatch):
     factory = make_factory(config)
-    monkeypatch.setattr("dlm_rag.commands.executors.prepare_decoder", None)
-    monkeypatch.setattr("dlm_rag.commands.executors.compute_code_digest", lambda: "another")
+    monkeypatch.setattr("dlm_rag.commands.prepare_decoder.PreparedDecoder.load", None)
+    monkeypatch.setattr("dlm_rag.commands.answer_job.compute_code_digest", lambda: "another")
     with pytest.raises(ConfigError, match=r"on \S+: dlm_rag is \S+ \(another\)"):
         open_worker(worker, factory)
 
