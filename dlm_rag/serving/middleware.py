@@ -9,7 +9,6 @@ import re
 import stat
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import sha256
 from ipaddress import ip_address
 from typing import Any, TypeVar
@@ -143,7 +142,6 @@ class AccessControl:
             raise ApiError(403, "a page of another site may not ask here")
 
 
-@lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """Whether an address is of this machine alone."""
     try:

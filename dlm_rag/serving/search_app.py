@@ -75,16 +75,11 @@ class SearchService:
         self._note = {"fingerprint": digest, "asks": list(retriever.query_fields)}
         self.error: BaseException | None = None
         self.connections: Callable[[], int] = lambda: 0
-        self._running, self._draining = 0, False
+        self._draining = False
         self._thread = ThreadPoolExecutor(1, "search")
         keyed = access.keys is not None
         routes = [("GET", "/", self._about, keyed), ("POST", SEARCH_PATH, self._search, keyed)]
         self.app = access.create_app(routes, MAX_SEARCH_REQUEST_BYTES)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody waits for what a search finds."""
-        return not self._running
 
     def drain(self) -> None:
         """Takes no more searches."""
@@ -101,12 +96,8 @@ class SearchService:
         body = await read_body(request)
         if self._draining or self.error is not None:
             raise ApiError(503, "the server is going down and searches no more")
-        self._running += 1
-        try:
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._reply, body)
-            return await run_unless_disconnected(request, work)
-        finally:
-            self._running -= 1
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._reply, body)
+        return await run_unless_disconnected(request, work)
 
     def _reply(self, body: bytes) -> Response:
         """Called on the thread, so that what is large delays no other connection."""
