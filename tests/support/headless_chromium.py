@@ -5,7 +5,6 @@ with HeadlessChromium() as browser:
     browser.run("document.title")
 """
 
-import base64
 import json
 import os
 import select
@@ -25,6 +24,7 @@ CHROMIUM_FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
     "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage",
 )  # fmt: skip
+KEY_CODES = {"End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, " ": 32, "g": 71}
 
 
 def find_chromium() -> str | None:
@@ -114,13 +114,8 @@ class HeadlessChromium:
         self, path: Path, place: str = "", *, width: int = 1280, height: int = 800, dark: bool = False
     ) -> None:
         """Opens a file, at a place of it such as `#step=3`, and waits until it is loaded."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         wishes = {"color-scheme": "dark" if dark else "light", "reduced-motion": "reduce"}
         features = [{"name": f"prefers-{name}", "value": value} for name, value in wishes.items()]
         self.call("Emulation.setEmulatedMedia", features=features)
@@ -142,25 +137,10 @@ class HeadlessChromium:
     def press_key(self, key: str, *, shift: bool = False) -> None:
         """Presses a key, as `ArrowRight` or a blank."""
         text = {"text": key} if len(key) == 1 else {}
-        code = {
-            "ArrowLeft": 37,
-            "ArrowRight": 39,
-            "ArrowUp": 38,
-            "ArrowDown": 40,
-            "Home": 36,
-            "End": 35,
-            "Tab": 9,
-            " ": 32,
-            "g": 71,
-        }
-        common = {"key": key, "windowsVirtualKeyCode": code[key], "modifiers": 8 * shift}
+        common = {"key": key, "windowsVirtualKeyCode": KEY_CODES[key], "modifiers": 8 * shift}
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def move_pointer(self, x: float, y: float) -> None:
         """Moves the pointer."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def save_screenshot(self, path: Path) -> None:
-        """What is seen, as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

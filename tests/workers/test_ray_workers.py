@@ -86,8 +86,8 @@ def gone(mark: bytes, seconds: float = 120) -> bool:
     return not processes(mark)
 
 
-def open_pool(crew: WorkerPool, factory: FakeDecoderFactory, energy: str = "none") -> list[dict]:
-    return crew.open(factory, "fake", energy, 4)
+def open_pool(crew: WorkerPool, energy: str = "none", **fake) -> list[dict]:
+    return crew.open(FakeDecoderFactory(**fake), "fake", energy, 4)
 
 
 def asked(count: int, prefix: str = "q", **texts: str) -> list[Question]:
@@ -127,7 +127,7 @@ def test_a_hundred_kills_lose_nothing_and_repeat_nothing(tmp_path, mark, caplog)
             files = tmp_path / f"{runs}.jsonl", tmp_path / f"{runs}-trace.jsonl"
             file, questions = AnswersFile(*files), asked(300)
             file.open_run(make_stamp(), HEADER)
-            open_pool(crew, FakeDecoderFactory(places=4, seconds=0.01))
+            open_pool(crew, places=4, seconds=0.01)
             killer = threading.Thread(target=kill)
             for rollout in crew.stream(questions, make_finished_rollout):
                 file.append(rollout)
@@ -150,7 +150,7 @@ def test_a_hundred_kills_lose_nothing_and_repeat_nothing(tmp_path, mark, caplog)
 
 def test_what_kills_its_workers_is_given_up_and_the_others_are_answered(mark, caplog):
     with WorkerPool("local", WorkerPlacement(2, 1, 2)) as crew:
-        open_pool(crew, FakeDecoderFactory())
+        open_pool(crew)
         found = {r.id: r for r in crew.stream(asked(30, q7="kill"), make_finished_rollout)}
         assert len(found) == 30 and "answered" in crew.describe() and "2 workers" in crew.describe()
         failed = {name: rollout.error for name, rollout in found.items() if rollout.error}
@@ -162,7 +162,7 @@ def test_what_kills_its_workers_is_given_up_and_the_others_are_answered(mark, ca
         pytest.raises(RunError, match=r"died 5 times before one was ready .*log is in /tmp") as end,
         WorkerPool("local", WorkerPlacement(1, 1, 1)) as crew,
     ):
-        open_pool(crew, FakeDecoderFactory(dies_while_loading=True))
+        open_pool(crew, dies_while_loading=True)
     logs = Path(str(end.value).rpartition(" ")[2])
     assert logs.is_dir()
     shutil.rmtree(logs)
@@ -173,7 +173,7 @@ def test_idle_power_is_measured_while_no_worker_loads_or_works(tmp_path, mark):
     with WorkerPool("local", WorkerPlacement(3, 1, 3)) as crew:
         for job in range(2):
             log = tmp_path / f"{job}.txt"
-            open_pool(crew, FakeDecoderFactory(interval_log=str(log)), "idle")
+            open_pool(crew, "idle", interval_log=str(log))
             lines = [line.split() for line in log.read_text().splitlines()]
             spans = {
                 what: [(float(begin), float(end)) for name, begin, end in lines if name == what]
@@ -223,7 +223,7 @@ def cluster(monkeypatch, nodes: int, cores_of_head: int = 1):
 def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplog):
     with cluster(monkeypatch, 3) as (address, there, others):
         with WorkerPool(address, PLACES) as crew:
-            machines = open_pool(crew, FakeDecoderFactory(), "auto")
+            machines = open_pool(crew, "auto")
             assert machines == [{"name": "a machine", "sharing": 1}]
             found = []
             for rollout in crew.stream(questions := asked(600), make_finished_rollout):
@@ -236,7 +236,7 @@ def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplo
             drawn = crew.read_energy()
             assert drawn.joules is None and "a worker has died" in drawn.reason
             monkeypatch.setattr(pool_module, "PLACEMENT_TIMEOUT_SECONDS", 3.0)
-            open_pool(crew, FakeDecoderFactory(seconds=0.01))  # goes on with two
+            open_pool(crew, seconds=0.01)  # goes on with two
             assert "no place for 1 of" in caplog.text and "the others go on" in caplog.text
             assert len({r.id for r in crew.stream(asked(20), make_finished_rollout)}) == 20
             assert not crew.read_energy().was_requested
@@ -254,7 +254,7 @@ def test_a_node_that_is_killed_and_one_that_others_hold(monkeypatch, mark, caplo
                 pytest.raises(ConfigError, match="no place for 1 of 2 workers within 10 s"),
                 WorkerPool(address, PLACES) as crew,
             ):
-                open_pool(crew, FakeDecoderFactory())
+                open_pool(crew)
         finally:
             other.kill()
             other.wait()
@@ -265,7 +265,7 @@ def test_the_run_ends_once_no_node_is_left_for_a_worker(monkeypatch, mark):
         cluster(monkeypatch, 2, cores_of_head=0) as (address, there, others),
         WorkerPool(address, PLACES) as pool,
     ):
-        open_pool(pool, FakeDecoderFactory())
+        open_pool(pool)
         monkeypatch.setattr(pool_module, "RESTART_TIMEOUT_SECONDS", 3.0)
         rollouts = pool.stream(asked(600), make_finished_rollout)
         next(rollouts)
@@ -279,7 +279,7 @@ def test_a_cluster_that_is_not_there_is_a_sentence_at_once():
         pytest.raises(ConfigError, match="can be reached at ray://127.0.0.1:1"),
         WorkerPool("ray://127.0.0.1:1", PLACES) as crew,
     ):
-        open_pool(crew, FakeDecoderFactory())
+        open_pool(crew)
 
 
 def command(out: Path, *more: str) -> list[str]:
