@@ -11,7 +11,7 @@ import pynvml
 import pytest
 import torch
 
-from dlm_rag.commands import doctor, executors
+from dlm_rag.commands import answer_job, doctor
 from dlm_rag.commands.prepare_decoder import SHIPPED_FOLDER
 from dlm_rag.config import Config
 from dlm_rag.decode.results_file import AnswersFile
@@ -414,7 +414,7 @@ def fake_meters(clock, monkeypatch, *seconds):
             clock.now += next(left)
             return super().stop()
 
-    monkeypatch.setattr(executors, "open_meter", lambda *_: Meter([counter([0.0, 500.0])]))
+    monkeypatch.setattr(answer_job, "open_meter", lambda *_: Meter([counter([0.0, 500.0])]))
 
 
 def test_sample_puts_its_joules_into_line_and_stamp(tmp_path, clock, monkeypatch, capsys):
