@@ -123,12 +123,6 @@ def good(tmp_path_factory) -> Path:
     asked = {"id": "a", "question": "Who?", "answers": ["x"], "supporting_ids": ["emma"], "hops": 2}
     write_jsonl_file(folder / "questions.jsonl", [asked, asked | {"id": "b"}])
     (folder / "questions.json").write_text(json.dumps({"data": [asked]}))
-    (folder / "questions.csv").write_text('id,question,answers\na,Who?,"[""x""]"\nb,"Wh\nere?",y\n')
-    import pyarrow
-    from pyarrow import parquet
-
-    table = pyarrow.Table.from_pylist([asked, asked | {"id": "b"}])
-    parquet.write_table(table, folder / "questions.parquet")
     heads = PolicyHeads()
     heads.initialise(0)
     save_heads({f"heads.{name}": value for name, value in heads.state_dict().items()}, folder)
@@ -217,8 +211,6 @@ READERS: dict[str, Callable[[Path], None]] = {
     "scores/scores.json": show_results,
     "questions.jsonl": ask("questions.jsonl"),
     "questions.json": ask("questions.json"),
-    "questions.csv": ask("questions.csv"),
-    "questions.parquet": ask("questions.parquet"),
     "corpus.jsonl": read_passages,
     "index/*/corpus.json": open_index,
     "index/*/*/vocab.index.json": search,

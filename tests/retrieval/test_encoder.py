@@ -186,10 +186,6 @@ DAMAGES = {
         text("sentence_bert_config.json", '{"max_seq_length": -1}'),
         "could not be loaded",
     ),
-    "a length of text": (
-        text("sentence_bert_config.json", '{"max_seq_length": "x"}'),
-        "could not be loaded",
-    ),
 }
 
 

@@ -62,10 +62,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running(host="127.0.0.1", context=None, handler=Handler):
+def running(context=None, handler=Handler):
     """A service with its `port`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with type("Bound", (Service,), {"address_family": family})((host, 0), handler) as service:
+    with Service(("127.0.0.1", 0), handler) as service:
         if context:
             service.socket = context.wrap_socket(
                 service.socket, server_side=True, do_handshake_on_connect=False
@@ -128,7 +127,8 @@ def test_https_trusts_whom_the_environment_names_and_nobody_else(
 
 def test_a_certificate_of_another_host_is_refused(encrypted, certificate, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address("127.0.0.1", encrypted.port)])
+    found = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", encrypted.port))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found])
     with pytest.raises(ConfigError, match=r"other\.example.*mismatch|mismatch.*other\.example"):
         found_at(f"https://other.example:{encrypted.port}/retrieve")
 
@@ -159,33 +159,6 @@ def test_what_is_no_token_is_refused_before_anything_is_sent(monkeypatch, token)
     with pytest.raises(ConfigError, match="DLM_RAG_RETRIEVAL_TOKEN .* is not a bearer token") as error:
         load_retriever(url="http://127.0.0.1:1/retrieve")
     assert token not in str(error.value)
-
-
-def address(host, port):
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return family, socket.SOCK_STREAM, 6, "", (host, port, 0, 0) if ":" in host else (host, port)
-
-
-def has_ipv6():
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_localhost_is_whichever_address_answers(host, monkeypatch):
-    with running(host) as service:
-        port = service.port
-        if ":" in host:
-            assert found_at(f"http://[::1]:{port}/retrieve") == [["a"], ["a"]]
-        both = [address("::1", port), address("127.0.0.1", port)]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
-        assert found_at(f"http://localhost:{port}/retrieve") == [["a"], ["a"]]
-    with pytest.raises(ConfigError, match="cannot be searched: Connection refused"):
-        found_at(f"http://localhost:{port}/retrieve")
 
 
 def test_one_connection_serves_a_whole_run_and_one_that_was_closed_is_made_again():

@@ -123,16 +123,12 @@ def queries(path: Path) -> list[Query]:
 # ---------------------------------------------------------------------------------- what is found
 
 
-def test_passages_are_those_of_a_local_search(few):
+def test_passages_are_those_of_a_local_search_on_any_shards(server, few):
+    """Other files in another order too, on which an engine's own BM25 would count other words."""
     path, found = few
     local = LocalBM25Retriever(open_corpus(path), 7)
     assert found.search(queries(path)) == local.search(queries(path))
     assert found.search([asked("it is"), asked("zzzz"), asked("")]) == [[], [], []]
-
-
-def test_shards_change_nothing(server, few):
-    """Other files in another order, on which an engine's own BM25 would count other words."""
-    path, found = few
     spread(server, "spread", path, 1)
     other = load_retriever(url=server.url("spread"))
     assert other.search(queries(path)) == found.search(queries(path))
@@ -394,7 +390,7 @@ def test_a_program_says_one_line(server, corpus_file):
     assert said == f"5 passages are in {url}, 5 of them new\n"
 
 
-def test_other_passages_are_refused(server, corpus_file, tmp_path):
+def test_other_passages_and_texts_that_are_too_long_are_refused(server, corpus_file, tmp_path):
     url = server.url("other")
     index("--corpus", str(corpus_file), "--to", url)
     other = write_jsonl_file(tmp_path / "other.jsonl", [entry(1, "another text")])
@@ -402,9 +398,6 @@ def test_other_passages_are_refused(server, corpus_file, tmp_path):
         index("--corpus", str(other), "--to", url)
     with pytest.raises(ConfigError, match="is built with retrieval.method=bm25"):
         index("--corpus", str(corpus_file), "--to", url, "retrieval.method=hybrid")
-
-
-def test_a_text_that_is_too_long_is_named_before_anything_is_written(server, tmp_path):
     path = write_jsonl_file(tmp_path / "long.jsonl", [entry(0, "short"), entry(1, "é" * 40_000)])
     with pytest.raises(CorpusError, match=r"long.jsonl, row 1: a text has 80,000 bytes"):
         index("--corpus", str(path), "--to", server.url("long"))
