@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_rag.config import list_setting_fields
 from dlm_rag.errors import ConfigError, RunError, UserError, summarize_error
-from dlm_rag.files.checked_json import parse_json_object, read_json_or_empty
+from dlm_rag.files.checked_json import iter_lines, parse_json_object, read_json_or_empty
 from dlm_rag.files.paths import open_atomic_file, write_text_atomic
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def read_json_lines(path: Path, error: type[UserError]) -> Iterator[tuple[str, d
     if not path.is_file():
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
+        for place, _, line in iter_lines(file, str(path), error, blank=True):
             try:
                 record = parse_json_object(line, place, error)
             except error:

@@ -46,7 +46,11 @@ def read_text_passages(folder: Path) -> Iterator[Record]:
 
     for path in list_text_files(folder):
         name, count = path.relative_to(folder).as_posix(), 0
-        text = decode_utf8(path.read_bytes(), str(path), CorpusError, "text").replace("\r\n", "\n")
+        try:
+            data = path.read_bytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        except OSError as error:
+            raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
+        text = decode_utf8(data, str(path), CorpusError, "text")
         if not is_utf8_encodable(name):
             raise CorpusError(f"{path!a}: the name is not UTF-8: rename the file")
         markdown = path.suffix.lower() != ".txt"

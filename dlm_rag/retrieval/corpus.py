@@ -165,7 +165,7 @@ def open_corpus(path: str | Path, index_dir: str | Path | None = None) -> Corpus
             path = _convert_to_jsonl(path, fingerprint, partial(read_records, error=CorpusError), root)
             state, fingerprint = read_file_state(path), digest_file(path)
     except OSError as error:
-        raise CorpusError(f"corpus '{path}' cannot be read ({error.strerror})") from None
+        raise CorpusError(f"corpus '{error.filename or path}' cannot be read ({error.strerror})") from None
     folder = folder or root / make_folder_name(path.stem, fingerprint)
     build_once(folder / "offsets", lambda scratch: np.save(scratch / "offsets.npy", _scan_offsets(path)))
     _write_manifest(folder, {"corpus": str(path.resolve()), "fingerprint": fingerprint})

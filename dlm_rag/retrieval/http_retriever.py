@@ -13,6 +13,7 @@ headers and answers that trickle, too.
 
 import asyncio
 import hashlib
+import json
 import os
 import re
 import ssl
@@ -64,8 +65,9 @@ class HttpRetriever:
         url = self._url = config.url or ""
         self._top_k, self._token = config.top_k, _read_token()
         self._breaker = CircuitBreaker(url, config.timeout)
+        token = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         self._client = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            headers={"Content-Type": "application/json"} | token,
             verify=_create_ssl_context() if url.startswith("https:") else False,
             timeout=None,
             limits=httpx2.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS),
@@ -102,7 +104,8 @@ class HttpRetriever:
         }  # fmt: skip
         if "parts" in self._service[1]:
             asked["parts"] = [query.parts for query in queries]
-        exchange = asyncio.run_coroutine_threadsafe(self._post(asked, seconds), _get_event_loop())
+        content = json.dumps(asked).encode()  # in ASCII, whatever a model has written
+        exchange = asyncio.run_coroutine_threadsafe(self._post(content, seconds), _get_event_loop())
         try:
             status, body = exchange.result()
         except TimeoutError:
@@ -126,9 +129,9 @@ class HttpRetriever:
         except UserError as error:
             raise SearchUnavailableError(f"{self._url}: {error}") from None
 
-    async def _post(self, asked: dict[str, Any], seconds: float) -> tuple[int, bytes]:
+    async def _post(self, content: bytes, seconds: float) -> tuple[int, bytes]:
         """Status and body; raises `TimeoutError` where they are not there within the time."""
-        body, sent = bytearray(), self._client.stream("POST", self._url, json=asked)
+        body, sent = bytearray(), self._client.stream("POST", self._url, content=content)
         async with asyncio.timeout(seconds), sent as response:
             async for part in response.aiter_bytes():
                 body += part
