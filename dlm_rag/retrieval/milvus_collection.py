@@ -206,7 +206,10 @@ class MilvusCollection:
         return [[hit for hit in hits if field == "dense" or hit[0] > 0] for hits in every]
 
     def fetch_rows(self, rows: Sequence[int], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Texts and vectors `fields` of each row; raises `SearchUnavailableError` for missing rows."""
+        """Of each row "passage", a `Passage`, and its vectors `fields`.
+
+        Raises `SearchUnavailableError` for missing rows: the engine leaves them out silently.
+        """
         found: dict[int, dict[str, Any]] = {}
         for start in range(0, len(rows), MAX_FETCHED_ROWS):
             keys = [self._key(row) for row in rows[start : start + MAX_FETCHED_ROWS]]
@@ -214,8 +217,9 @@ class MilvusCollection:
             for entity in self._call(
                 "query", filter=f"row in {keys}", output_fields=names, consistency_level="Bounded"
             ):
+                entity["passage"] = Passage(*(entity[field] for field in TEXT_FIELDS))
                 found[self._row(entity["row"])] = entity
-        if missing := [row for row in rows if row not in found]:  # the engine leaves them out silently
+        if missing := [row for row in rows if row not in found]:
             raise SearchUnavailableError(
                 f"{self.url} does not give {len(missing)} of {len(rows)} passages, first row {missing[0]}"
             )
@@ -256,8 +260,3 @@ class MilvusCollection:
 
 def _summarize_failure(error: Exception) -> str:
     return " ".join(str(getattr(error, "message", error)).split())[:300]
-
-
-def make_passage(entity: dict[str, Any]) -> Passage:
-    """The passage in an entity of a collection."""
-    return Passage(*(entity[field] for field in TEXT_FIELDS))

@@ -38,7 +38,6 @@ from dlm_rag.retrieval.milvus_collection import (
     VECTOR_FIELDS,
     CollectionInfo,
     MilvusCollection,
-    make_passage,
 )
 from dlm_rag.retrieval.query import Query
 from dlm_rag.retrieval.retry import SearchUnavailableError
@@ -77,7 +76,7 @@ class MilvusRetriever(RowRetriever):
         # The corpus and the order of equals: the same wherever the collection is.
         self.fingerprint = f"milvus-{collection.info.form}-{collection.info.fingerprint}"
         self._read: MemoizedBatchFunction[int, Passage] = MemoizedBatchFunction(
-            lambda rows: [make_passage(entity) for entity in collection.fetch_rows(rows)]
+            lambda rows: [entity["passage"] for entity in collection.fetch_rows(rows)]
         )
         self._pool, self._count_due = ThreadPoolExecutor(len(self._fields), "milvus"), 0.0
 
@@ -119,7 +118,8 @@ class MilvusRetriever(RowRetriever):
             found = self._collection.search(field, vectors, limit)
             for hits in found:
                 self._check_hits(field, hits, limit)
-            if not any(len(hits) == limit and ends_in_tie(hits, depth, digits) for hits in found):
+            scores = [[round(score, digits) for score, _ in hits] for hits in found]
+            if not any(len(each) == limit and each[-1] == each[depth - 1] for each in scores):
                 return found
             if limit == MAX_SEARCH_HITS:
                 raise RunError(
@@ -139,11 +139,6 @@ class MilvusRetriever(RowRetriever):
         if not hits and time.monotonic() >= self._count_due:  # nothing found, or nothing there?
             self._collection.check_row_count()
             self._count_due = time.monotonic() + COUNT_CHECK_SECONDS
-
-
-def ends_in_tie(hits: Hits, depth: int, digits: int) -> bool:
-    """Whether a hit after the last one may have an equal score and be among the `depth` best."""
-    return len(hits) >= depth and round(hits[-1][0], digits) == round(hits[depth - 1][0], digits)
 
 
 def open_milvus_retriever(config: RetrievalConfig) -> MilvusRetriever:
@@ -207,7 +202,7 @@ def check_engine_scores(collection: MilvusCollection, fields: Sequence[str]) -> 
     rows = sorted({n * count // SCORE_CHECK_QUERIES for n in range(SCORE_CHECK_QUERIES)})
     sample = collection.fetch_rows(rows, fields)
     for field, (row, entity) in product(fields, zip(rows, sample, strict=True)):
-        vector = count_query_words(make_passage(entity).text) if field == "sparse" else entity[field]
+        vector = count_query_words(entity["passage"].text) if field == "sparse" else entity[field]
         right = field == "dense" or entity[field].keys() == (vector.keys() or {EMPTY_PASSAGE_WORD_ID})
         if right and vector:
             (hits,) = collection.search(field, [vector], min(EXTRA_HITS, count))
@@ -227,9 +222,8 @@ def check_engine_scores(collection: MilvusCollection, fields: Sequence[str]) -> 
 
 def _multiply_vectors(one: Any, other: Any) -> float:
     """The inner product of two vectors, both sparse or both dense."""
-    if isinstance(one, dict):
-        return sum(value * other.get(word, 0.0) for word, value in one.items())
-    return float(np.dot(one, other))
+    first, second = (v if isinstance(v, dict) else dict(enumerate(v)) for v in (one, other))
+    return sum(value * second.get(place, 0.0) for place, value in first.items())
 
 
 def ingest_corpus(collection: MilvusCollection, corpus: Corpus, config: RetrievalConfig) -> int:

@@ -38,7 +38,6 @@ from dlm_rag.retrieval.milvus_collection import CollectionInfo, MilvusCollection
 from dlm_rag.retrieval.milvus_retriever import (
     MilvusRetriever,
     count_complete_rows,
-    ends_in_tie,
     ingest_corpus,
 )
 from dlm_rag.retrieval.query import Query
@@ -155,11 +154,8 @@ def test_equal_scores_stand_in_corpus_order(server, tmp_path, monkeypatch, most)
 
 def test_the_rule_for_equals():
     hits = [(3.0, 4), (2.00001, 9), (2.0, 1), (1.9999, 3), (1.0, 0)]
-    assert [row for _, row in select_top_hits(hits, 9, 4)] == [4, 1, 9, 3, 0] and select_top_hits(
-        hits, 3, 4
-    ) == select_top_hits(hits, 9, 4)[:3]
-    assert ends_in_tie(hits[:3], 2, 4) and not ends_in_tie(hits[:4], 2, 4)
-    assert not ends_in_tie(hits[:1], 2, 4)
+    assert [row for _, row in select_top_hits(hits, 9, 4)] == [4, 1, 9, 3, 0]
+    assert select_top_hits(hits, 3, 4) == select_top_hits(hits, 9, 4)[:3]
 
 
 def test_a_refresh_takes_two_round_trips_and_one_where_passages_recur(few, monkeypatch):
