@@ -15,8 +15,8 @@ from dlm_rag.evaluation.stored_results import (
     read_result,
     render_results_page,
 )
-from tests.support.passages import PASSAGES, write_jsonl_file
-from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
+from tests.support.evaluations import EVALUATED, make_evaluation_folder
+from tests.support.passages import write_jsonl_file
 
 COMPARED = ("--compare", "static,none")
 
@@ -24,18 +24,10 @@ COMPARED = ("--compare", "static,none")
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> Path:
     """A folder with a model, a corpus, three questions, and `old`, where two settings were compared."""
-    folder = tmp_path_factory.mktemp("results")
-    tiny_denoiser().save_pretrained(folder / "model", eos_token_id=257)
-    byte_tokenizer().save_pretrained(folder / "model")
-    write_jsonl_file(
-        folder / "corpus.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES]
-    )
-    questions = [{"id": str(n), "question": f"Who {n}?", "golden_answers": ["x"]} for n in range(3)]
-    write_jsonl_file(folder / "q.jsonl", questions)
+    folder = make_evaluation_folder(tmp_path_factory.mktemp("results"), 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        words = ("--model", "model", "--corpus", "corpus.jsonl", "--questions", "q.jsonl")
-        evaluate.main([*words, "decode.max_new_tokens=8", "--out", "old", *COMPARED])
+        evaluate.main([*EVALUATED, "decode.max_new_tokens=8", "--out", "old", *COMPARED])
     return folder
 
 
@@ -62,10 +54,8 @@ def test_the_same_run_gives_the_same_responses(here, capsys):
     assert screen.rstrip().endswith("code, versions, machine, files and settings are the same")
     table = Path("new/reproduced.md").read_text()
     for name in ("static", "none"):
-        assert (
-            f"| {name} | 0.0 | 0.0 | +0.0 [-55, +55] | +0.0 [-55, +55] | +0.00 [+0.00, +0.00] | 3 of 3 |"
-            in table
-        )
+        differences = "+0.0 [-55, +55] | +0.0 [-55, +55] | +0.00 [+0.00, +0.00]"
+        assert f"| {name} | 0.0 | 0.0 | {differences} | 3 of 3 |" in table
     for name in ("answers.jsonl", "trace.jsonl"):
         old, new = (
             [{k: v for k, v in json.loads(line).items() if k not in ("seconds", "steps")} for line in text]
@@ -149,10 +139,8 @@ def test_settings_are_kept_as_they_were_told(here):
     from dlm_rag.config import load_config
 
     static = load_config("old/static/config.yaml")
-    assert (
-        static.decode.query_policy == "question" and static.model.path == "model" and static.compare is None
-    )
-    assert static.decode.block_length is None and static.out is None
+    assert (static.decode.query_policy, static.model.path) == ("question", "model")
+    assert static.compare is static.decode.block_length is static.out is None
     assert load_config("old/config.yaml").decode.query_policy == "proxy"
 
 

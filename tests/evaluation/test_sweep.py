@@ -21,38 +21,18 @@ from dlm_rag.evaluation.metrics import SCORE_METRICS, Estimate
 from dlm_rag.evaluation.plots import plot_pareto
 from dlm_rag.evaluation.tables import build_overview_table, compute_pareto_front
 from dlm_rag.model.denoiser import Denoiser
-from tests.support.passages import PASSAGES, write_jsonl_file
+from tests.support.evaluations import EVALUATED, make_evaluation_folder
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until
-from tests.support.tiny_models import byte_tokenizer, tiny_denoiser
 
 GRID = ("--sweep", "decode.commit_threshold=0.9,0.1", "retrieval.top_k=2,1")
 NAMES = [f"decode.commit_threshold={tau}+retrieval.top_k={k}" for tau in (0.9, 0.1) for k in (2, 1)]
-WORDS = "--model model --corpus corpus.jsonl --questions q.jsonl decode.max_new_tokens=24".split()
-
-
-def make_folder(folder: Path, questions: int) -> Path:
-    """A model, a corpus, and questions about it with golden answers."""
-    tiny_denoiser().save_pretrained(folder / "model", eos_token_id=257)
-    byte_tokenizer().save_pretrained(folder / "model")
-    write_jsonl_file(
-        folder / "corpus.jsonl", [{"id": i, "title": t, "contents": c} for i, t, c in PASSAGES]
-    )
-    names = [(i, t) for i, t, _ in PASSAGES]
-    write_jsonl_file(
-        folder / "q.jsonl",
-        [
-            {"id": str(n), "question": f"What of {names[n % 5][1]} in {1800 + n}?", "golden_answers": ["x"],
-             "supporting_ids": [names[n % 5][0], names[n % 5 - 1][0]]}
-            for n in range(questions)
-        ],
-    )  # fmt: skip
-    return folder
+WORDS = (*EVALUATED, "decode.max_new_tokens=24")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("sweep"), 4)
+    return make_evaluation_folder(tmp_path_factory.mktemp("sweep"), 4)
 
 
 def scores_of(folder: Path, *, timed: bool = True) -> dict:
@@ -185,7 +165,7 @@ def test_words_behind_the_flag_without_a_comma_are_settings(made, tmp_path, monk
 @pytest.mark.slow
 def test_a_sweep_killed_twice_gives_the_table_of_one_that_was_not(tmp_path):
     """4 settings, 12 questions; the kills come in the first and in the third setting, without a warning."""
-    make_folder(tmp_path, 12)
+    make_evaluation_folder(tmp_path, 12)
     start = [sys.executable, str(ROOT / "evaluate.py"), *WORDS, *GRID, "decode.batch_size=2", "--out"]
     given = {**os.environ, "PYTHONPATH": str(ROOT)}
 

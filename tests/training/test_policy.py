@@ -212,10 +212,7 @@ def test_a_hard_gate_at_temperature_zero_is_the_commit_threshold(seed, n, tau):
 
 
 def test_divergence_and_entropy_of_positions_are_those_of_the_enumerated_outcomes():
-    ours, theirs = (
-        compute_action_distribution(logits_of(1, 3), MASK, SOFT),
-        compute_action_distribution(logits_of(2, 3), MASK, SOFT),
-    )
+    ours, theirs = (compute_action_distribution(logits_of(n, 3), MASK, SOFT) for n in (1, 2))
     p, q = (torch.cat((x.log_commit[:, :3], x.log_stay[:, None]), 1) for x in (ours, theirs))
     pi, other = ours.log_pi[:, :3], theirs.log_pi[:, :3]
     expected = torch.stack([(x.exp() * (x - y)).sum(1) for x, y in ((p, q), (pi, other))])
@@ -283,9 +280,7 @@ class Toy:
 
 
 @pytest.mark.parametrize("train_steps_per_rollout", [None, 1])
-def test_the_loss_is_reward_and_divergence_of_all_steps_that_are_visited(
-    train_steps_per_rollout, monkeypatch
-):
+def test_the_loss_is_reward_and_divergence_of_all_visited_steps(train_steps_per_rollout, monkeypatch):
     """The mean over all trajectories, and over all draws of their steps, of value and gradient of the loss:
     against sums over everything that may happen. Visited states are as they are: the gradient of the
     divergence is that at these states."""
@@ -309,9 +304,8 @@ def test_the_loss_is_reward_and_divergence_of_all_steps_that_are_visited(
                 weights = part.weight * share, 0.0, part.steps_represented * share
                 rows.append(PolicyRow(state, tuple(masked(canvas)), taken, forced, *weights))
     assert total == pytest.approx(1, abs=1e-5)
-    settings = DecodeConfig(
-        temperature=SOFT.temperature, commit_threshold=SOFT.threshold, gate_temperature=SOFT.width
-    )
+    soft = {"commit_threshold": SOFT.threshold, "gate_temperature": SOFT.width}
+    settings = DecodeConfig(temperature=SOFT.temperature, **soft)
     objective = PolicyObjective(ours.denoiser, settings, V - 1, train, theirs.denoiser)
     loss, sums = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
@@ -367,15 +361,10 @@ def test_logits_of_a_large_vocabulary_stay_within_their_budget(kl_coef, dtype, m
 def test_steps_of_one_call_are_those_of_calls_of_their_own():
     logits, taken = logits_of(4, 7), torch.tensor([-1, 2, -1, 0, -1, -1, 1])
     step, forced = torch.tensor([0, 0, 1, 1, 1, 2, 2]), torch.tensor([False, True, False])
-    together = step_log_prob(
-        gather_action_log_probs(compute_action_distribution(logits, MASK, SOFT), taken),
-        step,
-        taken >= 0,
-        forced,
-    )
-    alone = [
-        float(log_prob_of(logits[step == n], taken[step == n].tolist(), bool(forced[n]))) for n in range(3)
-    ]
+    parts = gather_action_log_probs(compute_action_distribution(logits, MASK, SOFT), taken)
+    together = step_log_prob(parts, step, taken >= 0, forced)
+    own = [(logits[step == n], taken[step == n].tolist(), bool(forced[n])) for n in range(3)]
+    alone = [float(log_prob_of(*each)) for each in own]
     assert together.tolist() == pytest.approx(alone, abs=1e-12)
 
 

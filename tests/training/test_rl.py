@@ -36,9 +36,9 @@ from dlm_rag.training.rl.policy_loss import (
 )
 from dlm_rag.training.rl.reward import compute_advantages, compute_reward, compute_reward_parts
 from dlm_rag.training.rl.rollouts import WeightedStep, fill_rollout_buffer, sample_rollout_steps
-from dlm_rag.training.rl.task import ALARM_PATIENCE_STEPS, find_alarms
 from dlm_rag.training.trainer import open_trainer
 from tests.support.decoding import LAYOUTS, QUESTIONS, make_decoder, rollout_records
+from tests.support.passages import write_jsonl_file
 from tests.support.tiny_models import tiny_denoiser
 from tests.support.training import MICRO_SETTINGS, SINGLE_PROCESS, clone_weights
 
@@ -76,35 +76,34 @@ SAMPLED = {"commit_rule": "sampled", "temperature": 0.7, "commit_threshold": 0.5
 BLOCKS = {"block_size": 4, "evidence_layout": "independent"}
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("batch", "pool"), [(1, 0), (1, 1), (64, 1)])
-def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout, shifted, batch, pool):
-    decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=batch, **SAMPLED)
-    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig(prefix_cache_gib=pool))
-    check_recorded(decoder)
+WHOLE = [
+    (layout, {"shifted": shifted}, batch, pool)
+    for layout in LAYOUTS
+    for shifted in (False, True)
+    for batch, pool in ((1, 0), (1, 1), (64, 1))
+]
+IN_BLOCKS = [
+    ("independent", {**BLOCKS, "block_grid": grid, "finished_block_context": context}, 8, None)
+    for grid in ("canvas", "prompt")
+    for context in ("recompute", "no_evidence")
+]
 
 
-@pytest.mark.parametrize("finished_block_context", ["recompute", "no_evidence"])
-@pytest.mark.parametrize("grid", ["canvas", "prompt"])
-def test_and_where_attention_has_blocks(corpus_file, finished_block_context, grid):
-    decoder = make_decoder(corpus_file, "independent", **SAMPLED)
-    decoder.denoiser = tiny_denoiser(
-        finished_block_context=finished_block_context, block_grid=grid, **BLOCKS
+@pytest.mark.parametrize(("layout", "shape", "batch", "pool"), WHOLE + IN_BLOCKS)
+def test_recorded_log_probabilities_are_those_computed_again(corpus_file, layout, shape, batch, pool):
+    context = shape.get("finished_block_context", "recompute")
+    decoder = make_decoder(
+        corpus_file, layout, shifted=bool(shape.get("shifted")), batch_size=batch, **SAMPLED
     )
-    decoder.config = replace(decoder.config, finished_block_context=finished_block_context)
-    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig())
-    check_recorded(decoder, finished_block_context)
-
-
-def check_recorded(decoder, finished_block_context="recompute"):
-    questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)]
-    rollouts = decoder.decode(questions)
+    if "block_size" in shape:
+        decoder.denoiser = tiny_denoiser(**shape)
+        decoder.config = replace(decoder.config, finished_block_context=context)
+    decoder.model_runner = MaskedModelRunner(decoder.denoiser, 256, EngineConfig(prefix_cache_gib=pool))
+    rollouts = decoder.decode([Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 4)])
     taken = learned(rollouts)
     assert any(t.step.action.forced for t in taken) and any(not t.step.action.forced for t in taken)
-    rows = make_policy_rows(
-        taken, header_for(decoder), decoder.tokenizer, decoder.denoiser.config, finished_block_context
-    )
+    shape, header = decoder.denoiser.config, header_for(decoder)
+    rows = make_policy_rows(taken, header, decoder.tokenizer, shape, context)
     objective = PolicyObjective(decoder.denoiser, decoder.config, 256, TrainConfig(logit_chunk=7))
     whole = objective(SimpleNamespace(rows=rows), {"divisor": 1.0}, None)
     expected = sum(t.weight * t.step.action.log_prob for t in taken)
@@ -139,31 +138,22 @@ def test_a_row_of_no_step_runs_as_many_layers_and_adds_no_gradient(corpus_file, 
     assert loss == 0 and not any(value.any() for value in (*gradients, *sums.values()))
 
 
-def test_rollouts_by_lot_are_those_they_are_alone(corpus_file):
-    questions = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 3)]
-    for settings in (
-        SAMPLED,
-        {"commit_rule": "policy_head", "head_threshold": None, "retrieval_gate": "policy_head"},
-    ):
-        found = []
-        for batch in (1, 9):
-            decoder = make_decoder(corpus_file, "independent", batch_size=batch, **settings)
-            decoder.denoiser.heads = lively_heads()
-            found.append(decoder.decode(questions))
-        assert rollout_records(found[0]) == rollout_records(found[1])
-        assert len({str(tokens) for tokens in rollout_records(found[0])}) > 3, (
-            "members of a group should differ"
-        )
+HEADS = {"commit_rule": "policy_head", "head_threshold": None, "retrieval_gate": "policy_head"}
+
+
+@pytest.mark.parametrize("settings", [SAMPLED, HEADS])
+def test_sampled_rollouts_are_those_they_are_alone(corpus_file, settings):
+    questions, found = [Question(f"{n}", text) for n, text in enumerate(QUESTIONS * 3)], []
+    for batch in (1, 9):
+        decoder = make_decoder(corpus_file, "independent", batch_size=batch, **settings)
+        decoder.denoiser.heads = lively_heads()
+        found.append(rollout_records(decoder.decode(questions)))
+    assert found[0] == found[1]
+    assert len({str(tokens) for tokens in found[0]}) > 3, "members of a group should differ"
 
 
 def test_heads_decide_as_they_say_and_a_trace_holds_what_learning_needs(corpus_file, tmp_path):
-    decoder = make_decoder(
-        corpus_file,
-        commit_rule="policy_head",
-        retrieval_gate="policy_head",
-        head_threshold=None,
-        query_policy="proxy",
-    )
+    decoder = make_decoder(corpus_file, query_policy="proxy", **HEADS)
     decoder.denoiser.heads = heads = lively_heads(1)
     heads.search.outer.weight.mul_(0.3)
     heads.search.outer.bias.fill_(-2.0)
@@ -203,9 +193,7 @@ def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
     denoiser.save_pretrained(tmp_path)
     again = Denoiser.from_pretrained(tmp_path).heads
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True))
-    assert not any(
-        "head" in name and "lm_head" not in name for name in load_file(tmp_path / "model.safetensors")
-    )
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "heads." in name]
     denoiser.heads = None
     denoiser.save_pretrained(tmp_path)
     assert read_heads(tmp_path) is None, "those of the model before are gone"
@@ -217,10 +205,10 @@ def test_heads_are_written_and_read_and_other_ones_refused(tmp_path):
         read_heads(tmp_path)
 
 
-def test_settings_that_need_heads_say_so(corpus_file):
-    for settings in ({"commit_rule": "policy_head"}, {"retrieval_gate": "policy_head"}):
-        with pytest.raises(ConfigError, match="needs policy heads"):
-            make_decoder(corpus_file, **settings).decode(QUESTIONS[:1])
+@pytest.mark.parametrize("name", ["commit_rule", "retrieval_gate"])
+def test_settings_that_need_heads_say_so(corpus_file, name):
+    with pytest.raises(ConfigError, match="needs policy heads"):
+        make_decoder(corpus_file, **{name: "policy_head"}).decode(QUESTIONS[:1])
 
 
 # Rewards.
@@ -271,17 +259,15 @@ def test_over_all_subsets_of_steps_the_weights_are_those_of_all_steps(monkeypatc
     assert [t.weight for t in sample_rollout_steps(rollout, 0.7, TrainConfig())] == [0.7] * 5
 
 
-class Made:
-    """A decoder whose rollouts of a question are right as often as its id says, in 2 to 5 steps."""
+def made_rollout(question):
+    """Right as often as the id of the question says, in 2 to 5 steps."""
+    _, right, member = (int(word) for word in question.id.split("."))
+    steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(2 + member)]
+    answer = "yes" if member < right else "no"
+    return Rollout(question.id, question.question, "joint", 8, steps, response=f"So. ### {answer}")
 
-    def decode(self, questions):
-        return [self.rollout(question) for question in questions]
 
-    def rollout(self, question):
-        _, right, member = (int(word) for word in question.id.split("."))
-        steps = [RolloutStep(n, None, (), False, action=Action()) for n in range(2 + member)]
-        answer = "yes" if member < right else "no"
-        return Rollout(question.id, question.question, "joint", 8, steps, response=f"So. ### {answer}")
+MADE = SimpleNamespace(decode=lambda questions: [*map(made_rollout, questions)])
 
 
 @pytest.mark.parametrize("right", [(0, 0, 0), (4, 4, 0), (2, 0, 4), (1, 2, 3)])
@@ -289,47 +275,28 @@ class Made:
 def test_divergence_weighs_as_much_however_many_groups_differ(right, train_steps_per_rollout):
     asked = [Question(f"{n}.{times}", "Is it?", ("yes",)) for n, times in enumerate(right)]
     train = TrainConfig(num_generations=4, kl_coef=0.1, train_steps_per_rollout=train_steps_per_rollout)
-    taken = fill_rollout_buffer(Made(), asked, train, 0.0).steps
+    taken = fill_rollout_buffer(MADE, asked, train, 0.0).steps
     assert sum(part.steps_represented for part in taken) == pytest.approx(len(right) * (2 + 3 + 4 + 5))
     assert sum(part.weight for part in taken if part.rollout.id[2] in "04") == 0
-    alone = fill_rollout_buffer(Made(), asked, replace(train, kl_coef=0.0), 0.0).steps
+    alone = fill_rollout_buffer(MADE, asked, replace(train, kl_coef=0.0), 0.0).steps
     mixed = 4 * sum(0 < times < 4 for times in right)
     assert len({part.rollout.id for part in alone}) == mixed, "without it they alone are learned from"
 
 
-class FailsFor:
-    """A retriever that has no answer for one question."""
-
-    def __init__(self, inner, word):
-        self._inner, self._word = inner, word
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def search(self, queries):
-        if any(self._word in query.text for query in queries):
-            raise RuntimeError("gone")
-        return self._inner.search(queries)
-
-
-def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file):
+def test_rollouts_with_an_error_leave_their_group_and_are_counted(corpus_file, monkeypatch):
     decoder = make_decoder(corpus_file, batch_size=1, **SAMPLED)
-    decoder.retriever = FailsFor(decoder.retriever, "Dune")
+    search = decoder.retriever.search
+
+    def fail(queries):
+        if any("Dune" in query.text for query in queries):
+            raise RuntimeError("gone")
+        return search(queries)
+
+    monkeypatch.setattr(decoder.retriever, "search", fail)
     asked = [Question("a", QUESTIONS[0], ("x",)), Question("b", QUESTIONS[2], ("x",))]
     buffer = fill_rollout_buffer(decoder, asked, TrainConfig(num_generations=3, f1_weight=1.0), 0.0)
     assert buffer.sums["failed"] == 3 and buffer.sums["rollouts"] == 3 and buffer.sums["groups"] == 2
     assert all(taken.rollout.id.startswith("a.") for taken in buffer.steps)
-
-
-def test_alarms_by_hand():
-    calm = {"unmixed": 0, "certain": 0, "searches_at_first": 5.0, "searches": 6.0}
-    assert find_alarms(calm, False) == {}
-    assert "nothing was learned" in find_alarms(calm | {"unmixed": ALARM_PATIENCE_STEPS}, False)["unmixed"]
-    assert (
-        "only prices were learned" in find_alarms(calm | {"unmixed": ALARM_PATIENCE_STEPS}, True)["unmixed"]
-    )
-    assert "nothing new is tried" in find_alarms(calm | {"certain": ALARM_PATIENCE_STEPS}, False)["certain"]
-    assert "search_cost" in find_alarms(calm | {"searches": 10.5}, False)["searches"]
 
 
 def test_an_alarm_is_reported_once_for_each_cause_of_a_run(tmp_path, model):
@@ -352,9 +319,8 @@ def test_the_surrogate_by_hand():
     recorded = torch.log(torch.tensor([0.2, 0.2, 0.2, 0.2]))
     log_prob = torch.log(torch.tensor([0.3, 0.3, 0.1, 0.1])).requires_grad_()
     weights = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    gained, clipped = compute_clipped_surrogate(
-        log_prob, recorded, weights, TrainConfig(num_iterations=2, clip_eps=0.2)
-    )
+    train = TrainConfig(num_iterations=2, clip_eps=0.2)
+    gained, clipped = compute_clipped_surrogate(log_prob, recorded, weights, train)
     assert float(gained.detach()) == pytest.approx(1.2 - 1.5 + 0.5 - 0.8) and float(clipped) == 2
     (slopes,) = torch.autograd.grad(gained, log_prob)
     assert slopes.tolist() == pytest.approx([0, -1.5, 0.5, 0])
@@ -385,18 +351,11 @@ def open_rl(folder, model, *words):
 
 
 LEARN = {
-    "heads": [
-        "train.trainable=policy_heads",
-        "decode.commit_rule=policy_head",
-        "decode.retrieval_gate=policy_head",
-    ],
-    "all": [
-        "train.trainable=all",
-        "train.learning_rate=0.001",
-        "train.train_steps_per_rollout=2",
-        "train.kl_coef=0.1",
-    ],
-}
+    "heads": ["train.trainable=policy_heads", "decode.commit_rule=policy_head",
+              "decode.retrieval_gate=policy_head"],
+    "all": ["train.trainable=all", "train.learning_rate=0.001", "train.train_steps_per_rollout=2",
+            "train.kl_coef=0.1"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("learn", LEARN)
@@ -525,9 +484,7 @@ def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path,
     assert all(torch.equal(a, b) for a, b in zip(heads.parameters(), trained.parameters(), strict=True))
     assert heads.commit.outer.weight.any(), "something was learned"
     own = resolve_settings(DecodeConfig(), open_checkpoint(tmp_path / "model").config)
-    assert (own.commit_rule, own.retrieval_gate) == ("policy_head", "policy_head"), (
-        "by themselves, where nothing else is said"
-    )
+    assert own.commit_rule == own.retrieval_gate == "policy_head", "where nothing else is said"
     onward, _ = open_rl(tmp_path / "onward", tmp_path / "model", *LEARN["heads"])
     assert torch.equal(onward.denoiser.heads.commit.outer.weight, heads.commit.outer.weight)
     whole, _ = open_rl(tmp_path / "all", tmp_path / "model", *LEARN["all"])
@@ -536,12 +493,11 @@ def test_heads_leave_the_denoiser_as_it_was_and_are_exported_beside_it(tmp_path,
 
 def test_parts_of_a_step_add_up_to_the_step(tmp_path, model):
     words = [*LEARN["all"], "train.prompts_per_step=4", "train.num_generations=3"]
-    one, two = (
-        open_rl(tmp_path / str(parts), model, *words, f"train.gradient_accumulation_steps={parts}")[
-            0
-        ].step()
-        for parts in (1, 2)
-    )
+    found = []
+    for parts in (1, 2):
+        more = f"train.gradient_accumulation_steps={parts}"
+        found.append(open_rl(tmp_path / str(parts), model, *words, more)[0].step())
+    one, two = found
     for name in ("rollout_reward", "rollout_forwards", "groups_mixed", "forced_share"):
         assert one[name] == pytest.approx(two[name])
     assert one["gradient_norm"] == pytest.approx(two["gradient_norm"], rel=1e-3)
@@ -557,10 +513,8 @@ def test_several_updates_of_a_buffer_move_its_probabilities_and_are_clipped(tmp_
 
 def test_questions_of_ones_own_are_learned_from(tmp_path, model, corpus_file):
     file = tmp_path / "questions.jsonl"
-    lines = [
-        {"id": str(n), "question": f"Who wrote number {n}?", "golden_answers": ["x"]} for n in range(20)
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    golden = {"golden_answers": ["x"]}
+    write_jsonl_file(file, [{"id": str(n), "question": f"Who wrote {n}?"} | golden for n in range(20)])
     own = [f"data.questions={file}", f"data.corpus={corpus_file}", *LEARN["heads"]]
     trainer, _ = open_rl(tmp_path / "run", model, *own)
     assert trainer.step()["rows"] == 8

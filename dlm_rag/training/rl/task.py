@@ -174,17 +174,15 @@ class RlTask(Task):
         self, sums: dict[str, float], counts: dict[str, float], state: TaskState
     ) -> dict[str, float]:
         rollouts, groups = max(1.0, counts["rollouts"]), max(1.0, counts["groups"])
-        learned = max(1.0, sums["learned"])
+        learned = {name: value / max(1.0, sums["learned"]) for name, value in sums.items()}
         found = {
             "loss": (self.train.kl_coef * sums["divergence"] - sums["policy"]) / counts["divisor"],
             **{f"rollout_{name}": counts[name] / rollouts for name in ("reward", *REWARDS)},
             "rollouts_failed": counts["failed"],
             **{name: counts[name] / groups for name in ("groups_right", "groups_wrong", "groups_mixed")},
             "forced_share": counts["forced"] / max(1.0, counts["steps"]),
-            "ratio_error": sums["ratio_error"] / learned,
-            "clipped_share": sums["clipped"] / learned,
-            "entropy": sums["entropy"] / learned,
-            "scale_score": sums["scale_score"] / learned,
+            "clipped_share": learned["clipped"],
+            **{name: learned[name] for name in ("ratio_error", "entropy", "scale_score")},
         }
         if self.train.kl_coef:
             found["divergence"] = sums["divergence"] / max(1.0, counts["visited"])
@@ -208,22 +206,22 @@ class RlTask(Task):
 
 def find_alarms(state: TaskState, priced: bool) -> dict[str, str]:
     """What goes wrong while the reward may not show it: a sentence for each cause that lasts."""
-    found = {}
-    if state["unmixed"] >= ALARM_PATIENCE_STEPS:
-        learned = "only prices were" if priced else "nothing was"
-        found["unmixed"] = (
+    found = {
+        "unmixed": (
+            state["unmixed"] >= ALARM_PATIENCE_STEPS,
             f"No group of the last {ALARM_PATIENCE_STEPS} steps had both right and wrong rollouts, so "
-            f"{learned} learned: ask other questions (min_hops, max_hops), or reward parts of an answer "
-            "(f1_weight, recall_weight)."
-        )
-    if state["certain"] >= ALARM_PATIENCE_STEPS:
-        found["certain"] = (
+            f"{'only prices were' if priced else 'nothing was'} learned: ask other questions (min_hops, "
+            "max_hops), or reward parts of an answer (f1_weight, recall_weight).",
+        ),
+        "certain": (
+            state["certain"] >= ALARM_PATIENCE_STEPS,
             f"Policy entropy has been below {MIN_ENTROPY_NATS} nats per step for {ALARM_PATIENCE_STEPS} "
             "steps, so nothing new is tried: lower the learning rate, or raise rollout_temperature or "
-            "decode.gate_temperature."
-        )
-    if state["searches"] > 2 * max(1.0, state["searches_at_first"]):
-        found["searches"] = (
-            "Rollouts search twice as often as at first: set search_cost, or look at the retriever."
-        )
-    return found
+            "decode.gate_temperature.",
+        ),
+        "searches": (
+            state["searches"] > 2 * max(1.0, state["searches_at_first"]),
+            "Rollouts search twice as often as at first: set search_cost, or look at the retriever.",
+        ),
+    }
+    return {cause: sentence for cause, (lasts, sentence) in found.items() if lasts}
