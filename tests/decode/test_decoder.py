@@ -39,57 +39,27 @@ def wanted(written, mask_id, temperature=None, uniform=None, spread=False):
     return SamplingMetadata(mask, written, sampled, tempered, drawn, everywhere if spread else nowhere)
 
 
+WAYS = {  # of doing the same work
+    "alone": {"batch_size": 1},
+    "pipeline": {"overlap": "pipeline"},
+    "pipeline, alone": {"overlap": "pipeline", "batch_size": 1},
+    "no pool": {"prefix_cache_gib": 0},
+    "a pool too small": {"prefix_cache_gib": 1e-5, "cpu_offload_gib": 1e-5},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_ragged_batch_gives_the_same_tokens_as_one_at_a_time(corpus_file, layout, shifted):
+def test_how_the_work_is_done_changes_no_token(corpus_file, layout, shifted, way):
     together = make_decoder(corpus_file, layout, shifted=shifted, batch_size=3).decode(QUESTIONS)
-    decoder = make_decoder(corpus_file, layout, shifted=shifted, batch_size=1)
-    alone = decoder.decode(QUESTIONS)
-    assert rollout_records(together) == rollout_records(alone)
-    assert len({r.forwards for r in alone}) > 1, "rows should finish at different steps"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_threads_give_the_tokens_of_one(corpus_file, layout):
-    before = torch.get_num_threads()
-    try:
-        seen = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            rollouts = make_decoder(corpus_file, layout).decode(QUESTIONS)
-            seen.append(rollout_records(rollouts))
-    finally:
-        torch.set_num_threads(before)
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "engine",
-    [{"prefix_cache_gib": 0}, {"prefix_cache_gib": 1e-5, "cpu_offload_gib": 1e-5}],
-    ids=["no pool", "a pool too small"],
-)
-def test_how_the_work_is_done_changes_no_token(corpus_file, layout, shifted, engine):
-    plain = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
-    other = make_decoder(corpus_file, layout, shifted=shifted, batch_size=2)
-    other.model_runner = MaskedModelRunner(other.denoiser, 256, EngineConfig(**engine))
-    assert rollout_records(other.decode(QUESTIONS)) == rollout_records(plain.decode(QUESTIONS))
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_searching_for_one_half_while_the_other_denoises_changes_no_token(corpus_file, batch_size):
-    together = make_decoder(corpus_file, batch_size=batch_size, overlap="pipeline").decode(QUESTIONS)
-    assert rollout_records(together) == rollout_records(make_decoder(corpus_file).decode(QUESTIONS))
-
-
-@pytest.mark.parametrize("overlap", ["none", "pipeline"])
-def test_overlap_gives_the_same_alone_and_in_a_batch(corpus_file, overlap):
-    batch, alone = (
-        make_decoder(corpus_file, "independent", batch_size=size, overlap=overlap).decode(QUESTIONS)
-        for size in (4, 1)
-    )
-    assert rollout_records(batch) == rollout_records(alone)
+    settings = {name: value for name, value in WAYS[way].items() if not name.endswith("_gib")}
+    other = make_decoder(corpus_file, layout, shifted=shifted, **({"batch_size": 2} | settings))
+    if engine := WAYS[way].keys() - settings.keys():
+        engine = EngineConfig(**{name: WAYS[way][name] for name in engine})
+        other.model_runner = MaskedModelRunner(other.denoiser, 256, engine)
+    assert rollout_records(other.decode(QUESTIONS)) == rollout_records(together)
+    assert len({r.forwards for r in together}) > 1, "rows should finish at different steps"
 
 
 def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file):
@@ -102,15 +72,6 @@ def test_rollouts_come_in_the_order_asked_and_stream_as_they_finish(corpus_file)
     assert seen[:2] == [("id0", 1), ("id1", 1)], "step 0 of the rows that joined"
 
 
-def test_step_zero_asks_with_the_question_alone_and_every_position_is_committed_once(corpus_file):
-    rollout = make_decoder(corpus_file, early_stopping=False).decode(QUESTIONS[:1])[0]
-    first = rollout.steps[0]
-    assert (first.query, first.retrieved, first.committed) == (QUESTIONS[0], True, ())
-    positions = [c.position for step in rollout.steps for c in step.committed]
-    assert sorted(positions) == list(range(12))
-    assert all(step.committed for step in rollout.steps[1:]), "at least one position per step"
-
-
 class RotatingRetriever(CountingRetriever):
     """Finds other passages at every search."""
 
@@ -119,10 +80,15 @@ class RotatingRetriever(CountingRetriever):
         return [[len(self.asked) % len(self.corpus)] for _ in queries]
 
 
-def test_new_evidence_never_changes_committed_tokens(corpus):
+def test_steps_ask_with_what_is_written_and_never_change_it(corpus):
+    """Step 0 asks with the question alone; each later step commits, whatever the evidence is by then."""
     config = DecodeConfig(max_new_tokens=12, early_stopping=False)
     decoder = Decoder(tiny_denoiser(), RotatingRetriever(corpus), tiny_tokenizer(), config)
     rollout = decoder.decode(["Dune?"])[0]
+    first = rollout.steps[0]
+    assert (first.query, first.retrieved, first.committed) == ("Dune?", True, ())
+    assert sorted(c.position for step in rollout.steps for c in step.committed) == list(range(12))
+    assert all(step.committed for step in rollout.steps[1:]), "at least one position per step"
     assert len({step.passage_ids for step in rollout.steps}) > 2
     before = {}
     for state in rollout.replay():
@@ -142,15 +108,6 @@ def test_an_unchanged_query_costs_no_retrieval(corpus):
     assert retriever.asked == ["Who wrote Emma?"] and rollout.retrievals == 1
     assert [step.retrieved for step in rollout.steps] == [True] + [False] * rollout.forwards
     assert all(step.query == "Who wrote Emma?" for step in rollout.steps)
-
-
-def test_no_query_is_written_where_no_refresh_was_due(corpus):
-    config = DecodeConfig(
-        max_new_tokens=6, retrieval_interval=3, commit_threshold=1.0, early_stopping=False
-    )
-    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus), tiny_tokenizer(), config)
-    steps = decoder.decode(["Dune?"])[0].steps
-    assert [step.query is None for step in steps] == [step.step % 3 != 0 for step in steps]
 
 
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
@@ -230,7 +187,7 @@ def test_the_last_search_too_must_not_fail(corpus, overlap):
         max_new_tokens=4, commit_rule="top_k", tokens_per_step=2, query_policy="committed", overlap=overlap
     )
     decoder = Decoder(tiny_denoiser(), Failing(corpus), tiny_tokenizer(), settings)
-    script_logits(decoder, "Emma")
+    script(decoder, [dict(enumerate("Emma"))], 9.0)
     rollout = decoder.decode(["Who?"])[0]
     assert rollout.error == "the search failed: RuntimeError: the disk is gone" and not rollout.response
     assert rollout.tokens_committed == 2, "the step that the search belongs to is not recorded"
@@ -279,29 +236,29 @@ def test_proposals_for_other_positions_end_the_row(corpus_file, order):
     }
 
 
-def test_one_text_is_no_list_of_questions(corpus_file):
-    with pytest.raises(QuestionError, match="put the text into brackets"):
-        make_decoder(corpus_file).decode("Who wrote Emma?")
-
-
-def test_logits_that_are_no_numbers_end_their_row_and_no_other(corpus_file):
+@pytest.mark.parametrize(
+    ("question", "error"), [("Who is ~?", "is not a number"), ("Why? " * 1000, "tokens too long")]
+)
+def test_what_goes_wrong_in_a_row_ends_that_row_alone(corpus_file, question, error):
     decoder = make_decoder(corpus_file, batch_size=3)
     expected = rollout_records(decoder.decode(QUESTIONS))
-    ask = decoder.tokenizer.encode
-    poison = decoder.denoiser.embed_tokens.weight.data[ord("~")]
-    poison.fill_(math.nan)
-    assert ask("~") == (ord("~"),)
-    found = decoder.decode([*QUESTIONS, "Who is ~?"])
-    assert found[3].error == "the denoiser's output is not a number"
+    decoder.denoiser.embed_tokens.weight.data[ord("~")].fill_(math.nan)
+    found = decoder.decode([*QUESTIONS, question])
+    assert error in found[3].error and found[3].finished
     assert rollout_records(found[:3]) == expected
 
 
-def test_a_question_that_does_not_fit_ends_its_row_and_no_other(corpus_file):
-    decoder = make_decoder(corpus_file)
-    expected = rollout_records(decoder.decode(QUESTIONS))
-    found = decoder.decode([*QUESTIONS, "Why? " * 1000])
-    assert "tokens too long" in found[3].error
-    assert rollout_records(found[:3]) == expected
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("Who wrote Emma?", "put the text into brackets"),
+        (["Dune?", " "], "question 2 is blank"),
+        ([Question("a", "x"), Question("a", "y")], "same id"),
+    ],
+)
+def test_what_is_no_list_of_questions_is_refused(corpus_file, asked, says):
+    with pytest.raises(QuestionError, match=says):
+        make_decoder(corpus_file).decode(asked)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -315,19 +272,31 @@ def test_stopping_early_saves_forwards_and_changes_no_text(corpus_file, layout):
         assert short.forwards < long.forwards == 24
 
 
-def test_the_commit_rules_all_run_to_the_end(corpus_file):
-    for rule in ("threshold", "top_k", "entropy", "margin", "entropy_bound", "grounded"):
-        rollout = make_decoder(corpus_file, commit_rule=rule, early_stopping=False).decode(QUESTIONS[:1])[0]
-        assert rollout.tokens_committed == 12, rule
-
-
-def test_grounded_writes_a_word_only_when_question_or_evidence_hold_it(corpus):
-    """One letter a token: "Emma" is held by the evidence, "Zelda" by nothing."""
+@pytest.mark.parametrize(("question", "held"), [("Who?", 5), ("Who is Zelda?", 10)])
+def test_grounded_writes_a_word_only_when_question_or_evidence_hold_it(corpus, question, held):
+    """One letter a token: "Emma" is held by the evidence, "Zelda" by nothing, or by the question."""
     config = DecodeConfig(max_new_tokens=10, commit_rule="grounded", commit_threshold=0.5)
     decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
-    script_logits(decoder, "Emma Zelda")
-    rollout = decoder.decode(["Who?"])[0]
-    assert [c.position for c in rollout.steps[1].committed] == [0, 1, 2, 3, 4]
+    script(decoder, [dict(enumerate("Emma Zelda"))])
+    rollout = decoder.decode([question])[0]
+    assert [c.position for c in rollout.steps[1].committed] == list(range(held))
+
+
+@pytest.mark.parametrize(
+    ("settings", "searched"),
+    [
+        ({"retrieval_threshold": 0.5}, [0]),  # the script's confidence is near 1
+        ({"retrieval_threshold": 1.0}, [0, 1, 2, 3, 4, 5]),
+        ({"retrieval_interval": 3}, [0, 3, 6]),
+    ],
+)
+def test_retrieval_waits_for_its_turn_and_for_doubt(corpus, settings, searched):
+    """No query is written where no refresh was due."""
+    config = DecodeConfig(max_new_tokens=6, commit_rule="top_k", **settings)
+    decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0]] * 9), tiny_tokenizer(), config)
+    script(decoder, [dict(enumerate("abcdef"))], 9.0)
+    steps = decoder.decode(["Who?"])[0].steps
+    assert [step.step for step in steps if step.query is not None] == searched
 
 
 class Scripted:
@@ -354,14 +323,9 @@ class Scripted:
         pass
 
 
-def script(decoder, steps, strength):
-    """The model then proposes a script, whatever it reads."""
+def script(decoder, steps, strength=20.0):
+    """The model then proposes the bytes of `steps[n]` (position -> character) at step n + 1."""
     decoder.model_runner = Scripted(decoder.denoiser.config, steps, strength)
-
-
-def script_logits(decoder, text, strength=9.0):
-    """The denoiser then proposes the bytes of `text`, whatever it reads."""
-    script(decoder, [dict(enumerate(text))], strength)
 
 
 def test_sampling_depends_on_seed_and_question_not_on_the_batch(corpus_file):
@@ -379,7 +343,6 @@ def test_proposals_by_hand():
     logits = torch.tensor([[0.3, 0.5, 0.2, 1e-30]]).log()
     asked = wanted(torch.tensor([2]), 3, spread=True)
     token, confidence, log_prob, entropy, margin, old = sample_proposals(logits, asked).numpy()
-    assert log_prob == pytest.approx(math.log(0.5))
     assert token == [1]
     assert confidence == pytest.approx(0.5) and margin == pytest.approx(0.2)
     assert entropy == pytest.approx(-(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2)))
@@ -387,12 +350,24 @@ def test_proposals_by_hand():
     assert log_prob == pytest.approx(math.log(0.5))
 
 
-def test_the_log_probability_of_a_token_is_finite_where_its_probability_is_none():
-    logits = torch.tensor([[200.0, 0.0, 0.0]])
-    uniform = torch.tensor([1.0 - 1e-9], dtype=torch.float64)
-    tempered = torch.tensor([1e9], dtype=torch.float64)
-    asked = wanted(torch.tensor([0]), 2, tempered, uniform)
-    token, confidence, log_prob, *_ = sample_proposals(logits, asked).numpy()
+def test_proposals_of_random_logits():
+    """Log-probabilities are those of the proposed tokens, finite where the probability underflows; a tiny
+    temperature is none.
+    """
+    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * 9
+    uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    current = torch.zeros(50, dtype=torch.long)
+    greedy = sample_proposals(logits, wanted(current, 19))
+    for temperature in (1e-40, 1e9):
+        tempered = torch.full((50,), temperature, dtype=torch.float64)
+        found = sample_proposals(logits, wanted(current, 19, tempered, uniform))
+        expected = logits.double().log_softmax(-1).gather(1, found[:1].long().T).squeeze(1)
+        torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1].log(), found[2], rtol=1e-5, atol=1e-6)
+        assert (found[0] == greedy[0]).all() == (temperature < 1)
+    sure = torch.tensor([[200.0, 0.0, 0.0]])
+    high, last = torch.tensor([1e9], dtype=torch.float64), torch.tensor([1.0 - 1e-9], dtype=torch.float64)
+    token, confidence, log_prob, *_ = sample_proposals(sure, wanted(current[:1], 2, high, last)).numpy()
     assert (token, confidence) == ([1], [0.0]) and log_prob == pytest.approx(-200.0)
 
 
@@ -410,14 +385,6 @@ def test_sampled_tokens_follow_the_tempered_distribution():
     assert confidence[token == 1] == pytest.approx(0.32), "confidence is the untempered probability"
 
 
-def test_blank_and_repeated_questions_are_refused(corpus_file):
-    decoder = make_decoder(corpus_file)
-    with pytest.raises(QuestionError, match="question 2 is blank"):
-        decoder.decode(["Dune?", " "])
-    with pytest.raises(QuestionError, match="same id"):
-        decoder.decode([Question("a", "x"), Question("a", "y")])
-
-
 def test_seconds_of_the_rollouts_add_up_to_the_stages(corpus_file):
     import time
 
@@ -428,11 +395,6 @@ def test_seconds_of_the_rollouts_add_up_to_the_stages(corpus_file):
     assert 0.3 * wall < sum(seconds) < wall, "most of the time is in a stage, none is counted twice"
     assert {"tokenize", "retrieve", "denoise", "commit", "detokenize"} <= set(rollouts[0].seconds)
     assert rollouts[0].seconds["retrieve/search"] <= rollouts[0].seconds["retrieve"]
-
-
-def scripted_run(decoder, steps):
-    """Commits the bytes of `steps[n]` (position -> character) at step n + 1, whatever is read."""
-    script(decoder, steps, 20.0)
 
 
 class PlannedRetriever(CountingRetriever):
@@ -454,7 +416,7 @@ def test_a_decoded_rollout_is_cited_from_what_was_in_context_at_each_word(corpus
     config = DecodeConfig(max_new_tokens=10, commit_threshold=0.9, early_stopping=False)
     decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0], [2], [3]]), tiny_tokenizer(), config)
     text = " Emma Dune"
-    scripted_run(decoder, [dict(enumerate(text[:6])), {n: text[n] for n in range(6, 10)}])
+    script(decoder, [dict(enumerate(text[:6])), {n: text[n] for n in range(6, 10)}])
     rollout = decoder.decode(["Which books?"])[0]
     assert rollout.response == "Emma Dune" and [s.passage_ids[0] for s in rollout.steps] == [
         "emma", "steventon", "dune",
@@ -470,7 +432,7 @@ def test_what_was_cut_from_the_prompt_is_no_evidence(corpus):
     config = DecodeConfig(max_new_tokens=9, commit_rule="grounded", commit_threshold=0.5)
     tokenizer = tiny_tokenizer(PromptTemplate(head="{question}\n", fact="{passage}"))
     decoder = Decoder(denoiser, CountingRetriever(corpus, 1), tokenizer, config, "independent")
-    scripted_run(decoder, [dict(enumerate("Emma Jane"))])
+    script(decoder, [dict(enumerate("Emma Jane"))])
     rollout = decoder.decode(["Who?"])[0]
     assert rollout.evidence_texts["emma"] == "Emma\nEmma is"
     assert [c.position for c in rollout.steps[1].committed] == [0, 1, 2, 3, 4], "Jane is not held"
@@ -486,22 +448,6 @@ def test_a_passage_that_was_dropped_is_not_in_the_evidence(corpus_file):
     assert len(rollout.evidence) == 3 - rollout.cut["passages_dropped"]
 
 
-def test_grounded_counts_words_of_the_question_as_held(corpus):
-    config = DecodeConfig(max_new_tokens=5, commit_rule="grounded", commit_threshold=0.5)
-    decoder = Decoder(tiny_denoiser(), CountingRetriever(corpus, 1), tiny_tokenizer(), config)
-    script_logits(decoder, "Zelda")
-    assert len(decoder.decode(["Who is Zelda?"])[0].steps[1].committed) == 5
-
-
-def test_retrieval_can_wait_until_the_denoiser_is_unsure(corpus):
-    """Confidence of the scripted logits is near 1, so nothing falls under 0.5; under 1.0 it does."""
-    for bound, retrievals in ((0.5, 1), (1.0, 6)):
-        config = DecodeConfig(max_new_tokens=6, commit_rule="top_k", retrieval_threshold=bound)
-        decoder = Decoder(tiny_denoiser(), PlannedRetriever(corpus, [[0]] * 9), tiny_tokenizer(), config)
-        script_logits(decoder, "abcdef")
-        assert decoder.decode(["Who?"])[0].retrievals == retrievals
-
-
 def test_the_mask_is_never_written(corpus_file):
     decoder = make_decoder(corpus_file, early_stopping=False)
     plain = decoder.denoiser.compute_token_logits
@@ -511,24 +457,6 @@ def test_the_mask_is_never_written(corpus_file):
         decoder.config = DecodeConfig(max_new_tokens=6, early_stopping=False, **settings)
         tokens = [c.token_id for s in decoder.decode(["Dune?"])[0].steps for c in s.committed]
         assert len(tokens) == 6 and 256 not in tokens
-
-
-def test_a_tiny_temperature_is_the_most_probable_token():
-    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0)) * 9
-    uniform = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    written = torch.zeros(50, dtype=torch.long)
-    for temperature in (1e-40, 0.0):
-        tempered = torch.full((50,), temperature, dtype=torch.float64)
-        sampled = sample_proposals(logits, wanted(written, 19, tempered, uniform))
-        assert (sampled[0] == sample_proposals(logits, wanted(written, 19))[0]).all()
-
-
-def test_log_probabilities_are_those_of_the_proposed_tokens():
-    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 5
-    found = sample_proposals(logits, wanted(torch.zeros(40, dtype=torch.long), 3))
-    expected = logits.double().log_softmax(-1).gather(1, found[:1].long().T).squeeze(1)
-    torch.testing.assert_close(found[2].double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[1].log(), found[2], rtol=1e-5, atol=1e-6)
 
 
 def test_lengths_of_canvas_and_blocks_are_the_checkpoints_unless_told_otherwise():

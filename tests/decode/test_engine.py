@@ -52,25 +52,6 @@ def test_questions_that_come_late_get_the_tokens_they_get_alone(corpus_file, lay
     assert {r.id: rollout_record(r) for r in found.values()} == expected
 
 
-def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
-    """Temperatures, thresholds, rules, canvases, queries: each as in an engine of its own."""
-    ways = [
-        {"max_new_tokens": 12, "commit_threshold": 0.4},
-        {"max_new_tokens": 7, "commit_rule": "entropy", "tokens_per_step": 2, "query_policy": "question"},
-        {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "early_stopping": False},
-        {"max_new_tokens": 12, "block_length": 4, "retrieval_interval": 2},
-    ]
-    settings = [DecodeConfig(**way) for way in ways]
-    decoder = make_decoder(corpus_file, "independent", batch_size=4)
-    with decoder.new_engine() as engine:
-        tickets = [engine.submit(ASKED[0], own) for own in settings]
-        together = run(engine)
-    for ticket, way in zip(tickets, ways, strict=True):
-        own = make_decoder(corpus_file, "independent", **({"commit_threshold": 0.9} | way))
-        (alone,) = own.stream(ASKED[:1])
-        assert rollout_record(together[ticket]) == rollout_record(alone), way
-
-
 @pytest.mark.parametrize("overlap", ["none", "pipeline"])
 def test_a_row_cancelled_in_mid_flight_leaves_no_trace_in_any_other(corpus_file, overlap):
     settings = {"batch_size": 3, "overlap": overlap, "commit_threshold": 1.0, "early_stopping": False}
@@ -297,6 +278,18 @@ WAYS = [
     {"max_new_tokens": 11, "query_policy": "two_rounds", "commit_threshold": 0.5},
     {"max_new_tokens": 9, "temperature": 1.3, "commit_rule": "grounded", "query_policy": "response"},
 ]
+
+
+def test_every_row_of_a_batch_has_settings_of_its_own(corpus_file):
+    """Temperatures, thresholds, rules, canvases, queries: each as in an engine of its own."""
+    settings = [{"commit_threshold": 0.9} | way for way in WAYS]
+    decoder = make_decoder(corpus_file, "independent", batch_size=len(WAYS))
+    with decoder.new_engine() as engine:
+        tickets = [engine.submit(ASKED[0], DecodeConfig(**own)) for own in settings]
+        together = run(engine)
+    for ticket, own in zip(tickets, settings, strict=True):
+        (alone,) = make_decoder(corpus_file, "independent", **own).stream(ASKED[:1])
+        assert rollout_record(together[ticket]) == rollout_record(alone), own
 
 
 @pytest.mark.slow

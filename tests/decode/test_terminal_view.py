@@ -11,12 +11,11 @@ from dlm_rag.decode.terminal import (
     ClippedText,
     LiveView,
     RunTotals,
-    choose_step_colour,
     render_answer,
     render_canvas,
     render_progress,
 )
-from dlm_rag.questions import Question
+from dlm_rag.questions import as_questions
 from tests.support.decoding import QUESTIONS, make_decoder
 from tests.support.rollouts import make_two_step_rollout, render_to_text
 
@@ -42,17 +41,6 @@ def test_answer_shows_sources_and_what_was_cut():
     assert "9 tokens of evidence, 1 passages shortened, 2 dropped" in text
 
 
-def test_brackets_in_a_question_are_no_markup():
-    rollout = make_two_step_rollout()
-    rollout.question = "What is [bold]this[/]?"
-    assert "What is [bold]this[/]?" in render_to_text(render_progress(rollout))
-
-
-def test_colours_run_from_the_first_step_to_the_last():
-    assert choose_step_colour(1, 10) != choose_step_colour(10, 10)
-    assert len({choose_step_colour(step, 1000) for step in range(1, 1001)}) == 7
-
-
 def test_figures_line_by_hand():
     tally = RunTotals()
     for _ in range(2):
@@ -66,23 +54,24 @@ def test_figures_line_by_hand():
 
 
 def test_live_view_survives_a_whole_run_and_prints_every_answer(corpus_file):
-    console = Console(width=100, height=40, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
+    """Also that of a question that fails at once."""
+    console = Console(width=100, height=40, record=True, force_terminal=True, file=io.StringIO())
     decoder = make_decoder(corpus_file, batch_size=2)
-    from dlm_rag.questions import as_questions
-
     with LiveView(console) as view:
-        for rollout in decoder.stream(as_questions(QUESTIONS), view.step):
+        for rollout in decoder.stream(as_questions(["why " * 2000, *QUESTIONS]), view.step):
             view.finish(rollout)
     text = console.export_text()
-    assert all(question[:40] in text for question in QUESTIONS)
+    assert "tokens too long" in text and all(question[:40] in text for question in QUESTIONS)
 
 
-def test_control_characters_of_a_passage_do_not_reach_the_terminal():
+def test_foreign_text_is_shown_as_it_is():
+    """Brackets are no markup, and control characters do not reach the terminal."""
     rollout = make_two_step_rollout()
-    rollout.question = "a\x1b[2Jb"
+    rollout.question = "What is [bold]this[/]\x1b[2J?"
     rollout.evidence_texts = {"b": "evil\x1b]0;title\x07"}
     shown = render_to_text(render_progress(rollout)) + render_to_text(render_answer(rollout))
-    assert "evil" in shown and "\x1b" not in shown and "\x07" not in shown
+    assert "What is [bold]this[/]" in shown and "evil" in shown
+    assert "\x1b" not in shown and "\x07" not in shown
 
 
 def test_a_token_in_a_row_is_counted():
@@ -90,17 +79,6 @@ def test_a_token_in_a_row_is_counted():
     steps = [RolloutStep(0, "q", (), True), RolloutStep(1, None, (), False, committed=tuple(tokens))]
     shown = render_canvas(Rollout("1", "?", "joint", 10, steps=steps)).plain
     assert shown == "abab<end>×6··"
-
-
-def test_a_question_that_fails_at_once_is_shown_beside_the_others(corpus_file):
-    console = Console(width=100, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa
-    decoder = make_decoder(corpus_file, batch_size=2)
-    asked = [Question("long", "why " * 2000), Question("emma", "Who wrote Emma?")]
-    with LiveView(console) as view:
-        for rollout in decoder.stream(asked, view.step):
-            view.finish(rollout)
-    shown = console.export_text()
-    assert "tokens too long" in shown and "Who wrote Emma?" in shown
 
 
 def test_what_is_more_than_its_lines_is_cut_with_dots():
