@@ -194,7 +194,8 @@ def prepare_decoder(
     once = once or ResourceCache()
     find = open_search_source(config.retrieval, once)
     show_status("checking the model")
-    from dlm_rag.decode.settings import check_policy_heads, resolve_settings
+    from dlm_rag.decode.settings import resolve_settings
+    from dlm_rag.diffusion.commit_rules import check_policy_heads
     from dlm_rag.evidence.prompt_segments import check_finished_blocks
     from dlm_rag.model.checkpoint import open_checkpoint
     from dlm_rag.model.policy_heads import read_heads

@@ -25,9 +25,10 @@ from dlm_rag.decode.model_runner import DecodeBudget, DecoderStats, MaskedModelR
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
 from dlm_rag.decode.rollout import Rollout
 from dlm_rag.decode.row import Canvas, Row, Ticket
-from dlm_rag.decode.settings import check_policy_heads, resolve_settings
+from dlm_rag.decode.settings import resolve_settings
 from dlm_rag.decode.steps import NO_SEARCH, DenoiseStep, PendingSearch, RetrievalStep
 from dlm_rag.decode.uniform_noise import UniformModelRunner, UniformNoiseCanvas, uniform_tokens
+from dlm_rag.diffusion.commit_rules import check_policy_heads
 from dlm_rag.errors import ConfigError
 from dlm_rag.evidence.prompt_segments import check_finished_blocks
 from dlm_rag.model.denoiser import AnyDenoiser, Denoiser

@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
-from dlm_rag.decode.citations import cite_passages
 from dlm_rag.decode.copy_sources import CopySources
 from dlm_rag.decode.provisional_log import ProvisionalRecorder
-from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.decode.rollout import Rollout, RolloutStep, cite_passages
 from dlm_rag.diffusion.commit_rules import Proposals, samples_actions
 from dlm_rag.evidence.prompt_segments import LaidOutPrompt
 from dlm_rag.evidence.truncation import FittedPrompt

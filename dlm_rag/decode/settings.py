@@ -52,15 +52,3 @@ def resolve_settings(settings: DecodeConfig, shape: DenoiserConfig) -> DecodeCon
         assert name is not None
         find(name)
     return settings
-
-
-def check_policy_heads(settings: DecodeConfig, has_heads: bool) -> None:
-    """Raises `ConfigError` for settings that need policy heads where the checkpoint has none."""
-    needing = "retrieval_gate" if settings.retrieval_gate == "policy_head" else ""
-    if settings.commit_rule is not None and "head" in find_rule(settings.commit_rule).statistics:
-        needing = "commit_rule"
-    if needing and not has_heads:
-        raise ConfigError(
-            f"{needing}={getattr(settings, needing)} needs policy heads, and this checkpoint has none: "
-            "train them with --config search_rl.yaml train.trainable=policy_heads"
-        )

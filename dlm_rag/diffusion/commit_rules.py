@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dlm_rag.config import DecodeConfig
 from dlm_rag.config.fields import look_up
+from dlm_rag.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
 IndexArray = NDArray[np.intp]
@@ -279,6 +280,18 @@ def find_rule(name: str) -> Rule:
     """
     found = look_up(RULES, name, "decode.commit_rule")
     return found if isinstance(found, Rule) else Rule(found, ("spread",))
+
+
+def check_policy_heads(settings: DecodeConfig, has_heads: bool) -> None:
+    """Raises `ConfigError` for settings that need policy heads where the checkpoint has none."""
+    needing = "retrieval_gate" if settings.retrieval_gate == "policy_head" else ""
+    if settings.commit_rule is not None and "head" in find_rule(settings.commit_rule).statistics:
+        needing = "commit_rule"
+    if needing and not has_heads:
+        raise ConfigError(
+            f"{needing}={getattr(settings, needing)} needs policy heads, and this checkpoint has none: "
+            "train them with --config search_rl.yaml train.trainable=policy_heads"
+        )
 
 
 def samples_actions(settings: DecodeConfig) -> bool:

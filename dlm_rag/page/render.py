@@ -21,9 +21,15 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from dlm_rag.decode.citations import Span, content_words, overlapping_spans, split_citable_spans
 from dlm_rag.decode.provisional_log import are_deltas_valid
-from dlm_rag.decode.rollout import Rollout, RolloutStep
+from dlm_rag.decode.rollout import (
+    Rollout,
+    RolloutStep,
+    Span,
+    content_words,
+    overlapping_spans,
+    split_citable_spans,
+)
 from dlm_rag.decode.trace_file import TraceHeader, read_trace, read_trace_header, scan_trace
 from dlm_rag.errors import ConfigError, TraceError
 from dlm_rag.files.paths import write_text_atomic
