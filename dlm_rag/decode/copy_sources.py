@@ -17,9 +17,7 @@ from dlm_rag.tokenizer import Prompt, Tokenizer
 
 Ints = NDArray[np.int64]
 SOURCE_UNKNOWN, SOURCE_FIXED = -1, -2  # instead of the number of a position's logits
-COPY_CONTEXT_POSITIONS = (
-    16  # positions to the left and right that say which of the places of a token is meant
-)
+COPY_CONTEXT_POSITIONS = 16  # to the left and right that say which of the places of a token is meant
 SENTENCE_BREAKS = ".!?#"  # behind a token that ends in one of these any piece may begin
 
 
@@ -32,7 +30,6 @@ class SeparatorTokens:
         self.ids = {token for piece in self.pieces for token in piece}
 
     def may_end_piece(self, token: int) -> bool:
-        """Whether a piece may end with this token."""
         return self._text(token).strip()[-1:] in ("", *SENTENCE_BREAKS)
 
 
@@ -65,9 +62,8 @@ class CopySources:
         canvas: (length,) what stands there, `mask_id` where nothing does. positions: (n,) into it,
         ascending, or the one behind its end.
         """
-        around = np.arange(
-            positions[0] - COPY_CONTEXT_POSITIONS, positions[-1] + 1 + COPY_CONTEXT_POSITIONS
-        )
+        first, last = positions[[0, -1]]
+        around = np.arange(first - COPY_CONTEXT_POSITIONS, last + 1 + COPY_CONTEXT_POSITIONS)
         inside = (around >= 0) & (around < len(canvas))
         ids = np.where(inside, canvas[np.clip(around, 0, len(canvas) - 1)], mask_id)
         source = np.where(ids != mask_id, SOURCE_FIXED, SOURCE_UNKNOWN)
@@ -81,17 +77,10 @@ def batch_copy_sources(
     """Several rows as the arrays of `CopyCRF`, but for the prices; first: of each the number of its first
     logits."""
     widest, longest = max(len(each.tokens) for each in copyings), max(chain.shape[1] for chain in chains)
-    names = [item.name for item in fields(CopySources)]
-    tables = [
-        np.stack(
-            [np.pad(array, (0, widest - len(array))) for array in (getattr(c, name) for c in copyings)]
-        )
-        for name in names
-    ]
-    source, fixed = (
-        np.full((longest, len(chains)), SOURCE_UNKNOWN),
-        np.zeros((longest, len(chains)), np.int64),
-    )
+    columns = ([getattr(c, item.name) for c in copyings] for item in fields(CopySources))
+    tables = [np.stack([np.pad(array, (0, widest - len(array))) for array in one]) for one in columns]
+    shape = longest, len(chains)
+    source, fixed = np.full(shape, SOURCE_UNKNOWN), np.zeros(shape, np.int64)
     for row, (chain, begin) in enumerate(zip(chains, first, strict=True)):
         length = chain.shape[1]
         source[:length, row] = chain[0] + np.where(chain[0] >= 0, begin, 0)

@@ -14,6 +14,7 @@ and in a batch; what goes wrong in one row ends that row alone. Every row has de
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 from itertools import count, islice
@@ -94,15 +95,15 @@ class Decoder:
     def config(self, config: DecodeConfig) -> None:
         self._config = resolve_settings(config, self.denoiser.config)
 
-    def resolve_settings(self, settings: DecodeConfig) -> DecodeConfig:
-        """`settings` as this decoder takes them; raises `ConfigError` for those it cannot decode by."""
-        return self._check(resolve_settings(settings, self.denoiser.config))
-
-    def _check(self, settings: DecodeConfig) -> DecodeConfig:
-        assert settings.finished_block_context is not None
-        check_finished_blocks(self.denoiser.config, settings.finished_block_context, self.evidence_layout)
-        check_policy_heads(settings, self.denoiser.heads is not None)
-        return settings
+    def resolve_settings(self, settings: DecodeConfig | None = None) -> DecodeConfig:
+        """`settings`, or its own, as this decoder takes them; raises `ConfigError` where it cannot."""
+        shape, found = self.denoiser.config, self.config
+        if settings is not None:
+            found = resolve_settings(settings, shape)
+        assert found.finished_block_context is not None
+        check_finished_blocks(shape, found.finished_block_context, self.evidence_layout)
+        check_policy_heads(found, self.denoiser.heads is not None)
+        return found
 
     def set_memory_budget(self, budget: DecodeBudget) -> None:
         """Drops all keys and values, and takes no more for them than `plan_decode_budget` has found."""
@@ -110,8 +111,8 @@ class Decoder:
         self.model_runner = MaskedModelRunner(self.denoiser, self.tokenizer.mask_id, self._engine, budget)
 
     def new_engine(self) -> "Engine":
-        """An engine to be stepped by hand; it shares what is kept with this decoder's others."""
-        self._check(self.config)
+        """An engine to be stepped by hand; it shares the cache with this decoder's others."""
+        self.resolve_settings()
         return Engine(self)
 
     @property
@@ -181,7 +182,7 @@ class RowGroup:
         return [row for row in self.rows if not (row.rollout.error or row.rollout.finished)]
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Answers questions for a decoder; everything in flight is its state.
 
         engine = decoder.new_engine()
@@ -208,9 +209,6 @@ class Engine:
         self._groups = [RowGroup() for _ in range(halves)]
         self._free = list(range(places))
         self._turn = 0
-
-    def __enter__(self) -> "Engine":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -305,7 +303,6 @@ class Engine:
         return [StepEvent(row.ticket, row.rollout) for row in closed]
 
     def _take_step(self, group: RowGroup) -> list[Row]:
-        """Takes a step with the rows of a group; returns those whose step is over."""
         if self.settings.overlap == "none":
             self._denoise(group)
             self._start_search(group)
@@ -319,7 +316,6 @@ class Engine:
         return closed
 
     def _denoise(self, group: RowGroup) -> None:
-        """Of all rows that have evidence, even if it is empty."""
         rows = [row for row in group.active_rows if row.laid_out_prompt is not None]
         self._denoising.run(rows)
         self._split_seconds(rows)
@@ -335,7 +331,6 @@ class Engine:
         self._split_seconds(search.rows)
 
     def _end_step(self, rows: list[Row]) -> list[Row]:
-        """Ends the step of each row, and the answer where the text is certain; returns the rows."""
         for row in rows:
             row.end_step()
         answered = [row for row in rows if not row.rollout.error and row.is_done]
@@ -347,7 +342,6 @@ class Engine:
         return rows
 
     def _split_seconds(self, rows: list[Row]) -> None:
-        """Splits the seconds since the last call among the rows that took part."""
         for name, value in self._clock.pop_seconds().items():
             for row in rows:
                 row.record.seconds[name] = row.record.seconds.get(name, 0.0) + value / len(rows)

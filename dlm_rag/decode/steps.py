@@ -82,7 +82,6 @@ class DenoiseStep:
             record.guesses = row.recorder.record_step(still)
 
     def _choose(self, row: Row, candidates: Proposals, span: tuple[int, int] | None) -> Proposals:
-        """What the commit rule of the row commits of at least one candidate."""
         settings, least = row.settings, 1
         if settings.steps_per_block is not None and span is not None:
             sizes = compute_step_sizes(span[1] - span[0], settings.steps_per_block, settings.schedule)
@@ -100,11 +99,9 @@ class DenoiseStep:
     def _records(self, written: Proposals | None) -> tuple[CommittedToken, ...]:
         if written is None:
             return ()
-        columns = (written.positions, written.token_ids, written.confidence, written.log_prob)
-        return tuple(
-            CommittedToken(position, token, self.tokenizer.token_text(token), confidence, log_prob)
-            for position, token, confidence, log_prob in zip(*(c.tolist() for c in columns), strict=True)
-        )
+        arrays = (written.positions, written.token_ids, written.confidence, written.log_prob)
+        rows, text = zip(*(array.tolist() for array in arrays), strict=True), self.tokenizer.token_text
+        return tuple(CommittedToken(position, token, text(token), *sure) for position, token, *sure in rows)
 
     def _grounded_mask(self, row: Row, candidates: Proposals) -> list[bool]:
         """Whether question or evidence hold the words that each candidate would write."""
@@ -178,7 +175,6 @@ class RetrievalStep:
         return ThreadPoolExecutor(1, "search")
 
     def close(self) -> None:
-        """Ends the search thread."""
         if "_worker" in vars(self):
             self._worker.shutdown()
             del self._worker
@@ -219,7 +215,6 @@ class RetrievalStep:
         return build_query(settings.query_policy, row.question.question, response, best)
 
     def _should_search(self, row: Row, query: Query) -> bool:
-        """Whether to refresh the evidence with a query that has changed."""
         if row.settings.retrieval_gate != "policy_head":
             return True
         assert self.heads is not None

@@ -58,11 +58,6 @@ class TraceHeader:
         length, layout = self.context_length, self.prompt_layout
         return DenoiserConfig(1, max_position_embeddings=length, evidence_layout=layout, **same)
 
-    @property
-    def has_uniform_noise(self) -> bool:
-        """Whether the model denoises from uniform noise; `mask_id` is a token like any other then."""
-        return self.settings.get("temperature_high") is not None
-
     def tokenizer(self, folder: Path) -> Tokenizer:
         """The tokenizer in a checkpoint's folder, with the prompt of this trace."""
         return Tokenizer(load_tokenizer(folder), self.mask_id, self.template, self.end_ids)
@@ -242,7 +237,7 @@ def make_step_examples(
 
     Raises `TraceError` for a trace of uniform noise.
     """
-    if header.has_uniform_noise:
+    if header.settings.get("temperature_high") is not None:
         raise TraceError(
             f"the trace of question '{rollout.id}' is of a model that denoises from uniform noise, which "
             "is not in it: no rows with masks can be made from it"
@@ -300,5 +295,4 @@ def _question_record(rollout: Rollout, common: Mapping[str, Any]) -> dict[str, A
 
 
 def _passage_ids(steps: Iterable[RolloutStep]) -> list[str]:
-    """Every passage that was found, in the order of its first step."""
     return list(dict.fromkeys(name for step in steps for name in (*step.passage_ids, *step.dropped)))

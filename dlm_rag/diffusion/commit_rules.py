@@ -145,9 +145,8 @@ def select_by_entropy_bound(entropy: FloatArray, bound: float, least: int = 1) -
 def select_grounded(
     confidence: FloatArray, held: Sequence[bool], commit_threshold: float, least: int = 1
 ) -> IndexArray:
-    """`threshold` among the positions that are `held`: free words, and words the evidence holds.
-
-    When too few of them clear, the most confident held ones; with none held, the most confident.
+    """`threshold` among the positions that are `held` (free words, and words the evidence holds); the most
+    confident where there is none.
     """
     allowed = np.flatnonzero(np.asarray(held, dtype=bool))
     if not len(allowed):
