@@ -220,7 +220,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def busy(self) -> bool:
-        """Whether any question is in flight."""
         return any(group.rows for group in self._groups)
 
     def submit(
