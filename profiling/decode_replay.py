@@ -43,7 +43,11 @@ from dlm_rag.retrieval.query import Query
 from dlm_rag.text import normalize_whitespace
 from dlm_rag.tokenizer import Prompt, PromptTemplate
 
-RANDOM_MODEL_SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
+SHAPE_FIELDS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+RANDOM_MODEL_SHAPES = {
     "100m": (768, 12, 12, 12, 2048, 16_384),
     "1b": (2048, 22, 32, 8, 5632, 32_000),
     "7b": (3584, 28, 28, 4, 18_944, 152_064),  # Dream's
@@ -55,19 +59,10 @@ MASK_ID = 0  # of the random denoisers and their tokenizer
 
 def make_random_denoiser(shape: str, device: torch.device, dtype: torch.dtype) -> Denoiser:
     """A denoiser of a shape in `RANDOM_MODEL_SHAPES` with random weights."""
-    hidden, layers, heads, kv_heads, inner, vocabulary = RANDOM_MODEL_SHAPES[shape]
-    config = DenoiserConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        intermediate_size=inner,
-        mask_token_id=MASK_ID,
-        passage_length=PASSAGE_LENGTH,
-        canvas_length=CANVAS_LENGTH,
-    )
+    sizes: dict[str, Any] = dict(zip(SHAPE_FIELDS, RANDOM_MODEL_SHAPES[shape], strict=True))
+    sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    lengths: dict[str, Any] = {"passage_length": PASSAGE_LENGTH, "canvas_length": CANVAS_LENGTH}
+    config = DenoiserConfig(mask_token_id=MASK_ID, **sizes, **lengths)
     with torch.device(device):
         denoiser = Denoiser(config).eval()
     for parameter in denoiser.parameters():

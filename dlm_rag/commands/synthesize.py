@@ -122,12 +122,12 @@ def run_synthesis(
     finally:
         folder.close()
     done = len(folder.done) - before
-    print_note(f"{rows:,} rows of {done:,} sources in {seconds:.1f} s, {rows / seconds:,.1f} rows/s")
+    print_note(f"sources: {done:,}, rows: {rows:,}, {seconds:.1f} s, {rows / seconds:,.1f} rows/s")
     read, wrote = (counts.get(f"spent: {what}_tokens", 0) for what in ("prompt", "response"))
     if price := (read * settings.prompt_price + wrote * settings.response_price) / 1e6:
         print_note(f"{read:,} tokens read and {wrote:,} written by the writer: ${price:,.2f}")
     kept = sum(n for key, n in counts.items() if key.startswith(("rows: ", "held out: ")))
-    print_note(f"{kept:,} row{'s are' if kept != 1 else ' is'} in {name}, README.md says which")
+    print_note(f"rows in {name}: {kept:,}; README.md says which")
 
 
 def collect_row_settings(config: "Config") -> dict[str, Any]:
