@@ -127,17 +127,17 @@ def test_what_is_refused_of_two_dtypes_is_refused_by_torch(name):
 # Steps.
 
 
-def views_of(shape, layout, temperature=0.0, spread=False, soft=None):
+def views_of(shape, layout, drawn=None, soft=None, **asked):
     """Three rows of other lengths, each at another point of its canvas; the last has one position left."""
     found = []
     for slot, facts in enumerate(FACTS):
         laid = lay_out_prompt(Prompt((1, 2, 3), facts, (4,)), shape, layout)
-        canvas = np.full(8 + slot, 256)
+        canvas, rng = np.full(8 + slot, 256), np.random.default_rng(slot)
         positions = np.arange(len(canvas)) if slot < 2 else np.array([5])
-        rng = np.random.default_rng(slot)
-        draws = rng.random(len(positions)) if temperature else None
-        lots = rng.random((2, len(positions))) if soft else None
-        found.append(ModelInput(slot, laid, canvas, positions, temperature, draws, spread, soft, lots))
+        if drawn or soft:
+            sizes = (2, len(positions)) if soft else len(positions)
+            asked |= {"quantiles": rng.random(sizes), "soft_threshold": soft, "temperature": drawn or 0.0}
+        found.append(ModelInput(slot, laid, canvas, positions, **asked))
     return found
 
 
@@ -166,8 +166,8 @@ def denoiser_on_gpu(dtype=torch.bfloat16, attention="auto", **shape):
 
 ASKED = {
     "likeliest": {},
-    "drawn": {"temperature": 0.7},
-    "spread": {"spread": True},
+    "drawn": {"drawn": 0.7},
+    "spread": {"needs_entropy": True},
     "by lot": {"soft": (1.0, 0.9, 1.0)},
 }
 POOLS = {"no pool": (0.0, False), "pool, shifted": (1.0, True)}
