@@ -135,15 +135,15 @@ def prepare_run_folder(folder: Path, resume: bool) -> None:
         files = [name for name in RUN_SUBFOLDERS if (folder / name).is_file()]
         problem = ""
         if resume and not begun and (foreign or not names):
-            problem = "holds no run to go on with: name another, or leave --resume out"
+            problem = f"{folder} holds no run to go on with: name another, or leave --resume out"
         elif begun and not resume:
-            problem = "holds a run already: add --resume to go on, or name another --out"
+            problem = f"{folder} holds a run already: add --resume to go on, or name another --out"
         elif foreign and not resume:
-            problem = f"holds '{foreign[0]}', which is of no run: name a new or empty folder"
+            problem = f"{folder} holds '{foreign[0]}', which is of no run: name a new or empty folder"
         elif files:
-            problem = f"has a file '{files[0]}', which must be a folder: name another --out"
+            problem = f"{folder / files[0]} is a file and must be a folder: name another --out"
         if problem:
-            raise ConfigError(f"{folder} {problem}")
+            raise ConfigError(problem)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={folder} cannot be a folder: {error.strerror}") from None
